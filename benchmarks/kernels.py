@@ -1,0 +1,131 @@
+"""Prints what the native kernels reach: GB/s and GFLOP/s of the products of SmolLM2-135M, and attention's times.
+
+    python benchmarks/kernels.py [--dtype bfloat16|float32] [--only linear|attention|call] [--seconds 0.2]
+
+Weights and caches rotate through more memory than the caches of a processor hold, as they do in a model's step. Each
+figure is the best of several runs, since other programs can only make a run slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from octavo import _cpu
+from octavo.ops import LayerKVCache, cpu
+
+SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)]
+ROWS = [1, 6, 16, 64, 256]
+ROTATED_BYTES = 200e6
+CPU = torch.device("cpu")
+
+
+def best_time_s(call: Callable[[int], object], seconds: float, batch: int = 1) -> float:
+    """The best mean over `batch` consecutive calls; `call` gets a running number."""
+    call(0)
+    best, number, end = float("inf"), 0, time.perf_counter() + seconds
+    while number < 3 * batch or time.perf_counter() < end:
+        begin = time.perf_counter()
+        for i in range(batch):
+            call(number + i)
+        best = min(best, (time.perf_counter() - begin) / batch)
+        number += batch
+    return best
+
+
+def bench_linear(dtype: torch.dtype, seconds: float) -> None:
+    print(f"\nlinear, {dtype}\n{'K':>6}{'N':>7}" + "".join(f"{f'{r} rows':>22}" for r in ROWS))
+    for k, n in SHAPES:
+        weight = torch.randn(n, k).to(dtype)
+        copies = max(1, round(ROTATED_BYTES / weight.nbytes))
+        packed = [cpu.pack_linear(weight, None) for _ in range(copies)]
+        line = f"{k:>6}{n:>7}"
+        for rows in ROWS:
+            x = torch.randn(rows, k).to(dtype)
+            taken = best_time_s(lambda i, x=x: cpu.linear(x, packed[i % copies]), seconds, min(copies, 20))  # type: ignore[misc]
+            line += f"{weight.nbytes / taken / 1e9:>9.1f} GB/s{2 * rows * k * n / taken / 1e9:>6.0f} GF"
+        print(line, flush=True)
+
+
+def bench_attention(dtype: torch.dtype, seconds: float, kv_heads: int = 3, ratio: int = 3, head_size: int = 64) -> None:
+    print(f"\nattention, {dtype}, {kv_heads} x {ratio} heads of {head_size}")
+    element = 2 if dtype is torch.bfloat16 else 4
+    for num_seqs, queries, context in [
+        (1, 1, 512), (1, 1, 4096), (1, 1, 32768), (16, 1, 512), (16, 1, 4096), (1, 128, 128), (1, 512, 512),
+        (1, 512, 4096), (1, 2048, 2048),
+    ]:  # fmt: skip
+        per_seq = -(-context // 16)
+        cache_bytes = num_seqs * context * kv_heads * head_size * 2 * element
+        layers = max(1, min(30, round(ROTATED_BYTES / cache_bytes)))
+        caches: list[LayerKVCache] = []
+        for _ in range(layers):
+            caches.append(cpu.allocate_kv_cache(num_seqs * per_seq, 16, kv_heads, head_size, dtype, CPU))
+            caches[-1].key.normal_()
+            caches[-1].value.normal_()
+        tables = torch.randperm(num_seqs * per_seq).int().view(num_seqs, per_seq)
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32) * queries
+        lens = torch.full((num_seqs,), context, dtype=torch.int32)
+        query = torch.randn(num_seqs * queries, kv_heads * ratio, head_size).to(dtype)
+        taken = best_time_s(
+            lambda i: cpu.paged_attention(query, caches[i % layers], tables, starts, lens, 0.125),  # noqa: B023
+            seconds,
+        )
+        pairs = num_seqs * (queries * context - queries * (queries - 1) / 2)
+        flops = 4 * pairs * kv_heads * ratio * head_size
+        print(
+            f"{num_seqs:>4} seqs x {queries:>4} rows, {context:>5} keys: {taken * 1e6:>9.1f} us"
+            f"{cache_bytes / taken / 1e9:>8.1f} GB/s{flops / taken / 1e9:>8.1f} GFLOP/s",
+            flush=True,
+        )
+
+
+def bench_calls(dtype: torch.dtype, seconds: float) -> None:
+    print(f"\none row, {dtype}: time of a call, Python included")
+    hidden, gate_up = torch.randn(1, 576).to(dtype), torch.randn(1, 3072).to(dtype)
+    weight, logits = torch.ones(576).to(dtype), torch.randn(1, 49152)
+    small = cpu.pack_linear(torch.randn(32, 32).to(dtype), None)
+    x = torch.randn(1, 32).to(dtype)
+    for name, call in {
+        "torch.empty alone": lambda i: torch.empty((1, 576), dtype=dtype),
+        "linear 32 x 32": lambda i: cpu.linear(x, small),
+        "rms_norm 576": lambda i: cpu.rms_norm(hidden, weight, 1e-5),
+        "add_rms_norm 576": lambda i: cpu.add_rms_norm(hidden, hidden, weight, 1e-5),
+        "silu_and_mul 1536": lambda i: cpu.silu_and_mul(gate_up),
+        "argmax 49152": lambda i: cpu.argmax(logits),
+    }.items():
+        print(f"{name:>20}: {best_time_s(call, seconds, 200) * 1e6:6.2f} us", flush=True)
+
+
+def bench_packing(dtype: torch.dtype) -> None:
+    weights = [torch.randn(n, k).to(dtype) for k, n in SHAPES[:4] * 30 + SHAPES[4:]]
+    total = sum(w.nbytes for w in weights)
+    begin = time.perf_counter()
+    packed = [cpu.pack_linear(w, None) for w in weights]
+    taken = time.perf_counter() - begin
+    print(f"\npacking {len(packed)} matrices of {dtype}, {total / 1e6:.0f} MB: {taken * 1e3:.0f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: both")
+    parser.add_argument("--only", choices=["linear", "attention", "call", "pack"])
+    parser.add_argument("--seconds", type=float, default=0.2, help="time for one figure")
+    args = parser.parse_args()
+    print(f"{_cpu.isa()}, {_cpu.num_threads()} threads")
+    for name in [args.dtype] if args.dtype else ["bfloat16", "float32"]:
+        dtype = getattr(torch, name)
+        if args.only in (None, "pack"):
+            bench_packing(dtype)
+        if args.only in (None, "call"):
+            bench_calls(dtype, args.seconds)
+        if args.only in (None, "linear"):
+            bench_linear(dtype, args.seconds)
+        if args.only in (None, "attention"):
+            bench_attention(dtype, args.seconds)
+
+
+if __name__ == "__main__":
+    main()

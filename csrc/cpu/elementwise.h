@@ -1,0 +1,221 @@
+// Norms, rotary embedding with the cache write, the gated activation and argmax: one pass over each row, in float32,
+// in an order that the row's length alone decides. Included by kernels.cpp only.
+#pragma once
+
+#include "simd.h"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+// Calls f(index, lanes) over n elements: whole vectors, then what is left.
+template <class F>
+inline void for_vectors(int64_t n, F f) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+    if (i < n) f(i, static_cast<int>(n - i));
+}
+template <class T>
+inline Vec load_some(const T* p, int lanes) {
+    return lanes == kLanes ? load(p) : load_n(p, lanes);
+}
+template <class T>
+inline void store_some(T* p, Vec v, int lanes) {
+    if (lanes == kLanes) {
+        store(p, v);
+    } else {
+        store_n(p, v, lanes);
+    }
+}
+
+// Four sums in turn hide the latency of the addition; their order is a function of n.
+template <class T>
+inline float sum_of_squares(const T* x, int64_t n) {
+    Vec sums[4] = {zero(), zero(), zero(), zero()};
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+        for (int j = 0; j < 4; ++j) {
+            const Vec v = load(x + i + j * kLanes);
+            sums[j] = fma(v, v, sums[j]);
+        }
+    }
+    for_vectors(n - i, [&](int64_t j, int lanes) {
+        const Vec v = load_some(x + i + j, lanes);
+        sums[0] = fma(v, v, sums[0]);
+    });
+    return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+template <class T, class W>
+void norm_row(const NormArgs& a, const T* x, T* residual, T* out) {
+    const int64_t n = a.hidden;
+    if (residual) {
+        for_vectors(n, [&](int64_t i, int lanes) {
+            store_some(residual + i, add(load_some(x + i, lanes), load_some(residual + i, lanes)), lanes);
+        });
+        x = residual;
+    }
+    const float mean = sum_of_squares(x, n) / static_cast<float>(n);
+    const Vec scale = set1(1.0f / __builtin_sqrtf(mean + a.eps));
+    const W* weight = static_cast<const W*>(a.weight);
+    for_vectors(n, [&](int64_t i, int lanes) {
+        store_some(out + i, mul(mul(load_some(x + i, lanes), scale), load_some(weight + i, lanes)), lanes);
+    });
+}
+
+template <class T, class W>
+void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+        const int64_t i = row / a.inner;
+        const int64_t j = row % a.inner;
+        const T* x = static_cast<const T*>(a.x) + i * a.x_outer_stride + j * a.x_inner_stride;
+        T* residual = a.residual ? static_cast<T*>(a.residual) + row * a.residual_stride : nullptr;
+        norm_row<T, W>(a, x, residual, static_cast<T*>(a.out) + row * a.hidden);
+    }
+}
+
+void norm(const void* args, int64_t task) {
+    const NormArgs& a = *static_cast<const NormArgs*>(args);
+    const int64_t begin = task * a.rows_per_task;
+    const int64_t end = min_of(begin + a.rows_per_task, a.outer * a.inner);
+    if (a.dtype == kF32) {
+        if (a.weight_dtype == kF32) {
+            norm_rows<float, float>(a, begin, end);
+        } else {
+            norm_rows<float, uint16_t>(a, begin, end);
+        }
+    } else if (a.weight_dtype == kF32) {
+        norm_rows<uint16_t, float>(a, begin, end);
+    } else {
+        norm_rows<uint16_t, uint16_t>(a, begin, end);
+    }
+}
+
+// The first 2 * half elements as two halves: (a cos - b sin, b cos + a sin). In place where x == out.
+template <class T>
+inline void rotate(const T* x, T* out, const float* cos_sin, int64_t half) {
+    for_vectors(half, [&](int64_t i, int lanes) {
+        const Vec c = load_some(cos_sin + i, lanes);
+        const Vec s = load_some(cos_sin + half + i, lanes);
+        const Vec a = load_some(x + i, lanes);
+        const Vec b = load_some(x + half + i, lanes);
+        store_some(out + i, sub(mul(a, c), mul(b, s)), lanes);
+        store_some(out + half + i, add(mul(b, c), mul(a, s)), lanes);
+    });
+}
+
+template <class E>
+void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
+    using T = typename E::T;
+    const int64_t d = a.head_size;
+    const int64_t half = a.rotary_size / 2;
+    const int64_t steps = d / E::kStep;
+    const int64_t padded = (d + kValuePad - 1) / kValuePad * kValuePad;
+    T rotated[kMaxHeadSize];
+    for (int64_t t = begin; t < end; ++t) {
+        const float* cos_sin = a.cos_sin + a.positions[t] * a.rotary_size;
+        T* query = static_cast<T*>(a.query) + t * a.query_stride;
+        for (int32_t h = 0; h < a.query_heads; ++h) rotate(query + h * d, query + h * d, cos_sin, half);
+        if (a.slots[t] < 0) continue;
+        const int64_t block = a.slots[t] / a.block_size;
+        const int64_t offset = a.slots[t] % a.block_size;
+        for (int32_t g = 0; g < a.kv_heads; ++g) {
+            const T* key = static_cast<const T*>(a.key) + t * a.key_stride + g * d;
+            const T* value = static_cast<const T*>(a.value) + t * a.value_stride + g * d;
+            memcpy(rotated, key, static_cast<size_t>(d) * sizeof(T));
+            rotate(key, rotated, cos_sin, half);
+            T* key_block = static_cast<T*>(a.key_cache) + (block * a.kv_heads + g) * d * a.block_size;
+            for (int64_t i = 0; i < steps; ++i) {
+                T* slot = key_block + (i * a.block_size + offset) * E::kStep;
+                for (int j = 0; j < E::kStep; ++j) slot[j] = rotated[i * E::kStep + j];
+            }
+            T* value_slot = static_cast<T*>(a.value_cache) +
+                            ((block * a.kv_heads + g) * a.block_size + offset) * padded;
+            memcpy(value_slot, value, static_cast<size_t>(d) * sizeof(T));
+        }
+    }
+}
+
+void rotary(const void* args, int64_t task) {
+    const RotaryArgs& a = *static_cast<const RotaryArgs*>(args);
+    const int64_t begin = task * a.tokens_per_task;
+    const int64_t end = min_of(begin + a.tokens_per_task, a.tokens);
+    if (a.dtype == kF32) {
+        rotary_tokens<F32>(a, begin, end);
+    } else {
+        rotary_tokens<BF16>(a, begin, end);
+    }
+}
+
+template <class T>
+void silu_rows(const SiluArgs& a, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+        const T* gate = static_cast<const T*>(a.x) + row * a.x_stride;
+        const T* up = gate + a.width;
+        T* out = static_cast<T*>(a.out) + row * a.width;
+        for_vectors(a.width, [&](int64_t i, int lanes) {
+            const Vec g = load_some(gate + i, lanes);
+            const Vec gated = div(g, add(set1(1.0f), exp(sub(zero(), g))));
+            store_some(out + i, mul(gated, load_some(up + i, lanes)), lanes);
+        });
+    }
+}
+
+void silu(const void* args, int64_t task) {
+    const SiluArgs& a = *static_cast<const SiluArgs*>(args);
+    const int64_t begin = task * a.rows_per_task;
+    const int64_t end = min_of(begin + a.rows_per_task, a.rows);
+    if (a.dtype == kF32) {
+        silu_rows<float>(a, begin, end);
+    } else {
+        silu_rows<uint16_t>(a, begin, end);
+    }
+}
+
+// Indices are kept as floats (exact below 2^24) next to the values. Lanes start below everything, so a NaN never wins
+// and a row without a finite or +inf value yields 0.
+void argmax(const void* args, int64_t task) {
+    const ArgmaxArgs& a = *static_cast<const ArgmaxArgs*>(args);
+    const float* x = a.x + task * a.stride;
+    constexpr int kUnroll = 4;
+    const Vec lowest = set1(-__builtin_inff());
+    Vec best[kUnroll], where[kUnroll], index[kUnroll];
+    for (int j = 0; j < kUnroll; ++j) {
+        best[j] = lowest;
+        where[j] = zero();
+        index[j] = add(iota(), set1(static_cast<float>(j * kLanes)));
+    }
+    const Vec stride = set1(static_cast<float>(kUnroll * kLanes));
+    int64_t i = 0;
+    for (; i + kUnroll * kLanes <= a.width; i += kUnroll * kLanes) {
+        for (int j = 0; j < kUnroll; ++j) {
+            const Vec v = load(x + i + j * kLanes);
+            where[j] = select_greater(v, best[j], index[j], where[j]);
+            best[j] = select_greater(v, best[j], v, best[j]);
+            index[j] = add(index[j], stride);
+        }
+    }
+    float best_value = -__builtin_inff();
+    int64_t best_index = 0;
+    for (int j = 0; j < kUnroll; ++j) {
+        float values[kLanes], indices[kLanes];
+        store(values, best[j]);
+        store(indices, where[j]);
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const int64_t at = static_cast<int64_t>(indices[lane]);
+            if (values[lane] > best_value || (values[lane] == best_value && at < best_index)) {
+                best_value = values[lane];
+                best_index = at;
+            }
+        }
+    }
+    for (; i < a.width; ++i) {
+        if (x[i] > best_value) {
+            best_value = x[i];
+            best_index = i;
+        }
+    }
+    a.out[task] = best_index;
+}
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,19 @@
+// Every kernel, for one instruction set. The build compiles this file once per set with that set's flags and
+// OCTAVO_ISA (its namespace and the suffix of its table) defined.
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+
+#define OCTAVO_CONCAT2(a, b) a##b
+#define OCTAVO_CONCAT(a, b) OCTAVO_CONCAT2(a, b)
+#define OCTAVO_STRING2(a) #a
+#define OCTAVO_STRING(a) OCTAVO_STRING2(a)
+
+namespace octavo {
+
+const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
+    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear,    OCTAVO_ISA::embedding, OCTAVO_ISA::norm,
+    OCTAVO_ISA::rotary,        OCTAVO_ISA::attention, OCTAVO_ISA::silu,      OCTAVO_ISA::argmax,
+};
+
+}  // namespace octavo

@@ -1,0 +1,149 @@
+// What the native kernels look like from outside: one argument struct and one plain function per operation, and the
+// table of them that every instruction set provides. Nothing here depends on Python, on the thread pool or on an
+// instruction set; this header is compiled with every set of flags, so it holds plain data only, no inline code.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace octavo {
+
+// Element types, as the Python side names them.
+enum DType : int32_t { kF32 = 0, kBF16 = 1 };
+
+// Output channels that share a panel of a packed matrix.
+constexpr int kPanel = 32;
+// Keys whose scores are computed together; tiles start at multiples of this position in the sequence.
+constexpr int kKeyTile = 64;
+// Keys that are reduced together; partitions start at multiples of this position and are merged in order.
+constexpr int kKeyPartition = 512;
+// Query rows (token, head of one key/value group) that one attention task serves.
+constexpr int kQueryRows = 32;
+constexpr int kMaxHeadSize = 512;
+// Elements that a row of the value cache is padded to a multiple of.
+constexpr int kValuePad = 16;
+
+// out[rows, n] = x[rows, k] W^T + bias. Packed f32 weights are [panel][k][32], bf16 ones [panel][ceil(k / 2)][32][2];
+// bias is f32, padded to whole panels, or null.
+struct LinearArgs {
+    const void* x;
+    const void* weight;
+    const float* bias;
+    void* out;
+    int64_t x_stride, out_stride;
+    int64_t rows, k, n;
+    int32_t dtype, out_dtype;
+    // Filled by plan_linear: the grid of tasks.
+    int64_t row_chunks, panel_chunks;
+};
+
+// Packs weight[n, k] (rows `stride` elements apart) into `out`; a task packs one panel.
+struct PackArgs {
+    const void* weight;
+    void* out;
+    int64_t stride, n, k;
+    int32_t dtype;
+};
+
+// out[t, :] = row token_ids[t] of a packed matrix with n rows of k elements.
+struct EmbeddingArgs {
+    const int32_t* token_ids;
+    const void* weight;
+    void* out;
+    int64_t tokens, n, k;
+    int32_t dtype;
+    int64_t tokens_per_task;
+};
+
+// out[i, j, :] = rms_norm(x[i, j, :] (+ residual[i, j, :])) * weight; outputs are dense, residual is updated in place.
+struct NormArgs {
+    const void* x;
+    void* residual;
+    const void* weight;
+    void* out;
+    int64_t outer, inner, hidden;
+    int64_t x_outer_stride, x_inner_stride, residual_stride;
+    float eps;
+    int32_t dtype, weight_dtype;
+    int64_t rows_per_task;
+};
+
+// Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written.
+struct RotaryArgs {
+    void* query;
+    const void* key;
+    const void* value;
+    const int64_t* positions;
+    const float* cos_sin;
+    void* key_cache;
+    void* value_cache;
+    const int64_t* slots;
+    int64_t query_stride, key_stride, value_stride;
+    int64_t tokens;
+    int32_t query_heads, kv_heads, head_size, rotary_size, block_size, dtype;
+    int64_t tokens_per_task;
+};
+
+// Rows [row_begin, row_end) of a sequence for each key/value head, over partitions [part_begin, part_end). Row r is
+// head r % ratio of the group for query token r / ratio. `split` numbers the set of tasks that share rows, or is -1.
+struct AttentionTask {
+    int32_t seq, row_begin, row_end, part_begin, part_end, split;
+};
+
+// Rows whose partitions are shared out among tasks: where their partial results lie, in floats.
+struct AttentionSplit {
+    int64_t offset;
+    int32_t part_begin, num_parts, num_rows;
+};
+
+struct AttentionArgs {
+    const void* query;
+    const void* key_cache;
+    const void* value_cache;
+    const int32_t* block_tables;
+    const int32_t* query_start;
+    const int32_t* seq_lens;
+    void* out;
+    int64_t query_stride, table_stride;
+    int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, dtype;
+    float scale;
+    // Filled by AttentionPlan.
+    const AttentionTask* tasks;
+    const AttentionSplit* splits;
+    float* partials;
+    int32_t* remaining;  // [split][kv_head]: tasks that have not finished yet; the last one merges.
+    int64_t num_tasks;
+};
+
+struct SiluArgs {
+    const void* x;
+    void* out;
+    int64_t x_stride, rows, width;
+    int32_t dtype;
+    int64_t rows_per_task;
+};
+
+struct ArgmaxArgs {
+    const float* x;
+    int64_t* out;
+    int64_t stride, width;
+};
+
+// One task of a kernel. `args` is the operation's own struct above.
+using Kernel = void (*)(const void* args, int64_t task);
+
+struct KernelTable {
+    const char* name;
+    Kernel linear, embedding, norm, rotary, attention, silu, argmax;
+};
+
+// One instance per instruction set that was compiled in; see dispatch.cpp.
+extern const KernelTable kTable_portable;
+extern const KernelTable kTable_avx2;
+extern const KernelTable kTable_avx512;
+extern const KernelTable kTable_avx512_bf16;
+
+// Packing moves bits only, so it is compiled once.
+void pack_panel(const void* args, int64_t task);
+
+}  // namespace octavo

@@ -1,0 +1,98 @@
+// Picks the vector type for the instruction set that this translation unit is compiled for, and builds on it what the
+// kernels share: the exponential and the two element types. OCTAVO_ISA is the namespace, set by the build; everything
+// lives in an anonymous namespace inside it, so that no code compiled with one set of flags is linked into another.
+#pragma once
+
+#include <string.h>
+
+#include "kernels.h"
+
+#if defined(OCTAVO_ISA_AVX512) || defined(OCTAVO_ISA_AVX2)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+#if defined(OCTAVO_ISA_AVX512)
+#include "simd_avx512.h"
+#elif defined(OCTAVO_ISA_AVX2)
+#include "simd_avx2.h"
+#else
+#include "simd_portable.h"
+#endif
+
+constexpr int kVecsPerPanel = kPanel / kLanes;
+
+template <class T>
+inline T min_of(T a, T b) {
+    return a < b ? a : b;
+}
+template <class T>
+inline T max_of(T a, T b) {
+    return a > b ? a : b;
+}
+
+// e^x to about 1 ulp (the polynomial is that of Cephes expf): exactly 1 at 0, exactly 0 where it would be denormal,
+// infinite above 88.37, NaN for NaN.
+inline Vec exp(Vec x) {
+    const Vec lowest = set1(-87.33654f);
+    const Vec highest = set1(88.37626f);
+    const Vec magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer.
+    const Vec clamped = min(highest, max(lowest, x));
+    const Vec t = fma(clamped, set1(1.44269504f), magic);
+    const Vec n = sub(t, magic);
+    const Vec r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), clamped));
+    Vec p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = add(fma(p, mul(r, r), r), set1(1.0f));
+    Vec result = mul(p, pow2_of_magic(t));
+    result = select_greater(lowest, x, zero(), result);
+    return select_greater(x, highest, set1(__builtin_inff()), result);
+}
+inline float exp(float x) {
+    float lanes[kLanes];
+    store(lanes, exp(set1(x)));
+    return lanes[0];
+}
+
+// An element type as the dot products see it: `kStep` neighbours along the reduced dimension make one lane.
+struct F32 {
+    using T = float;
+    using Lanes = Vec;
+    static constexpr int kStep = 1;
+    static inline Lanes load_lanes(const T* p) { return load(p); }
+    static inline Lanes broadcast(const T* p) { return set1(*p); }
+    static inline Lanes broadcast_last(const T* p) { return set1(*p); }
+    static inline Vec madd(Vec acc, Lanes a, Lanes b) { return fma(a, b, acc); }
+#ifdef OCTAVO_ISA_AVX512
+    static inline Lanes load_lane_halves(const T* a, const T* b) { return load_halves(a, b); }
+#endif
+};
+
+struct BF16 {
+    using T = uint16_t;
+    using Lanes = Pairs;
+    static constexpr int kStep = 2;
+    static inline Lanes load_lanes(const T* p) { return load_pairs(p); }
+    static inline Lanes broadcast(const T* p) {
+        uint32_t pair;
+        memcpy(&pair, p, sizeof(pair));
+        return set1_pair(pair);
+    }
+    // The last element of an odd row: its partner is zero.
+    static inline Lanes broadcast_last(const T* p) { return set1_pair(*p); }
+    static inline Vec madd(Vec acc, Lanes a, Lanes b) { return dot_pairs(acc, a, b); }
+#ifdef OCTAVO_ISA_AVX512
+    static inline Lanes load_lane_halves(const T* a, const T* b) { return load_pair_halves(a, b); }
+#endif
+};
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA

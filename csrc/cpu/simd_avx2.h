@@ -1,0 +1,93 @@
+// The vector type of the kernels in AVX2 with FMA. Included by simd.h only, inside the namespace of its instruction
+// set. Partial vectors go through a small buffer: they are rare and must not read past the end of a row.
+
+constexpr int kLanes = 8;
+constexpr int kTileRows = 5;
+constexpr int kTileRows4 = 2;
+constexpr int kTileRows8 = 1;
+constexpr int kScoreRows = 4;
+constexpr int kScoreVecs = 2;
+constexpr int kValueVecs = 2;
+
+using Vec = __m256;
+using Pairs = __m256i;  // One pair of bf16 a lane.
+
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec set1(float x) { return _mm256_set1_ps(x); }
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) {
+    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_GT_OQ));
+}
+
+inline Vec load_n(const float* p, int n) {
+    float buffer[kLanes] = {};
+    memcpy(buffer, p, static_cast<size_t>(n) * sizeof(float));
+    return load(buffer);
+}
+inline void store_n(float* p, Vec v, int n) {
+    float buffer[kLanes];
+    store(buffer, v);
+    memcpy(p, buffer, static_cast<size_t>(n) * sizeof(float));
+}
+inline Vec iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
+inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {
+    const Vec lane = iota();
+    const Vec below_end = _mm256_cmp_ps(lane, set1(static_cast<float>(end)), _CMP_LT_OQ);
+    const Vec from_begin = _mm256_cmp_ps(lane, set1(static_cast<float>(begin)), _CMP_GE_OQ);
+    return _mm256_blendv_ps(other, v, _mm256_and_ps(below_end, from_begin));
+}
+
+inline Vec load(const uint16_t* p) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline void store(uint16_t* p, Vec v) {
+    const __m256i u = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+    r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)));
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+}
+inline Vec load_n(const uint16_t* p, int n) {
+    uint16_t buffer[kLanes] = {};
+    memcpy(buffer, p, static_cast<size_t>(n) * sizeof(uint16_t));
+    return load(buffer);
+}
+inline void store_n(uint16_t* p, Vec v, int n) {
+    uint16_t buffer[kLanes];
+    store(buffer, v);
+    memcpy(p, buffer, static_cast<size_t>(n) * sizeof(uint16_t));
+}
+
+inline float reduce_add(Vec v) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+inline float reduce_max(Vec v) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+// 2^n, where t = 1.5 * 2^23 + n.
+inline Vec pow2_of_magic(Vec t) {
+    return _mm256_castsi256_ps(
+        _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(t), 23), _mm256_set1_epi32(0x3f800000)));
+}
+
+inline Pairs load_pairs(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline Pairs set1_pair(uint32_t bits) { return _mm256_set1_epi32(static_cast<int>(bits)); }
+inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
+    const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    acc = fma(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
+    return fma(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)), acc);
+}

@@ -1,0 +1,83 @@
+// The vector type of the kernels in AVX-512 (F, BW, DQ, VL), with the BF16 dot product where the flags allow it.
+// Included by simd.h only, inside the namespace of its instruction set.
+
+constexpr int kLanes = 16;
+// Linear tiles are up to kTileRows rows by 2 vectors; narrow batches take 4 or 8 vectors instead to hide latency.
+constexpr int kTileRows = 12;
+constexpr int kTileRows4 = 6;
+constexpr int kTileRows8 = 2;
+// Attention tiles: rows, vectors of keys, vectors of a value row.
+constexpr int kScoreRows = 6;
+constexpr int kScoreVecs = 4;
+constexpr int kValueVecs = 4;
+
+using Vec = __m512;
+using Pairs = __m512i;  // One pair of bf16 a lane.
+
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec set1(float x) { return _mm512_set1_ps(x); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), no, yes);
+}
+
+inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+inline Vec load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+inline void store_n(float* p, Vec v, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {
+    return _mm512_mask_blend_ps(static_cast<__mmask16>(first_lanes(end) & ~first_lanes(begin)), other, v);
+}
+
+inline Vec widen(__m256i bits) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+// Not vcvtneps2bf16: that one flushes denormals, and every instruction set must round alike.
+inline __m256i narrow(Vec v) {
+    const __m512i u = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
+    r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+    return _mm512_cvtepi32_epi16(r);
+}
+inline Vec load(const uint16_t* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline void store(uint16_t* p, Vec v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
+inline Vec load_n(const uint16_t* p, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+inline void store_n(uint16_t* p, Vec v, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(v)); }
+
+inline float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
+inline float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
+inline Vec iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+// 2^n, where t = 1.5 * 2^23 + n.
+inline Vec pow2_of_magic(Vec t) {
+    return _mm512_castsi512_ps(
+        _mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(t), 23), _mm512_set1_epi32(0x3f800000)));
+}
+
+inline Pairs load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
+inline Pairs set1_pair(uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
+inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
+#ifdef __AVX512BF16__
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+#else
+    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    acc = fma(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), acc);
+    return fma(_mm512_castsi512_ps(_mm512_and_si512(a, high)), _mm512_castsi512_ps(_mm512_and_si512(b, high)), acc);
+#endif
+}
+
+// A vector whose halves lie apart: eight keys of one cache block, eight of another.
+inline Vec load_halves(const float* a, const float* b) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(a)), _mm256_loadu_ps(b), 1);
+}
+inline Pairs load_pair_halves(const uint16_t* a, const uint16_t* b) {
+    return _mm512_inserti32x8(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a))),
+                              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
+}

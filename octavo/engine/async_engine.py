@@ -1,0 +1,218 @@
+"""The asynchronous engine: text in, streams of `RequestOutput` out, with the core in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable
+from typing import TYPE_CHECKING
+
+from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
+from octavo.engine.core_client import CoreClient
+from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.output_processor import OutputProcessor, RequestFailed
+from octavo.engine.wire import Abort, CoreMessage, EngineStats, Failed, Ready, StepOutputs
+from octavo.errors import EngineDeadError, OctavoError, RequestError
+from octavo.loading.tokenizer import load_tokenizer
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.metrics.prometheus import EngineMetrics
+
+logger = logging.getLogger(__name__)
+
+# Longer prompts are tokenized in a thread, so that they do not hold up the streams of others (about 2 ms).
+_MAX_INLINE_CHARACTERS = 8192
+
+
+class _Stream:
+    """Outputs of one request on their way to its caller."""
+
+    def __init__(self) -> None:
+        self._items: deque[RequestOutput | RequestFailed | OctavoError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: RequestOutput | RequestFailed | OctavoError) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> RequestOutput:
+        if not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item = self._items.popleft()
+        if isinstance(item, RequestFailed):
+            raise RequestError(item.message)
+        if isinstance(item, OctavoError):
+            raise item
+        return item
+
+
+class AsyncLLMEngine:
+    """Many requests at once over one engine core.
+
+    Make it with `from_engine_args`. All coroutines belong to one event loop, that of the first call.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, metrics: EngineMetrics | None = None, chat_template: str | None = None
+    ) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.stats = EngineStats()  # of the core's last step
+        self._core = CoreClient(config)
+        try:
+            # The core loads its model meanwhile.
+            self.tokenizer = load_tokenizer(config.model.checkpoint, chat_template)
+        except BaseException:
+            self._core.close()
+            raise
+        self.inputs = InputProcessor(config.model, self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer, metrics)
+        self._streams: dict[str, _Stream] = {}
+        self._receiver: asyncio.Task[None] | None = None
+        self._ready: Ready | None = None
+        self._ready_event = asyncio.Event()
+        self._failure: OctavoError | None = None
+        self._is_closed = False
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        args: AsyncEngineArgs | EngineArgs,
+        *,
+        metrics: EngineMetrics | None = None,
+        chat_template: str | None = None,
+    ) -> AsyncLLMEngine:
+        """Find the model, start the core's process and load the tokenizer. Returns before the core is ready; requests
+        made before that wait."""
+        return cls(args.create_engine_config(), metrics=metrics, chat_template=chat_template)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready is not None and self._failure is None
+
+    async def wait_ready(self) -> Ready:
+        """Return when the core takes requests, with what it has. Raises what kept it from starting."""
+        self._listen()
+        await self._ready_event.wait()
+        await self.check_health()
+        assert self._ready is not None
+        return self._ready
+
+    async def check_health(self) -> None:
+        """Raise `EngineDeadError`, or the error that kept the core from starting, if it is not running."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield a request's outputs as they come (`SamplingParams.output_kind` says how much each holds).
+
+        Raises `RequestError` for a request that cannot run, `EngineDeadError` when the core has gone. Closing the
+        generator, or cancelling the task that iterates it, aborts the request and frees its blocks.
+        """
+        await self.wait_ready()
+        if sampling_params.logits_processors:
+            raise RequestError(
+                "logits_processors are Python callables and run only with LLM, in its process; use logit_bias here.",
+                param="logits_processors",
+            )
+        if isinstance(prompt, str) and len(prompt) > _MAX_INLINE_CHARACTERS:
+            text, request = await asyncio.to_thread(
+                self.inputs.process, prompt, sampling_params, request_id, priority=priority
+            )
+        else:
+            text, request = self.inputs.process(prompt, sampling_params, request_id, priority=priority)
+        await self.check_health()
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is in use.", param="request_id")
+        stream = self._streams[request_id] = _Stream()
+        self._outputs.add(request, text)
+        self._core.send(request)
+        try:
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            del self._streams[request_id]
+            self._abort_now(request_id)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their streams end with what they have, finish reason "abort". Unknown ids are ignored."""
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            output = self._abort_now(one)
+            if output is not None and one in self._streams:
+                self._streams[one].put(output)
+
+    def shutdown(self) -> None:
+        """End the core's process. Streams still open raise `EngineDeadError`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._receiver is not None and not self._receiver.get_loop().is_closed():
+            self._receiver.cancel()
+        self._fail(EngineDeadError("the engine has been shut down."))
+        self._core.close()
+
+    def _abort_now(self, request_id: str) -> RequestOutput | None:
+        output = self._outputs.abort(request_id)
+        if output is not None and not self._is_closed:
+            with contextlib.suppress(Exception):  # a dead core holds no blocks
+                self._core.send(Abort(request_id))
+        return output
+
+    def _listen(self) -> None:
+        if self._receiver is None:
+            self._receiver = asyncio.get_running_loop().create_task(self._receive())
+
+    async def _receive(self) -> None:
+        try:
+            await self._core.receive(self._handle)
+            status = self._core.process.wait()
+            self._fail(EngineDeadError(f"the engine core has ended (exit status {status})."))
+        except asyncio.CancelledError:
+            raise
+        except Exception as e:
+            logger.exception("the engine's front end failed")
+            self._fail(EngineDeadError(f"the engine's front end failed: {e}"))
+
+    def _handle(self, message: CoreMessage) -> None:
+        match message:
+            case StepOutputs(outputs, stats):
+                self.stats = stats
+                results, aborts = self._outputs.process(outputs)
+                for abort in aborts:
+                    self._core.send(abort)
+                for result in results:
+                    if (stream := self._streams.get(result.request_id)) is not None:
+                        stream.put(result)
+                if self.metrics is not None:
+                    self.metrics.record_step(stats)
+            case Ready():
+                self._ready = message
+                if self.metrics is not None:
+                    self.metrics.record_cache_config(
+                        block_size=message.block_size,
+                        num_gpu_blocks=message.num_blocks,
+                        num_cpu_blocks=message.num_host_blocks,
+                        enable_prefix_caching=self.config.cache.enable_prefix_caching,
+                    )
+                self._ready_event.set()
+            case Failed(text, expected):
+                self._fail(OctavoError(text) if expected else EngineDeadError(f"the engine core failed: {text}"))
+
+    def _fail(self, error: OctavoError) -> None:
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._ready_event.set()
+        for stream in self._streams.values():
+            stream.put(error)

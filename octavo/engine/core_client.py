@@ -1,0 +1,113 @@
+"""The front end's end of the wire: starts a core process, sends to it, and notices when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from octavo.config import EngineConfig
+from octavo.engine.core_process import CoreProcessArgs
+from octavo.engine.wire import CoreMessage, FrontendMessage, decode_core_message, encode_message
+
+logger = logging.getLogger(__name__)
+
+_EXIT_GRACE_S = 5.0
+
+
+class CoreClient:
+    """A running core process. `send` may be called from the event loop's thread only."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._folder = tempfile.mkdtemp(prefix="octavo-")
+        self._context = zmq.Context()
+        self._sender = self._context.socket(zmq.PUSH)
+        self._sender.setsockopt(zmq.SNDHWM, 0)  # a send never blocks the event loop
+        self._receiver = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+        self._receiver.setsockopt(zmq.RCVHWM, 0)
+        core_input, core_output = f"ipc://{self._folder}/in", f"ipc://{self._folder}/out"
+        self._sender.bind(core_input)
+        self._receiver.bind(core_output)
+        log_level = logging.getLogger("octavo").getEffectiveLevel()
+        args = CoreProcessArgs(config, core_input, core_output, time.monotonic(), log_level)
+        # Threads of torch's own that wait by spinning would take the cores from the native kernels'.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "octavo.engine.core_process"], stdin=subprocess.PIPE, env=environment
+        )
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at once; `wait` will tell
+            self.process.stdin.write(msgspec.json.encode(args) + b"\n")
+            self.process.stdin.flush()
+
+    def send(self, message: FrontendMessage) -> None:
+        self._sender.send(encode_message(message), zmq.NOBLOCK)
+
+    async def receive(self, handle: Callable[[CoreMessage], None]) -> None:
+        """Hand every message to `handle` until cancelled or until the process has ended and its last words are read."""
+        ended = asyncio.ensure_future(_wait_for_exit(self.process))
+        try:
+            while True:
+                data = asyncio.ensure_future(self._receiver.recv())
+                await asyncio.wait((data, ended), return_when=asyncio.FIRST_COMPLETED)
+                if not data.done():
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        handle(decode_core_message(await asyncio.wait_for(data, 0.2)))
+                        continue
+                    return
+                handle(decode_core_message(data.result()))
+        finally:
+            ended.cancel()
+
+    def close(self) -> None:
+        """End the process and free the sockets. May be called twice."""
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        try:
+            self.process.wait(_EXIT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the engine core did not exit within %.0f s and is killed", _EXIT_GRACE_S)
+            self.process.kill()
+            self.process.wait()
+        # The context knows only the sockets that it made itself; with the receiver open it would wait forever.
+        self._sender.close(linger=0)
+        self._receiver.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _wait_for_exit(process: subprocess.Popen[bytes]) -> None:
+    """Return when the process has ended: its file descriptor becomes readable (Linux), or by looking (elsewhere)."""
+    if not hasattr(os, "pidfd_open"):
+        while process.poll() is None:  # noqa: ASYNC110 (nothing signals the end here)
+            await asyncio.sleep(0.1)
+        return
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, _set_once, ended)
+    try:
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)

@@ -1,0 +1,93 @@
+"""Tokens to text as they come: UTF-8 boundaries, and stop strings wherever they cross tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Decoders look at a token's neighbours (spaces, byte pieces); this many tokens of context settle them.
+_CONTEXT_TOKENS = 5
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence, grown token by token.
+
+    A window of tokens that have been turned to text is decoded with and without the new ones; the difference is the
+    new text, held back while it ends within a character.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._pending = prompt_token_ids[-_CONTEXT_TOKENS:]
+        self._num_read = len(self._pending)
+        self._read_text = self._decode(self._pending)
+        self._added: set[int] | None = None
+        if not (skip_special_tokens or spaces_between_special_tokens):
+            self._added = set(tokenizer.get_added_tokens_decoder())
+        self._last_token = prompt_token_ids[-1] if prompt_token_ids else -1
+
+    def add(self, token_ids: list[int]) -> str:
+        """The text that these tokens complete."""
+        return "".join(self._add(token) for token in token_ids)
+
+    def flush(self) -> str:
+        """What was held back, if the sequence ends within a character."""
+        text = self._decode(self._pending)[len(self._read_text) :]
+        self._read_text += text
+        return text
+
+    def _add(self, token: int) -> str:
+        self._pending.append(token)
+        text = self._decode(self._pending)
+        if text.endswith(_INCOMPLETE) or len(text) <= len(self._read_text):
+            return ""
+        new = text[len(self._read_text) :]
+        self._pending = self._pending[self._num_read :]
+        self._num_read = len(self._pending)
+        self._read_text = self._decode(self._pending)
+        if self._added is not None:
+            if token in self._added and self._last_token in self._added:
+                new = new.removeprefix(" ")
+            self._last_token = token
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+class StopStrings:
+    """Watches a growing text for stop strings and says how much of it may be shown."""
+
+    def __init__(self, stop: list[str], include_in_output: bool) -> None:
+        self._stop = stop
+        self._include_in_output = include_in_output
+        self._longest = max(map(len, stop), default=0)
+
+    def find(self, text: str, num_new: int) -> tuple[str, int] | None:
+        """The stop string that ends first in `text`, whose last `num_new` characters are new, and where to cut."""
+        start = max(0, len(text) - num_new - self._longest + 1)
+        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s, start)) >= 0]
+        if not found:
+            return None
+        end, at, stop = min(found)
+        return stop, end if self._include_in_output else at
+
+    def num_held_back(self, text: str) -> int:
+        """Characters at the end of `text` that may turn out to begin a stop string, and so cannot be shown yet."""
+        if self._include_in_output:
+            return 0
+        for count in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-count:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return count
+        return 0

@@ -1,0 +1,140 @@
+"""Prompts in: tokenizes, checks against the model's limits, and makes the `EngineRequest` that the core understands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.config import ModelConfig
+from octavo.engine.wire import EngineRequest
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# str, {"prompt": str} or {"prompt_token_ids": [int]}; the dictionaries may also hold "cache_salt".
+Prompt = str | Mapping[str, Any]
+
+_MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabulary we know
+
+
+class InputProcessor:
+    """Shared by `LLM` and the asynchronous engine. Raises `RequestError` for whatever is wrong with a request."""
+
+    def __init__(self, model: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """-> (text, token ids, cache salt)."""
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        if not isinstance(prompt, Mapping):
+            raise RequestError(
+                f"a prompt must be text or a dictionary with prompt or prompt_token_ids, got {type(prompt).__name__}.",
+                param="prompt",
+            )
+        text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+        if salt is not None and not isinstance(salt, str):
+            raise RequestError("cache_salt must be a string.", param="cache_salt")
+        token_ids = prompt.get("prompt_token_ids")
+        if token_ids is None:
+            if not isinstance(text, str):
+                raise RequestError("a prompt needs text (prompt) or token ids (prompt_token_ids).", param="prompt")
+            if len(text) > self.model.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
+                raise RequestError(
+                    f"the prompt has {len(text)} characters, which cannot fit the model's {self.model.max_model_len} "
+                    "tokens.",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+            return text, self.encode(text), salt
+        token_ids = list(token_ids)
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token < self.model.vocab_size:
+                raise RequestError(
+                    f"token id {token!r} is not an integer from 0 to {self.model.vocab_size - 1}.", param="prompt"
+                )
+        return text, token_ids, salt
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as e:  # lone surrogates
+            raise RequestError(f"the prompt is not valid Unicode text: {e}.", param="prompt") from None
+        return ids
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> tuple[str | None, EngineRequest]:
+        """-> (the prompt's text, where known, and the request for the core)."""
+        text, token_ids, salt = self.tokenize(prompt)
+        params = msgspec.structs.replace(params)
+        self._check_token_ids(params)
+        if params.bad_words:
+            params.bad_words_token_ids = self._bad_words(params.bad_words)
+        limit = self.model.max_model_len
+        if params.truncate_prompt_tokens is not None:
+            keep = params.truncate_prompt_tokens
+            token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
+        if not token_ids:
+            raise RequestError("the prompt is empty: it has no tokens.", param="prompt")
+        if len(token_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens and the model takes {limit} of prompt and output together; "
+                "shorten it, or set truncate_prompt_tokens.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        room = limit - len(token_ids)
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, but a prompt of {len(token_ids)} tokens leaves room for {room}.",
+                param="min_tokens",
+            )
+        return text, EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=self.eos_token_ids,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            priority=priority,
+            cache_salt=salt,
+        )
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token in getattr(params, name) or ():
+                if not 0 <= token < self.model.vocab_size:
+                    raise RequestError(
+                        f"{name} has token id {token}; the model's are 0 to {self.model.vocab_size - 1}.", param=name
+                    )
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Token sequences of each word at the start of a text and after a space, as it would be generated."""
+        sequences = []
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = self.encode(text, add_special_tokens=False)
+                if ids and ids not in sequences:
+                    sequences.append(ids)
+        return sequences
+
+
+def _eos_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    ids = set(model.checkpoint.eos_token_ids)
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return sorted(ids)

@@ -1,0 +1,252 @@
+"""Tokens out: what the core reports becomes `RequestOutput`s, with text, stop strings and the best of `best_of`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from octavo.engine.detokenizer import IncrementalDetokenizer, StopStrings
+from octavo.engine.wire import Abort, EngineRequest, SequenceOutput, TokenLogprobs
+from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
+from octavo.sampling_params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from octavo.metrics.prometheus import EngineMetrics
+
+
+class _Completion:
+    """One sequence of a request on its way to text."""
+
+    def __init__(self, request: EngineRequest, index: int, tokenizer: PreTrainedTokenizerFast) -> None:
+        params = request.params
+        self.index = index
+        self.token_ids: list[int] = []
+        self.text = ""  # all of it, what is held back included
+        self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
+        self.cumulative_logprob: float | None = 0.0 if params.wants_logprobs else None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.num_held_back = 0
+        self.num_sent_chars = 0
+        self.num_sent_tokens = 0
+        self.is_end_sent = False
+        self.last_token_time: float | None = None
+        self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._min_tokens = params.min_tokens
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer.backend_tokenizer,
+                request.prompt_token_ids,
+                params.skip_special_tokens,
+                params.spaces_between_special_tokens,
+            )
+        # A stop token is reported, but is no part of the answer's text unless the caller wants stops included.
+        self._shows_stop_token = params.include_stop_str_in_output
+
+    def add(self, output: SequenceOutput) -> bool:
+        """Take in new tokens. True if a stop string ended the sequence before the core did."""
+        for i, token in enumerate(output.token_ids):
+            self.token_ids.append(token)
+            if output.logprobs is not None:
+                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + output.logprobs[i].logprobs[0]
+            is_stop_token = output.finish_reason == "stop" and i == len(output.token_ids) - 1
+            if self._detokenizer is None or (is_stop_token and not self._shows_stop_token):
+                continue
+            new = self._detokenizer.add([token])
+            self.text += new
+            if self._stop is not None and self._is_stopped_by_text(len(new)):
+                return output.finish_reason is None
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.stop_reason = output.stop_reason
+            self.num_held_back = 0
+            if self._detokenizer is not None:
+                rest = self._detokenizer.flush()
+                self.text += rest
+                if rest and self._stop is not None:
+                    self._is_stopped_by_text(len(rest))
+        elif self._stop is not None:
+            self.num_held_back = self._stop.num_held_back(self.text)
+        return False
+
+    def _is_stopped_by_text(self, num_new: int) -> bool:
+        if self._stop is None or len(self.token_ids) < self._min_tokens:
+            return False
+        if (found := self._stop.find(self.text, num_new)) is None:
+            return False
+        self.stop_reason, cut = found
+        self.text = self.text[:cut]
+        self.finish_reason = "stop"
+        self.num_held_back = 0
+        return True
+
+    def output(self, is_delta: bool) -> CompletionOutput:
+        """Everything that may be shown, or what is new of it."""
+        shown = len(self.text) - self.num_held_back
+        chars = self.num_sent_chars if is_delta else 0
+        tokens = self.num_sent_tokens if is_delta else 0
+        self.num_sent_chars, self.num_sent_tokens = shown, len(self.token_ids)
+        self.is_end_sent = self.finish_reason is not None
+        return CompletionOutput(
+            index=self.index,
+            text=self.text[chars:shown],
+            token_ids=self.token_ids[tokens:],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[tokens:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class _Request:
+    """A request under way: its completions, and when things happened to it."""
+
+    def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.completions = [_Completion(request, i, tokenizer) for i in range(request.params.num_sequences)]
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.num_cached_tokens = 0
+        self.error: str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.error is not None or all(c.finish_reason is not None for c in self.completions)
+
+
+class RequestFailed:
+    """In the place of a `RequestOutput`: the core refused the request or could not go on with it."""
+
+    def __init__(self, request_id: str, message: str) -> None:
+        self.request_id = request_id
+        self.message = message
+
+
+class OutputProcessor:
+    """The requests under way, by id."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, metrics: EngineMetrics | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.requests: dict[str, _Request] = {}
+
+    def add(self, request: EngineRequest, prompt: str | None) -> None:
+        self.requests[request.request_id] = _Request(request, prompt, self.tokenizer)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Forget a request. Returns what it had, marked as aborted, or None if it is not under way."""
+        state = self.requests.pop(request_id, None)
+        if state is None:
+            return None
+        for completion in state.completions:
+            if completion.finish_reason is None:
+                completion.finish_reason = "abort"
+                completion.num_held_back = 0
+        state.metrics.finished_time = time.monotonic()
+        self._record_finished(state)
+        return self._output(state)
+
+    def process(self, outputs: list[SequenceOutput]) -> tuple[list[RequestOutput | RequestFailed], list[Abort]]:
+        """Take in a step. Returns what callers should see, one entry a request at most, and the sequences that stop
+        strings ended, which the core must be told."""
+        touched: dict[str, _Request] = {}
+        aborts: list[Abort] = []
+        first_latencies_s: list[float] = []
+        latencies_s: list[float] = []
+        now = time.monotonic()
+        for output in outputs:
+            state = self.requests.get(output.request_id)
+            if state is None:
+                continue  # aborted while the step ran
+            touched[output.request_id] = state
+            if output.finish_reason == "error":
+                state.error = output.error or "the engine could not process the request"
+                continue
+            completion = state.completions[output.index]
+            if completion.finish_reason is not None:
+                continue  # ended by a stop string; the core did not know yet
+            if state.metrics.first_token_time is None:
+                first_latencies_s.append(now - state.metrics.arrival_time)
+            elif completion.last_token_time is not None:
+                latencies_s.append(now - completion.last_token_time)
+            completion.last_token_time = now
+            self._update_request(state, output, now)
+            if completion.logprobs is not None and output.logprobs is not None:
+                completion.logprobs += [self._position(entry) for entry in output.logprobs]
+            if completion.add(output):
+                aborts.append(Abort(output.request_id, output.index))
+        if self.metrics is not None:
+            self.metrics.record_first_tokens(first_latencies_s)
+            self.metrics.record_tokens(latencies_s)
+        results: list[RequestOutput | RequestFailed] = []
+        for request_id, state in touched.items():
+            if state.is_finished:
+                state.metrics.finished_time = now
+                del self.requests[request_id]
+                self._record_finished(state)
+            if state.error is not None:
+                aborts.append(Abort(request_id))
+                results.append(RequestFailed(request_id, state.error))
+            elif state.is_finished or state.request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+                results.append(self._output(state))
+        return results, aborts
+
+    def _update_request(self, state: _Request, output: SequenceOutput, now: float) -> None:
+        metrics = state.metrics
+        metrics.first_scheduled_time = output.first_scheduled_time
+        metrics.num_preemptions = max(metrics.num_preemptions, output.num_preemptions)
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        metrics.last_token_time = now
+        state.num_cached_tokens = output.num_cached_tokens
+        if state.request.params.prompt_logprobs is not None and state.prompt_logprobs is None:
+            state.prompt_logprobs = [None, *map(self._position, output.prompt_logprobs or ())]
+
+    def _record_finished(self, state: _Request) -> None:
+        if self.metrics is None:
+            return
+        reason = "error" if state.error is not None else state.completions[0].finish_reason
+        num_generated = sum(len(completion.token_ids) for completion in state.completions)
+        self.metrics.record_finished(
+            state.metrics, len(state.request.prompt_token_ids), num_generated, state.request.params, reason
+        )
+
+    def _output(self, state: _Request) -> RequestOutput:
+        params = state.request.params
+        is_delta = params.output_kind is RequestOutputKind.DELTA
+        completions = state.completions
+        if params.num_sequences > params.n:
+            ranked = sorted(completions, key=lambda c: c.cumulative_logprob or 0.0, reverse=True)
+            completions = ranked[: params.n]
+            for index, completion in enumerate(completions):
+                completion.index = index
+        elif is_delta:
+            completions = [
+                c
+                for c in completions
+                if len(c.token_ids) > c.num_sent_tokens or (c.finish_reason is not None and not c.is_end_sent)
+            ]
+        return RequestOutput(
+            request_id=state.request.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=state.request.prompt_token_ids,
+            outputs=[completion.output(is_delta) for completion in completions],
+            finished=state.is_finished,
+            prompt_logprobs=state.prompt_logprobs,
+            metrics=state.metrics,
+            num_cached_tokens=state.num_cached_tokens,
+        )
+
+    def _position(self, entry: TokenLogprobs) -> PositionLogprobs:
+        """The chosen token first. Top tokens rank 1, 2, …; the chosen one brings its own rank."""
+        decode = self.tokenizer.backend_tokenizer.decode
+        position: PositionLogprobs = {}
+        for i, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
+            if token not in position:
+                rank = entry.chosen_rank if i == 0 else i
+                position[token] = Logprob(logprob, rank, decode([token], skip_special_tokens=False))
+        return position

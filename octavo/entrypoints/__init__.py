@@ -1,0 +1,1 @@
+"""The ways in: the `LLM` class, the command line (`cli`) and the HTTP server (`openai`)."""

@@ -1,0 +1,94 @@
+"""What `octavo chat` and `octavo complete` share: their flags, and a client of a running server, streaming included."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any
+from urllib.parse import urlsplit
+
+from octavo.errors import OctavoError
+
+TIMEOUT_S = 600
+
+
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """Flags that say which server and model to talk to, and how."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="The server's API (default: %(default)s).")
+    parser.add_argument("--model", "--model-name", help="Default: the first that the server names.")
+    parser.add_argument("--api-key", default=os.environ.get("OCTAVO_API_KEY"), help="Default: OCTAVO_API_KEY.")
+    parser.add_argument("--max-tokens", type=int, help="Tokens of an answer at most.")
+    parser.add_argument("--temperature", type=float, help="0 is greedy; default: the server's.")
+    return parser
+
+
+class ApiClient:
+    """A running server, as the arguments of `make_parser` name it. Every failure is an `OctavoError`."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        url = urlsplit(args.url if "://" in args.url else "http://" + args.url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise OctavoError(f"--url {args.url} is no HTTP address, such as http://127.0.0.1:8000/v1.")
+        self._url = args.url
+        self._secure = url.scheme == "https"
+        self._address = url.netloc
+        self._path = url.path.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if args.api_key:
+            self._headers["Authorization"] = f"Bearer {args.api_key}"
+        self._options = {
+            name: value for name in ("max_tokens", "temperature") if (value := getattr(args, name)) is not None
+        }
+        self.model: str = args.model or self._first_model()
+
+    def stream(self, path: str, **body: Any) -> Generator[dict[str, Any], None, None]:
+        """The first choice of every chunk. Closing the iterator hangs up, which ends the request on the server."""
+        body = {"model": self.model, "stream": True, **self._options, **body}
+        with closing(self._request("POST", path, body)) as response:
+            for line in response:
+                data = line.decode().strip().removeprefix("data:").strip()
+                if not data:
+                    continue
+                if data == "[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise OctavoError(event["error"]["message"])
+                if event["choices"]:
+                    yield event["choices"][0]
+        raise OctavoError(f"{self._url} ended the answer too early.")
+
+    def _first_model(self) -> str:
+        with closing(self._request("GET", "/models", None)) as response:
+            name: str = json.load(response)["data"][0]["id"]
+        return name
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._address, timeout=TIMEOUT_S)
+        try:
+            # "Connection: close" makes the response own the socket, so that closing it hangs up.
+            headers = {**self._headers, "Connection": "close"}
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, self._path + path, body=data, headers=headers)
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise OctavoError(
+                f"no server answers at {self._url} ({error}); start one with 'octavo serve', or give --url."
+            ) from None
+        if response.status != 200:
+            raise OctavoError(f"{self._url} answered {response.status}: {_error_message(response.read())}")
+        return response
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        message: str = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:200]
+    return message

@@ -1,0 +1,64 @@
+"""`octavo serve [MODEL] --flags`: flags and a YAML file become `AsyncEngineArgs` and `ServerArgs`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from octavo.config import AsyncEngineArgs
+from octavo.entrypoints.cli.config_file import config_flags
+from octavo.entrypoints.cli.errors import run_command
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.errors import ConfigError
+
+# Flags of vLLM's that users' scripts may hold and that are not built; the error says so instead of "unrecognized".
+NOT_BUILT = (
+    "data-parallel-size", "distributed-executor-backend", "enable-lora", "limit-mm-per-prompt", "lora-modules",
+    "max-lora-rank", "max-loras", "num-scheduler-steps", "num-speculative-tokens", "pipeline-parallel-size",
+    "speculative-config", "speculative-draft-tensor-parallel-size", "speculative-model", "tensor-parallel-size",
+)
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """Every flag of the engine and of the server."""
+    parser = argparse.ArgumentParser(
+        prog=prog, usage="%(prog)s [MODEL] [--flags]", description="Serve a model over the OpenAI API.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of flags; those of the command line win.")
+    AsyncEngineArgs.add_cli_args(parser)
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def parse_args(argv: Sequence[str], prog: str) -> tuple[AsyncEngineArgs, ServerArgs]:
+    """Raises `ConfigError` for a bad file; a flag that is unknown or not built ends the process with exit code 2."""
+    parser = make_parser(prog)
+    args, unknown = parser.parse_known_args(argv)
+    if args.config is not None:
+        args, unknown = parser.parse_known_args([*argv, *config_flags(args.config, argv)])
+    for word in unknown:
+        name = word.removeprefix("--").partition("=")[0].replace("_", "-")
+        if word.startswith("--") and name in NOT_BUILT:
+            parser.error(f"--{name} is not built yet; leave it out.")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if args.model_positional is not None:
+        if args.model and args.model != args.model_positional:
+            raise ConfigError(f"two models are given: {args.model_positional} and --model {args.model}.")
+        args.model = args.model_positional
+    return AsyncEngineArgs.from_cli_args(args), ServerArgs.from_cli_args(args)
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "octavo serve") -> int:
+    """Serve until a signal says to stop; returns the exit code."""
+
+    def serve() -> None:
+        engine_args, server_args = parse_args(sys.argv[1:] if argv is None else argv, prog)
+        from octavo.entrypoints.openai.server import run_server
+
+        run_server(engine_args, server_args)
+
+    return run_command(serve)

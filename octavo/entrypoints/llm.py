@@ -1,0 +1,167 @@
+"""`LLM`: the engine for scripts. Many prompts in, all answers out, in order, all of it in the caller's process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.config import EngineArgs
+from octavo.engine.core import EngineCore
+from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.output_processor import OutputProcessor, RequestFailed
+from octavo.engine.wire import EngineRequest
+from octavo.errors import RequestError
+from octavo.loading.tokenizer import load_tokenizer
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+
+
+class LLM:
+    """A model that answers lists of prompts.
+
+    Every field of `EngineArgs` is a keyword: `LLM(model="org/name", max_model_len=2048, dtype="bfloat16")`. Raises
+    `ConfigError` or `LoadError` if the model cannot be served that way.
+    """
+
+    def __init__(self, model: str = "", **engine_args: Any) -> None:
+        # Threads of torch's own that wait by spinning would take the cores from the native kernels'; it reads this when
+        # it starts its pool.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        unknown = set(engine_args) - set(EngineArgs.__dataclass_fields__)
+        if unknown:
+            raise TypeError(f"LLM() got unknown or not yet built arguments: {', '.join(sorted(unknown))}")
+        chosen = engine_args.get("served_model_name")
+        if isinstance(chosen, str):
+            engine_args["served_model_name"] = [chosen]
+        self.config = EngineArgs(model=model, **engine_args).create_engine_config()
+        self.tokenizer = load_tokenizer(self.config.model.checkpoint)
+        self.inputs = InputProcessor(self.config.model, self.tokenizer)
+        self.core = EngineCore(self.config)
+        self._ids = itertools.count()
+
+    def get_tokenizer(self) -> Any:
+        """The `transformers` tokenizer of the model."""
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts: text, `{"prompt": …}`, `{"prompt_token_ids": […]}`, or a list of them.
+
+        `sampling_params` is one for all or one a prompt. Raises `RequestError` before anything runs if one of the
+        requests cannot run.
+        """
+        if isinstance(prompts, str | Mapping):
+            prompts = [prompts]
+        params = self._params_for(prompts, sampling_params)
+        if priority is not None and len(priority) != len(prompts):
+            raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts.", param="priority")
+        requests = [
+            self.inputs.process(prompt, one, str(next(self._ids)), priority=0 if priority is None else priority[i])
+            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+        ]
+        return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: lists of `{"role": …, "content": …}`."""
+        conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = render_chat(
+                self.tokenizer,
+                list(conversation),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            prompts.append({"prompt": text, "prompt_token_ids": self.inputs.encode(text, add_special_tokens=False)})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _params_for(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = SamplingParams()
+        if isinstance(params, SamplingParams):
+            return [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts.", param="sampling_params")
+        return list(params)
+
+    def _run(self, requests: list[tuple[str | None, EngineRequest]], use_tqdm: bool) -> list[RequestOutput]:
+        outputs = OutputProcessor(self.tokenizer)
+        for text, request in requests:
+            # Only the last output of each is returned: what comes between need not be put together.
+            request.params.output_kind = RequestOutputKind.FINAL_ONLY
+            outputs.add(request, text)
+            self.core.add(request)
+        finished: dict[str, RequestOutput] = {}
+        progress = _Progress(len(requests)) if use_tqdm else None
+        try:
+            while outputs.requests:
+                results, aborts = outputs.process(self.core.step().outputs)
+                for abort in aborts:
+                    self.core.abort(abort.request_id, abort.index)
+                for result in results:
+                    if isinstance(result, RequestFailed):
+                        raise RequestError(result.message)
+                    finished[result.request_id] = result
+                    if progress is not None:
+                        progress.finish(result)
+        finally:
+            for _, request in requests:
+                self.core.abort(request.request_id)
+            if progress is not None:
+                progress.close()
+        return [finished[request.request_id] for _, request in requests]
+
+
+def render_chat(tokenizer: Any, messages: list[Mapping[str, Any]], **options: Any) -> str:
+    """A conversation as the text that the model's chat template makes of it. Raises `RequestError` if it can't."""
+    from jinja2 import TemplateError
+
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except (TemplateError, ValueError, TypeError, KeyError) as e:
+        raise RequestError(f"the chat template refuses these messages: {e}", param="messages") from None
+    return text
+
+
+class _Progress:
+    """A bar over requests that shows tokens per second."""
+
+    def __init__(self, total: int) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, desc="Requests", unit="req", dynamic_ncols=True)
+        self._num_prompt = self._num_output = 0
+
+    def finish(self, output: RequestOutput) -> None:
+        self._num_prompt += len(output.prompt_token_ids)
+        self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
+        elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
+        self._bar.set_postfix_str(
+            f"in {self._num_prompt / elapsed:.0f} tok/s, out {self._num_output / elapsed:.0f} tok/s", refresh=False
+        )
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()

@@ -1,0 +1,40 @@
+"""The FastAPI application: routes, the gate in front of them, CORS, and errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from octavo.entrypoints.openai import chat, completions, health, models
+from octavo.entrypoints.openai.errors import add_error_handlers
+from octavo.entrypoints.openai.gate import Gate
+from octavo.entrypoints.openai.protocol import ErrorResponse
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.openai.state import ServerState
+from octavo.version import __version__
+
+if TYPE_CHECKING:
+    from octavo.engine.async_engine import AsyncLLMEngine
+
+
+def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> FastAPI:
+    """The application of a server that answers with `engine`, which need not be ready yet."""
+    state = ServerState(engine, args)
+    app = FastAPI(
+        title="Octavo",
+        version=__version__,
+        root_path=args.root_path,
+        responses={code: {"model": ErrorResponse} for code in ("4XX", "5XX")},
+    )
+    app.state.octavo = state
+    for module in (completions, chat, models, health):
+        app.include_router(module.router)
+    add_error_handlers(app)
+    # The last one added is the outermost: CORS answers preflight requests, which bring no key, and marks errors too.
+    app.add_middleware(Gate, api_keys=args.api_keys, unavailable=state.unavailable)
+    app.add_middleware(
+        CORSMiddleware, allow_origins=args.origins, allow_methods=["*"], allow_headers=["*"], allow_credentials=False
+    )
+    return app

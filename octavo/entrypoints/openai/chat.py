@@ -1,0 +1,159 @@
+"""POST /v1/chat/completions: a conversation, its template, and the answer, streamed or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from octavo.entrypoints.openai.chat_prompt import render_chat
+from octavo.entrypoints.openai.logprobs import LogprobsFormatter
+from octavo.entrypoints.openai.protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatLogprobs,
+    Usage,
+)
+from octavo.entrypoints.openai.state import ServerState, json_response, make_usage, state_of
+from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, encode_json, run_until_disconnect
+from octavo.outputs import CompletionOutput, RequestOutput
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletionResponse)
+async def create_chat_completion(body: ChatCompletionRequest, raw: Request) -> Response:
+    """Answer a conversation."""
+    job = _Job(state_of(raw), body, raw)
+    await job.submit()
+    if body.stream:
+        return EventStream(job.stream(), job.headers)
+    response = await run_until_disconnect(job.collect(), raw.receive)
+    return Response(status_code=499) if response is None else json_response(response, job.headers)
+
+
+class _Job:
+    """One request on its way through the engine. When `submit` returns, all that can be refused has been checked."""
+
+    def __init__(self, state: ServerState, body: ChatCompletionRequest, raw: Request) -> None:
+        self._body = body
+        self._model = state.resolve_model(body.model)
+        params = body.to_sampling_params()
+        self._id, self.headers = state.response_id("chatcmpl", body, raw)
+        self._created = int(time.time())
+        self._fingerprint = state.fingerprint
+        self._role = state.args.response_role
+        self._state = state
+        self._params = params
+        tokenizer = state.engine.tokenizer
+        self._formatter = LogprobsFormatter(tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._prompt = render_chat(tokenizer, body)
+        self._num_prompt = 0
+        self._num_completion = 0
+        self._num_cached = 0
+
+    async def submit(self) -> None:
+        """Raises `RequestError` for whatever is wrong with the prompt."""
+        # The template has put the special tokens in already.
+        token_ids, self._generator = await self._state.submit(
+            self._id, self._body, self._params, self._prompt, add_special_tokens=bool(self._body.add_special_tokens)
+        )
+        self._num_prompt = len(token_ids)
+
+    async def collect(self) -> ChatCompletionResponse:
+        """The whole answer."""
+        final: RequestOutput | None = None
+        async for output in self._generator:
+            final = output
+        assert final is not None, "a generator that ends without an error has given its final output"
+        self._num_cached = final.num_cached_tokens
+        self._num_completion = sum(len(completion.token_ids) for completion in final.outputs)
+        wants_prompt = self._body.prompt_logprobs is not None and final.prompt_logprobs is not None
+        return ChatCompletionResponse(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=self._fingerprint,
+            choices=[
+                ChatChoice(
+                    index=completion.index,
+                    message=AssistantMessage(role=self._role, content=completion.text),
+                    logprobs=self._logprobs(completion),
+                    finish_reason=completion.finish_reason or "abort",
+                    stop_reason=completion.stop_reason,
+                )
+                for completion in sorted(final.outputs, key=lambda completion: completion.index)
+            ],
+            usage=self._usage(),
+            prompt_logprobs=self._formatter.prompt(final.prompt_logprobs or []) if wants_prompt else None,
+        )
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events: the role of each choice, its text, its end."""
+        body = self._body
+        writer = ChunkWriter(
+            response_id=self._id,
+            kind="chat.completion.chunk",
+            created=self._created,
+            model=self._model,
+            fingerprint=self._fingerprint,
+            wants_usage=body.wants_usage,
+        )
+        # Nothing but text, which is what most chunks are.
+        plain = not body.logprobs and not body.wants_continuous_usage
+        begun = False
+        try:
+            async for output in self._generator:
+                events = []
+                if not begun:
+                    begun = True
+                    self._num_cached = output.num_cached_tokens
+                    events = [self._begin(writer, index) for index in range(body.num_choices)]
+                for completion in output.outputs:
+                    self._num_completion += len(completion.token_ids)
+                    if not plain or completion.finish_reason is not None:
+                        events.append(self._event(writer, completion))
+                    elif completion.text:
+                        field = b'"delta":{"content":' + encode_json(completion.text) + b"}"
+                        events.append(writer.text(completion.index, field))
+                if events:
+                    yield b"".join(events)
+        finally:
+            await self._generator.aclose()
+        if body.wants_usage:
+            yield writer.usage(self._usage().model_dump_json().encode())
+        yield DONE
+
+    def _begin(self, writer: ChunkWriter, index: int) -> bytes:
+        delta = b'"delta":' + encode_json({"role": self._role, "content": ""})
+        return writer.choice(index, delta, usage=self._usage_so_far())
+
+    def _event(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:
+        """One chunk in full generality; empty when it would say nothing."""
+        logprobs = self._logprobs(completion)
+        if not completion.text and completion.finish_reason is None and (logprobs is None or not logprobs.content):
+            return b""
+        delta = {"content": completion.text} if completion.text or completion.finish_reason is None else {}
+        return writer.choice(
+            completion.index,
+            b'"delta":' + encode_json(delta),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            logprobs=None if logprobs is None else logprobs.model_dump_json().encode(),
+            usage=self._usage_so_far(),
+        )
+
+    def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        return self._formatter.chat(completion.token_ids, completion.logprobs or [], self._body.top_logprobs or 0)
+
+    def _usage_so_far(self) -> bytes | None:
+        return self._usage().model_dump_json().encode() if self._body.wants_continuous_usage else None
+
+    def _usage(self) -> Usage:
+        return make_usage(self._num_prompt, self._num_completion, self._num_cached)

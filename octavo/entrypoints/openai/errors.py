@@ -1,0 +1,122 @@
+"""The OpenAI error body, and which error becomes which status.
+
+Every error that leaves the server passes through here: `RequestError` and friends from the engine, pydantic's
+validation errors, unknown routes, and whatever else escapes, of which the client sees "internal error" and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from octavo.errors import EngineDeadError, RequestError
+
+logger = logging.getLogger("octavo.server")
+
+RETRY_AFTER_S = 5
+
+
+def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> bytes:
+    """`{"error": {...}}` in ASCII, so that a message may quote any string that a client sent."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+
+
+def error_response(
+    message: str,
+    status: int,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """An HTTP response with the OpenAI error body; a 503 says when to come back."""
+    headers = dict(headers or {})
+    if status == 503:
+        headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+    return Response(
+        error_body(message, status, param=param, code=code), status, headers=headers, media_type="application/json"
+    )
+
+
+def describe(error: Exception) -> tuple[str, int, str | None, str | None]:
+    """(message, status, param, code) of an error; an unforeseen one is logged here, with its traceback, once."""
+    if isinstance(error, RequestError):
+        return str(error), error.status, error.param, error.code
+    if isinstance(error, EngineDeadError):
+        return str(error) or "The engine has died; this server cannot answer.", 503, None, "engine_dead"
+    logger.error("Unexpected error while answering a request", exc_info=error)
+    return "Internal error.", 500, None, "internal_error"
+
+
+def stream_error_event(error: Exception) -> bytes:
+    """The error as a server-sent event: in mid-stream the status line has long been sent."""
+    message, status, param, code = describe(error)
+    return b"data: " + error_body(message, status, param=param, code=code) + b"\n\n"
+
+
+def validation_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """One sentence, and the field, for the first of pydantic's errors."""
+    error = errors[0]
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, RequestError):
+        return str(cause), cause.param
+    if error["type"] == "json_invalid":
+        return f"The body is not valid JSON: {cause} at character {error['loc'][-1]}.", None
+    location = [part for part in error["loc"] if part != "body"]
+    if not location:
+        if error["type"] == "missing":
+            return "The request has no body; send a JSON object.", None
+        return "The body must be a JSON object.", None
+    param = str(location[0])
+    for part in location[1:]:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}"
+    if error["type"] == "extra_forbidden":
+        return f"Unrecognized request argument supplied: {param}", param
+    if error["type"] == "missing":
+        return f"{param} is required.", param
+    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    return f"{param} {message}, got {reprlib.repr(error.get('input'))}.", param
+
+
+async def _on_octavo_error(request: Request, error: Exception) -> Response:
+    message, status, param, code = describe(error)
+    return error_response(message, status, param=param, code=code)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    message, param = validation_message(error.errors())
+    return error_response(message, 400, param=param)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"Invalid URL ({request.method} {request.url.path})"
+    elif error.status_code == 405:
+        message = f"Not allowed to {request.method} on {request.url.path}"
+    elif isinstance(error.__cause__, UnicodeDecodeError):
+        message = "The body is not valid UTF-8."
+    elif isinstance(error.__cause__, RecursionError):
+        message = "The body is nested too deeply."
+    elif isinstance(error.__cause__, ValueError):
+        message = "The body is not valid JSON: a number has too many digits."
+    return error_response(message, error.status_code, headers=error.headers)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Make every error of `app` an OpenAI error."""
+    app.add_exception_handler(RequestError, _on_octavo_error)
+    app.add_exception_handler(EngineDeadError, _on_octavo_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)

@@ -1,0 +1,39 @@
+"""What operators ask: /health, /ping, /version and /metrics. None of it needs a key, a body or a ready engine."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from octavo.entrypoints.openai.errors import RETRY_AFTER_S
+from octavo.entrypoints.openai.state import state_of
+from octavo.version import __version__
+
+router = APIRouter(tags=["operations"])
+
+
+@router.api_route("/health", methods=["GET", "HEAD"])
+@router.api_route("/ping", methods=["GET", "POST"])
+async def health(request: Request) -> Response:
+    """200 when requests are taken; 503 with the reason while the model loads and after the engine has died."""
+    unavailable = await state_of(request).unavailable()
+    if unavailable is None:
+        return JSONResponse({"status": "ok"})
+    status, reason = unavailable
+    return JSONResponse({"status": status, "reason": reason}, 503, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of Octavo."""
+    return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Everything that Octavo counts, in Prometheus's text format."""
+    engine_metrics = state_of(request).engine.metrics
+    if engine_metrics is None:
+        return Response(status_code=404)
+    body, content_type = engine_metrics.render()
+    return Response(body, media_type=content_type)

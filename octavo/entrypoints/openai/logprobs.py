@@ -1,0 +1,131 @@
+"""Log-probabilities in the API's three shapes: completions, chat, and vLLM's prompt_logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from octavo.entrypoints.openai.protocol import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    ChatTopLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+)
+from octavo.outputs import Logprob, PositionLogprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+LEAST_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot hold
+REPLACEMENT = "�"
+
+
+class LogprobsFormatter:
+    """Writes log-probabilities of one tokenizer's tokens; `as_token_ids` writes tokens as `token_id:N`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, as_token_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_token_ids = as_token_ids
+
+    def completion(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[PositionLogprobs | None],
+        num_top: int,
+        *,
+        text_offset: int = 0,
+    ) -> tuple[CompletionLogprobs, int]:
+        """The completions shape. Offsets count characters of tokens from `text_offset`; returns the next offset too."""
+        result = CompletionLogprobs(top_logprobs=[] if num_top else None)
+        for token_id, position in zip(token_ids, positions, strict=True):
+            chosen = position.get(token_id) if position else None
+            text = self._text(token_id, chosen)
+            result.tokens.append(text)
+            result.token_logprobs.append(_finite(chosen.logprob) if chosen else None)
+            result.text_offset.append(text_offset)
+            text_offset += len(self._decode(token_id) if self._as_token_ids else text)
+            if result.top_logprobs is not None:
+                result.top_logprobs.append(self._top_by_text(token_id, position, num_top) if position else None)
+        return result, text_offset
+
+    def chat(self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs], num_top: int) -> ChatLogprobs:
+        """The chat shape: each token with its bytes and the `num_top` most likely ones."""
+        content = []
+        for token_id, position in zip(token_ids, positions, strict=True):
+            token = self._chat_token(token_id, position[token_id])
+            top = [self._chat_token(*item) for item in _best_first(position)[:num_top]]
+            content.append(ChatTokenLogprob(**token.__dict__, top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def prompt(self, positions: Sequence[PositionLogprobs | None]) -> PromptLogprobs:
+        """vLLM's shape: one map of token ids a position, null for the first."""
+        return [
+            None if position is None else {
+                token_id: PromptLogprob(
+                    logprob=_finite(entry.logprob), rank=entry.rank, decoded_token=self._plain_text(token_id, entry)
+                )
+                for token_id, entry in position.items()
+            }
+            for position in positions
+        ]
+
+    def _top_by_text(self, token_id: int, position: PositionLogprobs, num_top: int) -> dict[str, float]:
+        best = _best_first(position)
+        shown = best[:num_top] + [item for item in best[num_top:] if item[0] == token_id]
+        result: dict[str, float] = {}
+        for other_id, entry in shown:  # tokens may share a text, such as parts of characters: the best one stays
+            result.setdefault(self._text(other_id, entry), _finite(entry.logprob))
+        return result
+
+    def _chat_token(self, token_id: int, entry: Logprob) -> ChatTopLogprob:
+        text = self._plain_text(token_id, entry)
+        return ChatTopLogprob(
+            token=self._text(token_id, entry),
+            logprob=_finite(entry.logprob),
+            bytes=list(token_bytes(text, lambda: self._tokenizer.convert_ids_to_tokens(token_id))),
+        )
+
+    def _text(self, token_id: int, entry: Logprob | None) -> str:
+        return f"token_id:{token_id}" if self._as_token_ids else self._plain_text(token_id, entry)
+
+    def _plain_text(self, token_id: int, entry: Logprob | None) -> str:
+        if entry is not None and entry.decoded_token is not None:
+            return entry.decoded_token
+        return self._decode(token_id)
+
+    def _decode(self, token_id: int) -> str:
+        return str(self._tokenizer.decode([token_id]))
+
+
+def token_bytes(text: str, piece: Callable[[], str | None]) -> bytes:
+    """The bytes of a token: its text's, or for a part of a character those that the vocabulary's `piece` stands for.
+
+    Pieces write bytes as `<0xE2>` (SentencePiece) or as one printable character a byte (GPT-2).
+    """
+    if REPLACEMENT not in text or (name := piece()) is None:
+        return text.encode()
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes([int(name[3:5], 16)])
+    try:
+        return bytes(_GPT2_BYTES[char] for char in name)
+    except KeyError:
+        return text.encode()
+
+
+def _gpt2_bytes() -> dict[str, int]:
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_GPT2_BYTES = _gpt2_bytes()
+
+
+def _best_first(position: PositionLogprobs) -> list[tuple[int, Logprob]]:
+    return sorted(position.items(), key=lambda item: -item[1].logprob)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

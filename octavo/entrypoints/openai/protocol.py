@@ -1,0 +1,447 @@
+"""The bodies of the API's requests and responses, with OpenAI's names and vLLM's extra fields.
+
+Types are checked strictly here ("5" is no number), ranges by `SamplingParams`, lengths by the engine. A field of either
+API that is not built yet is refused by name unless its value asks for nothing; a field that nobody knows is refused as
+OpenAI does. Chunks of streams are written by `streaming`, not from models: they are made once a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+
+from octavo.errors import RequestError
+from octavo.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+
+ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part of an id
+
+# Fields of OpenAI's or vLLM's API that are not built, with the values that ask for nothing. null always does.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (),
+    "prediction": (),
+    "prompt_cache_retention": (),
+    "prompt_embeds": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+def refuse_unbuilt(data: Any) -> Any:
+    """Take the fields of `_NOT_BUILT` out of a request body, or refuse the first that asks for something."""
+    if not isinstance(data, dict):
+        return data
+    for name in _NOT_BUILT.keys() & data.keys():
+        value = data[name]
+        if value is not None and not any(type(value) is type(idle) and value == idle for idle in _NOT_BUILT[name]):
+            raise RequestError(f"{name} is not built yet; leave it out.", param=name)
+    return {name: value for name, value in data.items() if name not in _NOT_BUILT}
+
+
+def _check_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("should be valid Unicode, without lone surrogates") from None
+    return text
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+# An integer that fits what comes after: the wire and the arrays have 64 bits.
+Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, AfterValidator(_check_text)]
+Texts = Annotated[list[Text], BeforeValidator(_as_list)]
+Id = Annotated[str, Field(pattern=ID_PATTERN)]
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
+def _check_prompt(value: Any) -> list[str | list[int]]:
+    """A list of prompts, each text or token ids, out of the four forms that the API knows."""
+    prompts = [value] if isinstance(value, str) or (value and _is_token_ids(value)) else value
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) or _is_token_ids(prompt) for prompt in prompts):
+        raise ValueError("should be a string, a list of token ids, or a list of strings or of lists of token ids")
+    if not prompts:
+        raise ValueError("should not be empty")
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _check_text(prompt)
+    return prompts
+
+
+_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_check_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                _TOKEN_IDS_SCHEMA,
+                {"type": "array", "items": _TOKEN_IDS_SCHEMA, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+def _check_content(value: Any) -> str:
+    """Text, or the joined text of a list of parts. Lines are what vLLM joins parts by."""
+    if isinstance(value, str):
+        return _check_text(value)
+    if not isinstance(value, list):
+        raise ValueError("should be a string or a list of parts of type text")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"has a part of type {kind!r}, which is not built yet; only text is")
+        if kind is None or not isinstance(part.get("text"), str):
+            raise ValueError('should be a string or a list of parts like {"type": "text", "text": "..."}')
+        texts.append(_check_text(part["text"]))
+    return "\n".join(texts)
+
+
+Content = Annotated[
+    str,
+    PlainValidator(_check_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+            ]
+        }
+    ),
+]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(_Request):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class ChatMessage(_Request):
+    """One message of a conversation. What came back in an answer may be sent again, so null fields are dropped."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content
+    name: Text | None = None
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if data.get("tool_calls") or data.get("function_call"):
+            raise RequestError("messages with tool_calls are not built yet.", param="messages")
+        return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
+
+
+class GenerationRequest(_Request):
+    """What completions and chat completions have in common: sampling, streaming and vLLM's extras."""
+
+    model: Text | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # OpenAI's sampling.
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Int | None = None
+    stop: Texts | None = None
+    logit_bias: dict[str, float] | None = None
+    # OpenAI's notes about the caller, which by their documentation do not change the answer.
+    user: Text | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    # vLLM's sampling.
+    best_of: Int | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    bad_words: list[Text] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    truncate_prompt_tokens: Int | None = None
+    prompt_logprobs: Int | None = None
+    # vLLM's others.
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    request_id: Id | None = None
+    cache_salt: Annotated[Text, Field(min_length=1)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unbuilt(cls, data: Any) -> Any:
+        return refuse_unbuilt(data)
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is only allowed when stream is false.", param="prompt_logprobs")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        """A last chunk with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """The usage so far in every chunk."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def _sampling_params(self, **fields: Any) -> SamplingParams:
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**{**given, **fields}, output_kind=kind)
+
+
+_SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields]
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompts
+    max_tokens: Int | None = None
+    echo: bool | None = None
+    logprobs: Int | None = None
+
+    @property
+    def only_prompt(self) -> bool:
+        """`max_tokens` 0: score the prompt and generate nothing."""
+        return self.max_tokens == 0
+
+    def to_sampling_params(self) -> SamplingParams:
+        """Raises `RequestError` for values out of range."""
+        fields: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens or 1}
+        if self.logprobs is not None:
+            fields["logprobs"] = self.logprobs
+            if self.echo and self.prompt_logprobs is None:
+                fields["prompt_logprobs"] = self.logprobs
+        return self._sampling_params(**fields)
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Int | None = None
+    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
+            )
+        return self
+
+    def to_sampling_params(self) -> SamplingParams:
+        """Raises `RequestError` for values out of range."""
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        fields: dict[str, Any] = {"max_tokens": max_tokens}
+        if self.logprobs:
+            fields["logprobs"] = self.top_logprobs or 0
+        return self._sampling_params(**fields)
+
+
+class ErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """Body of every answer that is not 2xx."""
+
+    error: ErrorInfo
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "octavo"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails = Field(default_factory=PromptTokensDetails)
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[Mapping[int, PromptLogprob] | None]
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry a token in each list; a prompt's first token has no log-probability."""
+
+    tokens: list[str] = Field(default_factory=list)
+    token_logprobs: list[float | None] = Field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] | None = None
+    text_offset: list[int] = Field(default_factory=list)
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionResponse(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatTopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(ChatTopLogprob):
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None

@@ -1,0 +1,158 @@
+"""Streams: server-sent events, merged generators, and what happens when a client hangs up.
+
+A chunk is made for every token of every stream, so chunks are put together from bytes that are made once a request
+(`ChunkWriter`); only what changes from chunk to chunk is encoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.background import BackgroundTask
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.entrypoints.openai.errors import stream_error_event
+from octavo.outputs import RequestOutput
+
+T = TypeVar("T")
+
+encode_json = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+
+
+class ChunkWriter:
+    """Writes the chunks of one response as server-sent events.
+
+    `wants_usage` puts the usage (or null) into every chunk, as OpenAI does when the client asked for the usage.
+    """
+
+    def __init__(
+        self, *, response_id: str, kind: str, created: int, model: str, fingerprint: str, wants_usage: bool
+    ) -> None:
+        fields = {
+            "id": response_id, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint,
+        }
+        self._head = b"data: " + encode_json(fields)[:-1] + b',"choices":['
+        self._choice_heads: dict[int, bytes] = {}
+        self._tail = b'],"usage":null}\n\n' if wants_usage else b"]}\n\n"
+        self._plain_tail = b',"logprobs":null,"finish_reason":null}' + self._tail
+
+    def text(self, index: int, field: bytes) -> bytes:
+        """The plain chunk of a running choice: `field` is its text or delta, encoded with its name."""
+        return self._choice_head(index) + field + self._plain_tail
+
+    def choice(
+        self,
+        index: int,
+        field: bytes,
+        *,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+        logprobs: bytes | None = None,
+        usage: bytes | None = None,
+    ) -> bytes:
+        """Any chunk of a choice; `logprobs` and `usage` are JSON."""
+        rest = b',"logprobs":%b,"finish_reason":%b' % (logprobs or b"null", encode_json(finish_reason))
+        if finish_reason is not None:
+            rest += b',"stop_reason":' + encode_json(stop_reason)
+        tail = self._tail if usage is None else b'],"usage":' + usage + b"}\n\n"
+        return b"".join((self._choice_head(index), field, rest, b"}", tail))
+
+    def usage(self, usage: bytes) -> bytes:
+        """The last chunk, which has no choices."""
+        return self._head + b'],"usage":' + usage + b"}\n\n"
+
+    def _choice_head(self, index: int) -> bytes:
+        head = self._choice_heads.get(index)
+        if head is None:
+            head = self._choice_heads[index] = self._head + b'{"index":%d,' % index
+        return head
+
+
+class EventStream(Response):
+    """Sends the events of a generator; closes it, which aborts the request, as soon as the client hangs up."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        self._events = events
+        self.status_code = 200
+        self.background: BackgroundTask | None = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await run_until_disconnect(self._send(send), receive)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for events in self._events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+        except Exception as error:
+            await send({"type": "http.response.body", "body": stream_error_event(error), "more_body": True})
+        finally:
+            await self._events.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """The result of `work`, or None when the client hung up first and `work` was cancelled."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+    return None if task.cancelled() else task.result()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def merge(
+    generators: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The outputs of several generators as they come, each with its generator's index; closing closes all."""
+    if len(generators) == 1:
+        try:
+            async for output in generators[0]:
+                yield 0, output
+        finally:
+            await generators[0].aclose()
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+
+    async def drain(index: int, generator: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async for output in generator:
+                queue.put_nowait((index, output))
+            queue.put_nowait((index, None))
+        except Exception as error:
+            queue.put_nowait((index, error))
+        finally:
+            await generator.aclose()
+
+    tasks = [asyncio.ensure_future(drain(index, generator)) for index, generator in enumerate(generators)]
+    try:
+        running = len(tasks)
+        while running:
+            index, item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,33 @@
+"""The errors that users meet. Each message is one line that says what was asked, what was found and what to do.
+
+Anything else that escapes is a bug of Octavo's own and keeps its traceback.
+"""
+
+
+class OctavoError(Exception):
+    """Base of every error that is the user's to act on; command lines print it without a traceback."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """A flag, or a combination of flags, that cannot be honoured."""
+
+
+class LoadError(OctavoError):
+    """A model, tokenizer or checkpoint that cannot be found, read or held in memory."""
+
+
+class RequestError(OctavoError, ValueError):
+    """A request that is refused at the door; it fails alone.
+
+    `param` names the field at fault, `status` is the HTTP status and `code` the OpenAI error code, where there is one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+class EngineDeadError(OctavoError):
+    """The engine process has ended; the request cannot be answered by this server."""

@@ -1,0 +1,121 @@
+"""Executors stand between the engine core and the devices that run a model.
+
+`LocalExecutor` runs it in the core's own process: it loads the weights, sizes the KV cache from the memory there is,
+and executes plans. Executors over several devices will take the same calls and send the plan on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+import torch
+
+from octavo import ops as ops_module
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.execution.model_runner import ModelRunner
+from octavo.loading.weights import available_memory_bytes, check_fits, open_weights
+from octavo.models.decoder import Decoder
+from octavo.models.decoder_config import DecoderConfig
+from octavo.scheduling.plan import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_GIB = 1 << 30
+
+
+class Executor(Protocol):
+    """What the engine core needs of whatever runs the model."""
+
+    num_blocks: int
+    num_host_blocks: int
+    startup: dict[str, float]  # seconds by phase
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class LocalExecutor:
+    """One device, this process. Raises `LoadError` or `ConfigError` when model or cache do not fit."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        started = time.perf_counter()
+        decoder_config = DecoderConfig.from_hf(config.model.checkpoint.config)
+        dtype = _DTYPES[config.model.dtype]
+        ops = ops_module.load(config.device)
+        check_fits(decoder_config, dtype)
+        weights = open_weights(config.model.checkpoint, dtype, config.model.seed)
+        model = Decoder(decoder_config, weights, ops, config.model.max_model_len)
+        weights.check_all_taken()
+        weights.close()
+        loaded = time.perf_counter()
+
+        block_bytes = decoder_config.kv_bytes_per_token(dtype.itemsize) * config.cache.block_size
+        self.num_blocks = _num_blocks(config, block_bytes)
+        self.num_host_blocks = 0
+        if config.scheduler.preemption_mode == "swap":
+            self.num_host_blocks = config.cache.swap_space_bytes // block_bytes
+        caches, host_caches = (
+            [
+                ops.allocate_kv_cache(
+                    num_blocks,
+                    config.cache.block_size,
+                    decoder_config.num_kv_heads,
+                    decoder_config.head_size,
+                    dtype,
+                    torch.device(config.device),
+                )
+                for _ in range(decoder_config.num_layers if num_blocks else 0)
+            ]
+            for num_blocks in (self.num_blocks, self.num_host_blocks)
+        )
+        self.runner = ModelRunner(
+            model, ops, caches, host_caches, config.scheduler, config.model.max_model_len, config.cache.block_size
+        )
+        self.startup = {"weights": loaded - started, "kv_cache": time.perf_counter() - loaded}
+        num_tokens = self.num_blocks * config.cache.block_size
+        logger.info(
+            "%s: %d layers, %s, %.2f GiB of packed weights, loaded in %.2f s",
+            config.model.checkpoint.name,
+            decoder_config.num_layers,
+            config.model.dtype,
+            model.num_weight_bytes() / _GIB,
+            loaded - started,
+        )
+        logger.info(
+            "KV cache: %d blocks of %d tokens (%.2f GiB) hold %d tokens: %.1f requests of %d tokens at once%s",
+            self.num_blocks,
+            config.cache.block_size,
+            self.num_blocks * block_bytes / _GIB,
+            num_tokens,
+            num_tokens / config.model.max_model_len,
+            config.model.max_model_len,
+            f"; {self.num_host_blocks} more blocks to swap to" if self.num_host_blocks else "",
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.runner.execute(plan)
+
+
+def _num_blocks(config: EngineConfig, block_bytes: int) -> int:
+    """Blocks that the memory buys: no fewer than one longest request needs, no more than could ever be in use."""
+    size = config.cache.block_size
+    least = -(-config.model.max_model_len // size)
+    if config.cache.num_blocks_override is not None:
+        num_blocks = config.cache.num_blocks_override
+        found = f"--num-gpu-blocks-override {num_blocks}"
+    else:
+        share = config.cache.cpu_memory_utilization
+        available = available_memory_bytes()
+        num_blocks = min(int(available * share) // block_bytes, least * config.scheduler.max_num_seqs)
+        found = (
+            f"--cpu-memory-utilization {share} of {available / _GIB:.2f} GiB free RAM buys {num_blocks} blocks, which"
+        )
+    if num_blocks < least:
+        raise ConfigError(
+            f"{found} holds {num_blocks * size} tokens, less than one request of --max-model-len "
+            f"{config.model.max_model_len}; lower --max-model-len to at most {num_blocks * size}, or give more memory."
+        )
+    return num_blocks

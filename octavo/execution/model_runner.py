@@ -1,0 +1,120 @@
+"""Carries out a `StepPlan`: moves blocks, gathers the batch, runs the model, samples, and remembers the new tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.config import SchedulerConfig
+from octavo.engine.wire import TokenLogprobs
+from octavo.execution.step_batch import SequenceTable, StepBatch
+from octavo.models.decoder import Decoder
+from octavo.ops import LayerKVCache, Ops
+from octavo.sampling.batch import SamplingTable
+from octavo.sampling.sampler import Sampler, token_logprobs
+from octavo.scheduling.plan import SampledToken, StepPlan, StepResult
+
+# Rows of prompt log-probabilities computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
+_PROMPT_LOGPROB_ROWS = 256
+
+
+class ModelRunner:
+    """One model on one device, its KV cache, and the tables of the running sequences."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        ops: Ops,
+        caches: list[LayerKVCache],
+        host_caches: list[LayerKVCache],
+        config: SchedulerConfig,
+        max_model_len: int,
+        block_size: int,
+    ) -> None:
+        self.model = model
+        self.caches = caches
+        self.host_caches = host_caches
+        self.table = SequenceTable(config.max_num_seqs, config.max_num_batched_tokens, max_model_len, block_size)
+        self.sampling = SamplingTable(config.max_num_seqs)
+        self.sampler = Sampler(ops)
+        self._wants_prompt_logprobs: dict[int, int] = {}  # row -> how many
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. The plan must have at least one row."""
+        self._move_blocks(plan)
+        self._update_tables(plan)
+        batch = self.table.build(plan)
+        hidden = self.model.forward(batch, self.caches)
+        result = self._sample(plan, batch, hidden)
+        result.prompt_logprobs = self._prompt_logprobs(plan, batch, hidden)
+        return result
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        for pairs, sources, destinations in (
+            (plan.moves.swap_out, self.caches, self.host_caches),
+            (plan.moves.copy, self.caches, self.caches),
+            (plan.moves.swap_in, self.host_caches, self.caches),
+        ):
+            if not pairs:
+                continue
+            source_blocks, destination_blocks = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+            for source, destination in zip(sources, destinations, strict=True):
+                destination.key[destination_blocks] = source.key[source_blocks]
+                destination.value[destination_blocks] = source.value[source_blocks]
+
+    def _update_tables(self, plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            self.table.admit(admission)
+            self.sampling.admit(admission)
+            self._wants_prompt_logprobs.pop(admission.row, None)
+            has_output = len(admission.token_ids) > admission.num_prompt_tokens
+            if admission.params.prompt_logprobs is not None and not has_output:
+                self._wants_prompt_logprobs[admission.row] = admission.params.prompt_logprobs
+        for row, position, block in plan.new_blocks:
+            self.table.blocks[row, position] = block
+
+    def _sample(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> StepResult:
+        """Draw `num_samples` tokens for each row and append the first of them to the row's tokens."""
+        num_samples = np.array(plan.num_samples, np.int64)
+        if not num_samples.any():
+            return StepResult(tokens=[[] for _ in plan.rows])
+        rows = np.repeat(np.array(plan.rows, np.int64), num_samples)
+        lengths = np.repeat(np.array(plan.num_computed, np.int64) + plan.num_tokens, num_samples)
+        firsts = np.cumsum(num_samples) - num_samples  # of each row's samples
+        forks = np.arange(len(rows)) - np.repeat(firsts, num_samples)
+        logits = self.model.logits(hidden[batch.sample_rows])
+        samples = self.sampling.build(rows, forks, lengths, self.table.tokens)
+        tokens, logprobs, errors = self.sampler.sample(logits, samples)
+        is_first = forks == 0
+        self.table.tokens[rows[is_first], lengths[is_first]] = tokens[is_first]
+        drawn = [SampledToken(token, entry) for token, entry in zip(tokens.tolist(), logprobs, strict=True)]
+        return StepResult(
+            tokens=[drawn[first : first + n] for first, n in zip(firsts.tolist(), plan.num_samples, strict=True)],
+            errors={int(rows[n]): message for n, message in errors.items()},
+        )
+
+    def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """By row that asks for them: the log-probabilities of the prompt tokens that this step's tokens predict."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        if not self._wants_prompt_logprobs:
+            return found
+        starts = batch.query_start_loc.tolist()
+        for s, row in enumerate(plan.rows):
+            settings = self.sampling.settings[row]
+            if row not in self._wants_prompt_logprobs or settings is None:
+                continue
+            computed = plan.num_computed[s]
+            end = min(computed + plan.num_tokens[s], settings.num_prompt_tokens - 1)
+            entries = found[row] = []
+            for position in range(computed, end, _PROMPT_LOGPROB_ROWS):
+                count = min(_PROMPT_LOGPROB_ROWS, end - position)
+                first = starts[s] + position - computed
+                predicted = self.table.tokens[row, position + 1 : position + 1 + count].astype(np.int64)
+                entries += token_logprobs(
+                    self.model.logits(hidden[first : first + count]),
+                    predicted,
+                    np.full(count, self._wants_prompt_logprobs[row]),
+                )
+        return found

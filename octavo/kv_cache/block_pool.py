@@ -1,0 +1,92 @@
+"""A pool of fixed-size blocks: reference counts, a free list, and the index of full blocks by content.
+
+A block is free when nothing references it. A free block that is indexed keeps its contents until it is needed: it waits
+at the far end of the free list (least recently used first) and a hit revives it from the middle. A free block that is
+not indexed holds nothing of value and is handed out first, so that a small load touches little memory.
+"""
+
+from __future__ import annotations
+
+
+class BlockPool:
+    """Blocks 0 .. num_blocks - 1. Every operation is O(1).
+
+    The free list is doubly linked through two arrays; entry `num_blocks` is the sentinel, both its head and its tail.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self.hashes: list[bytes | None] = [None] * num_blocks  # key under which a block is indexed
+        self._index: dict[bytes, int] = {}
+        self._sentinel = num_blocks
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._previous: list[int] = [num_blocks, *range(num_blocks)]
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def allocate(self) -> int:
+        """Take the first free block, with one reference; what it held leaves the index. The pool must not be empty."""
+        block = self._next[self._sentinel]
+        assert block != self._sentinel, "allocate from an empty pool"
+        self._unlink(block)
+        key = self.hashes[block]
+        if key is not None:
+            del self._index[key]
+            self.hashes[block] = None
+        self.ref_counts[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Add a reference; a free block is revived with its contents."""
+        if self.ref_counts[block] == 0:
+            self._unlink(block)
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """Drop a reference; the last one makes the block free."""
+        assert self.ref_counts[block] > 0, f"block {block} released more often than referenced"
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            before = self._sentinel if self.hashes[block] is None else self._previous[self._sentinel]
+            after = self._next[before]
+            self._next[before] = self._previous[after] = block
+            self._previous[block], self._next[block] = before, after
+            self.num_free += 1
+
+    def lookup(self, key: bytes) -> int | None:
+        """The block with this content, referenced or free."""
+        return self._index.get(key)
+
+    def register(self, block: int, key: bytes) -> None:
+        """Index a full, referenced block by its content. The first block with a content stays the indexed one."""
+        if self.hashes[block] is None and key not in self._index:
+            self._index[key] = block
+            self.hashes[block] = key
+
+    def free_blocks(self) -> list[int]:
+        """The free blocks in the order in which they will be handed out (for checks)."""
+        found, block = [], self._next[self._sentinel]
+        while block != self._sentinel:
+            found.append(block)
+            block = self._next[block]
+        return found
+
+    def check(self, references: dict[int, int]) -> None:
+        """Assert the pool's invariants, given how often block tables hold each block."""
+        free = self.free_blocks()
+        assert len(free) == len(set(free)) == self.num_free, "free list and its count disagree"
+        for block in range(self.num_blocks):
+            assert self.ref_counts[block] == references.get(block, 0), f"block {block}: wrong reference count"
+        assert all(self.ref_counts[block] == 0 for block in free), "a block is both free and referenced"
+        assert self.num_free + sum(count > 0 for count in self.ref_counts) == self.num_blocks, "a block was lost"
+        indexed = {key: block for block, key in enumerate(self.hashes) if key is not None}
+        assert indexed == self._index, "the index and the blocks' keys disagree"
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._previous[block], self._next[block]
+        self._next[before], self._previous[after] = after, before
+        self.num_free -= 1

@@ -1,0 +1,185 @@
+"""Where a model's files are and what its configuration says. No torch here: the server process uses this module too.
+
+`resolve` turns what a user calls a model into a `Checkpoint`; `weights` and `tokenizer` go on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.errors import LoadError
+from octavo.loading.default_model import DEFAULT_MODEL_NAME, fetch_default_model
+from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf_config import gguf_config
+from octavo.loading.weight_files import complete_shards, pick_weights, read_json
+
+# "name", "org/name", or either with ":file" to choose among GGUF files.
+_HUB_ID = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?::([\w.-]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model that was found. Crosses processes, so it holds plain data only.
+
+    `config` is the model's configuration in Hugging Face's config.json form whatever the file format, so that
+    `octavo.models` reads one vocabulary; `generation_config` likewise (at least eos_token_id, where known).
+    """
+
+    name: str  # what the user asked for: hub id, path, or the default model's name
+    format: str  # "safetensors", "pt", "gguf" or "dummy"
+    path: str  # the folder, or the .gguf file
+    weight_files: list[str]  # absolute, in load order; empty for dummy
+    tokenizer_path: str  # a folder with tokenizer files, or a .gguf file
+    config: dict[str, Any]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer; configurations write none, one, or a list."""
+        ids = self.generation_config.get("eos_token_id")
+        return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def resolve(
+    model: str,
+    *,
+    load_format: str = "auto",
+    revision: str | None = None,
+    download_dir: str | None = None,
+    tokenizer: str | None = None,
+) -> Checkpoint:
+    """Find a model: "" for the default one, a .gguf file, a folder, or a hub id (`org/name`, `org/name:file.gguf`).
+
+    Fetches what is not here yet. `load_format` "auto" takes safetensors, else pt, else gguf; "dummy" needs no weights.
+    Raises `LoadError` with one line that says what was asked, what was found and what to do.
+    """
+    if not model:
+        path = str(fetch_default_model())
+        return _from_gguf(DEFAULT_MODEL_NAME, path, load_format, _tokenizer_path(tokenizer, download_dir, path))
+    path = os.path.abspath(os.path.expanduser(model))
+    if not os.path.exists(path):
+        path = _from_hub(model, load_format, revision, download_dir)
+    if os.path.isdir(path):
+        path = _choose_in_folder(model, path, load_format)
+    tokenizer_path = _tokenizer_path(tokenizer, download_dir, path)
+    if os.path.isdir(path):
+        return _from_folder(model, path, load_format, tokenizer_path)
+    if not path.endswith(".gguf"):
+        raise LoadError(f"{model} is a file but not a .gguf file; pass its folder, a .gguf file or a Hugging Face id.")
+    return _from_gguf(model, path, load_format, tokenizer_path)
+
+
+def _from_gguf(name: str, path: str, load_format: str, tokenizer_path: str) -> Checkpoint:
+    if load_format not in ("auto", "gguf", "dummy"):
+        raise LoadError(f"{name} is a GGUF file, which --load-format {load_format} does not read; use auto or gguf.")
+    config, generation_config = gguf_config(read_gguf(path))
+    dummy = load_format == "dummy"
+    return Checkpoint(
+        name=name,
+        format="dummy" if dummy else "gguf",
+        path=path,
+        weight_files=[] if dummy else [path],
+        tokenizer_path=tokenizer_path,
+        config=config,
+        generation_config=generation_config,
+    )
+
+
+def _from_folder(name: str, folder: str, load_format: str, tokenizer_path: str) -> Checkpoint:
+    config = read_json(os.path.join(folder, "config.json"))
+    generation_path = os.path.join(folder, "generation_config.json")
+    generation_config = read_json(generation_path) if os.path.exists(generation_path) else {}
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if generation_config.get(key) is None and config.get(key) is not None:
+            generation_config[key] = config[key]
+    weight_format = "dummy"
+    files: list[str] = []
+    if load_format != "dummy":
+        names = os.listdir(folder)
+        weight_format, files = pick_weights(names, load_format)
+        if not files:
+            raise LoadError(
+                f"{name} has no weights for --load-format {load_format}: none of {len(names)} files in {folder} is "
+                f"{'.safetensors, pytorch_model*.bin or .gguf' if load_format == 'auto' else 'of that format'}."
+            )
+        files = complete_shards(folder, weight_format, files)
+    return Checkpoint(
+        name=name,
+        format=weight_format,
+        path=folder,
+        weight_files=[os.path.join(folder, f) for f in files],
+        tokenizer_path=tokenizer_path,
+        config=config,
+        generation_config=generation_config,
+    )
+
+
+def _choose_in_folder(name: str, folder: str, load_format: str) -> str:
+    """The folder itself where config.json describes its weights, else the one GGUF file in it."""
+    names = os.listdir(folder)
+    weight_format, files = pick_weights(names, "auto" if load_format == "dummy" else load_format)
+    has_config = "config.json" in names
+    if has_config and (weight_format != "gguf" or load_format == "dummy"):
+        return folder
+    if weight_format == "gguf":
+        return os.path.join(folder, _one_gguf(name, files, f"pass one of them by its path in {folder}"))
+    raise LoadError(
+        f"{name} has no config.json and no .gguf file among its {len(names)} files in {folder}: not a model."
+    )
+
+
+def _one_gguf(name: str, files: list[str], what_to_do: str) -> str:
+    if len(files) != 1:
+        raise LoadError(f"{name} has {len(files)} GGUF files ({', '.join(files[:8])}); {what_to_do}.")
+    return files[0]
+
+
+def _from_hub(model: str, load_format: str, revision: str | None, download_dir: str | None) -> str:
+    """The folder of a hub model, or one GGUF file in it."""
+    match = _HUB_ID.fullmatch(model)
+    if match is None or (model.endswith(".gguf") and not match[2]):
+        raise LoadError(f"there is no file or folder {model}, and it is not a Hugging Face id (org/name) either.")
+    repo, wanted = match[1], match[2]
+
+    def chosen_gguf(files: list[str]) -> str:
+        if wanted:
+            # The file's name, or a part that only one has, such as its quantization.
+            files = [f for f in files if f == wanted] or [f for f in files if wanted.lower() in f.lower()]
+        return _one_gguf(model, files, f"choose one as {repo}:FILE.gguf")
+
+    def pick(names: list[str]) -> list[str]:
+        if load_format == "dummy" and "config.json" in names and not wanted:
+            return []
+        weight_format, files = pick_weights(
+            names, "gguf" if wanted else "auto" if load_format == "dummy" else load_format
+        )
+        if weight_format == "gguf":
+            return [chosen_gguf(files)]
+        return files  # an index of shards is among the small files
+
+    # Imported here: most starts use a local model, and the hub's client takes 0.2 s to import.
+    from octavo.loading.hub import download
+
+    folder = download(repo, revision, download_dir, pick)
+    if wanted:
+        files = [f for f in os.listdir(folder) if f.endswith(".gguf")]
+        return os.path.join(folder, chosen_gguf(files))
+    return folder
+
+
+def _tokenizer_path(tokenizer: str | None, download_dir: str | None, default: str) -> str:
+    if not tokenizer:
+        return default
+    path = os.path.abspath(os.path.expanduser(tokenizer))
+    if os.path.isdir(path) or (os.path.isfile(path) and path.endswith(".gguf")):
+        return path
+    match = _HUB_ID.fullmatch(tokenizer)
+    if os.path.exists(path) or match is None or match[2] or tokenizer.endswith(".gguf"):
+        raise LoadError(f"--tokenizer {tokenizer} is not a folder, a .gguf file or a Hugging Face id (org/name).")
+    from octavo.loading.hub import download
+
+    # The revision names a commit of the model's repository; the tokenizer's own is another one.
+    return download(tokenizer, None, download_dir)

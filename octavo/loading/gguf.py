@@ -1,0 +1,215 @@
+"""The GGUF file format: metadata and tensor positions out of a memory-mapped file, versions 2 and 3, little-endian.
+
+What the metadata means is `gguf_config`'s business, what the bytes of a tensor mean `gguf_dequant`'s. No torch here.
+The layout is specified at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.errors import LoadError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A storage format: every `block_size` elements of a row take `block_bytes` bytes."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+
+
+# The types that gguf_dequant can read, by the number that files use for them.
+TENSOR_TYPES = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    30: TensorType("BF16", 1, 2),
+}
+# Types that exist but are not built: named so that the error says more than a number.
+_OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4  # GGML_MAX_DIMS
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies. `shape` is in row-major order, as torch writes it; the file lists it reversed."""
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """An open file. `data` is a private mapping of the whole of it: writable, but writes never reach the disk."""
+
+    path: str
+    data: mmap.mmap
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+
+def read_gguf(path: str) -> GGUFFile:
+    """Map the file and read its header, which costs milliseconds whatever its size. Raises `LoadError`."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 24:
+                raise LoadError(f"{path} is not a GGUF file: it has {size} bytes, fewer than the header's 24.")
+            # ACCESS_COPY because torch wants writable buffers.
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as e:
+        raise LoadError(f"cannot read {path}: {e.strerror or e}.") from None
+    try:
+        return _parse(path, data)
+    except (struct.error, IndexError):
+        raise LoadError(
+            f"{path} is truncated: its header goes on beyond the file's {size} bytes; fetch it again."
+        ) from None
+    except UnicodeDecodeError as e:
+        raise LoadError(f"{path} is damaged: a name or text in its header is not UTF-8 ({e.reason}).") from None
+
+
+def _parse(path: str, data: mmap.mmap) -> GGUFFile:
+    if data[:4] != b"GGUF":
+        raise LoadError(f"{path} is not a GGUF file: it starts with {data[:4]!r}, not b'GGUF'.")
+    version, num_tensors, num_keys = struct.unpack_from("<IQQ", data, 4)
+    if version not in (2, 3):
+        if version and version & 0xFFFF == 0:
+            raise LoadError(f"{path} is a big-endian GGUF file; only little-endian ones are read.")
+        raise LoadError(f"{path} is GGUF version {version}; versions 2 and 3 are read.")
+    # A key takes at least 13 bytes and a tensor 24: a count that cannot fit is damage, not a reason to loop.
+    if num_keys * 13 + num_tensors * 24 > len(data):
+        raise LoadError(
+            f"{path} is damaged: {num_keys} metadata keys and {num_tensors} tensors do not fit in {len(data)} bytes."
+        )
+    metadata: dict[str, Any] = {}
+    position = 24
+    for _ in range(num_keys):
+        key, position = _read_string(data, position)
+        (kind,) = _U32.unpack_from(data, position)
+        metadata[key], position = _read_value(path, data, position + 4, kind)
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
+        raise LoadError(f"{path} is damaged: general.alignment is {alignment!r}, not a multiple of 8.")
+    if metadata.get("split.count", 0) not in (0, 1):
+        raise LoadError(
+            f"{path} is one of {metadata['split.count']} parts of a split model; join them with llama-gguf-split "
+            "--merge."
+        )
+
+    unplaced = []
+    for _ in range(num_tensors):
+        name, position = _read_string(data, position)
+        (num_dims,) = _U32.unpack_from(data, position)
+        if not 0 < num_dims <= _MAX_DIMS:
+            raise LoadError(
+                f"{path} is damaged: tensor {name} has {num_dims} dimensions; 1 to {_MAX_DIMS} are possible."
+            )
+        dims = struct.unpack_from(f"<{num_dims}Q", data, position + 4)
+        kind, offset = struct.unpack_from("<IQ", data, position + 4 + 8 * num_dims)
+        position += 16 + 8 * num_dims
+        unplaced.append((name, dims, kind, offset))
+    data_start = -(-position // alignment) * alignment
+
+    tensors = {}
+    for name, dims, kind, offset in unplaced:
+        tensors[name] = _place(path, len(data), name, dims, kind, data_start + offset)
+    if len(tensors) != num_tensors:
+        raise LoadError(f"{path} is damaged: {num_tensors} tensors have {len(tensors)} different names.")
+    return GGUFFile(path, data, metadata, tensors)
+
+
+def _place(path: str, file_bytes: int, name: str, dims: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
+    tensor_type = TENSOR_TYPES.get(kind)
+    if tensor_type is None:
+        built = ", ".join(t.name for t in TENSOR_TYPES.values())
+        raise LoadError(
+            f"{path}: tensor {name} has type {_OTHER_TYPES.get(kind, kind)}, which is not built; these are: {built}."
+        )
+    if 0 in dims or dims[0] % tensor_type.block_size:
+        raise LoadError(
+            f"{path} is damaged: tensor {name} has dimensions {list(dims)}, of which the first must be a multiple of "
+            f"{tensor_type.block_size} for {tensor_type.name}."
+        )
+    num_elements = 1
+    for dim in dims:
+        num_elements *= dim
+    num_bytes = num_elements // tensor_type.block_size * tensor_type.block_bytes
+    if offset + num_bytes > file_bytes:
+        raise LoadError(
+            f"{path} is truncated: tensor {name} lies at bytes {offset} to {offset + num_bytes}, and the file has "
+            f"{file_bytes}; fetch it again."
+        )
+    if offset % 8:
+        raise LoadError(f"{path} is damaged: tensor {name} starts at byte {offset}, which is not a multiple of 8.")
+    return TensorInfo(name, tensor_type, tuple(reversed(dims)), offset, num_bytes)
+
+
+def _read_string(data: mmap.mmap, position: int) -> tuple[str, int]:
+    (length,) = _U64.unpack_from(data, position)
+    end = position + 8 + length
+    if end > len(data):
+        raise IndexError
+    return data[position + 8 : end].decode(), end
+
+
+def _read_value(path: str, data: mmap.mmap, position: int, kind: int) -> tuple[Any, int]:
+    if kind == _STRING:
+        return _read_string(data, position)
+    if kind == _ARRAY:
+        return _read_array(path, data, position)
+    code = _SCALARS.get(kind)
+    if code is None:
+        raise LoadError(f"{path} is damaged: a metadata value at byte {position} has the unknown type {kind}.")
+    scalar = struct.Struct("<" + code)
+    return scalar.unpack_from(data, position)[0], position + scalar.size
+
+
+def _read_array(path: str, data: mmap.mmap, position: int) -> tuple[list[Any], int]:
+    kind, count = struct.unpack_from("<IQ", data, position)
+    position += 12
+    if kind == _STRING:
+        if count * 8 > len(data) - position:
+            raise IndexError
+        # The hot loop of the header: a vocabulary and its merges are 100,000 to 500,000 strings.
+        length_at, end = _U64.unpack_from, len(data)
+        strings = []
+        for _ in range(count):
+            start = position + 8
+            position = start + length_at(data, position)[0]
+            if position > end:
+                raise IndexError
+            strings.append(data[start:position].decode())
+        return strings, position
+    code = _SCALARS.get(kind)
+    if code is None:
+        raise LoadError(f"{path} is damaged: an array at byte {position} has elements of the unknown type {kind}.")
+    num_bytes = count * struct.calcsize("<" + code)
+    if num_bytes > len(data) - position:
+        raise IndexError
+    return list(struct.unpack_from(f"<{count}{code}", data, position)), position + num_bytes

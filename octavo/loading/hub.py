@@ -1,0 +1,80 @@
+"""Models and tokenizers from the Hugging Face hub, into its usual cache, and only the files that are needed.
+
+HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT keep their meaning. A hub that cannot be reached is no error while the
+cache has the model. `huggingface_hub` is imported here and nowhere else, when a hub id is first used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octavo.errors import LoadError
+
+# Configurations, tokenizers, chat templates and shard indexes, wherever they stand in the list of a repository's files.
+_SMALL_SUFFIXES = (".json", ".jinja", ".tiktoken", "tokenizer.model", "merges.txt", "vocab.txt")
+_TIMEOUT_S = 10.0
+
+
+def download(
+    repo: str, revision: str | None, download_dir: str | None, pick: Callable[[list[str]], list[str]] | None = None
+) -> str:
+    """The folder with the repository's small files and those that `pick` chooses from its top-level file names."""
+    from huggingface_hub import HfApi, errors, snapshot_download
+
+    at = f" at revision {revision}" if revision else ""
+    try:
+        try:
+            # Not list_repo_files: it tries again for half a minute before it admits that there is no network.
+            info = HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_S)
+            names = [s.rfilename for s in info.siblings or [] if "/" not in s.rfilename]
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
+            raise
+        except Exception as unreachable:
+            return _cached(repo, revision, download_dir, unreachable)
+        wanted = [n for n in names if n.endswith(_SMALL_SUFFIXES)]
+        wanted += pick(names) if pick else []
+        if not wanted:
+            raise LoadError(
+                f"{repo}{at} on the Hugging Face hub holds no model: its files are {', '.join(names[:5])} ..."
+            )
+        return snapshot_download(repo, revision=revision, cache_dir=download_dir, allow_patterns=wanted)
+    except LoadError:
+        raise
+    except errors.GatedRepoError:
+        raise LoadError(
+            f"{repo} on the Hugging Face hub is gated: accept its terms on its page and set HF_TOKEN to a token of "
+            "that account."
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise LoadError(f"{repo} on the Hugging Face hub has no revision {revision!r}.") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise LoadError(
+            f"{repo} is neither a folder or .gguf file here nor a model on the Hugging Face hub; check the name, and "
+            "set HF_TOKEN if it is private."
+        ) from None
+    except Exception as e:  # whatever a network can do: none of it deserves a traceback
+        raise LoadError(f"{repo}{at} could not be fetched from the Hugging Face hub: {_one_line(e)}.") from None
+
+
+def _cached(repo: str, revision: str | None, download_dir: str | None, unreachable: Exception) -> str:
+    """The folder of the repository in the cache, when the hub cannot be asked."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        # One small file stands for the rest: what else is there was chosen when it was fetched, and is checked by use.
+        return snapshot_download(
+            repo, revision=revision, cache_dir=download_dir, local_files_only=True, allow_patterns=["config.json"]
+        )
+    except LocalEntryNotFoundError:
+        raise LoadError(
+            f"{repo} is not a folder or file here, is not in the Hugging Face cache, and the hub cannot be reached "
+            f"({_one_line(unreachable)}); check the name, --download-dir and HF_HOME, or connect."
+        ) from None
+
+
+def _one_line(e: Exception) -> str:
+    if type(e).__name__ == "OfflineModeIsEnabled":
+        return "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
+    lines = str(e).strip().splitlines()
+    return f"{type(e).__name__}: {lines[0].rstrip('.')}" if lines else type(e).__name__

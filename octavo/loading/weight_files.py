@@ -1,0 +1,70 @@
+"""Which of a model's files hold its weights: one rule for a folder on disk and for a listing of the hub.
+
+Files of the other formats that often lie beside them (Meta's consolidated.*, optimizer states, adapters) are passed by.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from octavo.errors import LoadError
+
+_SINGLE = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
+
+
+def pick_weights(names: list[str], load_format: str) -> tuple[str, list[str]]:
+    """The format and the weight files among `names` (of one folder); ("", []) where there are none that fit.
+
+    `load_format` "auto" prefers safetensors, then pt, then gguf. Several GGUF files are all returned: each is a whole
+    model, so the caller must choose.
+    """
+    found = {
+        "safetensors": [
+            n for n in names if n.endswith(".safetensors") and not n.startswith(("consolidated", "adapter_"))
+        ],
+        "pt": [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")],
+        "gguf": [n for n in names if n.endswith(".gguf")],
+    }
+    for file_format in found if load_format == "auto" else [load_format]:
+        if files := sorted(found[file_format]):
+            single = _SINGLE.get(file_format)
+            return file_format, [single] if single in files else files
+    return "", []
+
+
+def complete_shards(folder: str, file_format: str, files: list[str]) -> list[str]:
+    """`files` with the shards that the folder's index lists in their place, if it has one; all must be there."""
+    single = _SINGLE[file_format]
+    index_path = os.path.join(folder, f"{single}.index.json")
+    if files == [single] or not os.path.exists(index_path):
+        return files
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise LoadError(f"{index_path} is damaged: it has no weight_map from tensors to files; fetch it again.")
+    shards = sorted(set(weight_map.values()))
+    missing = [s for s in shards if s != os.path.basename(s) or not os.path.isfile(os.path.join(folder, s))]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise LoadError(
+            f"{folder} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing[:3])}{more}; fetch the "
+            "model again."
+        )
+    return shards
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON file that must hold an object. Raises `LoadError`."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except OSError as e:
+        raise LoadError(f"cannot read {path}: {e.strerror or e}.") from None
+    except (ValueError, RecursionError) as e:
+        raise LoadError(f"{path} is damaged: it is not JSON ({e}); fetch it again.") from None
+    if not isinstance(value, dict):
+        raise LoadError(
+            f"{path} is damaged: it holds a JSON {type(value).__name__}, expected an object; fetch it again."
+        )
+    return value

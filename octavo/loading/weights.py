@@ -1,0 +1,287 @@
+"""Named tensors of a checkpoint, one at a time and in the type that the model computes in.
+
+Files stay memory-mapped until a tensor is taken, so that loading needs room for the model once. Names and shapes are
+Hugging Face's whatever the format. The executor calls `check_fits`; the model takes what its configuration names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.errors import LoadError
+from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf_config import named_tensors
+from octavo.loading.gguf_dequant import dequantize
+
+if TYPE_CHECKING:  # octavo.models imports this module
+    from octavo.models.decoder_config import DecoderConfig
+
+GIB = 1 << 30
+_PROC_CGROUP = Path("/proc/self/cgroup")
+
+# In checkpoints but not part of a model here: rotary frequencies and masks are computed from the configuration.
+_IGNORED = re.compile(r".*(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|position_ids)")
+
+
+class Weights(Protocol):
+    """An open checkpoint. Tensors that were taken stay valid after `close`, and may alias the files: never write."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in the type asked of `open_weights`. Raises `LoadError` if it is absent or of another shape."""
+
+    def check_all_taken(self) -> None:
+        """Raise `LoadError` if the checkpoint has weights that the model did not ask for: it would compute nonsense."""
+
+    def close(self) -> None: ...
+
+
+def open_weights(checkpoint: Checkpoint, dtype: torch.dtype, seed: int | None = None) -> Weights:
+    """Open a checkpoint's weights. `seed` is that of dummy weights; without one they differ from run to run."""
+    if checkpoint.format == "dummy":
+        from octavo.models.decoder_config import DecoderConfig
+
+        return DummyWeights(DecoderConfig.from_hf(checkpoint.config), dtype, seed)
+    tied = bool(checkpoint.config.get("tie_word_embeddings"))
+    if checkpoint.format == "gguf":
+        return GGUFWeights(checkpoint.weight_files, dtype, tied)
+    if checkpoint.format == "pt":
+        return PtWeights(checkpoint.weight_files, dtype, tied)
+    return SafetensorsWeights(checkpoint.weight_files, dtype, tied)
+
+
+def check_fits(decoder: DecoderConfig, dtype: torch.dtype, available_bytes: int | None = None) -> None:
+    """Raise `LoadError` if the model's weights exceed the memory that is free (by default, to this process)."""
+    needed = decoder.num_weight_parameters() * dtype.itemsize
+    available = available_memory_bytes() if available_bytes is None else available_bytes
+    if needed > available:
+        raise LoadError(
+            f"the model needs {needed / GIB:.2f} GiB of memory for its weights in {str(dtype).removeprefix('torch.')}, "
+            f"and {available / GIB:.2f} GiB are free; free some, choose a smaller --dtype or a smaller model."
+        )
+
+
+def available_memory_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+    """RAM that this process can still get: the machine's free memory, or its container's allowance if that is less."""
+    import psutil
+
+    return min([int(psutil.virtual_memory().available), *_cgroup_rooms(cgroup_root)])
+
+
+def _cgroup_rooms(root: Path) -> Iterator[int]:
+    """Room under each memory limit above this process: cgroup version 2, or version 1. Empty outside of Linux."""
+    try:
+        lines = _PROC_CGROUP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, usage, cached = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        own = base / path.lstrip("/")
+        # Inside a container the path is often the host's and only the root of the mount exists.
+        for group in (own, *own.parents):
+            if group.is_relative_to(base):
+                try:
+                    allowed = int((group / limit).read_text())  # "max" is no number, and no limit
+                    stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
+                    # Pages of files count as used until something wants their room.
+                    yield max(0, allowed - int((group / usage).read_text()) + int(stat.get(cached, 0)))
+                except (OSError, ValueError):
+                    continue
+
+
+class _FileWeights:
+    """What the file formats share: which names there are, and which of them were taken."""
+
+    def __init__(self, names: list[str], tied: bool, source: str) -> None:
+        self._left = dict.fromkeys(names)
+        self._names = frozenset(names)
+        self._tied = tied
+        self._source = source
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def _taking(self, name: str, shape: tuple[int, ...], stored_shape: tuple[int, ...] | None) -> None:
+        """Check the name and the shape, and note that the tensor is taken."""
+        if stored_shape is None:
+            raise LoadError(f"{self._source} has no tensor {name}, which the model's configuration calls for.")
+        if stored_shape != shape:
+            raise LoadError(
+                f"{self._source}: tensor {name} has the shape {list(stored_shape)}; the model's configuration makes it "
+                f"{list(shape)}."
+            )
+        self._left.pop(name, None)
+
+    def check_all_taken(self) -> None:
+        left = [n for n in self._left if not _IGNORED.fullmatch(n) and not (self._tied and n == "lm_head.weight")]
+        if left:
+            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+            raise LoadError(
+                f"{self._source} has {len(left)} tensors that the model's configuration has no place for: "
+                f"{', '.join(left[:5])}{more}; its config.json may be another model's, or its architecture is not "
+                "wholly built."
+            )
+
+
+class SafetensorsWeights(_FileWeights):
+    """Safetensors files, memory-mapped."""
+
+    def __init__(self, files: list[str], dtype: torch.dtype, tied: bool) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._dtype = dtype
+        self._files: dict[str, Any] = {}  # name of a tensor -> the open file that has it
+        for path in files:
+            try:
+                file = safe_open(path, framework="pt")
+                names: list[str] = file.keys()  # type: ignore[no-untyped-call]
+                self._files.update(dict.fromkeys(names, file))
+            except (SafetensorError, OSError) as e:
+                raise LoadError(f"{path} is damaged or truncated ({e}); fetch it again.") from None
+        super().__init__(list(self._files), tied, os.path.dirname(files[0]))
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        file = self._files.get(name)
+        self._taking(name, shape, None if file is None else tuple(file.get_slice(name).get_shape()))
+        assert file is not None
+        return _as_dtype(file.get_tensor(name), name, self._dtype, self._source)
+
+    def close(self) -> None:
+        self._files = {}
+
+
+class PtWeights(_FileWeights):
+    """PyTorch's own .bin files: archives of tensors, read without running any code from them."""
+
+    def __init__(self, files: list[str], dtype: torch.dtype, tied: bool) -> None:
+        self._dtype = dtype
+        self._tensors: dict[str, Tensor] = {}
+        for path in files:
+            self._tensors.update(_load_pt(path))
+        super().__init__(list(self._tensors), tied, os.path.dirname(files[0]))
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._tensors.get(name)
+        self._taking(name, shape, None if tensor is None else tuple(tensor.shape))
+        assert tensor is not None
+        return _as_dtype(tensor, name, self._dtype, self._source)
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
+class GGUFWeights(_FileWeights):
+    """A GGUF file, dequantized tensor by tensor."""
+
+    def __init__(self, files: list[str], dtype: torch.dtype, tied: bool) -> None:
+        self._dtype = dtype
+        self._file = read_gguf(files[0])
+        self._tensors = {t.hf_name: t for t in named_tensors(self._file)}
+        super().__init__(list(self._tensors), tied, files[0])
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._tensors.get(name)
+        self._taking(name, shape, None if tensor is None else tensor.info.shape)
+        assert tensor is not None
+        return dequantize(self._file, tensor, self._dtype)
+
+    def close(self) -> None:
+        # The mapping goes with the last tensor that aliases it; closing it by hand would pull it from under them.
+        self._tensors = {}
+        del self._file
+
+
+class DummyWeights:
+    """Random weights that depend on (seed, name, shape) only, for tests and benchmarks without a model's files."""
+
+    _STD = 0.02  # the initializer_range of most configurations
+    # Elements drawn at once: the values are drawn in float32 whatever the type, so that types differ by rounding only.
+    _CHUNK = 1 << 20
+
+    def __init__(self, decoder: DecoderConfig, dtype: torch.dtype, seed: int | None) -> None:
+        self._decoder = decoder
+        self._dtype = dtype
+        self._seed = int.from_bytes(os.urandom(4)) if seed is None else seed
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a checkpoint of this configuration would have the tensor."""
+        decoder, (*_, module, kind) = self._decoder, name.rsplit(".", 2)
+        if name == "lm_head.weight":
+            return not decoder.tie_word_embeddings
+        if module in ("q_norm", "k_norm"):
+            return decoder.qk_norm
+        if module in ("qkv_proj", "gate_up_proj"):
+            present = decoder.fused_projections
+        else:
+            present = not (
+                decoder.fused_projections and module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+            )
+        if kind == "bias":
+            if module in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+                return present and decoder.qkv_bias
+            if module == "o_proj":
+                return decoder.output_bias
+            return present and decoder.mlp_bias and module in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+        return present
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self:
+            raise LoadError(f"dummy weights of this configuration have no tensor {name}.")
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype)
+        # crc32 rather than hash(), which differs between processes. torch's CPU generator takes 32 bits of a seed only.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        out = torch.empty(shape, dtype=self._dtype)
+        flat = out.view(-1)
+        for start in range(0, flat.numel(), self._CHUNK):
+            part = flat[start : start + self._CHUNK]
+            part.copy_(torch.empty(part.numel()).normal_(0.0, self._STD, generator=generator))
+        return out
+
+    def check_all_taken(self) -> None:
+        """There is nothing that could be left."""
+
+    def close(self) -> None:
+        """There is nothing open."""
+
+
+def _load_pt(path: str) -> dict[str, Tensor]:
+    try:
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as e:
+            if "mmap" not in str(e):
+                raise
+            loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    except Exception as e:  # torch.load raises whatever its parsers meet; a damaged file is all that it can mean here
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise LoadError(f"{path} is damaged, or no file of tensors ({reason}); fetch it again.") from None
+    if not isinstance(loaded, dict) or not all(isinstance(v, Tensor) for v in loaded.values()):
+        raise LoadError(f"{path} holds a {type(loaded).__name__}, expected a dictionary of tensors.")
+    return loaded
+
+
+def _as_dtype(tensor: Tensor, name: str, dtype: torch.dtype, source: str) -> Tensor:
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+        stored = str(tensor.dtype).removeprefix("torch.")
+        raise LoadError(
+            f"{source}: tensor {name} is stored as {stored}; quantized checkpoints of this kind are not built yet."
+        )
+    return tensor.to(dtype).contiguous()

@@ -1,0 +1,70 @@
+"""The line that says every few seconds what the engine is doing. It also sets the average throughput gauges."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from octavo.metrics.prometheus import EngineMetrics
+
+logger = logging.getLogger("octavo.stats")
+
+INTERVAL_S = 10.0
+
+
+class LogLine:
+    """Measures what `metrics` has counted from one call of `sample` to the next."""
+
+    def __init__(self, metrics: EngineMetrics, now: float) -> None:
+        self._metrics = metrics
+        self._seen = _Seen(metrics, now)
+        self._was_active = False
+
+    def sample(self, now: float) -> str | None:
+        """The line for the time since the last call; None when nothing ran then or in the interval before."""
+        metrics, before = self._metrics, self._seen
+        seen = self._seen = _Seen(metrics, now)
+        elapsed_s = max(now - before.at, 1e-9)
+        metrics.prompt_tokens_per_s = (seen.prompt_tokens - before.prompt_tokens) / elapsed_s
+        metrics.generation_tokens_per_s = (seen.generation_tokens - before.generation_tokens) / elapsed_s
+        last = metrics.last
+        active = seen.steps > before.steps or last.num_running + last.num_waiting + last.num_swapped > 0
+        # One line more after the last activity shows that the engine has come to rest.
+        shown, self._was_active = active or self._was_active, active
+        if not shown:
+            return None
+        queries = seen.prefix_queries - before.prefix_queries
+        return (
+            f"prompt {metrics.prompt_tokens_per_s:.1f} tok/s, generation {metrics.generation_tokens_per_s:.1f} tok/s, "
+            f"running {last.num_running}, waiting {last.num_waiting}, swapped {last.num_swapped}, "
+            f"KV usage {_percent(last.num_blocks_used, last.num_blocks)}, "
+            f"KV waste {_percent(last.num_slots_allocated - last.num_slots_filled, last.num_slots_allocated)}, "
+            f"prefix hit rate {_percent(seen.prefix_hits - before.prefix_hits, queries)}"
+        )
+
+    async def run(self, *, log: bool, interval_s: float = INTERVAL_S) -> None:
+        """Sample forever; with `log` false only the gauges are set."""
+        while True:
+            await asyncio.sleep(interval_s)
+            line = self.sample(time.monotonic())
+            if log and line is not None:
+                logger.info(line)
+
+
+class _Seen:
+    """The counters at one moment."""
+
+    __slots__ = ("at", "generation_tokens", "prefix_hits", "prefix_queries", "prompt_tokens", "steps")
+
+    def __init__(self, metrics: EngineMetrics, at: float) -> None:
+        self.at = at
+        self.steps = metrics.num_steps
+        self.prompt_tokens = metrics.num_prompt_tokens
+        self.generation_tokens = metrics.num_generation_tokens
+        self.prefix_queries = metrics.num_prefix_queries
+        self.prefix_hits = metrics.num_prefix_hits
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole if whole else 0:.1f}%"

@@ -1,0 +1,1 @@
+"""The networks: `decoder_config` reads a configuration (no torch), `decoder` is the Llama family."""

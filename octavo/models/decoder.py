@@ -1,0 +1,168 @@
+"""The decoder of the Llama family: embedding, blocks of attention and gated feed-forward, final norm, output matrix.
+
+One module for all architectures that `DecoderConfig` describes. Weights are packed as they are read, layer by layer, so
+that a checkpoint is never in memory twice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.execution.step_batch import StepBatch
+from octavo.layers.rotary import identity_table, rotary_table
+from octavo.loading.weights import Weights
+from octavo.models.decoder_config import DecoderConfig
+from octavo.ops import LayerKVCache, LinearWeight, Ops
+
+
+class Attention:
+    """Grouped-query attention with rotary positions over the paged cache."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, ops: Ops, rotary: Tensor) -> None:
+        self.config, self.ops, self.rotary = config, ops, rotary
+        self.query_size = config.num_heads * config.head_size
+        self.kv_size = config.num_kv_heads * config.head_size
+        sizes = {"q_proj": self.query_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        fused = "qkv_proj" if config.fused_projections else None
+        self.qkv = _stacked_linear(config, weights, prefix, sizes, fused, config.qkv_bias, ops)
+        self.output = _linear(weights, f"{prefix}o_proj", config.hidden_size, self.query_size, config.output_bias, ops)
+        self.query_norm = self.key_norm = None
+        if config.qk_norm:
+            self.query_norm = weights.take(f"{prefix}q_norm.weight", (config.head_size,))
+            self.key_norm = weights.take(f"{prefix}k_norm.weight", (config.head_size,))
+
+    def forward(self, hidden: Tensor, batch: StepBatch, cache: LayerKVCache) -> Tensor:
+        """hidden [T, H] -> [T, H]."""
+        config, ops = self.config, self.ops
+        qkv = ops.linear(hidden, self.qkv).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_size)
+        query = qkv[:, : config.num_heads]
+        key = qkv[:, config.num_heads : config.num_heads + config.num_kv_heads]
+        value = qkv[:, config.num_heads + config.num_kv_heads :]
+        if self.query_norm is not None and self.key_norm is not None:
+            query = ops.rms_norm(query, self.query_norm, config.rms_norm_eps)
+            key = ops.rms_norm(key, self.key_norm, config.rms_norm_eps)
+        ops.rotary_and_cache(query, key, value, batch.positions, self.rotary, cache, batch.slot_mapping)
+        attended = ops.paged_attention(
+            query,
+            cache,
+            batch.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens,
+            config.attention_scale,
+            config.sliding_window,
+        )
+        return ops.linear(attended, self.output)
+
+
+class FeedForward:
+    """SiLU-gated feed-forward (Shazeer 2020)."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, ops: Ops) -> None:
+        self.ops = ops
+        sizes = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        fused = "gate_up_proj" if config.fused_projections else None
+        self.gate_up = _stacked_linear(config, weights, prefix, sizes, fused, config.mlp_bias, ops)
+        self.down = _linear(
+            weights, f"{prefix}down_proj", config.hidden_size, config.intermediate_size, config.mlp_bias, ops
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> [T, H]."""
+        return self.ops.linear(self.ops.silu_and_mul(self.ops.linear(hidden, self.gate_up)), self.down)
+
+
+class DecoderBlock:
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, ops: Ops, rotary: Tensor) -> None:
+        self.ops, self.eps, self.residual_multiplier = ops, config.rms_norm_eps, config.residual_multiplier
+        self.attention_norm = weights.take(f"{prefix}input_layernorm.weight", (config.hidden_size,))
+        self.attention = Attention(config, weights, f"{prefix}self_attn.", ops, rotary)
+        self.feed_forward_norm = weights.take(f"{prefix}post_attention_layernorm.weight", (config.hidden_size,))
+        self.feed_forward = FeedForward(config, weights, f"{prefix}mlp.", ops)
+
+    def forward(
+        self, hidden: Tensor | None, residual: Tensor, batch: StepBatch, cache: LayerKVCache
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden` [T, H] is what the block before adds to `residual` [T, H]; None in the first block."""
+        if hidden is None:
+            hidden = self.ops.rms_norm(residual, self.attention_norm, self.eps)
+        else:
+            hidden, residual = self.ops.add_rms_norm(hidden, residual, self.attention_norm, self.eps)
+        hidden = self._scaled(self.attention.forward(hidden, batch, cache))
+        hidden, residual = self.ops.add_rms_norm(hidden, residual, self.feed_forward_norm, self.eps)
+        return self._scaled(self.feed_forward.forward(hidden)), residual
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self.residual_multiplier == 1.0 else hidden * self.residual_multiplier
+
+
+class Decoder:
+    """token ids -> hidden states -> logits."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, ops: Ops, max_positions: int) -> None:
+        self.config, self.ops = config, ops
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = ops.pack_linear(weights.take("model.embed_tokens.weight", shape), None)
+        rotary = rotary_table(config.rope, max_positions)
+        unrotated = identity_table(config.rope.rotary_dim, max_positions) if any(config.no_rope_layers) else rotary
+        self.blocks = [
+            DecoderBlock(
+                config,
+                weights,
+                f"model.layers.{i}.",
+                ops,
+                unrotated if config.no_rope_layers and config.no_rope_layers[i] else rotary,
+            )
+            for i in range(config.num_layers)
+        ]
+        self.norm = weights.take("model.norm.weight", (config.hidden_size,))
+        self.output = self.embedding
+        if not config.tie_word_embeddings:
+            self.output = ops.pack_linear(weights.take("lm_head.weight", shape), None)
+
+    def num_weight_bytes(self) -> int:
+        """Bytes of the packed matrices."""
+        matrices = [self.embedding] + ([] if self.output is self.embedding else [self.output])
+        for block in self.blocks:
+            matrices += [block.attention.qkv, block.attention.output]
+            matrices += [block.feed_forward.gate_up, block.feed_forward.down]
+        return sum(matrix.num_bytes for matrix in matrices)
+
+    def forward(self, batch: StepBatch, caches: list[LayerKVCache]) -> Tensor:
+        """-> hidden [T, H] before the final norm."""
+        residual = self.ops.embedding(batch.token_ids, self.embedding)
+        if self.config.embedding_multiplier != 1.0:
+            residual = residual * self.config.embedding_multiplier
+        hidden: Tensor | None = None
+        for block, cache in zip(self.blocks, caches, strict=True):
+            hidden, residual = block.forward(hidden, residual, batch, cache)
+        return residual if hidden is None else residual + hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> [N, vocab_size] float32."""
+        normed = self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        logits = self.ops.linear(normed, self.output, torch.float32)
+        if self.config.logits_divisor != 1.0:
+            logits /= self.config.logits_divisor
+        return logits
+
+
+def _linear(weights: Weights, name: str, num_out: int, num_in: int, bias: bool, ops: Ops) -> LinearWeight:
+    return ops.pack_linear(
+        weights.take(f"{name}.weight", (num_out, num_in)), weights.take(f"{name}.bias", (num_out,)) if bias else None
+    )
+
+
+def _stacked_linear(
+    config: DecoderConfig, weights: Weights, prefix: str, sizes: dict[str, int], fused: str | None, bias: bool, ops: Ops
+) -> LinearWeight:
+    """Several projections of the same input as one matrix: their outputs side by side. `fused` names the matrix in
+    checkpoints that store it that way."""
+    num_in = config.hidden_size
+    if fused is not None:
+        return _linear(weights, f"{prefix}{fused}", sum(sizes.values()), num_in, bias, ops)
+    matrix = torch.cat([weights.take(f"{prefix}{name}.weight", (size, num_in)) for name, size in sizes.items()])
+    biases = [weights.take(f"{prefix}{name}.bias", (size,)) for name, size in sizes.items()] if bias else None
+    return ops.pack_linear(matrix, None if biases is None else torch.cat(biases))

@@ -1,0 +1,138 @@
+"""The kernel interface: every operation that a model is made of, named once.
+
+A backend is a module that provides the functions of `Ops`: `torch_ref` says what they mean in plain torch and is the
+oracle of every kernel test, `cpu` is native. Models and the runner are written against `Ops` and import no backend.
+
+Every operation is *row-wise*: what it computes for one token depends on nothing else in the batch, bit for bit, in
+every backend but the reference. That is what makes an answer independent of load, chunking and caching.
+
+Shapes: T tokens of a step in request order, S sequences, H hidden size, D head size, Q query heads, G key/value heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKVCache:
+    """One layer's keys and values. The first dimension of both is the block; the rest is the backend's own layout."""
+
+    key: Tensor
+    value: Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        return self.key.shape[0]
+
+
+class LinearWeight(Protocol):
+    """A weight matrix [out_features, in_features] in the layout that the backend's products want, with its bias."""
+
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class Ops(Protocol):
+    """What a backend provides. All tensors are contiguous in their last dimension."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
+        """Pack weight [N, K] and bias [N] (float32 or bfloat16), once, at load."""
+        ...
+
+    def linear(self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, K] -> x W^T + b: [T, N] in `out_dtype` (default: that of x), accumulated in float32."""
+        ...
+
+    def embedding(self, token_ids: Tensor, weight: LinearWeight) -> Tensor:
+        """Rows `token_ids` [T] int32 of a packed matrix [V, H] -> [T, H] in the dtype that it was packed from."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., H] / sqrt(mean(x²) + eps) * weight [H], in float32, rounded once (Zhang & Sennrich 2019)."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """-> (rms_norm(x + residual), x + residual). `residual` is overwritten and returned; the sum that is
+        normalised is the rounded one."""
+        ...
+
+    def rotary_and_cache(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Rotate query [T, Q, D] in place and key [T, G, D], then write key and value [T, G, D] to the cache.
+
+        The three may be views into one [T, (Q + 2G) * D] matrix: only the heads of one token must be contiguous.
+        `positions` [T] int64; `cos_sin` [max_positions, R] float32 holds R/2 cosines, then R/2 sines; the first R ≤ D
+        elements of a head are rotated as two halves (Su et al. 2021, the layout of GPT-NeoX). `slot_mapping` [T] int64
+        is block * block_size + offset. Whether `key` is rotated in place too is unspecified.
+        """
+        ...
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        cache: LayerKVCache,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        sliding_window: int = 0,
+    ) -> Tensor:
+        """Causal attention of query [T, Q, D] over the paged cache -> [T, Q * D] in the dtype of query.
+
+        Sequence s owns rows query_start_loc[s] .. query_start_loc[s + 1] ([S + 1] int32), which are its last positions;
+        its keys are positions 0 .. seq_lens[s] - 1 ([S] int32, this step's tokens included), found through
+        block_tables [S, max_blocks] int32. Any mix of one-row (decode) and many-row (prefill) sequences is one call.
+        With a sliding window W > 0 position p sees keys p - W + 1 .. p. The row's summation order is a function of its
+        position alone (online softmax, Milakov & Gimelshein 2018, over fixed tiles of keys).
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2I] -> silu(gate) * up: [T, I], in float32, rounded once."""
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """logits [S, V] float32 -> [S] int64; the lowest index wins a tie."""
+        ...
+
+    def allocate_kv_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LayerKVCache:
+        """An uninitialised cache in this backend's layout. Pages that are never written cost no memory."""
+        ...
+
+
+def load(device: str) -> Ops:
+    """The backend for a device ("cpu").
+
+    Raises `ConfigError` for a device that Octavo does not serve yet.
+    """
+    if device != "cpu":
+        raise ConfigError(f"device {device!r} is not built yet; use --device cpu.")
+    return cast(Ops, import_module("octavo.ops.cpu"))

@@ -1,0 +1,128 @@
+"""The reference backend: what each operation of `octavo.ops.Ops` means, in the plainest torch.
+
+Every kernel is tested against it. It makes no promise about speed or about bitwise row independence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.ops import LayerKVCache, LinearWeight
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeight:
+    """An unpacked matrix [out_features, in_features]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> DenseWeight:
+    return DenseWeight(weight, bias)
+
+
+def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    assert isinstance(weight, DenseWeight)
+    out = x.float() @ weight.weight.float().T
+    if weight.bias is not None:
+        out = out + weight.bias.float()
+    return out.to(out_dtype or x.dtype)
+
+
+def embedding(token_ids: Tensor, weight: LinearWeight) -> Tensor:
+    assert isinstance(weight, DenseWeight)
+    return weight.weight[token_ids.long()]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    residual.copy_(x.float() + residual.float())
+    return rms_norm(residual, weight, eps), residual
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D]; cos, sin [T, 1, R/2]: rotate the first R elements of each head as two halves."""
+    half = cos.shape[-1]
+    x32 = x.float()
+    a, b, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
+
+
+def rotary_and_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: LayerKVCache,
+    slot_mapping: Tensor,
+) -> None:
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    query.copy_(_rotate(query, cos, sin))
+    block_size = cache.key.shape[1]
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    cache.key[block, offset] = _rotate(key, cos, sin).to(cache.key.dtype)
+    cache.value[block, offset] = value.to(cache.value.dtype)
+
+
+def paged_attention(
+    query: Tensor,
+    cache: LayerKVCache,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+) -> Tensor:
+    num_tokens, num_heads, head_size = query.shape
+    group = num_heads // cache.key.shape[2]
+    out = torch.empty_like(query)
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
+        blocks = block_tables[s, : -(-seq_len // cache.key.shape[1])].long()
+        keys = cache.key[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+        values = cache.value[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), keys) * scale
+        distance = torch.arange(seq_len - (end - start), seq_len)[:, None] - torch.arange(seq_len)[None, :]
+        hidden = distance < 0
+        if sliding_window > 0:
+            hidden |= distance >= sliding_window
+        scores.masked_fill_(hidden, float("-inf"))
+        out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(query.dtype)
+    return out.view(num_tokens, num_heads * head_size)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def allocate_kv_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
+) -> LayerKVCache:
+    shape = (num_blocks, block_size, num_kv_heads, head_size)
+    return LayerKVCache(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))

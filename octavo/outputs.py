@@ -1,0 +1,65 @@
+"""What a request gives back: the objects that `LLM`, `AsyncLLMEngine` and the servers hand to their callers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log-probability of one token at one position. `rank` is 1 for the most likely token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# One entry a position: {token_id: Logprob}, the chosen token first, then the most likely ones.
+PositionLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a request. In a delta stream `text`, `token_ids` and `logprobs` hold only what is new."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None  # "stop", "length" or "abort"; None while it runs
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of `time.monotonic`, and how often it was preempted."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request: its prompt and its completions, in the order of their `index`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache

@@ -1,0 +1,116 @@
+"""What changes logits before a token is chosen: masks, biases, penalties, and the caller's own processors.
+
+Each step collects flat (sample, token) index pairs over all samples that ask for it and touches the logits once, so the
+cost follows the tokens involved and not the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.sampling.batch import RowSettings
+
+Special = list[tuple[int, RowSettings, NDArray[np.int32]]]
+_MASKED = float("-inf")
+
+
+def process_logits(logits: Tensor, special: Special) -> dict[int, str]:
+    """Apply everything that `special` samples ask for to logits [N, V] float32, in place.
+
+    Order: allowed tokens, bad words, minimum length, bias, penalties, then the request's own processors. Returns what
+    went wrong in a caller's processor, by sample.
+    """
+    _keep_only_allowed(logits, special)
+    _mask(logits, special, _bad_word_ends)
+    _mask(logits, special, _early_stops)
+    _add_bias(logits, special)
+    _penalize(logits, special)
+    return _run_callers_processors(logits, special)
+
+
+def _keep_only_allowed(logits: Tensor, special: Special) -> None:
+    for n, settings, _ in special:
+        if (allowed := settings.params.allowed_token_ids) is not None:
+            kept = logits[n, allowed]
+            logits[n] = _MASKED
+            logits[n, allowed] = kept
+
+
+def _mask(logits: Tensor, special: Special, tokens_of: Callable[[RowSettings, NDArray[np.int32]], list[int]]) -> None:
+    samples, masked = _flatten([(n, tokens_of(settings, tokens)) for n, settings, tokens in special])
+    if len(samples):
+        logits[samples, masked] = _MASKED
+
+
+def _bad_word_ends(settings: RowSettings, tokens: NDArray[np.int32]) -> list[int]:
+    """Tokens that would complete a bad word, given the output so far."""
+    output = tokens[settings.num_prompt_tokens :]
+    return [
+        word[-1]
+        for word in settings.params.bad_words_token_ids or ()
+        if len(word) == 1 or (len(word) - 1 <= len(output) and output[1 - len(word) :].tolist() == word[:-1])
+    ]
+
+
+def _early_stops(settings: RowSettings, tokens: NDArray[np.int32]) -> list[int]:
+    too_short = len(tokens) - settings.num_prompt_tokens < settings.params.min_tokens
+    return settings.stop_token_ids if too_short else []
+
+
+def _add_bias(logits: Tensor, special: Special) -> None:
+    for n, settings, _ in special:
+        if bias := settings.params.logit_bias:
+            logits[n, list(bias)] += torch.tensor(list(bias.values()), dtype=logits.dtype)
+
+
+def _penalize(logits: Tensor, special: Special) -> None:
+    """Repetition over prompt and output, then frequency and presence over the output (the OpenAI API's definition).
+
+    Tokens may repeat in the index lists: repetition and presence write the same value again, frequency adds up.
+    """
+    repeated = [(n, s, tokens) for n, s, tokens in special if s.params.repetition_penalty != 1.0]
+    samples, seen = _flatten([(n, tokens) for n, _, tokens in repeated])
+    if len(samples):
+        penalty = torch.tensor(
+            np.repeat([s.params.repetition_penalty for _, s, _ in repeated], [len(t) for _, _, t in repeated]),
+            dtype=logits.dtype,
+        )
+        values = logits[samples, seen]
+        logits[samples, seen] = torch.where(values > 0, values / penalty, values * penalty)
+    counted = [
+        (n, s.params, tokens[s.num_prompt_tokens :])
+        for n, s, tokens in special
+        if s.params.frequency_penalty or s.params.presence_penalty
+    ]
+    samples, seen = _flatten([(n, tokens) for n, _, tokens in counted])
+    if len(samples):
+        lengths = [len(tokens) for _, _, tokens in counted]
+        presence = torch.tensor(np.repeat([p.presence_penalty for _, p, _ in counted], lengths), dtype=logits.dtype)
+        frequency = torch.tensor(np.repeat([p.frequency_penalty for _, p, _ in counted], lengths), dtype=logits.dtype)
+        logits[samples, seen] = logits[samples, seen] - presence
+        logits.index_put_((samples, seen), -frequency, accumulate=True)
+
+
+def _run_callers_processors(logits: Tensor, special: Special) -> dict[int, str]:
+    errors = {}
+    for n, settings, tokens in special:
+        for processor in settings.params.logits_processors or ():
+            prompt, output = np.split(tokens, [settings.num_prompt_tokens])
+            try:
+                logits[n] = processor(prompt.tolist(), output.tolist(), logits[n])
+            except Exception as e:  # the caller's code: its request fails, the others go on
+                errors[n] = f"logits processor {processor!r} failed: {type(e).__name__}: {e}"
+                break
+    return errors
+
+
+def _flatten(pairs: list[tuple[int, list[int] | NDArray[np.int32]]]) -> tuple[Tensor, Tensor]:
+    """[(sample, tokens)] -> sample of each token, token: two int64 tensors of the same length."""
+    samples = np.repeat(np.array([n for n, _ in pairs], np.int64), [len(tokens) for _, tokens in pairs])
+    tokens = np.concatenate([np.asarray(tokens, np.int64) for _, tokens in pairs]) if pairs else samples
+    return torch.from_numpy(samples), torch.from_numpy(tokens)

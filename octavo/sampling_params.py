@@ -1,0 +1,172 @@
+"""How a request wants its tokens chosen: one struct, checked when it is made, the same in Python, HTTP and on the wire.
+
+The meaning of each field is carried out in `octavo.sampling` (logits to tokens) and `octavo.engine.output_processor`
+(stop strings, text). Field names and defaults are vLLM's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from octavo.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+# Sees (prompt_token_ids, output_token_ids, logits [vocab_size] float32) and returns the logits to use.
+LogitsProcessor = Callable[[list[int], list[int], Any], Any]
+
+
+class RequestOutputKind(IntEnum):
+    """What each `RequestOutput` of a stream carries."""
+
+    CUMULATIVE = 0  # everything since the start, in every output
+    DELTA = 1  # what is new since the last output
+    FINAL_ONLY = 2  # one output, when the request has finished
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Sampling parameters of one request.
+
+    Raises `RequestError` (a `ValueError`) naming the field, its value and the allowed range.
+    """
+
+    n: int = 1
+    """Completions to return. They share the blocks of their prompt."""
+    best_of: int | None = None
+    """Completions to generate, of which the `n` with the highest cumulative log-probability are returned."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token that is in the output; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for every time that it is in the output; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al. 2019, CTRL)."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Smallest set of most likely tokens whose probabilities sum to at least this (Holtzman et al. 2020)."""
+    top_k: int = 0
+    """Number of most likely tokens to choose from; 0 or -1 is all."""
+    min_p: float = 0.0
+    """Least probability of a token, relative to the most likely one (Nguyen et al. 2024)."""
+    seed: int | None = None
+    """Makes the request's tokens a function of the request alone, whatever else is in the batch."""
+    stop: list[str] = msgspec.field(default_factory=list)
+    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    bad_words: list[str] = msgspec.field(default_factory=list)
+    """Words that must not be generated; the last token that would complete one is masked."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """Output tokens at most; None is as many as `max_model_len` allows."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens are masked until this many tokens are out."""
+    logprobs: int | None = None
+    """Log-probabilities of the chosen token and of this many most likely ones, before penalties and temperature."""
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many of the prompt's last tokens; -1 is as many as fit."""
+    logits_processors: list[Any] | None = None
+    """Callables of the `LogitsProcessor` form; only where the engine runs in the caller's process (`LLM`)."""
+    structured_outputs: Any = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    bad_words_token_ids: list[list[int]] | None = None
+    """Filled in by the engine from `bad_words`; not the caller's to set."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if getattr(self, name) is None:
+                setattr(self, name, [])
+        if self.logit_bias is not None:
+            try:
+                self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
+            except (TypeError, ValueError, AttributeError):
+                _refuse("logit_bias", self.logit_bias, "a map of token ids to numbers")
+        self._check_types()
+        self._check_ranges()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the engine runs for this request."""
+        return self.best_of or self.n
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the engine must report the log-probability of each sampled token."""
+        return self.logprobs is not None or self.num_sequences > self.n
+
+    def _check_types(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                _refuse(name, value, "a finite number")
+        for name in ("n", "top_k", "min_tokens"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int):
+                _refuse(name, value, "an integer")
+        for name in ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                _refuse(name, value, "an integer or null")
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            if not isinstance(value, list) or not all(isinstance(s, str) and s for s in value):
+                _refuse(name, value, "a list of non-empty strings")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, list) and all(type(t) is int and t >= 0 for t in value)):
+                _refuse(name, value, "a list of token ids")
+
+    def _check_ranges(self) -> None:
+        def require(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                _refuse(name, getattr(self, name), expected)
+
+        require("n", 1 <= self.n <= MAX_N, f"between 1 and {MAX_N}")
+        if self.best_of is not None:
+            require("best_of", self.n <= self.best_of <= MAX_N, f"between n ({self.n}) and {MAX_N}")
+        require("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2")
+        require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2")
+        require("repetition_penalty", self.repetition_penalty > 0, "greater than 0")
+        require("temperature", self.temperature >= 0, "0 or more")
+        require("top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1")
+        require("top_k", self.top_k >= -1, "-1 or 0 (all tokens), or more")
+        require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
+        require("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a 64-bit integer")
+        require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more")
+        require("min_tokens", self.min_tokens >= 0, "0 or more")
+        if self.max_tokens is not None:
+            require("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(name, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        require(
+            "truncate_prompt_tokens",
+            self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens > 0,
+            "-1 or 1 or more",
+        )
+        require(
+            "allowed_token_ids", self.allowed_token_ids is None or bool(self.allowed_token_ids), "null or not empty"
+        )
+        if self.stop and not self.detokenize:
+            _refuse("stop", self.stop, "empty when detokenize is false: stop strings are found in the text")
+        require("structured_outputs", self.structured_outputs is None, "null: structured output is not built yet")
+        if self.num_sequences > self.n and self.output_kind is RequestOutputKind.DELTA:
+            _refuse("best_of", self.best_of, f"equal to n ({self.n}) in a stream: the best are known only at the end")
+
+
+def _refuse(name: str, value: object, expected: str) -> None:
+    shown = repr(value)
+    if len(shown) > 100:
+        shown = shown[:100] + "..."
+    raise RequestError(f"{name} must be {expected}, got {shown}.", param=name)

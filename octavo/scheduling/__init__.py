@@ -1,0 +1,1 @@
+"""Who runs in the next step, with how many tokens. `scheduler` decides, `plan` is what it decides."""

@@ -1,0 +1,55 @@
+"""A step as the scheduler decides it and as the executor reports it. Plain data, so that both can cross processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.engine.wire import TokenLogprobs
+from octavo.kv_cache.manager import BlockMoves
+from octavo.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Admission:
+    """A sequence takes a row of the runner's tables: everything that the runner keeps of it."""
+
+    row: int
+    token_ids: list[int]  # prompt and output so far
+    num_prompt_tokens: int
+    block_table: list[int]
+    params: SamplingParams
+    stop_token_ids: list[int]  # masked until params.min_tokens are out; end-of-sequence included
+    seed: int
+    index: int  # which completion of its request
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. The lists from `rows` on are parallel, one entry a scheduled sequence."""
+
+    moves: BlockMoves = field(default_factory=BlockMoves)
+    admissions: list[Admission] = field(default_factory=list)
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position in its table, block)
+    rows: list[int] = field(default_factory=list)
+    num_computed: list[int] = field(default_factory=list)  # tokens already in the cache
+    num_tokens: list[int] = field(default_factory=list)  # tokens to compute now, those after num_computed
+    num_samples: list[int] = field(default_factory=list)  # 0 in mid-prompt, 1, or the number of forks to start
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+@dataclass(slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced, parallel to `StepPlan.rows`."""
+
+    tokens: list[list[SampledToken]]  # num_samples each
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: its prompt positions so far
+    errors: dict[int, str] = field(default_factory=dict)  # by row: a logits processor of that request failed

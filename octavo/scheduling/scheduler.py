@@ -1,0 +1,339 @@
+"""The one-rule scheduler: each step hands out a budget of tokens, running sequences first, then waiting ones.
+
+There is no prefill phase and no decode phase. A sequence lacks the tokens that it has but has not computed: one for a
+decode, many for a prompt, fewer after a prefix hit. When blocks run out, the sequence that comes last in the order
+gives its blocks back and waits again at its old place.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from bisect import insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from octavo.config import SchedulerConfig
+from octavo.engine.wire import EngineRequest, EngineStats, SequenceOutput
+from octavo.errors import RequestError
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.request import Sequence
+from octavo.scheduling.plan import Admission, SampledToken, StepPlan, StepResult
+
+_scheduling_order = attrgetter("key", "index")
+
+
+class Scheduler:
+    """Owns the sequences. `schedule` and `update` alternate; `add` and `abort` may come between an update and the next
+    schedule."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, seed: int | None = None) -> None:
+        self.config = config
+        self.cache = cache
+        self.running: list[Sequence] = []  # in scheduling order; the last one is preempted first
+        self._waiting: list[tuple[tuple[int, int], int, Sequence]] = []  # heap of (key, index, sequence)
+        self._requests: dict[str, list[Sequence]] = {}  # live sequences by request
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._num_rows_taken = 0  # rows of running sequences and of the forks they will start
+        self._arrivals = 0
+        self._random = random.Random(seed)
+        self._scheduled: list[Sequence] = []  # parallel to the rows of the plan under way
+        self._stats = EngineStats()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def live_sequences(self) -> Iterator[Sequence]:
+        for sequences in self._requests.values():
+            yield from sequences
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises `RequestError` for one that could never run, with the numbers."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use.", param="request_id")
+        longest = len(request.prompt_token_ids) + request.max_tokens
+        capacity = self.cache.pool.num_blocks * self.cache.block_size
+        if longest > capacity:
+            raise RequestError(
+                f"the request needs {longest} tokens of KV cache ({len(request.prompt_token_ids)} of prompt and up to "
+                f"{request.max_tokens} of output) and the cache holds {capacity}."
+            )
+        if request.params.num_sequences > self.config.max_num_seqs:
+            raise RequestError(
+                f"the request needs {request.params.num_sequences} sequences at once and --max-num-seqs is "
+                f"{self.config.max_num_seqs}.",
+                param="n",
+            )
+        self._arrivals += 1
+        priority = request.priority if self.config.policy == "priority" else 0
+        seed = request.params.seed
+        seq = Sequence(
+            request=request,
+            key=(priority, self._arrivals),
+            seed=self._random.getrandbits(64) if seed is None else seed % 2**64,
+            token_ids=list(request.prompt_token_ids),
+            num_pending_forks=request.params.num_sequences - 1,
+        )
+        self._requests[request.request_id] = [seq]
+        self._push_waiting(seq)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences, and free its blocks at once. Unknown ids are ignored."""
+        for seq in list(self._requests.get(request_id, ())):
+            if index is None or seq.index == index:
+                seq.is_aborted = True
+                self._drop(seq)
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step. The plan may be empty of rows only if nothing can run."""
+        plan = StepPlan()
+        self._scheduled = []
+        budget = self.config.max_num_batched_tokens
+        budget, preempted = self._schedule_running(plan, budget)
+        if not preempted:
+            self._schedule_waiting(plan, budget)
+        plan.moves = self.cache.take_moves()
+        return plan
+
+    def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
+        preempted = False
+        i = 0
+        while i < len(self.running) and budget > 0:
+            seq = self.running[i]
+            i += 1
+            # One token is kept back for each sequence behind, so that a long prompt never stalls the decodes.
+            num_tokens = min(seq.num_lacking_tokens, max(1, budget - (len(self.running) - i)))
+            while (changed := self.cache.grow(seq, seq.num_computed_tokens + num_tokens)) is None:
+                preempted = True
+                victim = self.running.pop()
+                self._preempt(victim)
+                if victim is seq:
+                    return budget, True
+            self._plan_row(plan, seq, num_tokens, changed)
+            budget -= num_tokens
+        return budget, preempted
+
+    def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
+        while self._waiting and budget > 0:
+            seq = self._waiting[0][2]
+            if seq.is_aborted:
+                heapq.heappop(self._waiting)
+                continue
+            if self._num_rows_taken + seq.num_rows > self.config.max_num_seqs:
+                return
+            num_tokens = self._admit(seq, budget)
+            if num_tokens == 0:
+                return
+            heapq.heappop(self._waiting)
+            if seq.first_scheduled_time == 0.0:
+                seq.first_scheduled_time = time.monotonic()
+            seq.row = self._free_rows.pop()
+            self._num_rows_taken += seq.num_rows
+            insort(self.running, seq, key=_scheduling_order)
+            self._plan_row(plan, seq, num_tokens, [])
+            budget -= num_tokens
+
+    def _admit(self, seq: Sequence, budget: int) -> int:
+        """Give a waiting sequence its blocks. Returns the tokens to compute, or 0 if it must go on waiting.
+
+        Blocks for all its tokens must be free, so that a prompt which cannot finish does not push others out.
+        """
+        needed = self.cache.blocks_for(seq.num_tokens)
+        if seq.host_blocks:
+            if needed > self.cache.pool.num_free or not self.cache.swap_in(seq):
+                return 0
+        else:
+            prefix = self.cache.find_prefix(seq)
+            num_lacking = seq.num_tokens - len(prefix) * self.cache.block_size
+            if needed - len(prefix) > self.cache.num_free_after(prefix):
+                return 0
+            if num_lacking > budget and not self.config.enable_chunked_prefill:
+                return 0
+            self.cache.share_prefix(seq, prefix)
+            if seq.num_preemptions == 0:
+                seq.num_cached_tokens = seq.num_computed_tokens
+                self._stats.num_prefix_queries += seq.num_tokens
+                self._stats.num_prefix_hits += seq.num_computed_tokens
+        num_tokens = min(seq.num_lacking_tokens, budget)
+        changed = self.cache.grow(seq, seq.num_computed_tokens + num_tokens)
+        assert changed is not None, "blocks were counted before"
+        return num_tokens
+
+    def _plan_row(self, plan: StepPlan, seq: Sequence, num_tokens: int, changed: list[tuple[int, int]]) -> None:
+        assert seq.row is not None
+        if seq.is_admitted_to_runner:
+            plan.new_blocks += [(seq.row, position, block) for position, block in changed]
+        else:
+            seq.is_admitted_to_runner = True
+            plan.admissions.append(
+                Admission(
+                    row=seq.row,
+                    token_ids=list(seq.token_ids),
+                    num_prompt_tokens=seq.num_prompt_tokens,
+                    block_table=list(seq.block_table),
+                    params=seq.params,
+                    stop_token_ids=seq.request.eos_token_ids + seq.params.stop_token_ids,
+                    seed=seq.seed,
+                    index=seq.index,
+                )
+            )
+        plan.rows.append(seq.row)
+        plan.num_computed.append(seq.num_computed_tokens)
+        plan.num_tokens.append(num_tokens)
+        plan.num_samples.append(seq.num_rows if num_tokens == seq.num_lacking_tokens else 0)
+        self._scheduled.append(seq)
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        """Account for a finished step: tokens computed and sampled, forks, ends. Returns what is new, by sequence."""
+        outputs: list[SequenceOutput] = []
+        for seq, row, num_tokens, sampled in zip(
+            self._scheduled, plan.rows, plan.num_tokens, result.tokens, strict=True
+        ):
+            if row in result.errors:
+                outputs.append(self._output(seq, [], finish_reason="error", error=result.errors[row]))
+                self._drop(seq)
+                continue
+            self._stats.num_prompt_tokens += max(0, min(num_tokens, seq.num_prompt_tokens - seq.num_computed_tokens))
+            seq.num_computed_tokens += num_tokens
+            self.cache.register_computed(seq)
+            if row in result.prompt_logprobs:
+                # A preempted prompt starts over: what it reported before is replaced by the same values.
+                first = seq.num_computed_tokens - num_tokens
+                seq.prompt_logprobs[first:] = result.prompt_logprobs[row]
+            if sampled:
+                siblings = [seq, *self._start_forks(seq)]
+                for sibling, token in zip(siblings, sampled, strict=True):
+                    outputs.append(self._append(sibling, token))
+        self._scheduled = []
+        if self.config.check_invariants:
+            self.check()
+        return outputs
+
+    def take_stats(self) -> EngineStats:
+        """Gauges of now, and the increments since the last call."""
+        stats, self._stats = self._stats, EngineStats()
+        waiting = [seq for _, _, seq in self._waiting if not seq.is_aborted]
+        stats.num_running = len(self.running)
+        stats.num_swapped = sum(bool(seq.host_blocks) for seq in waiting)
+        stats.num_waiting = len(waiting) - stats.num_swapped
+        stats.num_blocks = self.cache.pool.num_blocks
+        stats.num_blocks_used = self.cache.pool.num_used
+        stats.num_host_blocks = self.cache.host_pool.num_blocks
+        stats.num_host_blocks_used = self.cache.host_pool.num_used
+        stats.num_slots_allocated = stats.num_blocks_used * self.cache.block_size
+        stats.num_slots_filled = stats.num_slots_allocated - self._num_unfilled_slots()
+        return stats
+
+    def check(self) -> None:
+        """Assert the invariants of scheduler and cache; for tests and `--check-invariants`."""
+        self.cache.check(self.live_sequences())
+        rows = [seq.row for seq in self.running]
+        assert len(rows) == len(set(rows)) and not set(rows) & set(self._free_rows), "two sequences share a row"
+        assert self._num_rows_taken == sum(seq.num_rows for seq in self.running) <= self.config.max_num_seqs
+        assert self.running == sorted(self.running, key=_scheduling_order), "running sequences are out of order"
+        waiting = [seq for _, _, seq in self._waiting if not seq.is_aborted]
+        assert len(waiting) + len(self.running) == sum(1 for _ in self.live_sequences()), "a sequence was lost"
+        assert all(seq.num_computed_tokens < seq.num_tokens for seq in self.running), "a sequence lacks nothing"
+        if not self.has_work:
+            assert self.cache.pool.num_used == self.cache.host_pool.num_used == 0, "blocks are in use when idle"
+
+    def _num_unfilled_slots(self) -> int:
+        """Slots of referenced blocks that hold no token. Only a table's last block can have any; forks may share it."""
+        size = self.cache.block_size
+        unfilled: dict[int, int] = {}
+        for seq in self.running:
+            for position in range(seq.num_computed_tokens // size, len(seq.block_table)):
+                block = seq.block_table[position]
+                empty = min(size, (position + 1) * size - seq.num_computed_tokens)
+                unfilled[block] = min(empty, unfilled.get(block, size))
+        return sum(unfilled.values())
+
+    def _start_forks(self, seq: Sequence) -> list[Sequence]:
+        """The prompt of `seq` has been computed: start its siblings, which share all its blocks."""
+        forks = []
+        for index in range(1, seq.num_rows):
+            fork = seq.fork(index)
+            fork.row = self._free_rows.pop()
+            self.cache.share_all(fork)
+            self._requests[seq.request.request_id].append(fork)
+            insort(self.running, fork, key=_scheduling_order)
+            forks.append(fork)
+        seq.num_pending_forks = 0
+        return forks
+
+    def _append(self, seq: Sequence, token: SampledToken) -> SequenceOutput:
+        """Add a sampled token and end the sequence if it was the last one."""
+        seq.token_ids.append(token.token_id)
+        self._stats.num_generation_tokens += 1
+        finish_reason, stop_reason = self._finish_reason(seq)
+        output = self._output(
+            seq,
+            [token.token_id],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            logprobs=None if token.logprobs is None else [token.logprobs],
+        )
+        if finish_reason is not None:
+            self._drop(seq)
+        return output
+
+    @staticmethod
+    def _finish_reason(seq: Sequence) -> tuple[str | None, int | None]:
+        request, params = seq.request, seq.params
+        token = seq.token_ids[-1]
+        if seq.num_output_tokens >= params.min_tokens:
+            if token in params.stop_token_ids:
+                return "stop", token
+            if token in request.eos_token_ids and not params.ignore_eos:
+                return "stop", None
+        if seq.num_output_tokens >= request.max_tokens:
+            return "length", None
+        return None, None
+
+    @staticmethod
+    def _output(seq: Sequence, token_ids: list[int], **more: object) -> SequenceOutput:
+        output = SequenceOutput(
+            seq.request.request_id,
+            seq.index,
+            token_ids,
+            num_cached_tokens=seq.num_cached_tokens,
+            num_preemptions=seq.num_preemptions,
+            first_scheduled_time=seq.first_scheduled_time,
+            **more,  # type: ignore[arg-type]
+        )
+        if seq.prompt_logprobs:
+            output.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
+        return output
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take the blocks of a running sequence, already off the running list, and queue it at its old place."""
+        seq.num_preemptions += 1
+        self._stats.num_preemptions += 1
+        if self.config.preemption_mode != "swap" or not self.cache.swap_out(seq):
+            self.cache.release(seq)
+        self._return_row(seq)
+        self._push_waiting(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended and free what it holds."""
+        if seq.row is not None:
+            self.running.remove(seq)
+            self._return_row(seq)
+        seq.is_aborted = True  # a waiting one is skipped when it reaches the head of the queue
+        self.cache.release(seq)
+        siblings = self._requests[seq.request.request_id]
+        siblings.remove(seq)
+        if not siblings:
+            del self._requests[seq.request.request_id]
+
+    def _return_row(self, seq: Sequence) -> None:
+        assert seq.row is not None
+        self._free_rows.append(seq.row)
+        self._num_rows_taken -= seq.num_rows
+        seq.row = None
+        seq.is_admitted_to_runner = False
+
+    def _push_waiting(self, seq: Sequence) -> None:
+        heapq.heappush(self._waiting, (seq.key, seq.index, seq))

@@ -1,0 +1,160 @@
+"""GGUF metadata in Hugging Face's words."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo.errors import LoadError
+from octavo.loading.checkpoint import Checkpoint, resolve
+from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf_config import named_tensors
+from octavo.models.decoder_config import DecoderConfig, RopeConfig
+
+Write = Callable[..., Path]
+Tensors = Callable[..., dict[str, np.ndarray]]
+
+# What the tiny files of conftest describe.
+_TINY = {
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+    "head_size": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "rope": RopeConfig(theta=10000.0, rotary_dim=16, original_max_position=128),
+}  # fmt: skip
+
+
+def test_the_default_model_is_described_as_its_own_config_json_does(default_checkpoint: Checkpoint) -> None:
+    assert DecoderConfig.from_hf(default_checkpoint.config) == DecoderConfig(
+        architecture="LlamaForCausalLM", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30,
+        num_heads=9, num_kv_heads=3, head_size=64, max_position_embeddings=8192, rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=100000.0, rotary_dim=64), tie_word_embeddings=True,
+    )  # fmt: skip
+    assert default_checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "expected"),
+    [
+        ("llama", {}, {"architecture": "LlamaForCausalLM"}),
+        ("llama", {"tied": False}, {"architecture": "LlamaForCausalLM", "tie_word_embeddings": False}),
+        ("qwen2", {"qkv_bias": True}, {"architecture": "Qwen2ForCausalLM", "qkv_bias": True}),
+        ("qwen3", {"qk_norm": True}, {"architecture": "Qwen3ForCausalLM", "qk_norm": True}),
+    ],
+)
+def test_each_architecture_is_described_and_its_tensors_carry_their_hugging_face_names(
+    arch: str, options: dict[str, bool], expected: dict[str, Any], tmp_path: Path, write_gguf: Write,
+    gguf_tensors: Tensors, hf_shapes: Callable[..., dict[str, tuple[int, ...]]],
+) -> None:  # fmt: skip
+    path = write_gguf(tmp_path / "m.gguf", gguf_tensors(arch, **options), arch=arch)
+    assert DecoderConfig.from_hf(resolve(str(path)).config) == DecoderConfig(**(_TINY | expected))
+    assert {t.hf_name: t.info.shape for t in named_tensors(read_gguf(str(path)))} == hf_shapes(**options)
+
+
+def test_head_size_comes_from_key_length_where_it_is_given(tmp_path: Path, write_gguf: Write) -> None:
+    config = _config(tmp_path, write_gguf, {"llama.attention.key_length": 32, "llama.attention.value_length": 32})
+    assert config["head_dim"] == 32
+
+
+def test_end_of_turn_tokens_end_an_answer_too(tmp_path: Path, write_gguf: Write) -> None:
+    metadata = {"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 2}
+    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": np.ones((4, 64), np.float32)}, metadata)
+    checkpoint = resolve(str(path))
+    assert checkpoint.generation_config["eos_token_id"] == [2, 9]
+    assert checkpoint.eos_token_ids == (2, 9)
+
+
+@pytest.mark.parametrize(("array", "dtype"), [(np.float32, "float32"), (np.float16, "bfloat16")])
+def test_only_a_file_of_float32_asks_for_float32(array: type, dtype: str, tmp_path: Path, write_gguf: Write) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": np.ones((4, 64), array)})
+    assert resolve(str(path)).config["dtype"] == dtype
+
+
+def test_linear_rope_scaling_is_carried_over(tmp_path: Path, write_gguf: Write) -> None:
+    config = _config(tmp_path, write_gguf, {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+    assert config["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    old = _config(tmp_path, write_gguf, {"llama.rope.scale_linear": 2.0})
+    assert old["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+@pytest.mark.parametrize(("factor", "head_dim"), [(8.0, 128), (32.0, 64)])  # Llama 3.1 and 3.2
+def test_llama3_rope_is_recovered_from_the_divisors_of_its_frequencies(
+    factor: float, head_dim: int, tmp_path: Path, write_gguf: Write
+) -> None:
+    divisors = _llama3_divisors(factor, head_dim)
+    config = _config(
+        tmp_path, write_gguf, {"llama.rope.freq_base": 500000.0, "llama.attention.key_length": head_dim,
+        "llama.attention.value_length": head_dim}, {"rope_freqs.weight": divisors},
+    )  # fmt: skip
+    assert config["rope_parameters"] == {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+
+
+def _llama3_divisors(factor: float, head_dim: int, low: float = 1.0, high: float = 4.0) -> np.ndarray:
+    """As transformers' llama3 rope divides its frequencies, one at a time and by cases."""
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * 500000.0 ** (i / head_dim)
+        if wavelength < 8192 / high:
+            divisors.append(1.0)
+        elif wavelength > 8192 / low:
+            divisors.append(factor)
+        else:
+            smooth = (8192 / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, np.float32)
+
+
+def test_divisors_of_another_rope_scaling_are_refused(tmp_path: Path, write_gguf: Write) -> None:
+    metadata = {"llama.rope.freq_base": 500000.0}
+    divisors = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
+    with pytest.raises(LoadError, match="is not Llama 3's rope scaling"):
+        _config(tmp_path, write_gguf, metadata, divisors)
+    ones = {"rope_freqs.weight": np.ones(8, np.float32)}
+    assert _config(tmp_path, write_gguf, metadata, ones)["rope_parameters"]["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not built"),
+        ({"llama.expert_count": 8}, "mixture-of-experts"),
+        ({"llama.context_length": None}, "llama.context_length is absent"),
+        ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is absent"),
+        ({"llama.attention.head_count": [4, 8]}, r"head_count is \[4, 8\], which is not one whole number"),
+        ({"llama.attention.head_count": 0}, "0 query and 2 key/value heads"),
+        ({"llama.attention.value_length": 8}, "keys of 16 and values of 8"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(
+    metadata: dict[str, Any], message: str, tmp_path: Path, write_gguf: Write
+) -> None:
+    with pytest.raises(LoadError, match=message):
+        _config(tmp_path, write_gguf, metadata)
+
+
+def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, write_gguf: Write) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": np.ones((4, 64), np.float32)}, arch="gemma2")
+    with pytest.raises(LoadError, match="architecture 'gemma2' is not built yet; these are: llama, qwen2, qwen3"):
+        resolve(str(path))
+
+
+def test_biases_on_some_projections_only_are_refused(tmp_path: Path, write_gguf: Write) -> None:
+    with pytest.raises(LoadError, match="biases on attn_q but not on all of"):
+        _config(tmp_path, write_gguf, {}, {"blk.0.attn_q.bias": np.ones(64, np.float32)})
+
+
+def test_a_file_without_embeddings_is_no_model(tmp_path: Path, write_gguf: Write) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {"output_norm.weight": np.ones(64, np.float32)})
+    with pytest.raises(LoadError, match=r"no tensor token_embd\.weight"):
+        resolve(str(path))
+
+
+def _config(
+    tmp_path: Path, write_gguf: Write, metadata: dict[str, Any], tensors: dict[str, np.ndarray] | None = None
+) -> dict[str, Any]:
+    embeddings = {"token_embd.weight": np.ones((4, 64), np.float32)}
+    return resolve(str(write_gguf(tmp_path / "m.gguf", embeddings | (tensors or {}), metadata))).config

@@ -1,0 +1,106 @@
+"""Storage formats against the `gguf` package's dequantization, bit for bit."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from octavo.loading import gguf_dequant
+from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.gguf import TENSOR_TYPES, read_gguf
+from octavo.loading.gguf_config import NamedTensor, named_tensors
+from octavo.loading.gguf_dequant import dequantize
+
+Write = Callable[..., Path]
+_NUMBERS = {t.name: n for n, t in TENSOR_TYPES.items()}
+_QUANTIZED = [name for name, n in _NUMBERS.items() if TENSOR_TYPES[n].block_size > 1]
+
+
+def _written(tmp_path: Path, write_gguf: Write, name: str, packed: np.ndarray) -> tuple[str, np.ndarray]:
+    """A file whose tensor `t` has these bytes, and its values according to the gguf package."""
+    kind = gguf.GGMLQuantizationType(_NUMBERS[name])
+    path = write_gguf(tmp_path / "t.gguf", {"t": packed}, types={"t": kind})
+    return str(path), gguf.dequantize(packed, kind)
+
+
+def _random_blocks(name: str, rows: int, blocks_in_row: int) -> np.ndarray:
+    """Rows of blocks of random bytes, but for the float16 scales, which stay finite."""
+    rng = np.random.default_rng(len(name))
+    tensor_type = TENSOR_TYPES[_NUMBERS[name]]
+    packed = rng.integers(0, 256, (rows * blocks_in_row, tensor_type.block_bytes), dtype=np.uint8)
+    scale_offsets = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(name, (0,))
+    for offset in scale_offsets:
+        scales = rng.standard_normal(len(packed)).astype(np.float16)
+        packed[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return packed.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("name", _QUANTIZED)
+@pytest.mark.parametrize("chunk", [1 << 18, 1024])
+def test_random_blocks_are_bit_equal_in_float32_and_rounded_once_in_other_types(
+    name: str, chunk: int, tmp_path: Path, write_gguf: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_dequant, "_CHUNK_ELEMENTS", chunk)
+    path, expected = _written(tmp_path, write_gguf, name, _random_blocks(name, 5, 7))
+    file = read_gguf(path)
+    tensor = NamedTensor("t", file.tensors["t"])
+    values = dequantize(file, tensor, torch.float32)
+    assert np.array_equal(values.numpy().view(np.uint32), expected.view(np.uint32))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(dequantize(file, tensor, dtype), torch.from_numpy(expected).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_what_the_gguf_package_quantizes_comes_back(name: str, tmp_path: Path, write_gguf: Write) -> None:
+    values = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
+    packed = gguf.quantize(values, gguf.GGMLQuantizationType(_NUMBERS[name]))
+    path, expected = _written(tmp_path, write_gguf, name, packed)
+    file = read_gguf(path)
+    read = dequantize(file, NamedTensor("t", file.tensors["t"]), torch.float32)
+    assert np.array_equal(read.numpy(), expected)
+    assert np.abs(read.numpy() - values).max() < 0.4  # four bits over a range of about six
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+def test_unquantized_tensors_are_read(name: str, tmp_path: Path, write_gguf: Write) -> None:
+    values = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    packed = gguf.quantize(values, gguf.GGMLQuantizationType(_NUMBERS[name]))
+    path, expected = _written(tmp_path, write_gguf, name, packed)
+    file = read_gguf(path)
+    for dtype in (torch.float32, torch.bfloat16):
+        read = dequantize(file, NamedTensor("t", file.tensors["t"]), dtype)
+        assert torch.equal(read, torch.from_numpy(expected.astype(np.float32)).to(dtype))
+
+
+def test_rows_of_rotary_heads_are_put_back_in_halves_whatever_the_format(tmp_path: Path, write_gguf: Write) -> None:
+    path, expected = _written(tmp_path, write_gguf, "Q8_0", _random_blocks("Q8_0", 16, 2))
+    file = read_gguf(path)
+    read = dequantize(file, NamedTensor("t", file.tensors["t"], rotary_heads=2), torch.float32)
+    # Of each head of eight rows: first the even ones, then the odd ones.
+    order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
+    assert np.array_equal(read.numpy(), expected[order])
+
+
+def test_the_whole_default_model_is_unpacked_in_a_second(default_checkpoint: Checkpoint) -> None:
+    file = read_gguf(default_checkpoint.path)
+    best = 1e9
+    for _ in range(3):
+        start = time.perf_counter()
+        for tensor in named_tensors(file):
+            dequantize(file, tensor, torch.bfloat16)
+        best = min(best, time.perf_counter() - start)
+    assert best < 2.0  # 0.16 s on two idle cores; a loaded machine needs room
+
+
+def test_the_default_model_is_bit_equal_to_the_gguf_package(default_checkpoint: Checkpoint) -> None:
+    file = read_gguf(default_checkpoint.path)
+    wanted = ("blk.7.ffn_down.weight", "blk.7.attn_v.weight", "blk.0.attn_norm.weight")
+    for tensor in gguf.GGUFReader(default_checkpoint.path).tensors:
+        if tensor.name in wanted:
+            expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+            read = dequantize(file, NamedTensor("", file.tensors[tensor.name]), torch.float32)
+            assert np.array_equal(read.numpy(), expected)

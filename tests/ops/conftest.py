@@ -1,0 +1,25 @@
+"""Fixtures of the kernel tests: every test that takes `isa` runs once for each instruction set of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from octavo import _cpu
+
+
+@pytest.fixture(scope="module", params=_cpu.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _cpu.isa()
+    _cpu.set_isa(request.param)
+    yield request.param
+    _cpu.set_isa(before)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restores the number of threads that a test changes."""
+    before = _cpu.num_threads()
+    yield
+    _cpu.set_num_threads(before)

@@ -1,0 +1,127 @@
+"""What the kernel tests share: comparing with the reference, comparing bits, building batches over a paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from octavo.ops import LayerKVCache, cpu, torch_ref
+
+DTYPES = [torch.float32, torch.bfloat16]
+CPU = torch.device("cpu")
+MAX_POSITIONS = 2048
+
+# The same cases in every run: a failure in CI is a failure here.
+generated = settings(derandomize=True, deadline=None, max_examples=25)
+generated_few = settings(derandomize=True, deadline=None, max_examples=8)
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """Equal up to float32 rounding of sums, and to one unit in the last place of bfloat16."""
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    actual, expected, dtype = actual.float(), expected.float(), actual.dtype
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    rtol, atol = (1e-5, 1e-5 * scale) if dtype is torch.float32 else (2**-7, 1e-4 * scale)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    bits = torch.int32 if actual.dtype is torch.float32 else torch.int16
+    assert torch.equal(actual.contiguous().view(bits), expected.contiguous().view(bits))
+
+
+@dataclass(frozen=True)
+class Heads:
+    kv_heads: int
+    ratio: int
+    head_size: int
+
+    @property
+    def query_heads(self) -> int:
+        return self.kv_heads * self.ratio
+
+
+def split_qkv(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, (Q + 2G) * D] -> views query [T, Q, D], key [T, G, D], value [T, G, D]."""
+    q, k, v = qkv.unflatten(1, (-1, heads.head_size)).split([heads.query_heads, heads.kv_heads, heads.kv_heads], 1)
+    return q, k, v
+
+
+def cos_sin(rotary_size: int) -> Tensor:
+    angles = torch.outer(torch.arange(MAX_POSITIONS), 10000.0 ** -(torch.arange(0, rotary_size, 2) / rotary_size))
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence's projections, from which any backend can fill any cache."""
+
+    qkv: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.qkv.shape[0]
+
+
+class PagedBatch:
+    """Sequences written into one backend's cache, at blocks drawn by `seed`. Whatever no token was written to holds
+    `poison`, and entries of the block table that no key needs are out of range."""
+
+    def __init__(
+        self, ops: ModuleType, heads: Heads, dtype: torch.dtype, block_size: int, sequences: list[Sequence],
+        seed: int = 0, poison: float = float("nan"), rotary_size: int | None = None,
+    ) -> None:  # fmt: skip
+        self.ops, self.heads = ops, heads
+        counts = [-(-s.length // block_size) for s in sequences]
+        spare = 3
+        self.cache: LayerKVCache = ops.allocate_kv_cache(
+            sum(counts) + spare, block_size, heads.kv_heads, heads.head_size, dtype, CPU
+        )
+        self.cache.key.fill_(poison)
+        self.cache.value.fill_(poison)
+        blocks = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(seed)).int()
+        unused = 2**30 if ops is cpu else 0
+        self.tables = torch.full((len(sequences), max(counts) + 1), unused, dtype=torch.int32)
+        self.queries: list[Tensor] = []
+        table_cos_sin = cos_sin(rotary_size or heads.head_size)
+        for i, sequence in enumerate(sequences):
+            self.tables[i, : counts[i]] = blocks[sum(counts[:i]) : sum(counts[: i + 1])]
+            positions = torch.arange(sequence.length)
+            slots = self.tables[i].long()[positions // block_size] * block_size + positions % block_size
+            query, key, value = split_qkv(sequence.qkv.to(dtype, copy=True), heads)
+            ops.rotary_and_cache(query, key, value, positions, table_cos_sin, self.cache, slots)
+            self.queries.append(query)
+
+    def attend(self, ranges: list[tuple[int, int, int]], window: int = 0) -> Tensor:
+        """One call over (sequence, first position, end position) -> [T, Q * D]."""
+        query = torch.cat([self.queries[s][begin:end] for s, begin, end in ranges])
+        starts = torch.tensor([0] + [end - begin for _, begin, end in ranges]).cumsum(0).int()
+        seq_lens = torch.tensor([end for _, _, end in ranges], dtype=torch.int32)
+        tables = self.tables[[s for s, _, _ in ranges]]
+        out = self.ops.paged_attention(
+            query, self.cache, tables, starts, seq_lens, self.heads.head_size**-0.5, sliding_window=window
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+
+def reference_batch(
+    heads: Heads, dtype: torch.dtype, block_size: int, sequences: list[Sequence], rotary_size: int | None = None
+) -> PagedBatch:
+    # The reference multiplies what it masks by zero, so its unused slots must be finite.
+    return PagedBatch(torch_ref, heads, dtype, block_size, sequences, poison=0.0, rotary_size=rotary_size)
+
+
+def make_sequence(seed: int, length: int, heads: Heads, dtype: torch.dtype) -> Sequence:
+    width = (heads.query_heads + 2 * heads.kv_heads) * heads.head_size
+    return Sequence(random(seed, length, width, dtype=dtype))

@@ -1,0 +1,146 @@
+"""Paged attention: against the reference, and bit for bit against itself under every way to batch, chunk and page."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import (
+    CPU,
+    DTYPES,
+    Heads,
+    PagedBatch,
+    assert_near,
+    assert_same_bits,
+    generated,
+    generated_few,
+    make_sequence,
+    random,
+    reference_batch,
+)
+
+from octavo import _cpu
+from octavo.errors import ConfigError
+from octavo.ops import cpu
+
+ranges = st.lists(
+    st.tuples(st.one_of(st.integers(1, 70), st.sampled_from([64, 127, 512, 513, 600])), st.integers(1, 100)),
+    min_size=1, max_size=5,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated
+@given(
+    lengths=ranges, kv_heads=st.integers(1, 3), ratio=st.sampled_from([1, 2, 3, 8]),
+    head_size=st.sampled_from([40, 64, 80, 96, 128]), block_size=st.sampled_from([8, 16, 32]),
+    window=st.sampled_from([0, 0, 1, 17, 64, 100, 530]), partial_rotary=st.booleans(),
+)
+def test_mixed_batches_match_the_reference_whatever_unused_slots_hold(
+    isa: str, dtype: torch.dtype, lengths: list[tuple[int, int]], kv_heads: int, ratio: int, head_size: int,
+    block_size: int, window: int, partial_rotary: bool,
+) -> None:  # fmt: skip
+    heads = Heads(kv_heads, ratio, head_size)
+    rotary_size = head_size // 2 if partial_rotary else head_size
+    sequences = [make_sequence(i, length, heads, dtype) for i, (length, _) in enumerate(lengths)]
+    batch = [(i, max(length - queries, 0), length) for i, (length, queries) in enumerate(lengths)]
+    native = PagedBatch(cpu, heads, dtype, block_size, sequences, rotary_size=rotary_size)
+    reference = reference_batch(heads, dtype, block_size, sequences, rotary_size=rotary_size)
+    assert_near(native.attend(batch, window), reference.attend(batch, window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("poison", [float("inf"), float("-inf"), 3e38, 0.0])
+def test_no_garbage_in_unused_slots_changes_a_bit(isa: str, dtype: torch.dtype, poison: float) -> None:
+    heads = Heads(2, 3, 80)
+    sequences = [make_sequence(i, n, heads, dtype) for i, n in enumerate([5, 70, 530])]
+    batch = [(0, 0, 5), (1, 10, 70), (2, 529, 530)]
+    expected = PagedBatch(cpu, heads, dtype, 16, sequences).attend(batch)
+    assert expected.isfinite().all()
+    assert_same_bits(PagedBatch(cpu, heads, dtype, 16, sequences, poison=poison).attend(batch), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_later_tokens_of_a_chunk_do_not_touch_earlier_rows(isa: str, dtype: torch.dtype) -> None:
+    heads = Heads(1, 3, 64)
+    clean = make_sequence(0, 100, heads, dtype)
+    broken = make_sequence(0, 100, heads, dtype)
+    broken.qkv[50:] = float("nan")
+    expected = PagedBatch(cpu, heads, dtype, 16, [clean]).attend([(0, 0, 100)])
+    actual = PagedBatch(cpu, heads, dtype, 16, [broken]).attend([(0, 0, 100)])
+    assert_same_bits(actual[:50], expected[:50])
+    assert actual[50:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ratio", "head_size"), [(1, 64), (3, 64), (8, 40), (40, 128)])
+@pytest.mark.parametrize("window", [0, 90, 600])
+def test_a_row_has_the_same_bits_however_it_is_batched_chunked_and_paged(
+    isa: str, threads: None, dtype: torch.dtype, ratio: int, head_size: int, window: int
+) -> None:
+    heads = Heads(2, ratio, head_size)
+    length = 1100  # Crosses two partition boundaries.
+    sequence = make_sequence(0, length, heads, dtype)
+    others = [make_sequence(i, n, heads, dtype) for i, n in [(1, 3), (2, 200)]]
+    _cpu.set_num_threads(1)
+    whole = PagedBatch(cpu, heads, dtype, 16, [sequence], seed=1).attend([(0, 0, length)], window)
+    for num_threads, block_size, seed in [(2, 16, 2), (1, 8, 3), (3, 32, 4)]:
+        _cpu.set_num_threads(num_threads)
+        paged = PagedBatch(cpu, heads, dtype, block_size, [others[0], sequence, others[1]], seed=seed)
+        for begin, end in [(0, 1), (63, 64), (511, 512), (512, 513), (600, 637), (1024, 1025), (1000, 1100)]:
+            assert_same_bits(paged.attend([(1, begin, end)], window), whole[begin:end])
+        mixed = paged.attend([(2, 100, 200), (1, 900, 1003), (0, 2, 3), (1, 1099, 1100)], window)
+        assert_same_bits(mixed[100:203], whole[900:1003])
+        assert_same_bits(mixed[204:], whole[1099:])
+
+
+@generated_few
+@given(cuts=st.lists(st.integers(1, 699), max_size=6, unique=True), seed=st.integers(0, 9))
+def test_any_chunking_of_a_prompt_gives_the_same_bits(isa: str, cuts: list[int], seed: int) -> None:
+    heads = Heads(1, 3, 64)
+    sequence = make_sequence(seed, 700, heads, torch.bfloat16)
+    paged = PagedBatch(cpu, heads, torch.bfloat16, 16, [sequence], seed=seed)
+    edges = [0, *sorted(cuts), 700]
+    chunks = [paged.attend([(0, begin, end)]) for begin, end in pairwise(edges)]
+    assert_same_bits(torch.cat(chunks), paged.attend([(0, 0, 700)]))
+
+
+def test_contradictory_lengths_are_refused() -> None:
+    cache = cpu.allocate_kv_cache(4, 16, 1, 64, torch.float32, CPU)
+    tables = torch.zeros(1, 2, dtype=torch.int32)
+    for starts, length in [([0, 2], 40), ([0, 2], 1), ([2, 0], 2)]:
+        with pytest.raises(ValueError, match="sequence 0 has"):
+            cpu.paged_attention(
+                random(0, 2, 1, 64), cache, tables, torch.tensor(starts, dtype=torch.int32),
+                torch.tensor([length], dtype=torch.int32), 1.0,
+            )
+
+
+def test_mixed_dtypes_and_impossible_caches_are_refused() -> None:
+    cache = cpu.allocate_kv_cache(4, 16, 1, 64, torch.float32, CPU)
+    ints = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(TypeError, match="one dtype"):
+        cpu.paged_attention(random(0, 1, 1, 64, dtype=torch.bfloat16), cache, ints[None], ints, ints, 1.0)
+    with pytest.raises(ConfigError, match="block size 12"):
+        cpu.allocate_kv_cache(4, 12, 1, 64, torch.float32, CPU)
+    with pytest.raises(ConfigError, match="head size 65"):
+        cpu.allocate_kv_cache(4, 16, 1, 65, torch.float32, CPU)
+    with pytest.raises(TypeError, match="float16"):
+        cpu.allocate_kv_cache(4, 16, 1, 64, torch.float16, CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_can_be_copied_by_index(dtype: torch.dtype) -> None:
+    heads = Heads(2, 2, 64)
+    paged = PagedBatch(cpu, heads, dtype, 16, [make_sequence(0, 40, heads, dtype)])
+    expected = paged.attend([(0, 30, 40)])
+    used = paged.tables[0, :3].tolist()
+    spare = next(b for b in range(paged.cache.num_blocks) if b not in used)
+    for tensor in (paged.cache.key, paged.cache.value):
+        tensor[spare] = tensor[used[1]]
+        tensor[used[1]] = float("nan")
+    paged.tables[0, 1] = spare
+    assert_same_bits(paged.attend([(0, 30, 40)]), expected)

@@ -1,0 +1,145 @@
+"""Norms, the gated activation, argmax and the rotary embedding's effect on queries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import (
+    DTYPES,
+    Heads,
+    assert_near,
+    assert_same_bits,
+    cos_sin,
+    generated,
+    make_sequence,
+    random,
+    split_qkv,
+)
+
+from octavo import _cpu
+from octavo.ops import cpu, torch_ref
+
+widths = st.one_of(st.integers(1, 80), st.sampled_from([128, 576, 1000]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated
+@given(rows=st.integers(1, 100), width=widths, weight_dtype=st.sampled_from(DTYPES))
+def test_rms_norm_and_its_sum_match_the_reference(
+    isa: str, dtype: torch.dtype, rows: int, width: int, weight_dtype: torch.dtype
+) -> None:
+    x, residual = random(rows, rows, width, dtype=dtype), random(width, rows, width, dtype=dtype)
+    weight = random(7, width, dtype=weight_dtype)
+    assert_near(cpu.rms_norm(x, weight, 1e-5), torch_ref.rms_norm(x, weight, 1e-5))
+    expected_norm, expected_sum = torch_ref.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    mine = residual.clone()
+    norm, total = cpu.add_rms_norm(x, mine, weight, 1e-5)
+    assert total is mine
+    assert_same_bits(total, expected_sum)
+    assert_near(norm, expected_norm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_heads_inside_a_wider_matrix(isa: str, dtype: torch.dtype) -> None:
+    heads = random(0, 21, 7 * 40, dtype=dtype).unflatten(1, (7, 40))[:, 2:5]
+    weight = random(1, 40)
+    assert_near(cpu.rms_norm(heads, weight, 1e-6), torch_ref.rms_norm(heads, weight, 1e-6))
+    assert_near(cpu.rms_norm(heads[3, 1], weight, 1e-6), torch_ref.rms_norm(heads[3, 1], weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated
+@given(rows=st.integers(1, 100), width=widths, scale=st.sampled_from([0.1, 1.0, 30.0]))
+def test_silu_and_mul_matches_the_reference(
+    isa: str, dtype: torch.dtype, rows: int, width: int, scale: float
+) -> None:
+    gate_up = (random(rows, rows, 2 * width) * scale).to(dtype)
+    assert_near(cpu.silu_and_mul(gate_up), torch_ref.silu_and_mul(gate_up))
+
+
+def test_silu_is_accurate_over_its_whole_range(isa: str) -> None:
+    gate = torch.cat([torch.linspace(-87, 100, 20000), torch.tensor([-1e4, -100.0, 0.0, 1e4])])
+    out = cpu.silu_and_mul(torch.cat([gate, torch.ones_like(gate)])[None])[0]
+    exact = torch.nn.functional.silu(gate.double())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-36)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_norms_and_activations_have_the_same_bits_in_every_batch(
+    isa: str, threads: None, dtype: torch.dtype
+) -> None:
+    x, residual = random(0, 300, 2 * 333, dtype=dtype), random(1, 300, 2 * 333, dtype=dtype)
+    weight = random(2, 2 * 333)
+    _cpu.set_num_threads(1)
+    norms = torch.cat([cpu.rms_norm(row[None], weight, 1e-5) for row in x])
+    pairs = [cpu.add_rms_norm(x[i : i + 1], residual[i : i + 1].clone(), weight, 1e-5)[0] for i in range(300)]
+    gated = torch.cat([cpu.silu_and_mul(row[None]) for row in x])
+    for num_threads in (1, 2, 3):
+        _cpu.set_num_threads(num_threads)
+        assert_same_bits(cpu.rms_norm(x, weight, 1e-5), norms)
+        assert_same_bits(cpu.add_rms_norm(x, residual.clone(), weight, 1e-5)[0], torch.cat(pairs))
+        assert_same_bits(cpu.silu_and_mul(x), gated)
+
+
+@generated
+@given(rows=st.integers(1, 9), width=st.one_of(st.integers(1, 200), st.just(5000)), levels=st.sampled_from([2, 50, 0]))
+def test_argmax_takes_the_lowest_index_of_the_highest(isa: str, rows: int, width: int, levels: int) -> None:
+    logits = random(width, rows, width)
+    if levels:  # Many ties.
+        logits = (logits * levels / 4).round()
+    highest = logits.max(-1, keepdim=True).values
+    expected = (logits == highest).int().argmax(-1)
+    assert torch.equal(cpu.argmax(logits), expected)
+
+
+def test_argmax_of_odd_rows(isa: str) -> None:
+    logits = torch.full((5, 100), float("-inf"))
+    logits[1, 60] = -3.0
+    logits[2, [40, 90]] = float("inf")
+    logits[3] = float("nan")
+    logits[4] = torch.arange(100.0)
+    logits[4, ::2] = float("nan")
+    assert cpu.argmax(logits).tolist() == [0, 60, 40, 0, 99]
+    with pytest.raises(TypeError, match="float32"):
+        cpu.argmax(logits.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated
+@given(
+    tokens=st.integers(1, 40), head_size=st.sampled_from([40, 64, 80, 96, 128]), part=st.sampled_from([1, 2, 4]),
+    ratio=st.sampled_from([1, 3, 8]),
+)
+def test_rotary_rotates_queries_in_place_and_leaves_the_rest(
+    isa: str, dtype: torch.dtype, tokens: int, head_size: int, part: int, ratio: int
+) -> None:
+    heads = Heads(2, ratio, head_size)
+    rotary_size = head_size // part
+    positions = torch.randint(0, 2048, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    results = []
+    for ops in (cpu, torch_ref):
+        qkv = make_sequence(tokens, tokens, heads, dtype).qkv
+        before = qkv.clone()
+        query, key, value = split_qkv(qkv, heads)
+        cache = ops.allocate_kv_cache(8, 8, 2, head_size, dtype, torch.device("cpu"))
+        ops.rotary_and_cache(query, key, value, positions, cos_sin(rotary_size), cache, torch.arange(tokens))
+        assert_same_bits(query[..., rotary_size:], split_qkv(before, heads)[0][..., rotary_size:])
+        assert_same_bits(value, split_qkv(before, heads)[2])
+        results.append(query)
+    assert_near(*results)
+
+
+def test_a_negative_slot_is_not_written(isa: str) -> None:
+    heads = Heads(2, 1, 64)
+    cache = cpu.allocate_kv_cache(2, 8, 2, 64, torch.float32, torch.device("cpu"))
+    cache.key.fill_(7)
+    cache.value.fill_(7)
+    query, key, value = split_qkv(make_sequence(0, 3, heads, torch.float32).qkv, heads)
+    slots = torch.tensor([-1, 9, -1])
+    cpu.rotary_and_cache(query, key, value, torch.arange(3), cos_sin(64), cache, slots)
+    assert (cache.key[0] == 7).all()
+    assert (cache.value[0] == 7).all()
+    assert (cache.value[1, :, 1] == value[1]).all()
+    assert (cache.value[1, :, 2:] == 7).all()

@@ -1,0 +1,131 @@
+"""What surrounds the kernels: choosing an instruction set, and the thread pool among threads, forks and exits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from kernel_cases import assert_same_bits, random
+
+from octavo import _cpu
+from octavo.ops import cpu
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_best_instruction_set_comes_first_and_portable_always_works() -> None:
+    assert _cpu.available_isas()[-1] == "portable"
+    result = run_python("from octavo import _cpu; print(_cpu.isa())", OCTAVO_CPU_ISA="")
+    assert result.stdout.strip() == _cpu.available_isas()[0]
+
+
+def test_an_unknown_instruction_set_is_refused_with_those_available() -> None:
+    before = _cpu.isa()
+    with pytest.raises(ValueError, match=r"'mmx' .* use one of: .*portable"):
+        _cpu.set_isa("mmx")
+    assert _cpu.isa() == before
+
+
+def test_the_environment_sets_instruction_set_and_threads() -> None:
+    code = "from octavo import _cpu; import octavo.ops.cpu; print(_cpu.isa(), _cpu.num_threads())"
+    assert run_python(code, OCTAVO_CPU_ISA="portable", OCTAVO_CPU_THREADS="3").stdout.split() == ["portable", "3"]
+    for name, value in [("OCTAVO_CPU_ISA", "mmx"), ("OCTAVO_CPU_THREADS", "0"), ("OCTAVO_CPU_THREADS", "many")]:
+        result = run_python(code, **{name: value})
+        assert result.returncode != 0
+        assert f"ConfigError: {name}={value}: " in result.stderr
+
+
+def test_the_default_number_of_threads_fits_the_affinity_mask() -> None:
+    assert 1 <= _cpu.default_num_threads() <= (os.cpu_count() or 1)
+    if hasattr(os, "sched_setaffinity"):
+        code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); from octavo import _cpu; "
+        assert run_python(code + "print(_cpu.default_num_threads())").stdout.strip() == "1"
+
+
+def test_the_number_of_threads_is_checked(threads: None) -> None:
+    for bad in (0, -1, 100000):
+        with pytest.raises(ValueError, match="number of threads"):
+            _cpu.set_num_threads(bad)
+    _cpu.set_num_threads(3)
+    assert _cpu.num_threads() == 3
+
+
+@pytest.fixture
+def product() -> tuple[torch.Tensor, cpu.PackedWeight, torch.Tensor]:
+    x, weight = random(0, 64, 512), cpu.pack_linear(random(1, 512, 512), None)
+    return x, weight, cpu.linear(x, weight)
+
+
+def test_concurrent_callers_take_turns(
+    threads: None, product: tuple[torch.Tensor, cpu.PackedWeight, torch.Tensor]
+) -> None:
+    x, weight, expected = product
+    _cpu.set_num_threads(3)
+    wrong: list[int] = []
+
+    def call(index: int) -> None:
+        for _ in range(60):
+            if not torch.equal(cpu.linear(x, weight), expected):
+                wrong.append(index)
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for caller in callers:
+        caller.start()
+    for num_threads in (1, 2, 4, 3):
+        _cpu.set_num_threads(num_threads)
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_the_pool_survives_idling_and_resizing(
+    threads: None, product: tuple[torch.Tensor, cpu.PackedWeight, torch.Tensor]
+) -> None:
+    x, weight, expected = product
+    pause = threading.Event()
+    for num_threads in (1, 4, 2, 3) * 3:
+        _cpu.set_num_threads(num_threads)
+        for _ in range(3):
+            assert_same_bits(cpu.linear(x, weight), expected)
+        pause.wait(0.002)  # Longer than workers spin: the next call wakes them from sleep.
+        assert_same_bits(cpu.linear(x, weight), expected)
+
+
+FORK = """
+import os, threading, torch
+from octavo import _cpu
+from octavo.ops import cpu
+_cpu.set_num_threads(3)
+x, weight = torch.randn(64, 512), cpu.pack_linear(torch.randn(512, 512), None)
+expected = cpu.linear(x, weight)
+done = threading.Event()
+def work():
+    while not done.is_set():
+        cpu.linear(x, weight)
+busy = threading.Thread(target=work)
+busy.start()  # So that fork finds the pool in the middle of a call.
+for _ in range(5):
+    child = os.fork()
+    if child == 0:
+        ok = _cpu.num_threads() == 3 and torch.equal(cpu.linear(x, weight), expected)
+        os._exit(0 if ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+done.set()
+busy.join()
+assert torch.equal(cpu.linear(x, weight), expected)
+print("fine")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_a_pool_of_its_own_and_exit_is_clean() -> None:
+    result = run_python(FORK)
+    assert (result.returncode, result.stdout.strip()) == (0, "fine"), result.stderr
