@@ -45,7 +45,11 @@ def bench_linear(dtype: torch.dtype, seconds: float) -> None:
         line = f"{k:>6}{n:>7}"
         for rows in ROWS:
             x = torch.randn(rows, k).to(dtype)
-            taken = best_time_s(lambda i, x=x: cpu.linear(x, packed[i % copies]), seconds, min(copies, 20))  # type: ignore[misc]
+            taken = best_time_s(
+                lambda i: cpu.linear(x, packed[i % copies]),  # noqa: B023
+                seconds,
+                batch=min(copies, 20),
+            )
             line += f"{weight.nbytes / taken / 1e9:>9.1f} GB/s{2 * rows * k * n / taken / 1e9:>6.0f} GF"
         print(line, flush=True)
 

@@ -23,12 +23,19 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["recompute", "swap"]
 
 DEFAULT_MAX_BATCHED_TOKENS = 2048
+# What a model's generation_config.json may say for requests that leave it out.
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 GIB = 1 << 30
 
 
-def _flag(default: Any, help: str, *, positive: bool = False) -> Any:
-    """A field of `EngineArgs` with the text of its flag; `positive` numbers are checked to be greater than zero."""
-    metadata = {"help": help, "positive": positive}
+def _flag(default: Any, help: str, *, positive: bool = False, built: bool = True) -> Any:
+    """A field of `EngineArgs` with the text of its flag; `positive` numbers are checked to be greater than zero.
+
+    Flags that are not `built` take only their default, which asks for nothing, so that launch scripts which spell it
+    out work; any other value is refused.
+    """
+    metadata = {"help": help if built else f"{help} Not built yet: only {default!r} is accepted.", "positive": positive}
+    metadata["built"] = built
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -46,6 +53,9 @@ class EngineArgs:
     load_format: LoadFormat = _flag("auto", "Format of the weights; 'dummy' makes seeded random ones.")
     dtype: Dtype = _flag("auto", "Type of weights and activations; auto is bfloat16, or float32 for float32 models.")
     quantization: str | None = _flag(None, "Weight quantization; 'gguf' for GGUF files. Others are not built yet.")
+    generation_config: Literal["auto", "none", "vllm"] = _flag(
+        "auto", "Where sampling defaults come from: the model's generation_config, or ('none', 'vllm') Octavo's own."
+    )
     kv_cache_dtype: str = _flag("auto", "Type of the KV cache; auto is the model's. FP8 is not built yet.")
     max_model_len: int | None = _flag(
         None, "Tokens of prompt and output together; default: the model's.", positive=True
@@ -69,6 +79,20 @@ class EngineArgs:
     check_invariants: bool = _flag(
         False, "Check the scheduler's and the cache's invariants after each step (debugging)."
     )
+    tensor_parallel_size: int = _flag(1, "Devices that share each layer.", built=False)
+    pipeline_parallel_size: int = _flag(1, "Devices that share the layers.", built=False)
+    data_parallel_size: int = _flag(1, "Copies of the model.", built=False)
+    distributed_executor_backend: str | None = _flag(None, "mp or ray.", built=False)
+    speculative_model: str | None = _flag(None, "Draft model.", built=False)
+    num_speculative_tokens: int | None = _flag(None, "Tokens that are drafted in a step.", built=False)
+    speculative_draft_tensor_parallel_size: int | None = _flag(None, "Devices of the draft model.", built=False)
+    speculative_config: str | None = _flag(None, "Speculative decoding as JSON.", built=False)
+    enable_lora: bool = _flag(False, "Serve LoRA adapters.", built=False)
+    lora_modules: list[str] = _flag([], "Adapters as name=path.", built=False)
+    max_loras: int = _flag(1, "Adapters in a step.", built=False)
+    max_lora_rank: int = _flag(16, "Largest rank of an adapter.", built=False)
+    num_scheduler_steps: int = _flag(1, "Steps between two schedules.", built=False)
+    limit_mm_per_prompt: str | None = _flag(None, "Images and the like in a prompt.", built=False)
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -126,6 +150,7 @@ class EngineArgs:
                 max_model_len=max_model_len,
                 vocab_size=decoder.vocab_size,
                 seed=self.seed,
+                default_sampling_params=self._default_sampling_params(checkpoint),
             ),
             cache=CacheConfig(
                 block_size=self.block_size,
@@ -154,6 +179,9 @@ class EngineArgs:
             choices = typing.get_args(typing.get_type_hints(type(self))[f.name])
             if choices and all(isinstance(c, str) for c in choices) and value not in choices:
                 raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value!r}.")
+            default = f.default if f.default is not dataclasses.MISSING else []
+            if not f.metadata["built"] and value != default:
+                raise ConfigError(f"{flag} {value} is not built yet; only its default, {default!r}, is accepted.")
             if f.metadata["positive"] and value is not None and value <= 0:
                 raise ConfigError(f"{flag} must be greater than 0, got {value}.")
         if self.block_size not in (8, 16, 32):
@@ -178,6 +206,12 @@ class EngineArgs:
         if self.trust_remote_code:
             raise ConfigError("--trust-remote-code is not built yet: Octavo runs no code from checkpoints.")
 
+    def _default_sampling_params(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        if self.generation_config != "auto":
+            return {}
+        given = checkpoint.generation_config
+        return {name: given[name] for name in _SAMPLING_DEFAULTS if isinstance(given.get(name), int | float)}
+
     def _dtype(self, checkpoint: Checkpoint) -> str:
         if self.dtype != "auto":
             return self.dtype
@@ -200,6 +234,7 @@ class ModelConfig:
     max_model_len: int
     vocab_size: int
     seed: int | None
+    default_sampling_params: dict[str, Any] = field(default_factory=dict)  # for fields that a request leaves out
 
 
 @dataclass(frozen=True, slots=True)

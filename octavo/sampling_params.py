@@ -7,6 +7,7 @@ The meaning of each field is carried out in `octavo.sampling` (logits to tokens)
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
@@ -91,8 +92,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if self.logit_bias is not None:
             try:
                 self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
-            except (TypeError, ValueError, AttributeError):
+            except (TypeError, ValueError, AttributeError, OverflowError):
                 _refuse("logit_bias", self.logit_bias, "a map of token ids to numbers")
+            if not all(map(math.isfinite, self.logit_bias.values())):
+                _refuse("logit_bias", self.logit_bias, "a map of token ids to finite numbers")
         self._check_types()
         self._check_ranges()
 
@@ -109,19 +112,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     def _check_types(self) -> None:
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
                 _refuse(name, value, "a finite number")
+            setattr(self, name, float(value))
         for name in ("n", "top_k", "min_tokens"):
-            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int):
-                _refuse(name, value, "an integer")
+            if not _is_integer(getattr(self, name)):
+                _refuse(name, getattr(self, name), "a 64-bit integer")
         for name in ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                _refuse(name, value, "an integer or null")
+            if value is not None and not _is_integer(value, limit=2**64 if name == "seed" else 2**63):
+                _refuse(name, value, "a 64-bit integer or null")
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
-            if not isinstance(value, list) or not all(isinstance(s, str) and s for s in value):
-                _refuse(name, value, "a list of non-empty strings")
+            if not isinstance(value, list) or not all(isinstance(s, str) and s and is_unicode(s) for s in value):
+                _refuse(name, value, "a list of non-empty strings of valid Unicode")
         for name in ("stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, list) and all(type(t) is int and t >= 0 for t in value)):
@@ -142,7 +146,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         require("top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1")
         require("top_k", self.top_k >= -1, "-1 or 0 (all tokens), or more")
         require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
-        require("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a 64-bit integer")
         require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more")
         require("min_tokens", self.min_tokens >= 0, "0 or more")
         if self.max_tokens is not None:
@@ -170,3 +173,16 @@ def _refuse(name: str, value: object, expected: str) -> None:
     if len(shown) > 100:
         shown = shown[:100] + "..."
     raise RequestError(f"{name} must be {expected}, got {shown}.", param=name)
+
+
+def _is_integer(value: object, limit: int = 2**63) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < limit
+
+
+def is_unicode(text: str) -> bool:
+    """Whether `text` can be encoded. Lone surrogates, which JSON can bring, are valid in Python's strings only."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -25,11 +25,13 @@ struct Head {
     int32_t block_size, steps;
 };
 
-// Where the keys and values of each group of a tile lie.
+// Where the keys and values of each group of a tile lie, and the tile to fetch meanwhile: blocks are scattered, so
+// the processor's own prefetcher does not find the next one.
 template <class E>
 struct TileRefs {
     const typename E::T* keys[kTileGroups];
     const typename E::T* values[kTileGroups];
+    const TileRefs* next;
 };
 
 // Only the blocks of positions first .. last are looked up: other entries of the table may be anything, so their groups
@@ -45,72 +47,72 @@ inline void find_tile(const Head<E>& h, int tile_begin, int first, int last, Til
     }
 }
 
-template <class E, int R, int V>
-inline void score_vectors(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int vec,
-                          float* scores) {
-    using T = typename E::T;
-    const int64_t stride = static_cast<int64_t>(h.block_size) * E::kStep;
-    const T* k[V];
-    const T* q[R];
-    Vec acc[R][V];
+// acc[r][v] += query[r] . keys[v], step by step; `load` reads the lanes of vector v at step i.
+template <class E, int R, int V, class Load, class Fetch>
+inline void score_steps(int steps, const typename E::T* const* query, Vec (&acc)[R][V], Load load_keys, Fetch fetch) {
+    const typename E::T* q[R];
     for (int r = 0; r < R; ++r) {
         q[r] = query[r];
         for (int v = 0; v < V; ++v) acc[r][v] = zero();
     }
-    if constexpr (kLanes <= kGroupKeys) {
+    for (int i = 0; i < steps; ++i) {
+        typename E::Lanes keys[V];
         for (int v = 0; v < V; ++v) {
-            const int key = (vec + v) * kLanes;
-            k[v] = refs.keys[key / kGroupKeys] + key % kGroupKeys * E::kStep;
+            keys[v] = load_keys(v, i);
+            fetch(v, i);
         }
-        for (int i = 0; i < h.steps; ++i) {
-            typename E::Lanes kv[V];
-            for (int v = 0; v < V; ++v) kv[v] = E::load_lanes(k[v] + i * stride);
-            for (int r = 0; r < R; ++r) {
-                const typename E::Lanes qv = E::broadcast(q[r] + i * E::kStep);
-                for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], qv, kv[v]);
-            }
+        for (int r = 0; r < R; ++r) {
+            const typename E::Lanes element = E::broadcast(q[r] + i * E::kStep);
+            for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], element, keys[v]);
         }
-    } else {
-#ifdef OCTAVO_ISA_AVX512
-        for (int v = 0; v < V; ++v) k[v] = refs.keys[(vec + v) * 2];
-        if (h.block_size >= kLanes) {
-            for (int i = 0; i < h.steps; ++i) {
-                typename E::Lanes kv[V];
-                for (int v = 0; v < V; ++v) kv[v] = E::load_lanes(k[v] + i * stride);
-                for (int r = 0; r < R; ++r) {
-                    const typename E::Lanes qv = E::broadcast(q[r] + i * E::kStep);
-                    for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], qv, kv[v]);
-                }
-            }
-        } else {
-            const T* k2[V];
-            for (int v = 0; v < V; ++v) k2[v] = refs.keys[(vec + v) * 2 + 1];
-            for (int i = 0; i < h.steps; ++i) {
-                typename E::Lanes kv[V];
-                for (int v = 0; v < V; ++v) kv[v] = E::load_lane_halves(k[v] + i * stride, k2[v] + i * stride);
-                for (int r = 0; r < R; ++r) {
-                    const typename E::Lanes qv = E::broadcast(q[r] + i * E::kStep);
-                    for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], qv, kv[v]);
-                }
-            }
-        }
-#endif
     }
+}
+
+template <class E, int R, int V, bool kFetch>
+inline void score_vectors(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int vec,
+                          float* scores) {
+    using T = typename E::T;
+    const int64_t stride = static_cast<int64_t>(h.block_size) * E::kStep;
+    const T *k[V], *ahead[V];
+    for (int v = 0; v < V; ++v) {
+        const int key = (vec + v) * kLanes;
+        k[v] = refs.keys[key / kGroupKeys] + key % kGroupKeys * E::kStep;
+        ahead[v] = refs.next->keys[key / kGroupKeys] + key % kGroupKeys * E::kStep;
+    }
+    const auto fetch = [&](int v, int i) {
+        if (kFetch) __builtin_prefetch(ahead[v] + i * stride);
+    };
+    const auto whole = [&](int v, int i) { return E::load_lanes(k[v] + i * stride); };
+    Vec acc[R][V];
+#ifdef OCTAVO_ISA_AVX512
+    if (h.block_size < kLanes) {
+        const T* upper[V];
+        for (int v = 0; v < V; ++v) upper[v] = refs.keys[(vec + v) * 2 + 1];
+        const auto halves = [&](int v, int i) { return E::load_lane_halves(k[v] + i * stride, upper[v] + i * stride); };
+        score_steps<E, R, V>(h.steps, query, acc, halves, fetch);
+    } else {
+        score_steps<E, R, V>(h.steps, query, acc, whole, fetch);
+    }
+#else
+    score_steps<E, R, V>(h.steps, query, acc, whole, fetch);
+#endif
     for (int r = 0; r < R; ++r) {
         for (int v = 0; v < V; ++v) store(scores + r * kKeyTile + (vec + v) * kLanes, acc[r][v]);
     }
 }
 
 // Scores of R rows against vectors [begin, end) of the tile's keys; other lanes of `scores` keep what they held.
-template <class E, int R>
-inline void score_tile(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int begin,
-                       int end, float* scores) {
+template <class E, int R, bool kFetch>
+inline void score_tile(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int begin, int end,
+                       float* scores) {
     int vec = begin;
-    for (; vec + kScoreVecs <= end; vec += kScoreVecs) score_vectors<E, R, kScoreVecs>(h, refs, query, vec, scores);
-    if constexpr (kScoreVecs > 2) {
-        for (; vec + 2 <= end; vec += 2) score_vectors<E, R, 2>(h, refs, query, vec, scores);
+    for (; vec + kScoreVecs <= end; vec += kScoreVecs) {
+        score_vectors<E, R, kScoreVecs, kFetch>(h, refs, query, vec, scores);
     }
-    for (; vec < end; ++vec) score_vectors<E, R, 1>(h, refs, query, vec, scores);
+    if constexpr (kScoreVecs > 2) {
+        for (; vec + 2 <= end; vec += 2) score_vectors<E, R, 2, kFetch>(h, refs, query, vec, scores);
+    }
+    for (; vec < end; ++vec) score_vectors<E, R, 1, kFetch>(h, refs, query, vec, scores);
 }
 
 // A row's softmax within a partition: the maximum so far, and by lane the sum of exponentials relative to it.
@@ -129,8 +131,8 @@ inline float soften(RowState& state, float* scores, int begin, int end, float sc
     Vec highest = lowest;
     for (int v = vec_begin; v < vec_end; ++v) {
         const int base = v * kLanes;
-        const Vec s = keep_lanes(mul(load(scores + base), scales), max_of(begin - base, 0),
-                                 min_of(end - base, kLanes), lowest);
+        const Vec s =
+            keep_lanes(mul(load(scores + base), scales), max_of(begin - base, 0), min_of(end - base, kLanes), lowest);
         store(scores + base, s);
         highest = max(highest, s);
     }
@@ -152,7 +154,7 @@ inline float soften(RowState& state, float* scores, int begin, int end, float sc
 }
 
 // out[r] += weights[r][key] * value[key] over keys [begin, end), key by key.
-template <class E, int R, int V>
+template <class E, int R, int V, bool kFetch>
 inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const float* weights, int begin, int end,
                               float* out, int64_t out_stride, int64_t column) {
     Vec acc[R][V];
@@ -161,10 +163,14 @@ inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const f
     }
     for (int key = begin; key < end;) {
         const typename E::T* value = refs.values[key / kGroupKeys] + key % kGroupKeys * h.value_stride + column;
+        const typename E::T* ahead = refs.next->values[key / kGroupKeys] + key % kGroupKeys * h.value_stride + column;
         const int group_end = min_of((key / kGroupKeys + 1) * kGroupKeys, end);
-        for (; key < group_end; ++key, value += h.value_stride) {
+        for (; key < group_end; ++key, value += h.value_stride, ahead += h.value_stride) {
             Vec vv[V];
-            for (int v = 0; v < V; ++v) vv[v] = load(value + v * kLanes);
+            for (int v = 0; v < V; ++v) {
+                vv[v] = load(value + v * kLanes);
+                if (kFetch && v * kLanes * sizeof(*ahead) % 64 == 0) __builtin_prefetch(ahead + v * kLanes);
+            }
             for (int r = 0; r < R; ++r) {
                 const Vec p = set1(weights[r * kKeyTile + key]);
                 for (int v = 0; v < V; ++v) acc[r][v] = fma(p, vv[v], acc[r][v]);
@@ -176,16 +182,16 @@ inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const f
     }
 }
 
-template <class E, int R>
+template <class E, int R, bool kFetch>
 inline void add_values(const Head<E>& h, const TileRefs<E>& refs, const float* weights, int begin, int end, float* out,
                        int64_t out_stride) {
     if (begin >= end) return;
     int64_t column = 0;
     for (; column + kValueVecs * kLanes <= out_stride; column += kValueVecs * kLanes) {
-        add_value_vectors<E, R, kValueVecs>(h, refs, weights, begin, end, out, out_stride, column);
+        add_value_vectors<E, R, kValueVecs, kFetch>(h, refs, weights, begin, end, out, out_stride, column);
     }
     for (; column < out_stride; column += kLanes) {
-        add_value_vectors<E, R, 1>(h, refs, weights, begin, end, out, out_stride, column);
+        add_value_vectors<E, R, 1, kFetch>(h, refs, weights, begin, end, out, out_stride, column);
     }
 }
 
@@ -193,15 +199,15 @@ inline void add_values(const Head<E>& h, const TileRefs<E>& refs, const float* w
 template <class E>
 struct Rows {
     int count;
-    int64_t padded;                             // Elements of a row of `out`.
-    int first[kQueryRows], last[kQueryRows];    // Key positions that the row sees.
+    int64_t padded;                           // Elements of a row of `out`.
+    int first[kQueryRows], last[kQueryRows];  // Key positions that the row sees.
     const typename E::T* query[kQueryRows];
     RowState state[kQueryRows];
     alignas(64) float out[kQueryRows * kMaxHeadSize];
 };
 
 // R rows (from `row`) against the keys of one tile.
-template <class E, int R>
+template <class E, int R, bool kFetch>
 void attend_tile(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int row, int tile_begin, float scale) {
     alignas(64) float scores[R * kKeyTile];
     int begin[R], end[R];  // Keys of this tile that each row sees.
@@ -220,7 +226,7 @@ void attend_tile(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int r
         common_end = min_of(common_end, end[r]);
     }
     if (lowest >= highest) return;
-    score_tile<E, R>(h, refs, rows.query + row, lowest / kLanes, (highest + kLanes - 1) / kLanes, scores);
+    score_tile<E, R, kFetch>(h, refs, rows.query + row, lowest / kLanes, (highest + kLanes - 1) / kLanes, scores);
     float* out = rows.out + row * rows.padded;
     for (int r = 0; r < R; ++r) {
         if (begin[r] == end[r]) continue;
@@ -233,22 +239,22 @@ void attend_tile(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int r
     const bool shared = common_begin < common_end;
     for (int r = 0; r < R; ++r) {
         const int until = shared ? common_begin : end[r];
-        add_values<E, 1>(h, refs, scores + r * kKeyTile, begin[r], until, out + r * rows.padded, rows.padded);
+        add_values<E, 1, false>(h, refs, scores + r * kKeyTile, begin[r], until, out + r * rows.padded, rows.padded);
     }
     if (!shared) return;
-    add_values<E, R>(h, refs, scores, common_begin, common_end, out, rows.padded);
+    add_values<E, R, kFetch>(h, refs, scores, common_begin, common_end, out, rows.padded);
     for (int r = 0; r < R; ++r) {
-        add_values<E, 1>(h, refs, scores + r * kKeyTile, common_end, end[r], out + r * rows.padded, rows.padded);
+        add_values<E, 1, false>(h, refs, scores + r * kKeyTile, common_end, end[r], out + r * rows.padded, rows.padded);
     }
 }
 
-template <class E, int R>
+template <class E, int R, bool kFetch>
 inline void attend_rows(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int row, int count, int tile_begin,
                         float scale) {
     if (count == R) {
-        attend_tile<E, R>(h, refs, rows, row, tile_begin, scale);
+        attend_tile<E, R, kFetch>(h, refs, rows, row, tile_begin, scale);
     } else if constexpr (R > 1) {
-        attend_rows<E, R - 1>(h, refs, rows, row, count, tile_begin, scale);
+        attend_rows<E, R - 1, kFetch>(h, refs, rows, row, count, tile_begin, scale);
     }
 }
 
@@ -265,12 +271,23 @@ void attend_partition(const Head<E>& h, Rows<E>& rows, int partition, float scal
     first = max_of(first, partition * kKeyPartition);
     last = min_of(last, (partition + 1) * kKeyPartition - 1);
     const int groups = (rows.count + kScoreRows - 1) / kScoreRows;
-    for (int tile = first / kKeyTile * kKeyTile; tile <= last; tile += kKeyTile) {
-        TileRefs<E> refs;
-        find_tile(h, tile, max_of(first, tile), min_of(last, tile + kKeyTile - 1), refs);
+    TileRefs<E> refs[2];
+    const int first_tile = first / kKeyTile * kKeyTile;
+    find_tile(h, first_tile, first, last, refs[0]);
+    for (int tile = first_tile, turn = 0; tile <= last; tile += kKeyTile, turn ^= 1) {
+        refs[turn].next = &refs[turn];
+        if (tile + kKeyTile <= last) {
+            find_tile(h, tile + kKeyTile, first, last, refs[turn ^ 1]);
+            refs[turn].next = &refs[turn ^ 1];
+        }
         for (int g = 0; g < groups; ++g) {
             const int begin = rows.count * g / groups;
-            attend_rows<E, kScoreRows>(h, refs, rows, begin, rows.count * (g + 1) / groups - begin, tile, scale);
+            const int count = rows.count * (g + 1) / groups - begin;
+            if (g == 0) {
+                attend_rows<E, kScoreRows, true>(h, refs[turn], rows, begin, count, tile, scale);
+            } else {
+                attend_rows<E, kScoreRows, false>(h, refs[turn], rows, begin, count, tile, scale);
+            }
         }
     }
 }
@@ -315,8 +332,8 @@ void write_row(const AttentionArgs& a, const AttentionTask& task, int kv_head, i
 // Partial results of a split lie as [kv_head][partition][row][2 + padded]: maximum, sum, weighted values.
 inline Partial partial_at(const AttentionArgs& a, const AttentionSplit& split, int kv_head, int partition, int row,
                           int64_t padded) {
-    const int64_t index = (static_cast<int64_t>(kv_head) * split.num_parts + partition - split.part_begin) *
-                              split.num_rows + row;
+    const int64_t index =
+        (static_cast<int64_t>(kv_head) * split.num_parts + partition - split.part_begin) * split.num_rows + row;
     float* p = a.partials + split.offset + index * (padded + 2);
     return Partial{p[0], p[1], p + 2};
 }
@@ -347,8 +364,8 @@ void attention_task(const AttentionArgs& a, const AttentionTask& task, int kv_he
         rows.last[r] = position;
         rows.first[r] = a.window > 0 ? max_of(position - a.window + 1, 0) : 0;
         const int64_t head = static_cast<int64_t>(kv_head) * ratio + index % ratio;
-        rows.query[r] = static_cast<const T*>(a.query) + (query_start + index / ratio) * a.query_stride +
-                        head * a.head_size;
+        rows.query[r] =
+            static_cast<const T*>(a.query) + (query_start + index / ratio) * a.query_stride + head * a.head_size;
     }
 
     if (task.split >= 0) {

@@ -13,12 +13,10 @@ std::vector<const KernelTable*> available_tables() {
     std::vector<const KernelTable*> tables;
 #ifdef OCTAVO_X86_KERNELS
     __builtin_cpu_init();
-    const bool avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool avx512_bf16 =
-        avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     if (avx512_bf16) tables.push_back(&kTable_avx512_bf16);
     if (avx512) tables.push_back(&kTable_avx512);
     if (avx2) tables.push_back(&kTable_avx2);
@@ -55,8 +53,8 @@ void set_isa(const std::string& name) {
         }
         known += (known.empty() ? "" : ", ") + std::string(table->name);
     }
-    throw std::invalid_argument("instruction set '" + name + "' is not one that this machine runs; use one of: " +
-                                known + ".");
+    throw std::invalid_argument("instruction set '" + name +
+                                "' is not one that this machine runs; use one of: " + known + ".");
 }
 
 }  // namespace octavo

@@ -128,8 +128,8 @@ void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
                 T* slot = key_block + (i * a.block_size + offset) * E::kStep;
                 for (int j = 0; j < E::kStep; ++j) slot[j] = rotated[i * E::kStep + j];
             }
-            T* value_slot = static_cast<T*>(a.value_cache) +
-                            ((block * a.kv_heads + g) * a.block_size + offset) * padded;
+            T* value_slot =
+                static_cast<T*>(a.value_cache) + ((block * a.kv_heads + g) * a.block_size + offset) * padded;
             memcpy(value_slot, value, static_cast<size_t>(d) * sizeof(T));
         }
     }

@@ -52,8 +52,8 @@ Launch plan_linear(const KernelTable& table, LinearArgs& args, int threads) {
     if (args.row_chunks * panels < wanted) {
         args.row_chunks = std::max(args.row_chunks, std::min(ceil_div(wanted, panels), args.rows / kMinChunkRows));
     }
-    args.panel_chunks = std::max(ceil_div(wanted, std::max<int64_t>(args.row_chunks, 1)),
-                                 static_cast<int64_t>(bytes) / kTaskBytes);
+    args.panel_chunks =
+        std::max(ceil_div(wanted, std::max<int64_t>(args.row_chunks, 1)), static_cast<int64_t>(bytes) / kTaskBytes);
     args.panel_chunks = std::min(args.panel_chunks, panels);
     if (threads == 1) args.panel_chunks = std::min<int64_t>(args.panel_chunks, 1);
     return {table.linear, &args, args.row_chunks * args.panel_chunks, cost_ns};
@@ -133,8 +133,8 @@ Launch AttentionPlan::plan(const KernelTable& table, AttentionArgs& args, int64_
             }
             task.split = static_cast<int32_t>(splits_.size());
             const int64_t num_parts = part_end - part_begin;
-            splits_.push_back({partial_floats, task.part_begin, static_cast<int32_t>(num_parts),
-                               static_cast<int32_t>(end - begin)});
+            splits_.push_back(
+                {partial_floats, task.part_begin, static_cast<int32_t>(num_parts), static_cast<int32_t>(end - begin)});
             partial_floats += args.kv_heads * num_parts * (end - begin) * (padded + 2);
             for (int64_t p = part_begin; p < part_end; ++p) {
                 task.part_begin = static_cast<int32_t>(p);

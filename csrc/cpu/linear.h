@@ -46,8 +46,8 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t vec) {
     const int64_t steps = (a.k + E::kStep - 1) / E::kStep;
     const int64_t full_steps = a.k / E::kStep;
     const int64_t panel_elements = steps * kPanel * E::kStep;
-    const T* w = static_cast<const T*>(a.weight) + vec / kVecsPerPanel * panel_elements +
-                 vec % kVecsPerPanel * kVecElements;
+    const T* w =
+        static_cast<const T*>(a.weight) + vec / kVecsPerPanel * panel_elements + vec % kVecsPerPanel * kVecElements;
     const T* x[R];
     for (int r = 0; r < R; ++r) x[r] = static_cast<const T*>(a.x) + (row + r) * a.x_stride;
 
@@ -149,8 +149,7 @@ void embedding_rows(const EmbeddingArgs& a, int64_t begin, int64_t end) {
             memset(out, 0, static_cast<size_t>(a.k) * sizeof(T));
             continue;
         }
-        const T* w = static_cast<const T*>(a.weight) +
-                     (row / kPanel * steps * kPanel + row % kPanel) * E::kStep;
+        const T* w = static_cast<const T*>(a.weight) + (row / kPanel * steps * kPanel + row % kPanel) * E::kStep;
         for (int64_t k = 0; k < a.k; ++k) out[k] = w[k / E::kStep * kPanel * E::kStep + k % E::kStep];
     }
 }

@@ -37,7 +37,8 @@ void call(const Launch& launch) {
     }
 }
 
-// Large pages for what is read in full at every step: fewer page faults at load, fewer TLB misses after.
+// Large pages for weights and caches, which are read from end to end or all over: fewer page faults when they are first
+// written, fewer TLB misses after.
 void advise_huge_pages(Address address, size_t bytes) {
 #ifdef __linux__
     constexpr Address kHuge = 2 << 20;
@@ -48,6 +49,17 @@ void advise_huge_pages(Address address, size_t bytes) {
     (void)address;
     (void)bytes;
 #endif
+}
+
+// A wrong index would read or write someone else's memory; looking at each costs a nanosecond.
+template <class T>
+void check_indices(const char* what, const T* indices, int64_t count, int64_t lowest, int64_t end) {
+    for (int64_t i = 0; i < count; ++i) {
+        if (indices[i] >= lowest && indices[i] < end) continue;
+        throw nb::index_error((std::string(what) + " " + std::to_string(indices[i]) + " at index " + std::to_string(i) +
+                               " is not below " + std::to_string(end) + ".")
+                                  .c_str());
+    }
 }
 
 void pack_linear(Address weight, int64_t stride, int64_t n, int64_t k, int32_t dtype, Address out, size_t out_bytes) {
@@ -74,6 +86,7 @@ void linear(Address x, int64_t x_stride, int64_t rows, Address weight, Address b
 }
 
 void embedding(Address token_ids, int64_t tokens, Address weight, int64_t n, int64_t k, int32_t dtype, Address out) {
+    check_indices("token id", at<int32_t>(token_ids), tokens, 0, n);
     octavo::EmbeddingArgs args{at<int32_t>(token_ids), at<void>(weight), at<void>(out), tokens, n, k, dtype, 0};
     call(octavo::plan_embedding(octavo::kernels(), args));
 }
@@ -99,9 +112,12 @@ void norm(Address x, Address residual, Address weight, Address out, int64_t oute
 }
 
 void rotary_and_cache(Address query, int64_t query_stride, Address key, int64_t key_stride, Address value,
-                      int64_t value_stride, Address positions, Address cos_sin, int32_t rotary_size, Address key_cache,
-                      Address value_cache, Address slots, int64_t tokens, int32_t query_heads, int32_t kv_heads,
-                      int32_t head_size, int32_t block_size, int32_t dtype) {
+                      int64_t value_stride, Address positions, Address cos_sin, int64_t max_positions,
+                      int32_t rotary_size, Address key_cache, Address value_cache, int64_t num_blocks, Address slots,
+                      int64_t tokens, int32_t query_heads, int32_t kv_heads, int32_t head_size, int32_t block_size,
+                      int32_t dtype) {
+    check_indices("position", at<int64_t>(positions), tokens, 0, max_positions);
+    check_indices("slot", at<int64_t>(slots), tokens, INT64_MIN, num_blocks * block_size);
     octavo::RotaryArgs args{};
     args.query = at<void>(query);
     args.key = at<void>(key);
@@ -175,6 +191,7 @@ NB_MODULE(_cpu, m) {
     m.def("default_num_threads", &octavo::default_num_threads);
     m.def("num_threads", &octavo::num_threads);
     m.def("set_num_threads", &octavo::set_num_threads, nb::call_guard<nb::gil_scoped_release>());
+    m.def("advise_huge_pages", &advise_huge_pages);
     m.def("pack_linear", &pack_linear);
     m.def("linear", &linear);
     m.def("embedding", &embedding);

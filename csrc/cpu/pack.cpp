@@ -4,17 +4,47 @@
 
 #include "kernels.h"
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace octavo {
 
 namespace {
 
-// Transposes 32 rows of `steps` items (bf16 pairs or floats, as 32-bit words) into [step][32].
-void transpose_words(const char* rows, int64_t stride_bytes, int64_t steps, int valid_rows, char* out) {
-    for (int64_t i = 0; i < steps; ++i) {
+// Transposes words (bf16 pairs or floats, 32 bits each) [begin, steps) of `valid_rows` rows into [step][32].
+void transpose_words(const char* rows, int64_t stride_bytes, int64_t begin, int64_t steps, int valid_rows, char* out) {
+    for (int64_t i = begin; i < steps; ++i) {
         uint32_t words[kPanel] = {};
         for (int r = 0; r < valid_rows; ++r) std::memcpy(&words[r], rows + r * stride_bytes + i * 4, 4);
         std::memcpy(out + i * kPanel * 4, words, sizeof(words));
     }
+}
+
+// The same for all 32 rows in squares of four by four. Returns how many steps it did.
+int64_t transpose_squares(const char* rows, int64_t stride_bytes, int64_t steps, char* out) {
+    int64_t i = 0;
+#ifdef __SSE2__
+    for (; i + 4 <= steps; i += 4) {
+        for (int r = 0; r < kPanel; r += 4) {
+            const char* from = rows + r * stride_bytes + i * 4;
+            __m128i row[4];
+            for (int j = 0; j < 4; ++j) {
+                row[j] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j * stride_bytes));
+            }
+            const __m128i low01 = _mm_unpacklo_epi32(row[0], row[1]), high01 = _mm_unpackhi_epi32(row[0], row[1]);
+            const __m128i low23 = _mm_unpacklo_epi32(row[2], row[3]), high23 = _mm_unpackhi_epi32(row[2], row[3]);
+            const __m128i column[4] = {_mm_unpacklo_epi64(low01, low23), _mm_unpackhi_epi64(low01, low23),
+                                       _mm_unpacklo_epi64(high01, high23), _mm_unpackhi_epi64(high01, high23)};
+            for (int j = 0; j < 4; ++j) {
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(out + ((i + j) * kPanel + r) * 4), column[j]);
+            }
+        }
+    }
+#else
+    (void)rows, (void)stride_bytes, (void)steps, (void)out;
+#endif
+    return i;
 }
 
 }  // namespace
@@ -28,7 +58,8 @@ void pack_panel(const void* args, int64_t task) {
     const int valid = static_cast<int>(a.n - first_row < kPanel ? a.n - first_row : kPanel);
     const char* rows = static_cast<const char*>(a.weight) + first_row * a.stride * element;
     char* out = static_cast<char*>(a.out) + task * steps * kPanel * 4;
-    transpose_words(rows, a.stride * element, a.k / per_word, valid, out);
+    const int64_t done = valid == kPanel ? transpose_squares(rows, a.stride * element, a.k / per_word, out) : 0;
+    transpose_words(rows, a.stride * element, done, a.k / per_word, valid, out);
     if (a.k % per_word != 0) {
         // The last element of an odd bf16 row, paired with zero.
         uint16_t tail[kPanel][2] = {};

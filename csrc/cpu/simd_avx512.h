@@ -36,9 +36,7 @@ inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {
     return _mm512_mask_blend_ps(static_cast<__mmask16>(first_lanes(end) & ~first_lanes(begin)), other, v);
 }
 
-inline Vec widen(__m256i bits) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
+inline Vec widen(__m256i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)); }
 // Not vcvtneps2bf16: that one flushes denormals, and every instruction set must round alike.
 inline __m256i narrow(Vec v) {
     const __m512i u = _mm512_castps_si512(v);

@@ -44,7 +44,9 @@ class Pool {
         done_.store(0, std::memory_order_relaxed);
         unclaimed_.store(launch.num_tasks, std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst) > 0) {
-            { std::lock_guard<std::mutex> lock(sleep_); }
+            {
+                std::lock_guard<std::mutex> lock(sleep_);
+            }
             wake_.notify_all();
         }
         while (run_one_task()) {
@@ -62,7 +64,9 @@ class Pool {
     void stop() {
         std::lock_guard<std::mutex> turn(callers_);
         stopping_.store(true, std::memory_order_seq_cst);
-        { std::lock_guard<std::mutex> lock(sleep_); }
+        {
+            std::lock_guard<std::mutex> lock(sleep_);
+        }
         wake_.notify_all();
         for (std::thread& worker : workers_) worker.join();
     }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 # Decoders look at a token's neighbours (spaces, byte pieces); this many tokens of context settle them.
 _CONTEXT_TOKENS = 5
@@ -31,9 +32,8 @@ class IncrementalDetokenizer:
         self._pending = prompt_token_ids[-_CONTEXT_TOKENS:]
         self._num_read = len(self._pending)
         self._read_text = self._decode(self._pending)
-        self._added: set[int] | None = None
-        if not (skip_special_tokens or spaces_between_special_tokens):
-            self._added = set(tokenizer.get_added_tokens_decoder())
+        self._added = _added_tokens(tokenizer)
+        self._glues_added_tokens = not (skip_special_tokens or spaces_between_special_tokens)
         self._last_token = prompt_token_ids[-1] if prompt_token_ids else -1
 
     def add(self, token_ids: list[int]) -> str:
@@ -47,6 +47,10 @@ class IncrementalDetokenizer:
         return text
 
     def _add(self, token: int) -> str:
+        added = self._added.get(token)
+        if added is not None and added.special and self._skip_special_tokens:
+            return ""  # it has no text and no effect on its neighbours' text: the window need not grow by it
+        last_token, self._last_token = self._last_token, token
         self._pending.append(token)
         text = self._decode(self._pending)
         if text.endswith(_INCOMPLETE) or len(text) <= len(self._read_text):
@@ -55,14 +59,18 @@ class IncrementalDetokenizer:
         self._pending = self._pending[self._num_read :]
         self._num_read = len(self._pending)
         self._read_text = self._decode(self._pending)
-        if self._added is not None:
-            if token in self._added and self._last_token in self._added:
-                new = new.removeprefix(" ")
-            self._last_token = token
+        if self._glues_added_tokens and added is not None and last_token in self._added and new == " " + added.content:
+            return new[1:]
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+@lru_cache(maxsize=4)  # it is copied out of the tokenizer at each call
+def _added_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
+    added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+    return added
 
 
 class StopStrings:
@@ -71,12 +79,11 @@ class StopStrings:
     def __init__(self, stop: list[str], include_in_output: bool) -> None:
         self._stop = stop
         self._include_in_output = include_in_output
-        self._longest = max(map(len, stop), default=0)
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:
         """The stop string that ends first in `text`, whose last `num_new` characters are new, and where to cut."""
-        start = max(0, len(text) - num_new - self._longest + 1)
-        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s, start)) >= 0]
+        old = len(text) - num_new
+        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s, max(0, old - len(s) + 1))) >= 0]
         if not found:
             return None
         end, at, stop = min(found)
@@ -86,8 +93,11 @@ class StopStrings:
         """Characters at the end of `text` that may turn out to begin a stop string, and so cannot be shown yet."""
         if self._include_in_output:
             return 0
-        for count in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-count:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return count
-        return 0
+        held = 0
+        for stop in self._stop:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while at >= 0 and not stop.startswith(text[at:]):
+                at = text.find(stop[0], at + 1)
+            if at >= 0:
+                held = max(held, len(text) - at)
+        return held

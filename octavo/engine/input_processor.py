@@ -11,7 +11,7 @@ import msgspec
 from octavo.config import ModelConfig
 from octavo.engine.wire import EngineRequest
 from octavo.errors import RequestError
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, is_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,8 +40,8 @@ class InputProcessor:
                 param="prompt",
             )
         text, salt = prompt.get("prompt"), prompt.get("cache_salt")
-        if salt is not None and not isinstance(salt, str):
-            raise RequestError("cache_salt must be a string.", param="cache_salt")
+        if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
+            raise RequestError("cache_salt must be a string of valid Unicode.", param="cache_salt")
         token_ids = prompt.get("prompt_token_ids")
         if token_ids is None:
             if not isinstance(text, str):
@@ -54,6 +54,10 @@ class InputProcessor:
                     code="context_length_exceeded",
                 )
             return text, self.encode(text), salt
+        if not isinstance(token_ids, list | tuple):
+            raise RequestError(
+                f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}.", param="prompt"
+            )
         token_ids = list(token_ids)
         for token in token_ids:
             if type(token) is not int or not 0 <= token < self.model.vocab_size:
@@ -79,11 +83,12 @@ class InputProcessor:
         arrival_time: float | None = None,
     ) -> tuple[str | None, EngineRequest]:
         """-> (the prompt's text, where known, and the request for the core)."""
+        if not is_unicode(request_id):
+            raise RequestError(f"the request id {request_id!r} is not valid Unicode.", param="request_id")
         text, token_ids, salt = self.tokenize(prompt)
         params = msgspec.structs.replace(params)
         self._check_token_ids(params)
-        if params.bad_words:
-            params.bad_words_token_ids = self._bad_words(params.bad_words)
+        params.bad_words_token_ids = self._bad_words(params.bad_words) if params.bad_words else None
         limit = self.model.max_model_len
         if params.truncate_prompt_tokens is not None:
             keep = params.truncate_prompt_tokens
@@ -137,4 +142,4 @@ def _eos_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> li
     ids = set(model.checkpoint.eos_token_ids)
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    return sorted(ids)
+    return sorted(token for token in ids if token < model.vocab_size)  # a token without a logit is never sampled

@@ -162,23 +162,25 @@ class OutputProcessor:
             state = self.requests.get(output.request_id)
             if state is None:
                 continue  # aborted while the step ran
-            touched[output.request_id] = state
             if output.finish_reason == "error":
+                touched[output.request_id] = state
                 state.error = output.error or "the engine could not process the request"
                 continue
             completion = state.completions[output.index]
             if completion.finish_reason is not None:
                 continue  # ended by a stop string; the core did not know yet
+            touched[output.request_id] = state
             if state.metrics.first_token_time is None:
                 first_latencies_s.append(now - state.metrics.arrival_time)
             elif completion.last_token_time is not None:
                 latencies_s.append(now - completion.last_token_time)
             completion.last_token_time = now
             self._update_request(state, output, now)
-            if completion.logprobs is not None and output.logprobs is not None:
-                completion.logprobs += [self._position(entry) for entry in output.logprobs]
             if completion.add(output):
                 aborts.append(Abort(output.request_id, output.index))
+            if completion.logprobs is not None and output.logprobs is not None:
+                num_taken = len(completion.token_ids) - len(completion.logprobs)  # a stop string may end it midway
+                completion.logprobs += [self._position(entry) for entry in output.logprobs[:num_taken]]
         if self.metrics is not None:
             self.metrics.record_first_tokens(first_latencies_s)
             self.metrics.record_tokens(latencies_s)

@@ -25,7 +25,8 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True):
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """Ends one sequence of a request (`index`), or all of them (None). Unknown ids are ignored."""
+    """Ends one sequence of a request (`index`, which must have put out a token), or all of them (None). Unknown ids are
+    ignored."""
 
     request_id: str
     index: int | None = None

@@ -41,6 +41,10 @@ class LLM:
         self.core = EngineCore(self.config)
         self._ids = itertools.count()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` use when they are given no parameters: the model's own recommendations."""
+        return SamplingParams(**self.config.model.default_sampling_params)
+
     def get_tokenizer(self) -> Any:
         """The `transformers` tokenizer of the model."""
         return self.tokenizer
@@ -99,7 +103,7 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None:
-            params = SamplingParams()
+            params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * len(prompts)
         if len(params) != len(prompts):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.errors import LoadError
-from octavo.loading.default_model import DEFAULT_MODEL_NAME, fetch_default_model
+from octavo.loading.default_model import DEFAULT_MODEL_NAME, DEFAULT_MODEL_SAMPLING, fetch_default_model
 from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_config import gguf_config
 from octavo.loading.weight_files import complete_shards, pick_weights, read_json
@@ -58,7 +58,8 @@ def resolve(
     """
     if not model:
         path = str(fetch_default_model())
-        return _from_gguf(DEFAULT_MODEL_NAME, path, load_format, _tokenizer_path(tokenizer, download_dir, path))
+        found = _from_gguf(DEFAULT_MODEL_NAME, path, load_format, _tokenizer_path(tokenizer, download_dir, path))
+        return replace(found, generation_config=found.generation_config | DEFAULT_MODEL_SAMPLING)
     path = os.path.abspath(os.path.expanduser(model))
     if not os.path.exists(path):
         path = _from_hub(model, load_format, revision, download_dir)
@@ -145,10 +146,16 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
     repo, wanted = match[1], match[2]
 
     def chosen_gguf(files: list[str]) -> str:
-        if wanted:
-            # The file's name, or a part that only one has, such as its quantization.
-            files = [f for f in files if f == wanted] or [f for f in files if wanted.lower() in f.lower()]
-        return _one_gguf(model, files, f"choose one as {repo}:FILE.gguf")
+        choose = f"choose one as {repo}:FILE.gguf"
+        if not wanted:
+            return _one_gguf(model, files, choose)
+        # The file's name, or a part that only one has, such as its quantization.
+        fitting = [f for f in files if f == wanted] or [f for f in files if wanted.lower() in f.lower()]
+        if len(fitting) != 1:
+            raise LoadError(
+                f"{wanted} fits {len(fitting)} of the GGUF files of {repo} ({', '.join(files[:8])}); {choose}."
+            )
+        return fitting[0]
 
     def pick(names: list[str]) -> list[str]:
         if load_format == "dummy" and "config.json" in names and not wanted:
@@ -156,8 +163,11 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
         weight_format, files = pick_weights(
             names, "gguf" if wanted else "auto" if load_format == "dummy" else load_format
         )
-        if weight_format == "gguf":
+        if weight_format == "gguf" or wanted:
             return [chosen_gguf(files)]
+        if not files:
+            shown = ", ".join(names[:8])
+            raise LoadError(f"{model} has no weights for --load-format {load_format}: its files are {shown}.")
         return files  # an index of shards is among the small files
 
     # Imported here: most starts use a local model, and the hub's client takes 0.2 s to import.

@@ -1,6 +1,6 @@
 """GGUF's storage formats unpacked into torch tensors, bit for bit as ggml's own reference does in float32.
 
-A tensor is unpacked a megabyte at a time, so that the float32 values between the packed bytes and the
+A tensor is unpacked 128 KB at a time, so that the float32 values between the packed bytes and the
 target type stay in the processor's cache. `weights` calls `dequantize`; the block layouts are those of ggml-common.h.
 """
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from octavo.loading.gguf import GGUFFile
 from octavo.loading.gguf_config import NamedTensor
 
-# Elements unpacked at once: 1 MB of float32. Measured on two cores, where 2^16 takes twice as long (torch's fixed cost
-# of a call) and 2^20 wins another tenth at the price of memory.
-_CHUNK_ELEMENTS = 1 << 18
+# Elements unpacked at once: the most that torch's elementwise kernels do without starting threads (GRAIN_SIZE in
+# TensorIterator.h). Threads win little here and lose much where a core is busy, since each of thousands of calls waits
+# for the slower one: 135M elements on two cores take 0.3 s, idle or busy; at 2^18, 0.16 s idle and up to 4 s busy.
+_CHUNK_ELEMENTS = 1 << 15
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -50,7 +51,9 @@ def dequantize(file: GGUFFile, tensor: NamedTensor, dtype: torch.dtype) -> Tenso
 
 def _to_half_rotary(rows: Tensor, num_heads: int) -> Tensor:
     """From rows that alternate between the two halves of a head to one half after the other."""
-    return rows.view(num_heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+    # By numpy, which copies without starting torch's threads; see _CHUNK_ELEMENTS.
+    halves = rows.numpy().reshape(num_heads, -1, 2, rows.shape[-1]).swapaxes(1, 2)
+    return torch.from_numpy(halves.reshape(rows.shape))
 
 
 def _half(blocks: Tensor, offset: int) -> Tensor:

@@ -10,6 +10,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -246,13 +247,21 @@ class DummyWeights:
             raise LoadError(f"dummy weights of this configuration have no tensor {name}.")
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype)
-        # crc32 rather than hash(), which differs between processes. torch's CPU generator takes 32 bits of a seed only.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         out = torch.empty(shape, dtype=self._dtype)
         flat = out.view(-1)
-        for start in range(0, flat.numel(), self._CHUNK):
+
+        def fill(start: int) -> None:
+            # crc32 rather than hash(), which differs between processes. torch's generator takes 32 bits of a seed only.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name} {start}".encode()))
             part = flat[start : start + self._CHUNK]
             part.copy_(torch.empty(part.numel()).normal_(0.0, self._STD, generator=generator))
+
+        starts = range(0, flat.numel(), self._CHUNK)
+        if len(starts) == 1:
+            fill(0)
+        else:  # drawing is the slow part, and torch does it on one core
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(fill, starts))
         return out
 
     def check_all_taken(self) -> None:

@@ -20,15 +20,72 @@ if TYPE_CHECKING:
 
 # Bounds of vLLM's histograms, which dashboards and alerts are written for.
 TTFT_BOUNDS_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-    160.0, 640.0, 2560.0,
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
 )
 TOKEN_BOUNDS_S = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
 )
 REQUEST_BOUNDS_S = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-    1920.0, 7680.0,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
 )
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PARAMS_N_BOUNDS = (1, 2, 5, 10, 20)
@@ -199,10 +256,13 @@ class EngineMetrics:
         yield "gpu_cache_usage_perc", "The same as kv_cache_usage_perc, under its older name.", kv_usage
         yield "cpu_cache_usage_perc", "Share of host (swap) blocks in use, 0 to 1.", host_usage
         yield (
-            "avg_prompt_throughput_toks_per_s", "Prompt tokens computed per second, lately.", self.prompt_tokens_per_s,
+            "avg_prompt_throughput_toks_per_s",
+            "Prompt tokens computed per second, lately.",
+            self.prompt_tokens_per_s,
         )
         yield (
-            "avg_generation_throughput_toks_per_s", "Tokens generated per second, lately.",
+            "avg_generation_throughput_toks_per_s",
+            "Tokens generated per second, lately.",
             self.generation_tokens_per_s,
         )
 
@@ -217,7 +277,8 @@ class EngineMetrics:
         yield "time_to_first_token_seconds", "Arrival to first token.", self.ttft_s
         yield "inter_token_latency_seconds", "Time between outputs of a sequence.", self.inter_token_latency_s
         yield (
-            "time_per_output_token_seconds", "Mean time per token after the first, a value a request.",
+            "time_per_output_token_seconds",
+            "Mean time per token after the first, a value a request.",
             self.time_per_output_token_s,
         )
         yield "e2e_request_latency_seconds", "Arrival to end.", self.e2e_s

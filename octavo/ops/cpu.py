@@ -118,6 +118,11 @@ def embedding(token_ids: Tensor, weight: LinearWeight) -> Tensor:
     return out
 
 
+def _empty_like(x: Tensor) -> Tensor:
+    """A contiguous tensor of the shape of `x`; torch is twice as fast at it where it need not be told the shape."""
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
+
+
 def _weight_code(weight: Tensor, hidden: int) -> int:
     assert weight.shape == (hidden,) and weight.is_contiguous()
     return _code("rms_norm", weight)
@@ -125,7 +130,7 @@ def _weight_code(weight: Tensor, hidden: int) -> int:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     hidden = x.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = _empty_like(x)
     if x.stride(-1) != 1 or x.dim() > 3:
         x = x.reshape(-1, hidden).contiguous()
     if x.dim() == 2:
@@ -146,7 +151,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     assert x.shape == residual.shape
     assert x.stride(1) == residual.stride(1) == 1
     rows, hidden = x.shape
-    out = torch.empty((rows, hidden), dtype=x.dtype)
+    out = _empty_like(x)
     _cpu.norm(
         x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, 1, hidden, x.stride(0), 0,
         residual.stride(0), eps, _code("add_rms_norm", x, residual), _weight_code(weight, hidden),
@@ -176,9 +181,9 @@ def rotary_and_cache(
     assert cos_sin.is_contiguous()
     _cpu.rotary_and_cache(
         query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
-        positions.data_ptr(), cos_sin.data_ptr(), rotary_size, cache.key.data_ptr(), cache.value.data_ptr(),
-        slot_mapping.data_ptr(), tokens, query_heads, kv_heads, head_size, cache.key.shape[3],
-        _code("rotary_and_cache", query, key, value, cache.key, cache.value),
+        positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[0], rotary_size, cache.key.data_ptr(),
+        cache.value.data_ptr(), cache.key.shape[0], slot_mapping.data_ptr(), tokens, query_heads, kv_heads, head_size,
+        cache.key.shape[3], _code("rotary_and_cache", query, key, value, cache.key, cache.value),
     )  # fmt: skip
 
 
@@ -241,4 +246,6 @@ def allocate_kv_cache(
     step = 1 if dtype is torch.float32 else 2
     key = torch.empty((num_blocks, num_kv_heads, head_size // step, block_size, step), dtype=dtype, device=device)
     value = torch.empty((num_blocks, num_kv_heads, block_size, padded), dtype=dtype, device=device)
+    for tensor in (key, value):
+        _cpu.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return LayerKVCache(key, value)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from octavo.sampling_params import SamplingParams
 from octavo.scheduling.plan import Admission
 
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)  # beyond it a temperature would be infinite and its row NaN
+
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
@@ -60,7 +62,7 @@ class SamplingTable:
         row, params = admission.row, admission.params
         self.settings[row] = RowSettings(params, admission.num_prompt_tokens, admission.stop_token_ids)
         self._is_special[row] = _is_special(params)
-        self._temperature[row] = params.temperature
+        self._temperature[row] = min(params.temperature, _MAX_FLOAT32)
         self._top_p[row] = params.top_p
         self._top_k[row] = max(params.top_k, 0)
         self._min_p[row] = params.min_p

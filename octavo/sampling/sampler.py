@@ -16,9 +16,15 @@ from octavo.ops import Ops
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.processors import process_logits
 from octavo.sampling.random import uniform
+from octavo.sampling_params import MAX_LOGPROBS
 
 # Most nuclei are smaller than this; rows whose nucleus is not are sorted whole.
 _NUCLEUS_CANDIDATES = 512
+
+_NOTHING_TO_CHOOSE = (
+    "no token could be chosen: allowed_token_ids, bad_words, min_tokens and logits_processors together leave none with a "
+    "finite logit."
+)
 
 
 class Sampler:
@@ -30,30 +36,38 @@ class Sampler:
     def sample(
         self, logits: Tensor, batch: SamplingBatch
     ) -> tuple[NDArray[np.int64], list[TokenLogprobs | None], dict[int, str]]:
-        """logits [N, V] float32, which are overwritten -> tokens [N], their log-probabilities where asked for, and
-        failures of callers' processors by sample."""
+        """logits [N, V] float32, which are overwritten -> tokens [N], their log-probabilities where asked for, and what
+        went wrong by sample: a caller's processor failed, or nothing was left to choose from."""
         wanted = np.flatnonzero(batch.num_logprobs >= 0)
         raw = logits[torch.from_numpy(wanted)] if len(wanted) else None  # before penalties, as the model said
         errors = process_logits(logits, batch.special) if batch.special else {}
         is_random = batch.temperature > 0
         if is_random.all():
-            tokens = self._draw(logits, batch, np.arange(len(is_random)))
+            tokens, best = self._draw(logits, batch, np.arange(len(is_random)))
         else:
-            tokens = self.ops.argmax(logits).numpy()
+            greedy = self.ops.argmax(logits)
+            tokens, best = greedy.numpy(), logits.gather(1, greedy[:, None])[:, 0].numpy()
             if is_random.any():
                 rows = np.flatnonzero(is_random)
-                tokens[rows] = self._draw(logits[torch.from_numpy(rows)], batch, rows)
+                tokens[rows], best[rows] = self._draw(logits[torch.from_numpy(rows)], batch, rows)
+        # Masks that leave nothing, and logits that are not numbers, end their own request and nothing else.
+        for n in np.flatnonzero(~np.isfinite(best)).tolist():
+            errors.setdefault(n, _NOTHING_TO_CHOOSE)
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if raw is not None:
             found = token_logprobs(raw, tokens[wanted], batch.num_logprobs[wanted])
-            for n, entry in zip(wanted, found, strict=True):
+            for n, entry in zip(wanted.tolist(), found, strict=True):
                 logprobs[n] = entry
         return tokens, logprobs, errors
 
-    def _draw(self, logits: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Draw from `logits` [R, V], whose settings are those of `rows` [R] of the batch."""
+    def _draw(
+        self, logits: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Draw from `logits` [R, V], whose settings are those of `rows` [R] of the batch -> tokens [R] and the largest
+        logit [R] of each row; a token whose row has no finite largest logit is meaningless."""
+        best = logits.amax(-1, keepdim=True)
         # Dividing by a tiny temperature must not overflow: the largest logit becomes 0 first.
-        logits = (logits - logits.amax(-1, keepdim=True)) / torch.from_numpy(batch.temperature[rows])[:, None]
+        logits = (logits - best) / torch.from_numpy(batch.temperature[rows])[:, None]
         probs = logits.softmax(-1)
         min_p = batch.min_p[rows]
         if (min_p > 0).any():
@@ -70,8 +84,8 @@ class Sampler:
         total = cumulative[:, -1:]
         dice = torch.from_numpy(uniform(batch.seed[rows], batch.index[rows], batch.position[rows]))[:, None]
         target = torch.minimum(dice * total, torch.nextafter(total, torch.zeros(1, dtype=total.dtype)))
-        tokens: NDArray[np.int64] = torch.searchsorted(cumulative, target, right=True).squeeze(-1).numpy()
-        return tokens
+        tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=probs.shape[1] - 1)  # NaN is nowhere
+        return tokens[:, 0].numpy(), best[:, 0].numpy()
 
 
 def _nucleus_floor(probs: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
@@ -98,7 +112,9 @@ def _nucleus_floor(probs: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.fl
         wanted = mass * float(top_p[r])
         cumulative = ranked.double().cumsum(-1)
         if len(ranked) < k and cumulative[-1] < wanted:
-            ranked = probs[r].sort(descending=True).values[:k]
+            # The k tokens below this hold less than the rest of the mass together: they need no sorting.
+            negligible = 0.5 * (mass - wanted) / k
+            ranked = probs[r][probs[r] >= negligible].sort(descending=True).values[:k]
             cumulative = ranked.double().cumsum(-1)
         last = int(torch.searchsorted(cumulative, wanted))
         floor[r] = ranked[min(last, len(ranked) - 1)]
@@ -110,7 +126,8 @@ def token_logprobs(logits: Tensor, tokens: NDArray[np.int64], num_top: NDArray[n
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, torch.from_numpy(tokens)[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
-    top = logprobs.topk(int(num_top.max()), dim=-1)
+    # Which of several equal tokens are in the top depends on how many are asked for: always ask for the same number.
+    top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]) if num_top.max() > 0 else 0, dim=-1)
     return [
         TokenLogprobs([token, *top_ids[:k]], [logprob, *top_values[:k]], rank)
         for token, logprob, rank, top_ids, top_values, k in zip(

@@ -80,9 +80,10 @@ class Scheduler:
         self._push_waiting(seq)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its sequences, and free its blocks at once. Unknown ids are ignored."""
+        """End a request, or one of its sequences, and free its blocks at once. Unknown ids are ignored, and so are
+        single sequences before the forks have started: until then one stands for all."""
         for seq in list(self._requests.get(request_id, ())):
-            if index is None or seq.index == index:
+            if index is None or (seq.index == index and not seq.num_pending_forks):
                 seq.is_aborted = True
                 self._drop(seq)
 

@@ -40,7 +40,7 @@ def _random_blocks(name: str, rows: int, blocks_in_row: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", _QUANTIZED)
-@pytest.mark.parametrize("chunk", [1 << 18, 1024])
+@pytest.mark.parametrize("chunk", [1 << 15, 1024])
 def test_random_blocks_are_bit_equal_in_float32_and_rounded_once_in_other_types(
     name: str, chunk: int, tmp_path: Path, write_gguf: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,14 +93,13 @@ def test_the_whole_default_model_is_unpacked_in_a_second(default_checkpoint: Che
         for tensor in named_tensors(file):
             dequantize(file, tensor, torch.bfloat16)
         best = min(best, time.perf_counter() - start)
-    assert best < 2.0  # 0.16 s on two idle cores; a loaded machine needs room
+    assert best < 2.0  # 0.3 s on an idle core; a loaded machine needs room
 
 
 def test_the_default_model_is_bit_equal_to_the_gguf_package(default_checkpoint: Checkpoint) -> None:
     file = read_gguf(default_checkpoint.path)
-    wanted = ("blk.7.ffn_down.weight", "blk.7.attn_v.weight", "blk.0.attn_norm.weight")
-    for tensor in gguf.GGUFReader(default_checkpoint.path).tensors:
-        if tensor.name in wanted:
-            expected = gguf.dequantize(tensor.data, tensor.tensor_type)
-            read = dequantize(file, NamedTensor("", file.tensors[tensor.name]), torch.float32)
-            assert np.array_equal(read.numpy(), expected)
+    for name in ("blk.7.ffn_down.weight", "blk.7.attn_v.weight", "blk.0.attn_norm.weight"):
+        info = file.tensors[name]
+        packed = np.frombuffer(file.data, np.uint8, info.num_bytes, info.offset).reshape(info.shape[0], -1)
+        expected = gguf.dequantize(packed, gguf.GGMLQuantizationType[info.type.name]).reshape(info.shape)
+        assert np.array_equal(dequantize(file, NamedTensor("", info), torch.float32).numpy(), expected)

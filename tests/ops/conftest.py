@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from octavo import _cpu
 
@@ -23,3 +24,12 @@ def threads() -> Iterator[None]:
     before = _cpu.num_threads()
     yield
     _cpu.set_num_threads(before)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Keeps the reference's threads from spinning against the kernels' own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -28,16 +28,21 @@ from octavo.ops import cpu
 
 ranges = st.lists(
     st.tuples(st.one_of(st.integers(1, 70), st.sampled_from([64, 127, 512, 513, 600])), st.integers(1, 100)),
-    min_size=1, max_size=5,
+    min_size=1,
+    max_size=5,
 )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @generated
 @given(
-    lengths=ranges, kv_heads=st.integers(1, 3), ratio=st.sampled_from([1, 2, 3, 8]),
-    head_size=st.sampled_from([40, 64, 80, 96, 128]), block_size=st.sampled_from([8, 16, 32]),
-    window=st.sampled_from([0, 0, 1, 17, 64, 100, 530]), partial_rotary=st.booleans(),
+    lengths=ranges,
+    kv_heads=st.integers(1, 3),
+    ratio=st.sampled_from([1, 2, 3, 8]),
+    head_size=st.sampled_from([40, 64, 80, 96, 128]),
+    block_size=st.sampled_from([8, 16, 32]),
+    window=st.sampled_from([0, 0, 1, 17, 64, 100, 530]),
+    partial_rotary=st.booleans(),
 )
 def test_mixed_batches_match_the_reference_whatever_unused_slots_hold(
     isa: str, dtype: torch.dtype, lengths: list[tuple[int, int]], kv_heads: int, ratio: int, head_size: int,
@@ -76,12 +81,13 @@ def test_later_tokens_of_a_chunk_do_not_touch_earlier_rows(isa: str, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("ratio", "head_size"), [(1, 64), (3, 64), (8, 40), (40, 128)])
-@pytest.mark.parametrize("window", [0, 90, 600])
+@pytest.mark.parametrize(
+    ("ratio", "head_size", "window"), [(1, 80, 0), (3, 64, 0), (3, 64, 90), (8, 40, 600), (40, 128, 0)]
+)
 def test_a_row_has_the_same_bits_however_it_is_batched_chunked_and_paged(
     isa: str, threads: None, dtype: torch.dtype, ratio: int, head_size: int, window: int
 ) -> None:
-    heads = Heads(2, ratio, head_size)
+    heads = Heads(1 if ratio == 40 else 2, ratio, head_size)
     length = 1100  # Crosses two partition boundaries.
     sequence = make_sequence(0, length, heads, dtype)
     others = [make_sequence(i, n, heads, dtype) for i, n in [(1, 3), (2, 200)]]
@@ -114,8 +120,12 @@ def test_contradictory_lengths_are_refused() -> None:
     for starts, length in [([0, 2], 40), ([0, 2], 1), ([2, 0], 2)]:
         with pytest.raises(ValueError, match="sequence 0 has"):
             cpu.paged_attention(
-                random(0, 2, 1, 64), cache, tables, torch.tensor(starts, dtype=torch.int32),
-                torch.tensor([length], dtype=torch.int32), 1.0,
+                random(0, 2, 1, 64),
+                cache,
+                tables,
+                torch.tensor(starts, dtype=torch.int32),
+                torch.tensor([length], dtype=torch.int32),
+                1.0,
             )
 
 

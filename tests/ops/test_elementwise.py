@@ -52,9 +52,7 @@ def test_rms_norm_of_heads_inside_a_wider_matrix(isa: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @generated
 @given(rows=st.integers(1, 100), width=widths, scale=st.sampled_from([0.1, 1.0, 30.0]))
-def test_silu_and_mul_matches_the_reference(
-    isa: str, dtype: torch.dtype, rows: int, width: int, scale: float
-) -> None:
+def test_silu_and_mul_matches_the_reference(isa: str, dtype: torch.dtype, rows: int, width: int, scale: float) -> None:
     gate_up = (random(rows, rows, 2 * width) * scale).to(dtype)
     assert_near(cpu.silu_and_mul(gate_up), torch_ref.silu_and_mul(gate_up))
 
@@ -109,7 +107,9 @@ def test_argmax_of_odd_rows(isa: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @generated
 @given(
-    tokens=st.integers(1, 40), head_size=st.sampled_from([40, 64, 80, 96, 128]), part=st.sampled_from([1, 2, 4]),
+    tokens=st.integers(1, 40),
+    head_size=st.sampled_from([40, 64, 80, 96, 128]),
+    part=st.sampled_from([1, 2, 4]),
     ratio=st.sampled_from([1, 3, 8]),
 )
 def test_rotary_rotates_queries_in_place_and_leaves_the_rest(
@@ -143,3 +143,13 @@ def test_a_negative_slot_is_not_written(isa: str) -> None:
     assert (cache.value[0] == 7).all()
     assert (cache.value[1, :, 1] == value[1]).all()
     assert (cache.value[1, :, 2:] == 7).all()
+
+
+def test_indices_out_of_range_are_refused_before_anything_is_touched() -> None:
+    cache = cpu.allocate_kv_cache(2, 8, 1, 64, torch.float32, torch.device("cpu"))
+    query, key, value = split_qkv(make_sequence(0, 1, Heads(1, 1, 64), torch.float32).qkv, Heads(1, 1, 64))
+    for position, slot, message in [(2048, 0, "position 2048"), (-1, 0, "position -1"), (0, 16, "slot 16")]:
+        with pytest.raises(IndexError, match=f"{message} at index 0"):
+            cpu.rotary_and_cache(query, key, value, torch.tensor([position]), cos_sin(64), cache, torch.tensor([slot]))
+    with pytest.raises(IndexError, match="token id 40 at index 1"):
+        cpu.embedding(torch.tensor([39, 40], dtype=torch.int32), cpu.pack_linear(random(0, 40, 8), None))

@@ -14,16 +14,29 @@ from octavo.errors import ConfigError
 
 # Flags of vLLM's that users' scripts may hold and that are not built; the error says so instead of "unrecognized".
 NOT_BUILT = (
-    "data-parallel-size", "distributed-executor-backend", "enable-lora", "limit-mm-per-prompt", "lora-modules",
-    "max-lora-rank", "max-loras", "num-scheduler-steps", "num-speculative-tokens", "pipeline-parallel-size",
-    "speculative-config", "speculative-draft-tensor-parallel-size", "speculative-model", "tensor-parallel-size",
+    "data-parallel-size",
+    "distributed-executor-backend",
+    "enable-lora",
+    "limit-mm-per-prompt",
+    "lora-modules",
+    "max-lora-rank",
+    "max-loras",
+    "num-scheduler-steps",
+    "num-speculative-tokens",
+    "pipeline-parallel-size",
+    "speculative-config",
+    "speculative-draft-tensor-parallel-size",
+    "speculative-model",
+    "tensor-parallel-size",
 )
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
     """Every flag of the engine and of the server."""
     parser = argparse.ArgumentParser(
-        prog=prog, usage="%(prog)s [MODEL] [--flags]", description="Serve a model over the OpenAI API.",
+        prog=prog,
+        usage="%(prog)s [MODEL] [--flags]",
+        description="Serve a model over the OpenAI API.",
         allow_abbrev=False,
     )
     parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")

@@ -23,17 +23,14 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> FastAPI:
     """The application of a server that answers with `engine`, which need not be ready yet."""
     state = ServerState(engine, args)
     app = FastAPI(
-        title="Octavo",
-        version=__version__,
-        root_path=args.root_path,
-        responses={code: {"model": ErrorResponse} for code in ("4XX", "5XX")},
+        title="Octavo", version=__version__, responses={code: {"model": ErrorResponse} for code in ("4XX", "5XX")}
     )
     app.state.octavo = state
     for module in (completions, chat, models, health):
         app.include_router(module.router)
     add_error_handlers(app)
     # The last one added is the outermost: CORS answers preflight requests, which bring no key, and marks errors too.
-    app.add_middleware(Gate, api_keys=args.api_keys, unavailable=state.unavailable)
+    app.add_middleware(Gate, api_keys=args.api_keys, root_path=args.root_path, unavailable=state.unavailable)
     app.add_middleware(
         CORSMiddleware, allow_origins=args.origins, allow_methods=["*"], allow_headers=["*"], allow_credentials=False
     )

@@ -83,13 +83,20 @@ def validation_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | 
         return f"Unrecognized request argument supplied: {param}", param
     if error["type"] == "missing":
         return f"{param} is required.", param
-    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if " should " in message:  # as in "Input should be a valid integer": the field's name is the better subject
+        message = message[message.index(" should ") + 1 :]
     return f"{param} {message}, got {reprlib.repr(error.get('input'))}.", param
 
 
 async def _on_octavo_error(request: Request, error: Exception) -> Response:
     message, status, param, code = describe(error)
     return error_response(message, status, param=param, code=code)
+
+
+async def _on_unexpected_error(request: Request, error: Exception) -> Response:
+    # Starlette raises it again for uvicorn to log.
+    return error_response("Internal error.", 500, code="internal_error")
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
@@ -120,3 +127,4 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(EngineDeadError, _on_octavo_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_unexpected_error)

@@ -26,17 +26,24 @@ class Gate:
     version need neither a key nor an engine.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: list[str], unavailable: Unavailable) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: list[str], root_path: str, unavailable: Unavailable) -> None:
         self._app = app
+        self._root_path = root_path.rstrip("/")
         self._key_digests = [_digest(key.encode()) for key in api_keys]
         self._unavailable = unavailable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and route_path(scope) not in OPEN_PATHS:
-            refusal = await self._refuse(Headers(scope=scope), scope["method"])
-            if refusal is not None:
-                await refusal(scope, receive, send)
-                return
+        if scope["type"] == "http":
+            # A proxy may have taken the prefix off or not: the router, too, takes paths with it and without.
+            scope["root_path"] = self._root_path
+            path: str = scope["path"]
+            if path.startswith(self._root_path + "/"):
+                path = path[len(self._root_path) :]
+            if path not in OPEN_PATHS:
+                refusal = await self._refuse(Headers(scope=scope), scope["method"])
+                if refusal is not None:
+                    await refusal(scope, receive, send)
+                    return
         await self._app(scope, receive, send)
 
     async def _refuse(self, headers: Headers, method: str) -> Response | None:
@@ -65,13 +72,6 @@ class Gate:
         # Digests have one length and every key is compared, so time tells nothing about the keys.
         matches = [hmac.compare_digest(digest, expected) for expected in self._key_digests]
         return scheme.lower() == "bearer" and any(matches)
-
-
-def route_path(scope: Scope) -> str:
-    """The path below `--root-path`, whether or not the proxy in front has taken it off."""
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "").rstrip("/")
-    return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def _digest(key: bytes) -> bytes:

@@ -12,8 +12,10 @@ from octavo.version import __version__
 router = APIRouter(tags=["operations"])
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
-@router.api_route("/ping", methods=["GET", "POST"])
+@router.get("/health")
+@router.head("/health", include_in_schema=False)
+@router.get("/ping")
+@router.post("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 when requests are taken; 503 with the reason while the model loads and after the engine has died."""
     unavailable = await state_of(request).unavailable()

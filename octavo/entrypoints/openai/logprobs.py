@@ -62,7 +62,9 @@ class LogprobsFormatter:
     def prompt(self, positions: Sequence[PositionLogprobs | None]) -> PromptLogprobs:
         """vLLM's shape: one map of token ids a position, null for the first."""
         return [
-            None if position is None else {
+            None
+            if position is None
+            else {
                 token_id: PromptLogprob(
                     logprob=_finite(entry.logprob), rank=entry.rank, decoded_token=self._plain_text(token_id, entry)
                 )

@@ -121,7 +121,12 @@ def _make_server(engine: AsyncLLMEngine, args: ServerArgs) -> uvicorn.Server:
 
     app = build_app(engine, args)
     options: dict[str, Any] = {
-        "loop": "none", "http": "httptools", "ws": "none", "lifespan": "off", "interface": "asgi3", "log_config": None,
+        "loop": "none",
+        "http": "httptools",
+        "ws": "none",
+        "lifespan": "off",
+        "interface": "asgi3",
+        "log_config": None,
         "server_header": False,
     }
     return Server(

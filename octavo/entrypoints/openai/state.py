@@ -62,7 +62,9 @@ class ServerState:
             return name or self.model_names[0]
         raise RequestError(
             f"The model {name!r} does not exist here; this server has {', '.join(map(repr, self.model_names))}.",
-            param="model", status=404, code="model_not_found",
+            param="model",
+            status=404,
+            code="model_not_found",
         )
 
     def response_id(self, prefix: str, body: GenerationRequest, raw: Request) -> tuple[str, dict[str, str]]:

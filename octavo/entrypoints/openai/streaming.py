@@ -34,7 +34,11 @@ class ChunkWriter:
         self, *, response_id: str, kind: str, created: int, model: str, fingerprint: str, wants_usage: bool
     ) -> None:
         fields = {
-            "id": response_id, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint,
+            "id": response_id,
+            "object": kind,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
         }
         self._head = b"data: " + encode_json(fields)[:-1] + b',"choices":['
         self._choice_heads: dict[int, bytes] = {}

@@ -1,0 +1,131 @@
+// Draws one token a row: temperature, min-p, top-k and top-p, then the inverse of the cumulative distribution. Thresholds
+// are found by radix selection on the bits of the probabilities, which order as the numbers do, so nothing is sorted.
+// Every sum runs in an order that the row's length alone decides. Included by kernels.cpp only.
+#pragma once
+
+#include "simd.h"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+// Elements whose probabilities are summed as one; the sums are then added up in order.
+constexpr int64_t kSumChunk = 512;
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return bits;
+}
+inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+
+inline float sum_chunk(const float* p, int64_t n) {
+    Vec total = zero();
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) total = add(total, load(p + i));
+    if (i < n) total = add(total, load_n(p + i, static_cast<int>(n - i)));
+    return reduce_add(total);
+}
+inline double sum_row(const float* p, int64_t n) {
+    double total = 0;
+    for (int64_t i = 0; i < n; i += kSumChunk) total += sum_chunk(p + i, min_of(kSumChunk, n - i));
+    return total;
+}
+
+inline void drop_below(float* p, int64_t n, float floor) {
+    const Vec limit = set1(floor);
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        const Vec v = load(p + i);
+        store(p + i, select_greater(limit, v, zero(), v));
+    }
+    for (; i < n; ++i) p[i] = p[i] < floor ? 0.0f : p[i];
+}
+
+// The largest probability such that those at least as large number `wanted` or more (by_mass false) or sum to `wanted`
+// or more (true); 0 if all of them do not. Probabilities are in [0, 1]; zeros and NaN do not count.
+inline float find_floor(const float* p, int64_t n, double wanted, bool by_mass) {
+    constexpr int kBits[3] = {12, 10, 10};
+    uint32_t prefix = 0;  // the bits that are settled
+    int shift = 32;
+    double found = 0;  // count or mass of what lies above the prefix
+    for (int level = 0; level < 3; ++level) {
+        const uint32_t buckets = 1u << kBits[level];
+        const int above = shift;
+        shift -= kBits[level];
+        double weight[1 << 12];
+        for (uint32_t b = 0; b < buckets; ++b) weight[b] = 0;
+        for (int64_t i = 0; i < n; ++i) {
+            if (!(p[i] > 0)) continue;
+            const uint32_t bits = bits_of(p[i]);
+            if (level > 0 && (bits >> above) != prefix) continue;
+            weight[(bits >> shift) & (buckets - 1)] += by_mass ? static_cast<double>(p[i]) : 1.0;
+        }
+        int64_t b = buckets - 1;
+        while (b >= 0 && found + weight[b] < wanted) found += weight[b--];
+        if (b < 0) return 0;
+        prefix = (prefix << kBits[level]) | static_cast<uint32_t>(b);
+    }
+    return float_of(prefix);
+}
+
+// A task is a row. Its logits are overwritten.
+void sample(const void* args, int64_t task) {
+    const SampleArgs& a = *static_cast<const SampleArgs*>(args);
+    float* p = a.logits + task * a.stride;
+    const int64_t n = a.width;
+    float largest = -__builtin_inff();
+    int64_t likeliest = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        if (p[i] > largest) {
+            largest = p[i];
+            likeliest = i;
+        }
+    }
+    a.out[task] = likeliest;
+    // A single choice, or logits with an infinity or nothing else than NaN: there is no distribution to draw from.
+    if (!(largest > -__builtin_inff() && largest < __builtin_inff())) return;
+
+    const Vec shift = set1(largest), temperature = set1(a.temperature[task]);
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(p + i, exp(div(sub(load(p + i), shift), temperature)));
+    if (i < n) {
+        const int rest = static_cast<int>(n - i);
+        store_n(p + i, exp(div(sub(load_n(p + i, rest), shift), temperature)), rest);
+    }
+    // The most likely token has weight 1 exactly: min-p is a bound on the weights themselves.
+    if (a.min_p[task] > 0) drop_below(p, n, a.min_p[task]);
+    if (a.top_k[task] > 0 && a.top_k[task] < n) {
+        drop_below(p, n, find_floor(p, n, static_cast<double>(a.top_k[task]), false));
+    }
+    if (a.top_p[task] < 1) {
+        const double wanted = static_cast<double>(a.top_p[task]) * sum_row(p, n);
+        drop_below(p, n, find_floor(p, n, wanted, true));
+    }
+
+    const double target = a.dice[task] * sum_row(p, n);
+    double before = 0;
+    int64_t drawn = likeliest;
+    for (int64_t start = 0; start < n; start += kSumChunk) {
+        const int64_t length = min_of(kSumChunk, n - start);
+        const double after = before + sum_chunk(p + start, length);
+        if (after > target) {
+            // The chunk's own sum rounds differently from this one: its last token with any weight ends the search.
+            for (int64_t j = start; j < start + length; ++j) {
+                if (!(p[j] > 0)) continue;
+                drawn = j;
+                before += p[j];
+                if (before > target) break;
+            }
+            break;
+        }
+        before = after;
+    }
+    a.out[task] = drawn;
+}
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA

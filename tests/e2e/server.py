@@ -1,0 +1,93 @@
+"""Starts a real server process and waits until it is healthy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MODEL = "SmolLM2-135M-Instruct"
+START_TIMEOUT_S = 120
+
+
+@dataclass
+class Server:
+    """A running server. `url` ends without a slash."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status (0 while nothing listens) and body."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as e:
+            return e.code, e.read().decode()
+        except (urllib.error.URLError, ConnectionError):
+            return 0, ""
+
+    def metric(self, name: str) -> float:
+        """The value of a metric without labels besides `model_name`."""
+        found = re.search(rf"^vllm:{name}\{{model_name=[^}}]*\}} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        assert found is not None, f"no metric {name}"
+        return float(found.group(1))
+
+    def wait_until_idle(self, timeout_s: float = 60) -> None:
+        """Return when nothing runs, waits or holds a block; fail if that does not come."""
+        deadline = time.monotonic() + timeout_s
+        names = ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc")
+        while any(left := {name: self.metric(name) for name in names}.values()):
+            assert time.monotonic() < deadline, f"not idle: {left}"
+            time.sleep(0.1)
+
+    def core_process(self) -> psutil.Process:
+        """The engine core."""
+        (core,) = [p for p in psutil.Process(self.process.pid).children() if "core_process" in " ".join(p.cmdline())]
+        return core
+
+    def stop(self, timeout_s: float = 30) -> int:
+        """Terminate it and return its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+
+@contextlib.contextmanager
+def running_server(folder: Path, *flags: str, wait: bool = True) -> Iterator[Server]:
+    """`python -m octavo.entrypoints.openai.api_server` on a free port, with these flags."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder / f"server-{port}.log"
+    command = [sys.executable, "-m", "octavo.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    with open(log, "wb") as out:
+        process = subprocess.Popen([*command, *flags], stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while wait and server.get("/health")[0] != 200:
+            assert process.poll() is None, f"the server ended:\n{log.read_text()}"
+            assert time.monotonic() < deadline, f"the server is not ready:\n{log.read_text()}"
+            time.sleep(0.1)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,99 @@
+"""What cannot be served is refused in one clear line, without a traceback, before anything listens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.loading.checkpoint import resolve
+
+
+def serve(*flags: str, **environment: str) -> tuple[int, str]:
+    """Exit status and standard error of a server that should not start."""
+    done = subprocess.run(
+        [sys.executable, "-m", "octavo.entrypoints.cli.main", "serve", "--port", "0", *flags],
+        capture_output=True, text=True, timeout=120, env={**os.environ, **environment},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr + done.stdout
+    return done.returncode, done.stderr
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def test_a_truncated_gguf_file(tmp_path: Path) -> None:
+    whole = Path(resolve("").path).read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole[: len(whole) // 2])
+    status, error = serve(str(cut))
+    assert status == 1
+    assert "cut.gguf" in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_text("not a model at all")
+    status, error = serve(str(other))
+    assert status == 1
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_an_unknown_architecture(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    folder = write_config(tmp_path, architectures=["MambaForCausalLM"])
+    status, error = serve(str(folder), "--load-format", "dummy", "--tokenizer", str(tiny_tokenizer))
+    assert status == 1
+    assert "MambaForCausalLM" in error
+    assert "LlamaForCausalLM" in error, "says what is built"
+
+
+def test_a_model_that_does_not_fit_the_memory(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    folder = write_config(tmp_path, hidden_size=65536, intermediate_size=262144, num_hidden_layers=200)
+    status, error = serve(str(folder), "--load-format", "dummy", "--tokenizer", str(tiny_tokenizer))
+    assert status == 1
+    assert error.count("GiB") >= 2, "says what is needed and what there is"
+
+
+def test_a_cache_too_small_for_one_request() -> None:
+    status, error = serve("--num-gpu-blocks-override", "8", "--max-model-len", "4096")
+    assert status == 1
+    assert "lower --max-model-len to at most 128" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is not built yet"),
+        (["--device", "cuda"], "--device cuda is not built yet"),
+        (["--quantization", "awq"], "--quantization awq is not built yet"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not built yet"),
+        (["--block-size", "17"], "--block-size must be 8, 16 or 32"),
+        (["--max-model-len", "100000000"], "more than the model's 8192 positions"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be greater than 0"),
+        (["--enable-lora"], "--enable-lora True is not built yet"),
+    ],
+)
+def test_flags_that_cannot_be_honoured(flags: list[str], said: str) -> None:
+    status, error = serve(*flags)
+    assert status in (1, 2)
+    assert said in error
+
+
+def test_no_network_and_no_cache_says_what_to_do(tmp_path: Path) -> None:
+    status, error = serve(
+        OCTAVO_CACHE=str(tmp_path), PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_NO_INDEX="1", PIP_RETRIES="0",
+        PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="",
+    )  # fmt: skip
+    assert status == 1
+    assert "--model" in error

@@ -1,0 +1,151 @@
+"""`AsyncLLMEngine` with the default model and a real core process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from octavo import AsyncEngineArgs, AsyncLLMEngine, RequestOutput, SamplingParams
+from octavo.errors import EngineDeadError, OctavoError, RequestError
+from octavo.sampling_params import RequestOutputKind
+
+pytestmark = pytest.mark.slow
+
+ARGS = {"max_model_len": 512, "num_gpu_blocks_override": 256}
+LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+
+def with_engine(use: Callable[[AsyncLLMEngine], Awaitable[None]], **args: object) -> None:
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**{**ARGS, **args}))
+    try:
+        asyncio.run(asyncio.wait_for(use(engine), 120))
+    finally:
+        engine.shutdown()
+
+
+async def collect(engine: AsyncLLMEngine, prompt: object, params: SamplingParams, name: str) -> list[RequestOutput]:
+    return [output async for output in engine.generate(prompt, params, name)]
+
+
+async def until_idle(engine: AsyncLLMEngine) -> None:
+    while engine.stats.num_running or engine.stats.num_waiting or engine.stats.num_blocks_used:
+        await asyncio.sleep(0.01)
+
+
+def test_output_kinds_agree_and_deltas_add_up() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        params = {
+            kind: SamplingParams(max_tokens=30, temperature=0.7, seed=3, n=2, logprobs=1, output_kind=kind)
+            for kind in RequestOutputKind
+        }
+        runs = {kind: await collect(engine, "The sea is", params[kind], str(kind)) for kind in params}
+        final = runs[RequestOutputKind.FINAL_ONLY]
+        assert len(final) == 1
+        for completion in final[0].outputs:
+            last = runs[RequestOutputKind.CUMULATIVE][-1].outputs[completion.index]
+            assert (last.text, last.token_ids, last.logprobs) == (
+                completion.text, completion.token_ids, completion.logprobs
+            )  # fmt: skip
+            deltas = [
+                part
+                for output in runs[RequestOutputKind.DELTA]
+                for part in output.outputs
+                if part.index == completion.index
+            ]
+            assert "".join(part.text for part in deltas) == completion.text
+            assert [token for part in deltas for token in part.token_ids] == completion.token_ids
+            assert [p for part in deltas for p in part.logprobs] == completion.logprobs
+            assert [part.finish_reason for part in deltas if part.finish_reason] == [completion.finish_reason]
+
+    with_engine(use)
+
+
+def test_abort_ends_the_stream_and_closing_it_frees_the_blocks() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        aborted = asyncio.create_task(collect(engine, "One", LONG, "aborted"))
+        cancelled = asyncio.create_task(collect(engine, "Two", LONG, "cancelled"))
+        closed = engine.generate("Three", LONG, "closed")
+        for _ in range(3):
+            await anext(closed)
+        assert engine.stats.num_running == 3
+        await engine.abort("aborted")
+        await engine.abort("never heard of")
+        cancelled.cancel()
+        await closed.aclose()
+        outputs = await aborted
+        assert outputs[-1].finished
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        await until_idle(engine)
+        assert (await collect(engine, "Four", SamplingParams(max_tokens=2), "four"))[-1].finished
+
+    with_engine(use)
+
+
+def test_a_bad_request_fails_alone() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        good = asyncio.create_task(collect(engine, "Hello", LONG, "good"))
+        await asyncio.sleep(0)
+        for prompt, params in (
+            ("", SamplingParams()),
+            ("word " * 600, SamplingParams()),
+            ({"prompt_token_ids": [10**9]}, SamplingParams()),
+            ({"prompt_token_ids": []}, SamplingParams()),
+            ({}, SamplingParams()),
+            (5, SamplingParams()),
+            ("Hello", SamplingParams(logit_bias={10**8: 1.0})),
+            ("Hello", SamplingParams(logits_processors=[lambda prompt, output, logits: logits])),
+        ):
+            with pytest.raises(RequestError):
+                await collect(engine, prompt, params, "bad")
+        first = engine.generate("Hello", LONG, "twice")
+        await anext(first)
+        with pytest.raises(RequestError, match="in use"):
+            await collect(engine, "Hello", LONG, "twice")
+        await first.aclose()
+        outputs = await good
+        assert sum(len(part.token_ids) for output in outputs for part in output.outputs) == 400
+
+    with_engine(use)
+
+
+def test_higher_priority_goes_first() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        order: list[str] = []
+
+        async def run(name: str, priority: int) -> None:
+            params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+            async for _ in engine.generate(f"{name} says", params, name, priority=priority):
+                pass
+            order.append(name)
+
+        await collect(engine, "Warm", SamplingParams(max_tokens=1), "warm")
+        await asyncio.gather(run("first", 5), run("low", 9), run("high", -1), run("middle", 5))
+        assert order.index("high") < order.index("middle") < order.index("low")
+
+    with_engine(use, max_num_seqs=1, scheduling_policy="priority")
+
+
+def test_a_core_that_cannot_start_says_why() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        with pytest.raises(OctavoError, match=r"holds 64 tokens, less than one request of --max-model-len 512"):
+            await engine.wait_ready()
+
+    with_engine(use, num_gpu_blocks_override=4)
+
+
+def test_a_core_that_dies_fails_every_stream() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        streams = [engine.generate("Hello", LONG, str(i)) for i in range(3)]
+        for stream in streams:
+            await anext(stream)
+        engine._core.process.kill()
+        for stream in streams:
+            with pytest.raises(EngineDeadError):
+                while True:
+                    await anext(stream)
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+
+    with_engine(use)

@@ -1,0 +1,161 @@
+"""An engine without a model: it says what the test tells it to, through the real tokenizer, checks and text output."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.engine.input_processor import InputProcessor
+from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.wire import SequenceOutput, TokenLogprobs
+from octavo.entrypoints.openai.app import build_app
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.tokenizer import load_tokenizer
+from octavo.metrics.prometheus import EngineMetrics
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+
+MODEL = "org/fake"
+MAX_MODEL_LEN = 512
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('No such talk.') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if shout %}LOUD {% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+class FakeEngine:
+    """Has the interface of `AsyncLLMEngine`. Completion `i` is `answer`, followed by `i` if that is not 0."""
+
+    def __init__(self, tokenizer_folder: Path) -> None:
+        checkpoint = Checkpoint(MODEL, "dummy", str(tokenizer_folder), [], str(tokenizer_folder), {})
+        model = ModelConfig(checkpoint, [MODEL, "alias"], "float32", MAX_MODEL_LEN, 259, None)
+        self.config = EngineConfig(
+            model=model,
+            cache=CacheConfig(16, None, 0.3, 0.9, 0, True),
+            scheduler=SchedulerConfig(8, 256, True, "fcfs", "recompute"),
+            device="cpu",
+            log_stats=False,
+        )
+        self.metrics = EngineMetrics(MODEL, MAX_MODEL_LEN)
+        self.tokenizer = load_tokenizer(checkpoint, TEMPLATE)
+        self.inputs = InputProcessor(model, self.tokenizer)
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to what a test expects at its start."""
+        self.answer = "Hello there"
+        self.is_ready = True
+        self.failure: Exception | None = None
+        self.fails_after: tuple[int, Exception] | None = None  # tokens, and what happens then
+        self.delay_s = 0.0
+        self.is_paused = False  # after the first token
+        self.active: set[str] = set()
+        self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+
+    async def check_health(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        text, request = self.inputs.process(prompt, params, request_id, priority=priority)
+        self.seen.append((request.prompt_token_ids, params, {"priority": priority, "salt": request.cache_salt}))
+        outputs = OutputProcessor(self.tokenizer, self.metrics)
+        outputs.add(request, text)
+        self.active.add(request_id)
+        try:
+            scripts = [self._tokens(i, request.max_tokens) for i in range(params.num_sequences)]
+            for step in range(max(map(len, scripts))):
+                await asyncio.sleep(self.delay_s)
+                while self.is_paused and step > 0:  # noqa: ASYNC110  # the test's thread ends the pause
+                    await asyncio.sleep(0.002)
+                if self.fails_after is not None and step == self.fails_after[0]:
+                    raise self.fails_after[1]
+                new = [
+                    self._output(request_id, i, script, step, request.max_tokens, params, request.prompt_token_ids)
+                    for i, script in enumerate(scripts)
+                    if step < len(script)
+                ]
+                for result in outputs.process(new)[0]:
+                    assert isinstance(result, RequestOutput)
+                    yield result
+                    if result.finished:
+                        return
+        finally:
+            self.active.discard(request_id)
+
+    def _tokens(self, index: int, max_tokens: int) -> list[int]:
+        text = self.answer + (str(index) if index else "")
+        return [*self.inputs.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id][:max_tokens]
+
+    def _output(
+        self,
+        request_id: str,
+        index: int,
+        script: list[int],
+        step: int,
+        max_tokens: int,
+        params: SamplingParams,
+        prompt: list[int],
+    ) -> SequenceOutput:
+        token = script[step]
+        is_end = token == self.tokenizer.eos_token_id
+        wants_prompt = params.prompt_logprobs is not None and step == 0
+        return SequenceOutput(
+            request_id,
+            index,
+            [token],
+            finish_reason="stop" if is_end else "length" if step + 1 == max_tokens else None,
+            logprobs=[_logprobs(token, params.logprobs or 0)] if params.wants_logprobs else None,
+            prompt_logprobs=[_logprobs(t, params.prompt_logprobs or 0) for t in prompt[1:]] if wants_prompt else None,
+            num_cached_tokens=3,
+            first_scheduled_time=time.monotonic(),
+        )
+
+
+def _logprobs(token: int, num_top: int) -> TokenLogprobs:
+    """The token at -0.5 as the second most likely, after its successor at -0.25; the last one cannot be."""
+    top = [((token + 1) % 259, -0.25), (token, -0.5), ((token + 2) % 259, float("-inf"))][:num_top]
+    return TokenLogprobs([token, *(t for t, _ in top)], [-0.5, *(p for _, p in top)], 2)
+
+
+@contextlib.contextmanager
+def serving(engine: FakeEngine, **args: Any) -> Iterator[str]:
+    """The address of a real HTTP server, in a thread, that answers with `engine`."""
+    config = uvicorn.Config(
+        build_app(engine, ServerArgs(**args)),  # type: ignore[arg-type]
+        log_level="error",
+        lifespan="off",
+        ws="none",
+        http="httptools",
+        log_config=None,
+    )
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def wait_until(condition: Any, timeout_s: float = 5.0) -> None:
+    """Return when `condition()` holds; fail if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.005)

@@ -1,0 +1,180 @@
+"""POST /v1/chat/completions, as the openai client and as the bytes on the wire."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.entrypoints.fake_engine import MODEL, FakeEngine
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def chat(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**{"model": MODEL, "messages": [USER], **fields})
+
+
+def prompt_of(engine: FakeEngine) -> str:
+    return str(engine.tokenizer.decode(engine.seen[-1][0]))
+
+
+def test_an_answer_has_the_message_the_reason_and_the_usage(client: openai.OpenAI, engine: FakeEngine) -> None:
+    answer = chat(client)
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.object == "chat.completion"
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Hello there", "stop")
+    assert prompt_of(engine) == "user: Hi\nassistant:"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len("user: Hi\nassistant:"), 12)
+
+
+def test_an_answer_may_be_as_long_as_the_context_allows(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.answer = "x" * 1000
+    answer = chat(client)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == engine.config.model.max_model_len
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_answer_is_no_longer_than_asked(client: openai.OpenAI, name: str) -> None:
+    assert chat(client, **{name: 5}).choices[0].message.content == "Hello"
+
+
+@pytest.mark.parametrize("answer", ["Hello there", "Grüße, 世界 👋🏽!", 'line\nline "quoted" \u2028'])
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"stop": "e"}, {"logprobs": True}])
+def test_streamed_text_equals_the_text_of_the_whole_answer(
+    client: openai.OpenAI, engine: FakeEngine, answer: str, fields: dict[str, Any]
+) -> None:
+    engine.answer = answer
+    whole = chat(client, **fields)
+    texts: dict[int, str] = {}
+    ends: dict[int, str] = {}
+    for chunk in chat(client, stream=True, **fields):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert texts == {choice.index: choice.message.content for choice in whole.choices}
+    assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
+
+
+def test_a_stream_gives_the_role_the_text_and_the_end_in_this_order(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.answer = "ab"
+    response = http.post("/v1/chat/completions", json={"messages": [USER], "stream": True, "n": 2})
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"][0]["index"] == 1] == [
+        {"role": "assistant", "content": ""},
+        {"content": "a"},
+        {"content": "b"},
+        {"content": "1"},
+        {},
+    ]
+    assert chunks[0]["choices"] == [
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    ]
+    assert chunks[-1]["choices"] == [
+        {"index": 1, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+
+
+def test_the_last_chunk_has_the_usage_when_asked(client: openai.OpenAI) -> None:
+    chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage == chat(client).usage
+    assert chunks[-1].choices == []
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_a_stop_string_is_named_and_left_out(http: httpx.Client, engine: FakeEngine) -> None:
+    choice = http.post("/v1/chat/completions", json={"messages": [USER], "stop": ["there"]}).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Hello ", "stop", "there")
+
+
+def test_logprobs_have_bytes_that_add_up_to_the_text(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.answer = "aü"
+    choice = chat(client, logprobs=True, top_logprobs=2, max_tokens=3).choices[0]
+    content = choice.logprobs.content
+    assert b"".join(bytes(token.bytes) for token in content) == "aü".encode()
+    assert [token.logprob for token in content] == [-0.5] * 3
+    assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("b", -0.25), ("a", -0.5)]
+
+
+def test_no_top_logprobs_are_given_unless_asked(client: openai.OpenAI) -> None:
+    content = chat(client, logprobs=True).choices[0].logprobs.content
+    assert all(token.top_logprobs == [] for token in content)
+
+
+def test_content_may_come_in_text_parts(client: openai.OpenAI, engine: FakeEngine) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    chat(client, messages=[{"role": "user", "content": parts}])
+    assert prompt_of(engine) == "user: one\ntwo\nassistant:"
+
+
+def test_the_developer_is_the_system_where_templates_do_not_know_it(client: openai.OpenAI, engine: FakeEngine) -> None:
+    chat(client, messages=[{"role": "developer", "content": "Be kind"}, USER])
+    assert prompt_of(engine) == "system: Be kind\nuser: Hi\nassistant:"
+
+
+def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI, engine: FakeEngine) -> None:
+    message = chat(client).choices[0].message
+    chat(client, messages=[USER, message.model_dump(), {"role": "tool", "content": "4", "tool_call_id": "x"}])
+    assert prompt_of(engine) == "user: Hi\nassistant: Hello there\ntool: 4\nassistant:"
+
+
+def test_template_options_reach_the_template(client: openai.OpenAI, engine: FakeEngine) -> None:
+    chat(client, extra_body={"chat_template_kwargs": {"shout": True}, "add_generation_prompt": False})
+    assert prompt_of(engine) == "user: Hi\nLOUD "
+
+
+def test_the_last_message_can_be_continued(client: openai.OpenAI, engine: FakeEngine) -> None:
+    messages = [USER, {"role": "assistant", "content": "I think"}]
+    chat(client, messages=messages, extra_body={"continue_final_message": True})
+    assert prompt_of(engine) == "user: Hi\nassistant: I think"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "refuse me"}]}, "The chat template refuses these messages: No such"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role should be 'system'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is required."),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content should be a string"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "supplied: messages[0].mood"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "tool_calls are not built yet"),
+        ({"top_logprobs": 2}, "top_logprobs is only allowed when logprobs is true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs should be less than or equal to 20"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs must not set tokenize"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens should be greater than or equal to 1"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not built yet"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not built yet"),
+    ],
+)
+def test_what_is_wrong_with_a_conversation_is_said(http: httpx.Client, fields: dict[str, Any], message: str) -> None:
+    response = http.post("/v1/chat/completions", json={"messages": [USER], **fields})
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
+    idle = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "functions": None,
+        "audio": None,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "store": False,
+        "modalities": ["text"],
+    }
+    assert http.post("/v1/chat/completions", json={"messages": [USER], **idle}).status_code == 200

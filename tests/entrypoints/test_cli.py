@@ -1,0 +1,198 @@
+"""The command line: flags, the YAML file, errors in one line, and the terminal clients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.entrypoints.cli import chat, complete, main, serve
+from octavo.entrypoints.cli.serve import parse_args
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.errors import ConfigError
+from tests.entrypoints.fake_engine import FakeEngine
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "octavo.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_model_is_given_by_position_or_by_flag() -> None:
+    assert parse_args(["some/model", "--port", "1"], "octavo serve")[0].model == "some/model"
+    assert parse_args(["--model", "some/model"], "octavo serve")[0].model == "some/model"
+    assert parse_args([], "octavo serve")[0].model == ""
+    with pytest.raises(ConfigError, match="two models are given"):
+        parse_args(["one", "--model", "two"], "octavo serve")
+
+
+def test_flags_may_be_written_with_underscores_and_lists_repeated() -> None:
+    engine, server = parse_args(
+        ["--max_model_len", "64", "--api-key", "a", "--api-key", "b", "c", "--no-enable-prefix-caching"], "octavo serve"
+    )
+    assert (engine.max_model_len, engine.enable_prefix_caching, server.api_key) == (64, False, ["a", "b", "c"])
+    assert ServerArgs().api_key == [], "the default is not shared"
+
+
+def test_a_yaml_file_sets_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "model: some/model\nport: 9000\nmax-model-len: 128\nmax_num_seqs: 4\nenable-prefix-caching: false\n"
+        "served-model-name: [a, b]\nhost: 1.2.3.4\napi-key: k\nseed: null\n",
+    )
+    argv = ["--config", path, "--port=9001", "--max_model_len", "64", "--enable-prefix-caching"]
+    engine, server = parse_args(argv, "octavo serve")
+    assert (engine.model, engine.max_model_len, engine.max_num_seqs) == ("some/model", 64, 4)
+    assert (engine.enable_prefix_caching, engine.served_model_name, engine.seed) == (True, ["a", "b"], None)
+    assert (server.port, server.host, server.api_key) == (9001, "1.2.3.4", ["k"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", "unknown key 'prot'"),
+        ("config: x.yaml", "unknown key 'config'"),
+        ("- a\n- b", "must map flags' names to values, got a list"),
+        ("a: [", "is not valid YAML"),
+        ("port: true", "port must be a string or a number, got True"),
+        ("enable-prefix-caching: maybe", "must be true or false, got 'maybe'"),
+        ("port: {a: 1}", "must be a string or a number"),
+    ],
+)
+def test_a_bad_yaml_file_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        parse_args(["--config", write(tmp_path, text)], "octavo serve")
+
+
+def test_values_of_the_file_are_checked_as_flags_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_args(["--config", write(tmp_path, "port: many")], "octavo serve")
+    assert end.value.code == 2
+    assert "invalid int value: 'many'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size is not built yet"),
+        (["--speculative_model=x"], "--speculative-model is not built yet"),
+        (["--colour", "red"], "unrecognized arguments: --colour"),
+        (["--max-model", "5"], "unrecognized arguments: --max-model"),
+        (["--dtype", "int3"], "invalid choice: 'int3'"),
+    ],
+)
+def test_flags_that_are_unknown_or_not_built_end_with_code_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_args(argv, "octavo serve")
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tool-call-parser", "hermes"], "--tool-call-parser is not built yet"),
+        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice is not built yet"),
+        (["--reasoning-parser", "x"], "--reasoning-parser is not built yet"),
+        (["--port", "70000"], "--port must be between 0 and 65535"),
+        (["--prometheus-port", "9"], "--prometheus-port needs --enable-prometheus"),
+        (["--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),
+        (["--ssl-keyfile", "k", "--ssl-certfile", "c"], "there is no file k"),
+        (["--root-path", "llm"], "--root-path must start with /"),
+        (["--chat-template", "/nowhere"], "--chat-template /nowhere cannot be read"),
+        (["--allowed-origins", "[1]"], "is not a JSON list of origins"),
+        (["--max-log-len", "-1"], "--max-log-len must be 0 or more"),
+        (["--host", "256.1.1.1"], "cannot listen at 256.1.1.1:8000"),
+    ],
+)
+def test_flags_that_cannot_be_honoured_end_with_one_line_and_code_1(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(argv) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("octavo: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_taken_port_is_refused_before_a_model_is_looked_for(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    port = address.rpartition(":")[2]
+    assert serve.main(["/no/such/model", "--host", "127.0.0.1", "--port", port]) == 1
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def test_a_chat_template_is_a_file_or_a_template(tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ messages }}")
+    assert ServerArgs(chat_template=str(path)).chat_template_text() == "{{ messages }}"
+    assert ServerArgs(chat_template="{{ x }}").chat_template_text() == "{{ x }}"
+    assert ServerArgs().chat_template_text() is None
+
+
+def test_origins_may_be_words_or_a_json_list() -> None:
+    assert ServerArgs(allowed_origins=["https://a", "https://b"]).origins == ["https://a", "https://b"]
+    assert ServerArgs(allowed_origins=['["https://a"]']).origins == ["https://a"]
+    assert ServerArgs().origins == ["*"]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom octavo.entrypoints.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print([m for m in ('torch', 'transformers', 'fastapi', 'pydantic', 'uvicorn') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+    assert "serve a model over the OpenAI API" in result.stdout
+
+
+def test_unknown_commands_end_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main.main(["sing"])
+    assert end.value.code == 2
+    assert "'sing'" in capsys.readouterr().err
+
+
+def test_chat_prints_the_answer(address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--url", address + "/v1", "--system-prompt", "Be kind", "-q", "Hi", "--max-tokens", "5"]
+    assert chat.main(argv) == 0
+    assert capsys.readouterr().out == "Hello\n"
+    assert engine.tokenizer.decode(engine.seen[0][0]) == "system: Be kind\nuser: Hi\nassistant:"
+
+
+def test_chat_remembers_the_conversation(
+    address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["one", " ", "two"])
+
+    def read(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    assert chat.main(["--url", address + "/v1"]) == 0
+    assert engine.tokenizer.decode(engine.seen[1][0]) == "user: one\nassistant: Hello there\nuser: two\nassistant:"
+
+
+def test_complete_prints_the_continuation(address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert complete.main(["--url", address + "/v1", "-q", "Hi"]) == 0
+    assert capsys.readouterr().out == "Hello there\n"
+
+
+def test_the_clients_say_what_is_wrong_in_one_line(
+    address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complete.main(["--url", "http://127.0.0.1:1/v1", "-q", "Hi"]) == 1
+    assert "no server answers at http://127.0.0.1:1/v1" in capsys.readouterr().err
+    assert complete.main(["--url", address + "/v1", "--model", "other", "-q", "Hi"]) == 1
+    assert "answered 404: The model 'other' does not exist here" in capsys.readouterr().err
+    engine.fails_after = (2, RuntimeError("x"))
+    assert complete.main(["--url", address + "/v1", "-q", "Hi"]) == 1
+    assert capsys.readouterr() == ("He", "octavo: error: Internal error.\n")

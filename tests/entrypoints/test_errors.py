@@ -1,0 +1,280 @@
+"""What the server says to requests that it cannot or will not serve: OpenAI's error body, with the right status."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from octavo.errors import EngineDeadError
+from tests.entrypoints.fake_engine import FakeEngine, wait_until
+
+ROUTES = ["/v1/completions", "/v1/chat/completions"]
+JSON = {"Content-Type": "application/json"}
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert "Traceback" not in response.text
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"prompt": 5}, "prompt", "prompt should be a string, a list of token ids, or a list of strings or of lists"),
+        ({"prompt": []}, "prompt", "prompt should not be empty"),
+        ({"prompt": ""}, "prompt", "the prompt is empty"),
+        ({"prompt": [999]}, "prompt", "token id 999 is not an integer from 0 to 258."),
+        ({"prompt": [-1]}, "prompt", "prompt should be"),
+        ({"prompt": ["a", 1]}, "prompt", "prompt should be"),
+        ({"prompt": "x" * 600}, "prompt", "the prompt has 600 tokens and the model takes 512"),
+        ({"max_tokens": "5"}, "max_tokens", "max_tokens should be a valid integer, got '5'."),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens must be 1 or more, got -1."),
+        ({"max_tokens": 1.5}, "max_tokens", "max_tokens should be a valid integer"),
+        ({"temperature": "hot"}, "temperature", "temperature should be a valid number, got 'hot'."),
+        ({"temperature": -0.5}, "temperature", "temperature must be 0 or more, got -0.5."),
+        ({"temperature": True}, "temperature", "temperature should be a valid number"),
+        ({"top_p": 0}, "top_p", "top_p must be greater than 0 and at most 1, got 0."),
+        ({"n": 0}, "n", "n must be between 1 and 128, got 0."),
+        ({"n": 2, "best_of": 3, "stream": True}, "best_of", "best_of must be equal to n (2) in a stream"),
+        ({"logprobs": 21}, "logprobs", "logprobs must be between 0 and 20, got 21."),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias must be a map of token ids to numbers"),
+        ({"logit_bias": {"300": 1}}, "logit_bias", "logit_bias has token id 300"),
+        ({"stop": 5}, "stop", "stop should be a valid list"),
+        ({"stop": [""]}, "stop", "stop must be a list of non-empty strings"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when stream is true"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "supplied: stream_options.x"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "only allowed when stream is false"),
+        ({"priority": 1}, "priority", "--scheduling-policy priority"),
+        ({"request_id": "a b"}, "request_id", "request_id should match pattern"),
+        ({"suffix": "end"}, "suffix", "suffix is not built yet"),
+        ({"use_beam_search": True}, "use_beam_search", "use_beam_search is not built yet"),
+        ({"guided_json": {}}, "guided_json", "guided_json is not built yet"),
+        ({"colour": "red"}, "colour", "Unrecognized request argument supplied: colour"),
+    ],
+)
+def test_a_bad_field_is_named(http: httpx.Client, fields: dict[str, Any], param: str, message: str) -> None:
+    response = http.post("/v1/completions", json={"prompt": "a", **fields})
+    error = error_of(response)
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "The request has no body"),
+        (b"{", "The body is not valid JSON"),
+        (b"[]", "The body must be a JSON object."),
+        (b"null", "The body must be a JSON object."),
+        (b'{"prompt": "\xff"}', "The body is not valid UTF-8."),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "a number has too many digits"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "The body is nested too deeply."),
+    ],
+)
+def test_a_body_that_is_not_a_json_object_is_refused(
+    http: httpx.Client, route: str, content: bytes, message: str
+) -> None:
+    response = http.post(route, content=content, headers=JSON)
+    assert response.status_code == 400
+    assert message in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_only_json_is_read(http: httpx.Client, content_type: str | None) -> None:
+    headers = {"Content-Type": content_type} if content_type else {}
+    response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert response.status_code == 415
+    assert "Content-Type: application/json" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_unknown_model_is_not_found(http: httpx.Client, route: str) -> None:
+    body = (
+        {"model": "gpt-9", "prompt": "a"}
+        if "chat" not in route
+        else {"model": "gpt-9", "messages": [{"role": "user", "content": "a"}]}
+    )
+    response = http.post(route, json=body)
+    error = error_of(response)
+    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "'gpt-9'" in error["message"]
+
+
+def test_the_client_library_knows_the_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as not_found:
+        client.completions.create(model="gpt-9", prompt="a")
+    assert not_found.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="alias", prompt="a", n=0)
+    assert bad.value.param == "n"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/nothing", 404), ("POST", "/", 404), ("GET", "/v1/completions", 405), ("PUT", "/v1/models", 405)],
+)
+def test_unknown_routes_and_methods_have_the_error_body_too(
+    http: httpx.Client, method: str, path: str, status: int
+) -> None:
+    response = http.request(method, path, headers=JSON)
+    assert response.status_code == status
+    assert path in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dead_engine_is_503_with_retry_after(http: httpx.Client, engine: FakeEngine, stream: bool) -> None:
+    engine.failure = EngineDeadError("the engine core has ended.")
+    response = http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+    error = error_of(response)
+    assert (response.status_code, error["type"], error["code"]) == (503, "server_error", "engine_dead")
+    assert int(response.headers["retry-after"]) > 0
+
+
+def test_an_engine_that_dies_while_it_answers_is_503(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.fails_after = (3, EngineDeadError("the engine core has ended."))
+    response = http.post("/v1/completions", json={"prompt": ["a", "b"]})
+    assert (response.status_code, error_of(response)["message"]) == (503, "the engine core has ended.")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_error_in_mid_stream_is_an_event_and_the_end(http: httpx.Client, engine: FakeEngine, route: str) -> None:
+    engine.fails_after = (3, EngineDeadError("the engine core has ended."))
+    body = {"prompt": "a"} if "chat" not in route else {"messages": [{"role": "user", "content": "a"}]}
+    response = http.post(route, json={**body, "stream": True})
+    *_, last, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine core has ended."
+    assert "[DONE]" not in response.text
+
+
+def test_the_client_library_raises_an_error_in_mid_stream(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.fails_after = (3, EngineDeadError("the engine core has ended."))
+    stream = client.completions.create(model="alias", prompt="a", stream=True)
+    assert [next(stream).choices[0].text for _ in range(3)] == ["H", "e", "l"]
+    with pytest.raises(openai.APIError, match="the engine core has ended"):
+        next(stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_goes_wrong_inside_stays_inside(
+    http: httpx.Client, engine: FakeEngine, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    engine.fails_after = (0, ZeroDivisionError("secret"))
+    response = http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+    assert "Internal error." in response.text
+    assert "secret" not in response.text
+    assert response.status_code == (200 if stream else 500)
+    wait_until(lambda: [record for record in caplog.records if record.exc_info])
+    assert sum(bool(record.exc_info) for record in caplog.records) == 1, "the operator finds the traceback, once"
+
+
+def hostile_bodies() -> list[bytes]:
+    """Each value of this list in the place of each field, and some more."""
+    values: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        2**31,
+        2**63,
+        2**64,
+        10**400,
+        -(10**400),
+        1e308,
+        float("nan"),
+        float("inf"),
+        -0.0,
+        "",
+        "x",
+        "\ud800",
+        "\x00",
+        "🦜" * 50,
+        [],
+        [[]],
+        [None],
+        [""],
+        ["\udfff"],
+        [2**70],
+        [[2**70]],
+        {},
+        {"": {}},
+        {"a": []},
+        {"9" * 30: 1},
+        {"\ud800": "\ud800"},
+        [{"role": "user"}],
+        [{"role": "user", "content": "\ud800"}],
+        [{"role": "user", "content": [{"type": []}]}],
+        [{"role": [], "content": {}}],
+    ]
+    fields = [
+        "prompt",
+        "messages",
+        "model",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "n",
+        "best_of",
+        "stop",
+        "stop_token_ids",
+        "bad_words",
+        "seed",
+        "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "min_tokens",
+        "allowed_token_ids",
+        "truncate_prompt_tokens",
+        "stream",
+        "stream_options",
+        "echo",
+        "priority",
+        "request_id",
+        "cache_salt",
+        "user",
+        "metadata",
+        "chat_template_kwargs",
+        "tools",
+        "response_format",
+        "\ud800",
+        "presence_penalty",
+        "repetition_penalty",
+        "min_p",
+    ]
+    base: dict[str, Any] = {"max_tokens": 2, "min_tokens": 0}
+    bodies = []
+    for field in fields:
+        for value in values:
+            for prompt in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
+                bodies.append(json.dumps({**base, **prompt, field: value}).encode())
+    deep = b'{"metadata":' * 500 + b"1" + b"}" * 500
+    return [*bodies, deep, b'{"messages": [' + b'{"content":' * 400 + b"1" + b"}" * 400 + b"]}"]
+
+
+def test_no_body_makes_the_server_fail(http: httpx.Client, engine: FakeEngine) -> None:
+    for body in hostile_bodies():
+        route = ROUTES[b'"messages"' in body]
+        response = http.post(route, content=body, headers=JSON)
+        assert response.status_code in (200, 400, 404), (body, response.text)
+        if response.status_code != 200:
+            assert len(error_of(response)["message"]) < 1000
+    assert not engine.active
+
+
+def test_a_header_that_is_no_id_is_refused(http: httpx.Client) -> None:
+    for header in (b"a b", b"\xff\xfe", b"x" * 300):
+        response = http.post("/v1/completions", json={"prompt": "a"}, headers={b"X-Request-Id": header})
+        assert response.status_code == 400
+        assert error_of(response)["param"] == "request_id"

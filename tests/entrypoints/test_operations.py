@@ -1,0 +1,163 @@
+"""Health, readiness, models, metrics, keys and CORS; and that a client who hangs up is noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from octavo.errors import EngineDeadError
+from octavo.version import __version__
+from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving, wait_until
+
+OPEN_PATHS = ["/health", "/ping", "/metrics", "/version"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_health_is_200_when_ready(http: httpx.Client, path: str) -> None:
+    assert http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_health_is_503_with_the_reason_before_that_and_after_a_death(
+    http: httpx.Client, engine: FakeEngine, path: str
+) -> None:
+    engine.is_ready = False
+    response = http.get(path)
+    assert (response.status_code, response.json()["status"]) == (503, "loading")
+    engine.failure = EngineDeadError("the engine core has ended (exit status -9).")
+    response = http.get(path)
+    assert response.status_code == 503
+    assert response.json() == {"status": "dead", "reason": "the engine core has ended (exit status -9)."}
+
+
+def test_routes_answer_503_until_the_engine_is_ready(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.is_ready = False
+    for response in (http.get("/v1/models"), http.post("/v1/completions", json={"prompt": "a"})):
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "engine_loading"
+        assert "retry-after" in response.headers
+    assert http.get("/version").json() == {"version": __version__}
+
+
+def test_models_lists_every_name(client: openai.OpenAI) -> None:
+    cards = client.models.list().data
+    assert [card.id for card in cards] == [MODEL, "alias"]
+    assert cards[0].object == "model"
+    assert cards[0].max_model_len == 512  # type: ignore[attr-defined]
+
+
+def test_a_model_is_found_by_a_name_with_a_slash(client: openai.OpenAI, http: httpx.Client) -> None:
+    assert http.get(f"/v1/models/{MODEL}").json()["id"] == MODEL
+    assert client.models.retrieve("alias").id == "alias"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_an_answer_carries_the_name_that_was_asked_for(http: httpx.Client) -> None:
+    assert http.post("/v1/completions", json={"prompt": "a", "model": "alias"}).json()["model"] == "alias"
+    assert http.post("/v1/completions", json={"prompt": "a"}).json()["model"] == MODEL
+
+
+def test_metrics_are_in_prometheus_text_form(http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "a"})
+    response = http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert f'vllm:request_success_total{{finished_reason="stop",model_name="{MODEL}"}}' in response.text
+
+
+@pytest.mark.parametrize("keys", [["one", "two"], ["schlüssel"]])
+def test_each_key_opens_and_nothing_else_does(shared_engine: FakeEngine, keys: list[str]) -> None:
+    with serving(shared_engine, api_key=keys) as url, httpx.Client(base_url=url) as http:
+        for key in keys:
+            assert http.get("/v1/models", headers={"Authorization": f"Bearer {key}".encode()}).status_code == 200
+        for wrong in ("", "Bearer", "Bearer three", "Basic one", "one", "Bearer on", "Bearer onee"):
+            response = http.get("/v1/models", headers={"Authorization": wrong})
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 401
+        assert http.get("/nothing").status_code == 401
+        assert [http.get(path).status_code for path in OPEN_PATHS] == [200] * 4
+
+
+def test_a_key_may_come_from_the_environment(shared_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_API_KEY", "from-env")
+    with serving(shared_engine) as url, openai.OpenAI(base_url=url + "/v1", api_key="from-env") as client:
+        assert client.models.list().data
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="other").models.list()
+
+
+def test_browsers_may_ask_before_they_send_a_key(shared_engine: FakeEngine) -> None:
+    preflight = {
+        "Origin": "https://app.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    with serving(shared_engine, api_key=["k"], allowed_origins=["https://app.example"]) as url:
+        response = httpx.options(url + "/v1/completions", headers=preflight)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "https://app.example"
+        refused = httpx.get(url + "/v1/models", headers={"Origin": "https://app.example"})
+        assert refused.status_code == 401
+        assert "access-control-allow-origin" in refused.headers, "a page can read why it was refused"
+        other = httpx.options(url + "/v1/completions", headers={**preflight, "Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_paths_work_with_and_without_the_root_path(shared_engine: FakeEngine) -> None:
+    with serving(shared_engine, root_path="/llm", api_key=["k"]) as url, httpx.Client(base_url=url) as http:
+        for prefix in ("", "/llm"):
+            assert http.get(prefix + "/health").status_code == 200
+            assert http.get(prefix + "/v1/models").status_code == 401
+            assert http.get(prefix + "/v1/models", headers={"Authorization": "Bearer k"}).status_code == 200
+
+
+def test_the_description_of_the_api_can_be_built(http: httpx.Client) -> None:
+    description = http.get("/openapi.json").json()
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health"} <= description["paths"].keys()
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [("/v1/completions", {"prompt": "a"}), ("/v1/completions", {"prompt": ["a", "b"]}), ("/v1/chat/completions", CHAT)],
+)
+def test_a_client_who_hangs_up_ends_the_request(
+    address: str, engine: FakeEngine, route: str, body: dict[str, Any], stream: bool
+) -> None:
+    engine.delay_s = 60  # the engine is deep in a step: nothing but the hang-up can end the request
+    with httpx.Client(base_url=address, timeout=0.2) as impatient, pytest.raises(httpx.TimeoutException):
+        impatient.post(route, json={**body, "stream": stream})
+    assert engine.seen
+    wait_until(lambda: not engine.active)
+
+
+def test_a_client_who_leaves_in_mid_stream_ends_the_request_and_no_other(
+    address: str, http: httpx.Client, engine: FakeEngine
+) -> None:
+    engine.answer, engine.is_paused = "x" * 200, True
+    body = {"prompt": "a", "stream": True, "max_tokens": 300}
+    with httpx.Client(base_url=address) as leaver, http.stream("POST", "/v1/completions", json=body) as staying:
+        with leaver.stream("POST", "/v1/completions", json=body) as leaving:
+            chunks = leaving.iter_raw()  # kept: httpx hangs up when it is collected
+            next(chunks)
+            wait_until(lambda: len(engine.active) == 2)
+        wait_until(lambda: len(engine.active) == 1)
+        engine.is_paused = False
+        assert staying.read().count(b'"text":"x"') == 200
+
+
+def test_requests_are_logged_with_as_much_of_the_prompt_as_allowed(
+    tiny_tokenizer: Path, shared_engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="octavo.server")
+    with serving(shared_engine, max_log_len=3) as url:
+        httpx.post(url + "/v1/completions", json={"prompt": "abcdef", "request_id": "r", "seed": 7})
+    assert "cmpl-r-0: 6 prompt tokens: 'abc'... {'seed': 7" in caplog.text

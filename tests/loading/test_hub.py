@@ -1,0 +1,173 @@
+"""Hub ids against a small hub of our own, in processes of their own: the client reads its environment at import."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class _Hub(ThreadingHTTPServer):
+    """Answers the calls that the client makes for `repos`: name -> files; notes which files were fetched."""
+
+    def __init__(self, repos: dict[str, dict[str, bytes]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repos = repos
+        self.fetched: list[str] = []
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Hub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        body = self._body(self.path.split("?")[0])
+        self.send_response(404 if body is None else 200)
+        if body is None:
+            gated = self.path.startswith("/api/models/org/gated")
+            self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
+            body = b""
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def _body(self, path: str) -> bytes | None:
+        parts = path.strip("/").split("/")
+        if parts[:2] == ["api", "models"] and (files := self.server.repos.get("/".join(parts[2:4]))) is not None:
+            if "tree" in parts:
+                oids = {n: hashlib.sha1(c).hexdigest() for n, c in files.items()}
+                tree = [{"type": "file", "path": n, "size": len(c), "oid": oids[n]} for n, c in files.items()]
+                return json.dumps(tree).encode()
+            name = "/".join(parts[2:4])
+            siblings = [{"rfilename": n} for n in files]
+            return json.dumps({"id": name, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}).encode()
+        if len(parts) > 4 and parts[2] == "resolve":
+            file = "/".join(parts[4:])
+            if self.command == "GET":
+                self.server.fetched.append(file)
+            return self.server.repos.get("/".join(parts[:2]), {}).get(file)
+        return None
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def hub(
+    tmp_path_factory: pytest.TempPathFactory, hf_config: dict[str, Any], write_gguf: Callable[..., Path]
+) -> Iterator[_Hub]:
+    path = tmp_path_factory.mktemp("hub") / "m.gguf"
+    gguf_file = write_gguf(path, {"token_embd.weight": np.ones((4, 64), np.float32)}).read_bytes()
+    config = json.dumps(hf_config).encode()
+    index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}).encode()
+    shards = {"model-1.safetensors": b"1", "model-2.safetensors": b"2", "model.safetensors.index.json": index}
+    common = {"config.json": config, "tokenizer.json": b"{}", "README.md": b"hello", "onnx/model.bin": b"x"}
+    repos = {
+        "org/both": common | {"model.safetensors": b"s", "pytorch_model.bin": b"p", "consolidated.safetensors": b"c"},
+        "org/shards": common | shards,
+        "org/pt": common | {"pytorch_model.bin": b"p"},
+        "org/gguf": {"M-Q4_0.gguf": gguf_file, "M-Q8_0.gguf": gguf_file},
+        "org/one": {"M-Q4_0.gguf": gguf_file},
+        "org/empty": {"README.md": b"hello"},
+    }  # fmt: skip
+    server = _Hub(repos)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+_SCRIPT = """
+import json, os, sys
+from octavo.errors import LoadError
+from octavo.loading.checkpoint import resolve
+for call in json.loads(sys.argv[1]):
+    try:
+        c = resolve(**call)
+        files = [os.path.basename(f) for f in c.weight_files]
+        print(json.dumps({"files": files, "format": c.format, "folder": sorted(os.listdir(os.path.dirname(c.path)
+            if c.path.endswith(".gguf") else c.path)), "tokenizer": c.tokenizer_path, "path": c.path}))
+    except LoadError as e:
+        print(json.dumps({"error": str(e)}))
+"""
+
+
+def _resolve(calls: list[dict[str, Any]], **env: str) -> list[dict[str, Any]]:
+    """`resolve` for each of the calls, in a fresh process with this environment."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, json.dumps(calls)], env=clean | env, capture_output=True, text=True, check=True
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_only_the_needed_files_are_fetched_and_the_cache_serves_without_a_network(hub: _Hub, tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+    calls: list[dict[str, Any]] = [
+        {"model": "org/both"},
+        {"model": "org/shards"},
+        {"model": "org/pt", "load_format": "pt", "tokenizer": "org/both"},
+        {"model": "org/one"},
+        {"model": "org/gguf:q8_0"},
+        {"model": "org/gguf:M-Q4_0.gguf"},
+    ]
+    found = _resolve(calls, **env)
+    assert [f.get("files") for f in found] == [
+        ["model.safetensors"], ["model-1.safetensors", "model-2.safetensors"], ["pytorch_model.bin"],
+        ["M-Q4_0.gguf"], ["M-Q8_0.gguf"], ["M-Q4_0.gguf"],
+    ]  # fmt: skip
+    assert [f["format"] for f in found] == ["safetensors", "safetensors", "pt", "gguf", "gguf", "gguf"]
+    assert found[0]["folder"] == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert found[2]["tokenizer"] == found[0]["path"]
+    for unwanted in ("README.md", "onnx/model.bin", "consolidated.safetensors"):
+        assert unwanted not in hub.fetched
+
+    for offline in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        again = _resolve(calls, **(env | offline))
+        assert [(f["path"], f["files"]) for f in again] == [(f["path"], f["files"]) for f in found]
+
+
+def test_dummy_weights_and_another_download_folder(hub: _Hub, tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+    call = {"model": "org/both", "load_format": "dummy", "download_dir": str(tmp_path / "models"), "revision": COMMIT}
+    (found,) = _resolve([call], **env)
+    assert found["format"] == "dummy"
+    assert found["folder"] == ["config.json", "tokenizer.json"]
+    assert found["path"].startswith(str(tmp_path / "models"))
+
+
+def test_what_the_hub_does_not_have_is_said_in_a_line(hub: _Hub, tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+    expected = {
+        "org/none": "neither a folder or .gguf file here nor a model on the Hugging Face hub",
+        "org/gated": "is gated: accept its terms",
+        "org/gguf": "org/gguf has 2 GGUF files (M-Q4_0.gguf, M-Q8_0.gguf); choose one as org/gguf:FILE.gguf",
+        "org/gguf:Q6_K": "Q6_K fits 0 of the GGUF files of org/gguf (M-Q4_0.gguf, M-Q8_0.gguf)",
+        "org/empty": "org/empty has no weights for --load-format auto: its files are README.md",
+    }
+    for (name, message), found in zip(expected.items(), _resolve([{"model": n} for n in expected], **env), strict=True):
+        assert message in found["error"], name
+        assert "\n" not in found["error"]
+    (found,) = _resolve([{"model": "org/pt", "load_format": "safetensors"}], **env)
+    assert "org/pt has no weights for --load-format safetensors: its files are config.json" in found["error"]
+
+
+def test_offline_without_a_cache_says_where_it_looked(tmp_path: Path) -> None:
+    (found,) = _resolve([{"model": "org/none"}], HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert "is not in the Hugging Face cache" in found["error"]
+    assert "HF_HUB_OFFLINE" in found["error"]

@@ -1,0 +1,299 @@
+"""Tokenizers out of GGUF files and folders, with transformers' own conversion as the oracle."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, pre_tokenizers
+
+from octavo.errors import LoadError
+from octavo.loading.checkpoint import Checkpoint, resolve
+from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf_tokenizer import build_gguf_tokenizer
+from octavo.loading.tokenizer import load_tokenizer
+
+Write = Callable[..., Path]
+EMBEDDINGS = {"token_embd.weight": np.ones((4, 64), np.float32)}
+
+CORPUS = [
+    "", " ", "\n", "\t\t", "Hello, world!", " leading and trailing ", "don't we'll I'm they've she'd it's you're",
+    "naïve café Ångström", "ＦＵＬＬ　ＷＩＤＴＨ", "Привет, мир! Ещё раз.", "你好，世界。这是一个测试。",
+    "こんにちは世界", "안녕하세요 세계", "مرحبا بالعالم", "שלום עולם", "नमस्ते दुनिया", "สวัสดีชาวโลก",
+    "γειά σου κόσμε", "🙂🚀 family 👨‍👩‍👧‍👦 flag 🇫🇷 skin 👍🏽",
+    "a\u0301 combining, z\u200bero width, \ufeffbom, \u2028line",
+    "tabs\tand  double   spaces    and\n\n\nnewlines \r\n end", "  \n  \n   mixed   \t \n blank",
+    "def f(x: int) -> str:\n    return f'{x!r:>10}'  # 3.14\n\n\tif x != 0x1F: pass\n", '{"key": [1, 2.5e-10, null]}',
+    "https://example.com/a?b=c&d=%20e#f user@host.org", '<html><body class="x">&amp;</body></html>',
+    "1234567890 3.14159 1,000,000 2024-01-31 12:30:45 IPv4 192.168.0.1 v1.2.3", "½ ② ٣٤ Ⅷ 十二", "x  42 \n\n7   8",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>", "text<|im_end|>glued<file_sep>more <repo_name> <|not_special|>",
+    "ALLCAPS CamelCase snake_case kebab-case", "(((nested))) [[brackets]] {{braces}} ...!!!???---___***",
+    "x" * 300, "ab " * 100, "\x00\x01\x7f control",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def default_tokenizer(default_checkpoint: Checkpoint) -> Any:
+    return load_tokenizer(default_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def oracle(default_checkpoint: Checkpoint) -> Any:
+    return _transformers_tokenizer(default_checkpoint.path)
+
+
+@pytest.fixture(scope="module")
+def oracle_with_digits(oracle: Any) -> Tokenizer:
+    """Transformers' conversion, with the pre-tokenizer of SmolLM2's own tokenizer.json, which it leaves out."""
+    backend = Tokenizer.from_str(oracle.backend_tokenizer.to_str())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return backend
+
+
+def _transformers_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(os.path.dirname(path), gguf_file=os.path.basename(path))
+
+
+# What SmolLM2's digits rule changes: several blanks before a digit, and digits that are not ASCII after a blank.
+_DIGITS_MATTER = {"½ ② ٣٤ Ⅷ 十二", "x  42 \n\n7   8"}
+
+
+@pytest.mark.parametrize("text", CORPUS)
+def test_the_default_model_encodes_and_decodes_as_transformers_does(
+    text: str, default_tokenizer: Any, oracle: Any, oracle_with_digits: Tokenizer
+) -> None:
+    ids = default_tokenizer(text).input_ids
+    assert ids == oracle_with_digits.encode(text).ids
+    if text not in _DIGITS_MATTER:
+        assert ids == oracle(text).input_ids
+    for skip in (False, True):
+        expected = oracle.decode(ids, skip_special_tokens=skip)
+        assert default_tokenizer.decode(ids, skip_special_tokens=skip) == expected
+    assert default_tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=60) | st.text("ab 12\n\t.'<|>", max_size=60))
+def test_any_text_is_encoded_as_transformers_does(
+    default_tokenizer: Any, oracle_with_digits: Tokenizer, text: str
+) -> None:
+    assert default_tokenizer(text).input_ids == oracle_with_digits.encode(text).ids
+
+
+def test_digits_are_split_from_the_blanks_before_them(default_tokenizer: Any) -> None:
+    """As SmolLM2 was trained: its tokenizer.json has Digits first. Transformers' GGUF conversion says Ġ, Ġ, 4, 2."""
+    assert default_tokenizer.tokenize("x  42") == ["x", "ĠĠ", "4", "2"]
+
+
+def test_the_default_model_has_its_special_tokens_and_its_chat_template(default_tokenizer: Any, oracle: Any) -> None:
+    assert default_tokenizer.special_tokens_map == oracle.special_tokens_map
+    assert default_tokenizer.added_tokens_decoder == oracle.added_tokens_decoder
+    assert len(default_tokenizer) == len(oracle) == 49152
+    assert (default_tokenizer.bos_token_id, default_tokenizer.eos_token_id, default_tokenizer.pad_token_id) == (1, 2, 2)
+    messages = [{"role": "user", "content": "Hi"}]
+    text = default_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_building_the_default_tokenizer_is_quick(default_checkpoint: Checkpoint, default_tokenizer: Any) -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        load_tokenizer(default_checkpoint)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5  # 0.08 s on an idle core
+
+
+def test_loading_a_tokenizer_does_not_import_torch(default_checkpoint: Checkpoint, tokenizer_folder: Path) -> None:
+    code = (
+        "import sys\nfrom octavo.loading.checkpoint import resolve\n"
+        "from octavo.loading.tokenizer import load_tokenizer\n"
+        "for name in sys.argv[1:]: load_tokenizer(resolve(name, load_format='dummy'))\n"
+        "print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, default_checkpoint.path, str(tokenizer_folder)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+# Sentencepiece
+
+
+def _sentencepiece_metadata(**more: Any) -> dict[str, Any]:
+    """A small vocabulary with bytes, scores by rank as sentencepiece's BPE trainer gives them, and special tokens."""
+    words = ["▁t", "he", "▁a", "in", "▁the", "er", "on", "▁w", "or", "ld", "▁world", "el", "lo", "▁h", "▁hello", "▁▁"]
+    letters = [*"▁abcdefghijklmnopqrstuvwxyz.,!0123456789é", "orld", "▁hel", "hel"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words, *letters, "<think>"]
+    types = [2, 3, 3, *[6] * 256, *[1] * len(words), *[1] * len(letters), 4]
+    scores = [*[0.0] * 259, *(-float(i) for i in range(len(words) + len(letters))), 0.0]
+    return {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types, "tokenizer.ggml.unknown_token_id": 0,
+    } | {f"tokenizer.ggml.{k}": v for k, v in more.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"add_bos_token": False, "add_eos_token": True}])
+def test_sentencepiece_encodes_and_decodes_as_transformers_does(
+    options: dict[str, bool], tmp_path: Path, write_gguf: Write
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", EMBEDDINGS, _sentencepiece_metadata(**options))
+    tokenizer, oracle = load_tokenizer(resolve(str(path))), _transformers_tokenizer(str(path))
+    for text in [*CORPUS, "hello world", "the world", "  the   hello", "</s>the<s> <think> a", "▁under"]:
+        assert tokenizer(text).input_ids == oracle(text).input_ids, text
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert tokenizer.decode(ids) == oracle.decode(ids), text
+    assert tokenizer.tokenize("hello world") == ["▁hello", "▁world"]
+    assert tokenizer("a").input_ids[0] == (tokenizer.bos_token_id if not options else tokenizer.vocab["▁a"])
+    assert tokenizer("a").input_ids[-1] == (tokenizer.eos_token_id if options else tokenizer.vocab["▁a"])
+
+
+def test_sentencepiece_without_a_space_in_front(tmp_path: Path, write_gguf: Write) -> None:
+    metadata = _sentencepiece_metadata(add_space_prefix=False, add_bos_token=False)
+    tokenizer = load_tokenizer(resolve(str(write_gguf(tmp_path / "m.gguf", EMBEDDINGS, metadata))))
+    assert tokenizer.tokenize("hello world") == ["hel", "lo", "▁world"]
+    assert tokenizer.decode(tokenizer(" hello").input_ids) == " hello"
+
+
+# Byte-level BPE of other families, over the default model's vocabulary
+
+
+def _with_pre(default_checkpoint: Checkpoint, pre: str | None, **more: Any) -> Any:
+    file = read_gguf(default_checkpoint.path)
+    if pre is None:
+        del file.metadata["tokenizer.ggml.pre"]
+    else:
+        file.metadata["tokenizer.ggml.pre"] = pre
+    for key, value in more.items():
+        file.metadata[f"tokenizer.ggml.{key}"] = value
+        if value is None:
+            del file.metadata[f"tokenizer.ggml.{key}"]
+    return build_gguf_tokenizer(file)
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("smollm", ["don", "'t", "  ", "1", "2", "3", "4", "\n\n", " x"]),
+        ("starcoder", ["don", "'t", "  ", "1", "2", "3", "4", "\n\n", " x"]),
+        ("gpt-2", ["don", "'t", " ", " 1234", "\n\n", " x"]),
+        ("default", ["don", "'t", " ", " 1234", "\n\n", " x"]),
+        (None, ["don", "'t", " ", " 1234", "\n\n", " x"]),
+        ("llama-bpe", ["don", "'t", " ", " ", "123", "4", "\n\n", " x"]),
+        ("qwen2", ["don", "'t", " ", " ", "1", "2", "3", "4", "\n\n", " x"]),
+    ],
+)
+def test_text_is_split_as_the_models_family_does(
+    pre: str | None, expected: list[str], default_checkpoint: Checkpoint
+) -> None:
+    backend = _with_pre(default_checkpoint, pre).backend
+    pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("don't  1234\n\n x")]
+    assert [p.replace("Ġ", " ").replace("Ċ", "\n") for p in pieces] == expected
+
+
+def test_llama3_takes_whole_words_from_the_vocabulary_and_starts_with_bos(default_checkpoint: Checkpoint) -> None:
+    built = _with_pre(default_checkpoint, "llama-bpe", add_bos_token=None)
+    assert built.add_bos_token
+    assert built.backend.model.ignore_merges
+    assert not _with_pre(default_checkpoint, "llama-bpe", add_bos_token=False).add_bos_token
+
+
+def test_qwen_normalizes_its_input(default_checkpoint: Checkpoint) -> None:
+    backend: Tokenizer = _with_pre(default_checkpoint, "qwen2").backend
+    assert backend.encode("e\u0301").ids == backend.encode("é").ids
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "carries no tokenizer; pass --tokenizer"),
+        ({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"]}, "kind 'bert', which is not built"),
+        ({"tokenizer.ggml.model": "gpt2"}, r"tokenizer\.ggml\.tokens is no list"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}, r"tokenizer\.ggml\.merges is no list"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": ["b c"]},
+            "its merges do not fit its vocabulary",
+        ),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": ["abc"]},
+            "its merges do not fit its vocabulary",
+        ),
+        (
+            {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.pre": "viking",
+                "tokenizer.ggml.tokens": ["a", "b", "ab"],
+                "tokenizer.ggml.merges": ["a b"],
+            },
+            "pre-tokenizer 'viking' is not built yet",
+        ),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a"]}, "has none"),
+    ],
+)
+def test_tokenizers_that_are_not_built_are_refused_by_name(
+    metadata: dict[str, Any], message: str, tmp_path: Path, write_gguf: Write
+) -> None:
+    checkpoint = resolve(str(write_gguf(tmp_path / "m.gguf", EMBEDDINGS, metadata)))
+    with pytest.raises(LoadError, match=message):
+        load_tokenizer(checkpoint)
+
+
+# Folders
+
+
+@pytest.fixture
+def tokenizer_folder(hf_folder: Path, default_tokenizer: Any) -> Path:
+    """The default model's tokenizer as a folder, with a chat template of its own."""
+    default_tokenizer.save_pretrained(hf_folder)
+    (hf_folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    return hf_folder
+
+
+def test_a_folders_tokenizer_is_read_with_its_chat_template(tokenizer_folder: Path, default_tokenizer: Any) -> None:
+    tokenizer = load_tokenizer(resolve(str(tokenizer_folder)))
+    for text in CORPUS:
+        assert tokenizer(text).input_ids == default_tokenizer(text).input_ids
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi!"
+
+
+def test_a_chat_template_may_be_given_as_text_or_as_a_file(default_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    template = "{{ messages | length }} messages"
+    (tmp_path / "t.jinja").write_text(template)
+    for given_template in (template, str(tmp_path / "t.jinja")):
+        tokenizer = load_tokenizer(default_checkpoint, chat_template=given_template)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "1 messages"
+    with pytest.raises(LoadError, match=r"--chat-template /none\.jinja is neither a template .* nor a file"):
+        load_tokenizer(default_checkpoint, chat_template="/none.jinja")
+
+
+def test_a_folder_with_a_vocabulary_only_goes_through_transformers(hf_folder: Path, default_tokenizer: Any) -> None:
+    spec = json.loads(default_tokenizer.backend_tokenizer.to_str())["model"]
+    (hf_folder / "vocab.json").write_text(json.dumps(spec["vocab"]))
+    (hf_folder / "merges.txt").write_text("\n".join(" ".join(m) for m in spec["merges"]))
+    (hf_folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    tokenizer = load_tokenizer(resolve(str(hf_folder)))
+    assert tokenizer("Hello, world!").input_ids == default_tokenizer("Hello, world!").input_ids
+
+
+def test_a_folder_without_a_tokenizer_or_with_a_damaged_one_is_refused(hf_folder: Path) -> None:
+    with pytest.raises(LoadError, match=r"has no tokenizer \(tokenizer\.json, .*pass --tokenizer"):
+        load_tokenizer(resolve(str(hf_folder)))
+    for damaged in ("{", "{}", '{"model": {"type": "BPE"}}'):
+        (hf_folder / "tokenizer.json").write_text(damaged)
+        with pytest.raises(LoadError, match="cannot be read") as e:
+            load_tokenizer(resolve(str(hf_folder)))
+        assert "\n" not in str(e.value)

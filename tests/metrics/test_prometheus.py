@@ -1,0 +1,169 @@
+"""The metrics: their names, what is counted when, and that two engines do not meet."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.engine.wire import EngineStats
+from octavo.metrics.prometheus import EngineMetrics, Histogram, length_bounds
+from octavo.outputs import RequestMetrics
+from octavo.sampling_params import SamplingParams
+
+GAUGES = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_requests_swapped",
+    "gpu_cache_usage_perc",
+    "kv_cache_usage_perc",
+    "cpu_cache_usage_perc",
+    "avg_prompt_throughput_toks_per_s",
+    "avg_generation_throughput_toks_per_s",
+    "cache_config_info",
+}
+COUNTERS = {
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "num_preemptions_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds",
+    "time_per_output_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "iteration_tokens_total",
+}
+
+
+def samples(metrics: EngineMetrics) -> dict[str, float]:
+    """Values by name and labels other than model_name."""
+    result = {}
+    for family in text_string_to_metric_families(metrics.render()[0].decode()):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == metrics.model_name
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
+            result[sample.name.removeprefix("vllm:") + (f"{{{labels}}}" if labels else "")] = sample.value
+    return result
+
+
+def finished(**times: float) -> RequestMetrics:
+    return RequestMetrics(**{"arrival_time": 10.0, **times})  # type: ignore[arg-type]
+
+
+def test_every_metric_has_its_name_and_type_from_the_start() -> None:
+    metrics = EngineMetrics("m", 100)
+    metrics.record_cache_config(block_size=16)
+    types = dict(re.findall(r"# TYPE vllm:(\S+) (\S+)", metrics.render()[0].decode()))
+    assert types == (
+        dict.fromkeys(GAUGES, "gauge") | dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(HISTOGRAMS, "histogram")
+    )
+
+
+def test_gauges_are_of_the_last_step_and_counters_of_all() -> None:
+    metrics = EngineMetrics("m", 100)
+    metrics.record_step(EngineStats(num_running=5, num_preemptions=1, num_prompt_tokens=30, num_prefix_queries=40))
+    metrics.record_step(
+        EngineStats(
+            num_running=2,
+            num_waiting=3,
+            num_swapped=1,
+            num_blocks=10,
+            num_blocks_used=4,
+            num_host_blocks=8,
+            num_host_blocks_used=2,
+            num_generation_tokens=5,
+            num_prefix_queries=10,
+            num_prefix_hits=16,
+        )
+    )
+    values = samples(metrics)
+    assert (values["num_requests_running"], values["num_requests_waiting"], values["num_requests_swapped"]) == (2, 3, 1)
+    assert values["kv_cache_usage_perc"] == values["gpu_cache_usage_perc"] == 0.4
+    assert values["cpu_cache_usage_perc"] == 0.25
+    assert (values["prompt_tokens_total"], values["generation_tokens_total"]) == (30, 5)
+    assert (values["prefix_cache_queries_total"], values["prefix_cache_hits_total"]) == (50, 16)
+    assert values["num_preemptions_total"] == 1
+    assert (values["iteration_tokens_total_count"], values["iteration_tokens_total_sum"]) == (2, 35)
+
+
+def test_a_finished_request_is_cut_into_its_phases() -> None:
+    metrics = EngineMetrics("m", 100)
+    times = finished(first_scheduled_time=10.5, first_token_time=12.0, last_token_time=14.0, finished_time=14.25)
+    metrics.record_finished(times, 7, 5, SamplingParams(n=1, max_tokens=50), "length")
+    values = samples(metrics)
+    assert values["request_queue_time_seconds_sum"] == 0.5
+    assert values["request_prefill_time_seconds_sum"] == 1.5
+    assert values["request_decode_time_seconds_sum"] == 2.0
+    assert values["request_inference_time_seconds_sum"] == 3.5
+    assert values["e2e_request_latency_seconds_sum"] == 4.25
+    assert values["time_per_output_token_seconds_sum"] == 0.5, "four tokens after the first, in two seconds"
+    assert values["request_prompt_tokens_sum"] == 7
+    assert values["request_generation_tokens_sum"] == 5
+    assert values["request_params_max_tokens_sum"] == 50
+    assert values["request_success_total{finished_reason=length}"] == 1
+    assert values["request_success_total{finished_reason=stop}"] == 0
+
+
+def test_a_request_aborted_in_the_queue_counts_no_phase_that_it_never_reached() -> None:
+    metrics = EngineMetrics("m", 100)
+    metrics.record_finished(finished(finished_time=11.0), 7, 0, SamplingParams(max_tokens=None), "abort")
+    values = samples(metrics)
+    assert values["request_success_total{finished_reason=abort}"] == 1
+    assert values["e2e_request_latency_seconds_count"] == 1
+    for name in ("request_queue_time", "request_prefill_time", "request_decode_time", "time_per_output_token"):
+        assert values[f"{name}_seconds_count"] == 0
+    assert values["request_params_max_tokens_count"] == 0
+
+
+def test_latencies_are_recorded_a_step_at_a_time() -> None:
+    metrics = EngineMetrics("m", 100)
+    metrics.record_first_tokens([0.05, 0.2])
+    metrics.record_tokens([0.02] * 64)
+    values = samples(metrics)
+    assert values["time_to_first_token_seconds_count"] == 2
+    assert values["time_to_first_token_seconds_bucket{le=0.06}"] == 1
+    assert values["inter_token_latency_seconds_count"] == 64
+    assert values["inter_token_latency_seconds_bucket{le=0.01}"] == 0
+    assert values["inter_token_latency_seconds_bucket{le=0.025}"] == 64
+
+
+def test_a_bucket_includes_its_bound() -> None:
+    histogram = Histogram((1, 2))
+    histogram.observe_all([1, 2, 3])
+    assert histogram.cumulative() == [("1.0", 1), ("2.0", 2), ("+Inf", 3)]
+
+
+def test_length_buckets_go_up_to_the_longest_sequence() -> None:
+    assert length_bounds(100) == [1, 2, 5, 10, 20, 50, 100]
+    assert length_bounds(2048) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
+
+
+def test_two_engines_count_apart() -> None:
+    one, two = EngineMetrics("a", 100), EngineMetrics("b", 100)
+    one.record_step(EngineStats(num_generation_tokens=3))
+    assert samples(one)["generation_tokens_total"] == 3
+    assert samples(two)["generation_tokens_total"] == 0
+
+
+def test_names_that_labels_cannot_hold_are_escaped() -> None:
+    metrics = EngineMetrics('a "quoted"\\path', 100)
+    assert samples(metrics)["num_requests_running"] == 0
+
+
+def test_the_documentation_names_every_metric() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    missing = [name for name in GAUGES | COUNTERS | HISTOGRAMS if name not in text]
+    assert not missing

@@ -1,0 +1,120 @@
+"""The scheduler and the cache under random workloads, against a model of the truth (`tests.scheduling.simulation`)."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams
+from tests.scheduling.simulation import Setup, Simulation, Workload
+
+SWITCHES = list(product(("fcfs", "priority"), ("recompute", "swap"), (True, False), (True, False)))
+OPERATIONS_EACH = 3200
+
+
+def test_the_default_run_makes_at_least_50_000_operations() -> None:
+    assert len(SWITCHES) * OPERATIONS_EACH >= 50_000
+
+
+@pytest.mark.parametrize(("policy", "preemption_mode", "chunked", "caching"), SWITCHES)
+def test_every_answer_is_that_of_a_standalone_run_and_nothing_is_lost(
+    policy: str, preemption_mode: str, chunked: bool, caching: bool
+) -> None:
+    rng = random.Random(f"{policy} {preemption_mode} {chunked} {caching}")
+    num_operations = 0
+    seen: dict[str, int] = {}
+    while num_operations < OPERATIONS_EACH:
+        max_num_seqs = rng.choice([1, 3, 5, 8, 12])
+        setup = Setup(
+            num_blocks=rng.choice([6, 10, 16, 24, 40]),
+            block_size=rng.choice([1, 3, 4, 4, 8]),
+            num_host_blocks=rng.choice([0, 3, 8, 30]),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 5, 20, 60]),
+            policy=policy,
+            preemption_mode=preemption_mode,
+            enable_chunked_prefill=chunked,
+            enable_prefix_caching=caching,
+        )
+        simulation = Simulation(setup)
+        Workload(simulation, rng.randint).run(400)
+        simulation.drain()
+        num_operations += simulation.num_operations
+        for what, count in simulation.seen.items():
+            seen[what] = seen.get(what, 0) + count
+    assert num_operations >= OPERATIONS_EACH
+    assert_exercised(seen, preemption_mode, chunked, caching)
+
+
+def assert_exercised(seen: dict[str, int], preemption_mode: str, chunked: bool, caching: bool) -> None:
+    """A workload that never preempts, forks or hits proves nothing."""
+    wanted = {
+        "preemption", "copy on write", "abort waiting", "abort running", "abort one of several", "abort an unborn fork",
+        "prompt logprobs", "finish: stop", "finish: length", "finish: error",
+    }  # fmt: skip
+    wanted |= {"swap", "swap back", "abort swapped"} if preemption_mode == "swap" else set()
+    wanted |= {"chunk of a prompt"} if chunked else set()
+    wanted |= {"prefix hit"} if caching else set()
+    assert not {what for what in wanted if not seen.get(what)}, f"the workload never saw these: {seen}"
+    assert caching or not seen["prefix hit"]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The same operations chosen by hypothesis, which shrinks whatever fails to a few lines."""
+
+    simulation: Simulation
+    workload: Workload
+
+    @initialize(
+        setup=st.builds(
+            Setup,
+            num_blocks=st.integers(2, 20),
+            block_size=st.integers(1, 5),
+            num_host_blocks=st.integers(0, 10),
+            max_num_seqs=st.integers(1, 6),
+            max_num_batched_tokens=st.integers(6, 30),
+            policy=st.sampled_from(["fcfs", "priority"]),
+            preemption_mode=st.sampled_from(["recompute", "swap"]),
+            enable_chunked_prefill=st.booleans(),
+            enable_prefix_caching=st.booleans(),
+        )
+    )
+    def start(self, setup: Setup) -> None:
+        self.simulation = Simulation(setup)
+
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        Workload(self.simulation, lambda low, high: data.draw(st.integers(low, high))).add()
+
+    @rule(num_more=st.integers(1, 50))
+    def add_too_much(self, num_more: int) -> None:
+        capacity = self.simulation.setup.num_blocks * self.simulation.setup.block_size
+        with pytest.raises(RequestError, match=f"{capacity + num_more} tokens of KV cache"):
+            self.simulation.add([1] * capacity, SamplingParams(max_tokens=num_more))
+        self.simulation.requests.popitem()
+
+    @precondition(lambda self: self.simulation.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        Workload(self.simulation, lambda low, high: data.draw(st.integers(low, high))).abort()
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.simulation.step()
+
+    def teardown(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.drain()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+test_hypothesis_finds_no_sequence_of_operations_that_breaks_an_invariant = SchedulerMachine.TestCase

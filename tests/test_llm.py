@@ -1,0 +1,225 @@
+"""`LLM` with the default model: forms of prompts, parameters, forks, stops, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError, RequestError
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    llm = LLM(max_model_len=512, num_gpu_blocks_override=512, check_invariants=True)
+    yield llm
+    assert llm.core.scheduler.cache.pool.num_used == 0, "blocks are in use when idle"
+
+
+def greedy(max_tokens: int = 12, **more: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
+
+
+def test_prompts_may_be_text_tokens_or_lists_of_both(llm: LLM) -> None:
+    text = "The capital of France is"
+    tokens = llm.tokenizer(text).input_ids
+    forms = [text, {"prompt": text}, {"prompt_token_ids": tokens}]
+    alone = [llm.generate(form, greedy(), use_tqdm=False)[0] for form in forms]
+    together = llm.generate(forms, greedy(), use_tqdm=False)
+    assert len({output.outputs[0].text for output in alone + together}) == 1
+    assert [output.prompt for output in together] == [text, text, None]
+    assert all(output.prompt_token_ids == tokens for output in together)
+    assert llm.generate([], greedy()) == []
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    outputs = llm.generate(["One", "Two"], [greedy(3, ignore_eos=True), greedy(5, ignore_eos=True)], use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 5]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
+    with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
+        llm.generate(["One"], [greedy(), greedy()])
+
+
+def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    (one,) = llm.chat(conversation, greedy(30), use_tqdm=False)
+    assert "Paris" in one.outputs[0].text
+    assert one.outputs[0].finish_reason == "stop"
+    assert one.outputs[0].stop_reason is None
+    several = llm.chat([conversation, conversation], greedy(30), use_tqdm=False)
+    assert [output.outputs[0].text for output in several] == [one.outputs[0].text] * 2
+
+
+def test_the_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["Hello"] * 3, greedy(4))
+    shown = capsys.readouterr().err
+    assert "3/3" in shown
+    assert "tok/s" in shown
+
+
+def test_forks_share_the_blocks_of_their_prompt(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(1000, 1200))}  # 12.5 blocks
+    used: list[int] = []
+    step = llm.core.step
+
+    def watch() -> object:
+        outputs = step()
+        used.append(outputs.stats.num_blocks_used)
+        return outputs
+
+    llm.core.step = watch  # type: ignore[method-assign]
+    try:
+        params = SamplingParams(n=8, temperature=1.0, seed=1, max_tokens=6, ignore_eos=True)
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+    finally:
+        llm.core.step = step  # type: ignore[method-assign]
+    assert [completion.index for completion in output.outputs] == list(range(8))
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) > 1
+    # Twelve shared blocks, and the last one copied for each that writes to it.
+    assert max(used) == 12 + 8
+
+
+def test_a_forks_tokens_do_not_depend_on_its_siblings(llm: LLM) -> None:
+    def texts(n: int) -> list[str]:
+        params = SamplingParams(n=n, temperature=1.0, seed=42, max_tokens=10, ignore_eos=True)
+        return [completion.text for completion in llm.generate("Once", params, use_tqdm=False)[0].outputs]
+
+    assert texts(4)[:2] == texts(2)
+
+
+def test_best_of_returns_the_likeliest(llm: LLM) -> None:
+    params = {"temperature": 1.0, "seed": 9, "max_tokens": 8, "ignore_eos": True}
+    (all_of_them,) = llm.generate("A", SamplingParams(n=6, logprobs=0, **params), use_tqdm=False)
+    (best,) = llm.generate("A", SamplingParams(n=2, best_of=6, **params), use_tqdm=False)
+    ranked = sorted(all_of_them.outputs, key=lambda completion: -completion.cumulative_logprob)
+    assert [completion.token_ids for completion in best.outputs] == [completion.token_ids for completion in ranked[:2]]
+    assert [completion.index for completion in best.outputs] == [0, 1]
+
+
+def test_seeds_hold_in_any_batch(llm: LLM) -> None:
+    seeded = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=16, ignore_eos=True)
+    free = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+    (alone,) = llm.generate("Yesterday", seeded, use_tqdm=False)
+    among = llm.generate(["Yesterday"] * 20, [free] * 7 + [seeded] + [free] * 12, use_tqdm=False)
+    assert among[7].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert len({tuple(output.outputs[0].token_ids) for output in among}) > 10
+
+
+def test_stops_end_the_text_and_say_why(llm: LLM) -> None:
+    (full,) = llm.generate("Count: 1, 2, 3,", greedy(20, ignore_eos=True), use_tqdm=False)
+    text = full.outputs[0].text
+    stop = text[5:8]
+    (cut,) = llm.generate("Count: 1, 2, 3,", greedy(20, stop=[stop]), use_tqdm=False)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    token = full.outputs[0].token_ids[4]
+    (ended,) = llm.generate("Count: 1, 2, 3,", greedy(20, stop_token_ids=[token]), use_tqdm=False)
+    assert ended.outputs[0].token_ids == full.outputs[0].token_ids[: full.outputs[0].token_ids.index(token) + 1]
+    assert ended.outputs[0].stop_reason == token
+    (longer,) = llm.generate("Count: 1, 2, 3,", greedy(20, stop_token_ids=[token], min_tokens=10), use_tqdm=False)
+    assert len(longer.outputs[0].token_ids) >= 10
+
+
+def test_logprobs_are_those_of_the_models_distribution(llm: LLM) -> None:
+    raw: list[torch.Tensor] = []
+
+    def keep(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        raw.append(logits.clone())
+        return logits
+
+    params = SamplingParams(
+        temperature=0.7, seed=4, max_tokens=5, ignore_eos=True, logprobs=3, logits_processors=[keep]
+    )
+    (output,) = llm.generate("Rain", params, use_tqdm=False)
+    completion = output.outputs[0]
+    for token, position, logits in zip(completion.token_ids, completion.logprobs, raw, strict=True):
+        expected = logits.log_softmax(-1)
+        assert next(iter(position)) == token
+        for one, entry in position.items():
+            assert entry.logprob == pytest.approx(float(expected[one]), abs=1e-5)
+            assert entry.rank == int((expected > expected[one]).sum()) + 1
+        assert set(expected.topk(3).indices.tolist()) <= set(position)
+    total = sum(next(iter(position.values())).logprob for position in completion.logprobs)
+    assert completion.cumulative_logprob == pytest.approx(total)
+
+
+def test_prompt_logprobs_score_the_prompt(llm: LLM) -> None:
+    text = "The capital of France is Paris."
+    (output,) = llm.generate(text, greedy(1, prompt_logprobs=2), use_tqdm=False)
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert output.prompt_logprobs[0] is None
+    for i, token in enumerate(output.prompt_token_ids[1:], start=1):
+        assert next(iter(output.prompt_logprobs[i])) == token
+    # Paris must be the best continuation, as generation finds it too.
+    (generated,) = llm.generate("The capital of France is", greedy(1, logprobs=0), use_tqdm=False)
+    position = len(llm.tokenizer("The capital of France is").input_ids)
+    scored = output.prompt_logprobs[position][generated.outputs[0].token_ids[0]]
+    assert scored.rank == 1
+    found = generated.outputs[0].logprobs[0][generated.outputs[0].token_ids[0]]
+    assert scored.logprob == found.logprob, "bitwise: chunk or decode, the row is the same"
+
+
+def test_processors_masks_and_biases_reach_the_tokens(llm: LLM) -> None:
+    only = llm.tokenizer(" yes").input_ids + llm.tokenizer(" no").input_ids
+    (limited,) = llm.generate("Well,", greedy(5, allowed_token_ids=only, ignore_eos=True), use_tqdm=False)
+    assert set(limited.outputs[0].token_ids) <= set(only)
+    (biased,) = llm.generate("Well,", greedy(3, logit_bias={only[0]: 100.0}, ignore_eos=True), use_tqdm=False)
+    assert biased.outputs[0].token_ids == [only[0]] * 3
+    (plain,) = llm.generate("The capital of France is", greedy(4), use_tqdm=False)
+    assert "Paris" in plain.outputs[0].text
+    (without,) = llm.generate("The capital of France is", greedy(4, bad_words=["Paris"]), use_tqdm=False)
+    assert "Paris" not in without.outputs[0].text
+
+
+def test_a_failing_logits_processor_fails_its_request_and_leaves_the_engine_well(llm: LLM) -> None:
+    def broken(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(RequestError, match="ZeroDivisionError: on purpose"):
+        llm.generate("Hello", greedy(3, logits_processors=[broken]), use_tqdm=False)
+    assert llm.generate("Hello", greedy(3, ignore_eos=True), use_tqdm=False)[0].finished
+
+
+def test_a_second_run_finds_its_prompt_in_the_cache(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(2000, 2100))}
+    (first,) = llm.generate(prompt, greedy(4), use_tqdm=False)
+    (second,) = llm.generate(prompt, greedy(4), use_tqdm=False)
+    (salted,) = llm.generate({**prompt, "cache_salt": "someone else"}, greedy(4), use_tqdm=False)
+    assert (first.num_cached_tokens, second.num_cached_tokens, salted.num_cached_tokens) == (0, 96, 0)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids == salted.outputs[0].token_ids
+
+
+def test_prompts_are_truncated_from_the_left_when_asked(llm: LLM) -> None:
+    (output,) = llm.generate({"prompt_token_ids": list(range(600))}, greedy(2, truncate_prompt_tokens=5), use_tqdm=False)
+    assert output.prompt_token_ids == list(range(595, 600))
+    with pytest.raises(RequestError, match="the prompt has 600 tokens and the model takes 512"):
+        llm.generate({"prompt_token_ids": list(range(600))}, greedy(2))
+
+
+def test_output_ends_at_the_models_length(llm: LLM) -> None:
+    (output,) = llm.generate({"prompt_token_ids": list(range(500))}, greedy(100, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 12
+    assert output.outputs[0].finish_reason == "length"
+    (all_of_it,) = llm.generate(
+        {"prompt_token_ids": list(range(500))}, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True),
+        use_tqdm=False,
+    )  # fmt: skip
+    assert len(all_of_it.outputs[0].token_ids) == 12
+
+
+def test_metrics_of_a_request_are_in_order(llm: LLM) -> None:
+    (output,) = llm.generate("Hello", greedy(5, ignore_eos=True), use_tqdm=False)
+    times = output.metrics
+    assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time
+    assert times.first_token_time < times.last_token_time <= times.finished_time
+    assert math.isfinite(times.time_in_queue)
+
+
+def test_arguments_that_are_unknown_or_not_built_are_refused() -> None:
+    with pytest.raises(TypeError, match="tensor_paralel_size"):
+        LLM(tensor_paralel_size=1)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 is not built yet"):
+        LLM(tensor_parallel_size=2)
