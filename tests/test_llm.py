@@ -193,7 +193,9 @@ def test_a_second_run_finds_its_prompt_in_the_cache(llm: LLM) -> None:
 
 
 def test_prompts_are_truncated_from_the_left_when_asked(llm: LLM) -> None:
-    (output,) = llm.generate({"prompt_token_ids": list(range(600))}, greedy(2, truncate_prompt_tokens=5), use_tqdm=False)
+    (output,) = llm.generate(
+        {"prompt_token_ids": list(range(600))}, greedy(2, truncate_prompt_tokens=5), use_tqdm=False
+    )
     assert output.prompt_token_ids == list(range(595, 600))
     with pytest.raises(RequestError, match="the prompt has 600 tokens and the model takes 512"):
         llm.generate({"prompt_token_ids": list(range(600))}, greedy(2))

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "sampling.h"
 
 #define OCTAVO_CONCAT2(a, b) a##b
 #define OCTAVO_CONCAT(a, b) OCTAVO_CONCAT2(a, b)
@@ -12,8 +13,8 @@
 namespace octavo {
 
 const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
-    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear,    OCTAVO_ISA::embedding, OCTAVO_ISA::norm,
-    OCTAVO_ISA::rotary,        OCTAVO_ISA::attention, OCTAVO_ISA::silu,      OCTAVO_ISA::argmax,
+    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear, OCTAVO_ISA::embedding, OCTAVO_ISA::norm,   OCTAVO_ISA::rotary,
+    OCTAVO_ISA::attention,     OCTAVO_ISA::silu,   OCTAVO_ISA::argmax,    OCTAVO_ISA::sample,
 };
 
 }  // namespace octavo

@@ -129,12 +129,24 @@ struct ArgmaxArgs {
     int64_t stride, width;
 };
 
+// out[r] = a token drawn from logits[r, width], which become its weights. Arrays are by row; top_k 0 is all.
+struct SampleArgs {
+    float* logits;
+    const float* temperature;
+    const int64_t* top_k;
+    const float* top_p;
+    const float* min_p;
+    const double* dice;  // in [0, 1)
+    int64_t* out;
+    int64_t stride, width;
+};
+
 // One task of a kernel. `args` is the operation's own struct above.
 using Kernel = void (*)(const void* args, int64_t task);
 
 struct KernelTable {
     const char* name;
-    Kernel linear, embedding, norm, rotary, attention, silu, argmax;
+    Kernel linear, embedding, norm, rotary, attention, silu, argmax, sample;
 };
 
 // One instance per instruction set that was compiled in; see dispatch.cpp.

@@ -90,6 +90,10 @@ Launch plan_argmax(const KernelTable& table, ArgmaxArgs& args, int64_t rows) {
     return {table.argmax, &args, rows, static_cast<double>(rows * args.width) * 0.1};
 }
 
+Launch plan_sample(const KernelTable& table, SampleArgs& args, int64_t rows) {
+    return {table.sample, &args, rows, static_cast<double>(rows * args.width) * 2};
+}
+
 Launch AttentionPlan::plan(const KernelTable& table, AttentionArgs& args, int64_t max_blocks, int threads) {
     costed_.clear();
     tasks_.clear();

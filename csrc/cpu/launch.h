@@ -24,6 +24,7 @@ Launch plan_norm(const KernelTable& table, NormArgs& args, int threads);
 Launch plan_rotary(const KernelTable& table, RotaryArgs& args, int threads);
 Launch plan_silu(const KernelTable& table, SiluArgs& args, int threads);
 Launch plan_argmax(const KernelTable& table, ArgmaxArgs& args, int64_t rows);
+Launch plan_sample(const KernelTable& table, SampleArgs& args, int64_t rows);
 
 // The tasks of one attention call and the memory that they share. Reused from call to call, so that a decode step
 // allocates nothing.

@@ -176,6 +176,20 @@ void argmax(Address x, int64_t stride, int64_t rows, int64_t width, Address out)
     call(octavo::plan_argmax(octavo::kernels(), args, rows));
 }
 
+void sample(Address logits, int64_t stride, int64_t rows, int64_t width, Address temperature, Address top_k,
+            Address top_p, Address min_p, Address dice, Address out) {
+    octavo::SampleArgs args{at<float>(logits),
+                            at<float>(temperature),
+                            at<int64_t>(top_k),
+                            at<float>(top_p),
+                            at<float>(min_p),
+                            at<double>(dice),
+                            at<int64_t>(out),
+                            stride,
+                            width};
+    call(octavo::plan_sample(octavo::kernels(), args, rows));
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -200,4 +214,5 @@ NB_MODULE(_cpu, m) {
     m.def("paged_attention", &paged_attention);
     m.def("silu_and_mul", &silu_and_mul);
     m.def("argmax", &argmax);
+    m.def("sample", &sample);
 }

@@ -1,6 +1,6 @@
-// Draws one token a row: temperature, min-p, top-k and top-p, then the inverse of the cumulative distribution. Thresholds
-// are found by radix selection on the bits of the probabilities, which order as the numbers do, so nothing is sorted.
-// Every sum runs in an order that the row's length alone decides. Included by kernels.cpp only.
+// Draws one token a row: temperature, min-p, top-k and top-p, then the inverse of the cumulative distribution.
+// Thresholds are found by radix selection on the bits of the probabilities, which order as the numbers do, so nothing
+// is sorted. Every sum runs in an order that the row's length alone decides. Included by kernels.cpp only.
 #pragma once
 
 #include "simd.h"
@@ -20,6 +20,18 @@ inline float float_of(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof(x));
     return x;
+}
+
+inline float max_of_row(const float* p, int64_t n) {
+    Vec largest = set1(-__builtin_inff());
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        const Vec v = load(p + i);
+        largest = select_greater(v, largest, v, largest);  // drops NaN
+    }
+    float found = reduce_max(largest);
+    for (; i < n; ++i) found = p[i] > found ? p[i] : found;
+    return found;
 }
 
 inline float sum_chunk(const float* p, int64_t n) {
@@ -77,16 +89,9 @@ void sample(const void* args, int64_t task) {
     const SampleArgs& a = *static_cast<const SampleArgs*>(args);
     float* p = a.logits + task * a.stride;
     const int64_t n = a.width;
-    float largest = -__builtin_inff();
-    int64_t likeliest = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        if (p[i] > largest) {
-            largest = p[i];
-            likeliest = i;
-        }
-    }
-    a.out[task] = likeliest;
-    // A single choice, or logits with an infinity or nothing else than NaN: there is no distribution to draw from.
+    a.out[task] = 0;
+    const float largest = max_of_row(p, n);
+    // An infinity, or nothing but -inf and NaN: there is no distribution to draw from, and the caller knows.
     if (!(largest > -__builtin_inff() && largest < __builtin_inff())) return;
 
     const Vec shift = set1(largest), temperature = set1(a.temperature[task]);
@@ -108,7 +113,7 @@ void sample(const void* args, int64_t task) {
 
     const double target = a.dice[task] * sum_row(p, n);
     double before = 0;
-    int64_t drawn = likeliest;
+    int64_t drawn = -1;
     for (int64_t start = 0; start < n; start += kSumChunk) {
         const int64_t length = min_of(kSumChunk, n - start);
         const double after = before + sum_chunk(p + start, length);
@@ -123,6 +128,10 @@ void sample(const void* args, int64_t task) {
             break;
         }
         before = after;
+    }
+    // The dice may round up to the whole: that is the last token with any weight.
+    for (int64_t j = n - 1; drawn < 0 && j >= 0; --j) {
+        if (p[j] > 0) drawn = j;
     }
     a.out[task] = drawn;
 }

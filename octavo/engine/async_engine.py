@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.core_client import CoreClient
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
-from octavo.engine.wire import Abort, CoreMessage, EngineStats, Failed, Ready, StepOutputs
+from octavo.engine.wire import Abort, CoreMessage, EngineRequest, EngineStats, Failed, Ready, StepOutputs
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
@@ -117,23 +118,34 @@ class AsyncLLMEngine:
         Raises `RequestError` for a request that cannot run, `EngineDeadError` when the core has gone. Closing the
         generator, or cancelling the task that iterates it, aborts the request and frees its blocks.
         """
+        arrival_time = time.monotonic()
+        if isinstance(prompt, str) and len(prompt) > _MAX_INLINE_CHARACTERS:
+            text, request = await asyncio.to_thread(
+                self.inputs.process, prompt, sampling_params, request_id, priority=priority, arrival_time=arrival_time
+            )
+        else:
+            text, request = self.inputs.process(
+                prompt, sampling_params, request_id, priority=priority, arrival_time=arrival_time
+            )
+        async with contextlib.aclosing(self.generate_from(request, text)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def generate_from(
+        self, request: EngineRequest, prompt: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """`generate` for a request that `inputs.process` has made; `prompt` is its text, which outputs repeat."""
         await self.wait_ready()
-        if sampling_params.logits_processors:
+        request_id = request.request_id
+        if request.params.logits_processors:
             raise RequestError(
                 "logits_processors are Python callables and run only with LLM, in its process; use logit_bias here.",
                 param="logits_processors",
             )
-        if isinstance(prompt, str) and len(prompt) > _MAX_INLINE_CHARACTERS:
-            text, request = await asyncio.to_thread(
-                self.inputs.process, prompt, sampling_params, request_id, priority=priority
-            )
-        else:
-            text, request = self.inputs.process(prompt, sampling_params, request_id, priority=priority)
-        await self.check_health()
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use.", param="request_id")
         stream = self._streams[request_id] = _Stream()
-        self._outputs.add(request, text)
+        self._outputs.add(request, prompt)
         self._core.send(request)
         try:
             while True:

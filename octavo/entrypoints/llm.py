@@ -12,6 +12,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.wire import EngineRequest
+from octavo.entrypoints.chat_template import render_chat
 from octavo.errors import RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
@@ -90,11 +91,11 @@ class LLM:
         for conversation in conversations:
             text = render_chat(
                 self.tokenizer,
-                list(conversation),
+                conversation,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+                template_options=chat_template_kwargs,
             )
             prompts.append({"prompt": text, "prompt_token_ids": self.inputs.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -136,17 +137,6 @@ class LLM:
             if progress is not None:
                 progress.close()
         return [finished[request.request_id] for _, request in requests]
-
-
-def render_chat(tokenizer: Any, messages: list[Mapping[str, Any]], **options: Any) -> str:
-    """A conversation as the text that the model's chat template makes of it. Raises `RequestError` if it can't."""
-    from jinja2 import TemplateError
-
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except (TemplateError, ValueError, TypeError, KeyError) as e:
-        raise RequestError(f"the chat template refuses these messages: {e}", param="messages") from None
-    return text
 
 
 class _Progress:

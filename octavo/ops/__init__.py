@@ -115,6 +115,19 @@ class Ops(Protocol):
         """logits [S, V] float32 -> [S] int64; the lowest index wins a tie."""
         ...
 
+    def sample(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor
+    ) -> Tensor:
+        """Draw one token a row of logits [S, V] float32, which may be overwritten -> [S] int64.
+
+        The distribution is softmax(logits / temperature); then tokens less likely than min_p times the likeliest go;
+        then all but the top_k likeliest (int64, 0 is all); then all but the smallest set of the likeliest that has
+        top_p of the mass left. Tokens that are equally likely stay or go together. The token is the first one, by
+        index, up to which the remaining mass exceeds dice (float64 in [0, 1)) times its sum. Other tensors are
+        [S] float32. Rows whose largest logit is not finite give a meaningless token.
+        """
+        ...
+
     def allocate_kv_cache(
         self,
         num_blocks: int,

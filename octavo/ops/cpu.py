@@ -231,6 +231,25 @@ def argmax(logits: Tensor) -> Tensor:
     return out
 
 
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor) -> Tensor:
+    rows, width = logits.shape
+    assert logits.dtype is torch.float32 and logits.stride(1) == 1
+    for tensor, dtype in (
+        (temperature, torch.float32),
+        (top_k, torch.int64),
+        (top_p, torch.float32),
+        (min_p, torch.float32),
+        (dice, torch.float64),
+    ):
+        assert tensor.dtype is dtype and tensor.shape == (rows,) and tensor.is_contiguous()
+    out = torch.empty(rows, dtype=torch.int64)
+    _cpu.sample(
+        logits.data_ptr(), logits.stride(0), rows, width, temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(),
+        min_p.data_ptr(), dice.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
 def allocate_kv_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
 ) -> LayerKVCache:

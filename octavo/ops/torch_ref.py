@@ -121,6 +121,22 @@ def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor) -> Tensor:
+    tokens = []
+    for r in range(len(logits)):
+        probs = ((logits[r] - logits[r].max()) / temperature[r]).double().softmax(-1)
+        probs[probs < min_p[r] * probs.max()] = 0
+        if 0 < top_k[r] < len(probs):
+            probs[probs < probs.topk(int(top_k[r])).values[-1]] = 0
+        if top_p[r] < 1:
+            ranked = probs.sort(descending=True).values
+            last = int((ranked.cumsum(-1) < top_p[r] * probs.sum()).sum())
+            probs[probs < ranked[min(last, len(ranked) - 1)]] = 0
+        cumulative = probs.cumsum(-1)
+        tokens.append(int((cumulative <= dice[r] * cumulative[-1]).sum()))
+    return torch.tensor(tokens).clamp(max=logits.shape[1] - 1)
+
+
 def allocate_kv_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
 ) -> LayerKVCache:

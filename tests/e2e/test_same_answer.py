@@ -28,7 +28,9 @@ def logits_of_subject(llm: LLM, company: list[list[int]]) -> torch.Tensor:
     subject = SamplingParams(
         temperature=0.8, top_p=0.95, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True, logits_processors=[keep]
     )
-    others = [SamplingParams(temperature=1.0, seed=i, max_tokens=10 + i % 20, ignore_eos=True) for i in range(len(company))]
+    others = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=10 + i % 20, ignore_eos=True) for i in range(len(company))
+    ]
     run_arriving(llm, [SUBJECT, *company], [subject, *others], seed=len(company))
     assert sorted(steps) == list(range(NUM_TOKENS))
     return torch.stack([steps[i] for i in range(NUM_TOKENS)])

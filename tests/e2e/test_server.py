@@ -113,7 +113,12 @@ HOSTILE = [
 
 def test_bad_requests_fail_alone_with_openais_error_body(server: Server, client: openai.OpenAI) -> None:
     stream = client.completions.create(
-        model=MODEL, prompt="Once upon a time", max_tokens=400, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        model=MODEL,
+        prompt="Once upon a time",
+        max_tokens=400,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     pieces = iter(stream)
     text = next(pieces).choices[0].text
@@ -181,9 +186,7 @@ def test_metrics_count_what_happened(server: Server, client: openai.OpenAI) -> N
     assert server.metric("inter_token_latency_seconds_count") > 0
 
 
-def test_an_engine_that_dies_is_noticed_and_its_requests_get_an_error(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_an_engine_that_dies_is_noticed_and_its_requests_get_an_error(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running_server(tmp_path_factory.mktemp("dying"), "--max-model-len", "1024") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         stream = client.completions.create(

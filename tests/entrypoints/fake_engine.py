@@ -16,7 +16,7 @@ import uvicorn
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.wire import SequenceOutput, TokenLogprobs
+from octavo.engine.wire import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.entrypoints.openai.app import build_app
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.loading.checkpoint import Checkpoint
@@ -67,13 +67,13 @@ class FakeEngine:
         if self.failure is not None:
             raise self.failure
 
-    async def generate(
-        self, prompt: Any, params: SamplingParams, request_id: str, *, priority: int = 0
+    async def generate_from(
+        self, request: EngineRequest, prompt: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        text, request = self.inputs.process(prompt, params, request_id, priority=priority)
-        self.seen.append((request.prompt_token_ids, params, {"priority": priority, "salt": request.cache_salt}))
+        params, request_id = request.params, request.request_id
+        self.seen.append((request.prompt_token_ids, params, {"priority": request.priority, "salt": request.cache_salt}))
         outputs = OutputProcessor(self.tokenizer, self.metrics)
-        outputs.add(request, text)
+        outputs.add(request, prompt)
         self.active.add(request_id)
         try:
             scripts = [self._tokens(i, request.max_tokens) for i in range(params.num_sequences)]

@@ -77,14 +77,12 @@ def test_values_of_the_file_are_checked_as_flags_are(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size is not built yet"),
-        (["--speculative_model=x"], "--speculative-model is not built yet"),
         (["--colour", "red"], "unrecognized arguments: --colour"),
         (["--max-model", "5"], "unrecognized arguments: --max-model"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
     ],
 )
-def test_flags_that_are_unknown_or_not_built_end_with_code_2(
+def test_flags_that_are_unknown_or_of_a_wrong_type_end_with_code_2(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -96,6 +94,8 @@ def test_flags_that_are_unknown_or_not_built_end_with_code_2(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--tensor-parallel-size", "2", "--port", "0"], "--tensor-parallel-size 2 is not built yet"),
+        (["--speculative_model=x", "--port", "0"], "--speculative-model x is not built yet"),
         (["--tool-call-parser", "hermes"], "--tool-call-parser is not built yet"),
         (["--enable-auto-tool-choice"], "--enable-auto-tool-choice is not built yet"),
         (["--reasoning-parser", "x"], "--reasoning-parser is not built yet"),
@@ -103,6 +103,7 @@ def test_flags_that_are_unknown_or_not_built_end_with_code_2(
         (["--prometheus-port", "9"], "--prometheus-port needs --enable-prometheus"),
         (["--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),
         (["--ssl-keyfile", "k", "--ssl-certfile", "c"], "there is no file k"),
+        (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "are not a certificate and its key in PEM form"),
         (["--root-path", "llm"], "--root-path must start with /"),
         (["--chat-template", "/nowhere"], "--chat-template /nowhere cannot be read"),
         (["--allowed-origins", "[1]"], "is not a JSON list of origins"),

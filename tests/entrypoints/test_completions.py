@@ -208,6 +208,17 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, engine: FakeEngine
         assert getattr(params, name) == value, name
 
 
+def test_the_model_says_what_sampling_is_where_the_request_does_not(
+    http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = engine.config.model.default_sampling_params
+    monkeypatch.setitem(defaults, "temperature", 0.2)
+    monkeypatch.setitem(defaults, "top_k", 7)
+    http.post("/v1/completions", json={"prompt": "a", "top_k": 9})
+    http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+    assert [(params.temperature, params.top_k) for _, params, _ in engine.seen] == [(0.2, 9), (0.2, 7)]
+
+
 def test_ids_come_from_the_request_and_go_back_in_a_header(http: httpx.Client) -> None:
     body = {"prompt": "a"}
     by_header = http.post("/v1/completions", json=body, headers={"X-Request-Id": "trace-1"})

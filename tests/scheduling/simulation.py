@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from octavo.config import SchedulerConfig
-from octavo.engine.wire import EngineRequest, SequenceOutput, TokenLogprobs
+from octavo.engine.wire import EngineRequest, EngineStats, SequenceOutput, TokenLogprobs
 from octavo.execution.step_batch import SequenceTable
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import Sequence
@@ -68,6 +68,7 @@ class Watched:
     fails_at: int | None  # output tokens before a logits processor fails
     deadline: int | None  # the step by which it must have finished
     outputs: dict[int, list[int]] = field(default_factory=dict)  # tokens so far, by sequence
+    expected: dict[int, Expected] = field(default_factory=dict)  # by sequence, once it has put out a token
     live: set[int] = field(default_factory=set)  # sequences that the test has neither seen finish nor aborted
 
     @property
@@ -96,17 +97,22 @@ class Simulation:
         self.num_operations = 0
         self.num_steps = 0
         self.seen: Counter[str] = Counter()  # what the workload exercised
-        self._num_requests = 0
+        self.num_requests = 0
         self._contents: dict[bytes, list[int]] = {}  # of every block that was ever indexed, by its key
 
     def add(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None,
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
         fails_at: int | None = None,
     ) -> str:
         """Queue a request that can run. Returns its id."""
         assert params.max_tokens is not None
-        request_id = f"request-{self._num_requests}"
-        self._num_requests += 1
+        request_id = f"request-{self.num_requests}"
+        self.num_requests += 1
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -132,7 +138,9 @@ class Simulation:
     def abort(self, request_id: str) -> None:
         watched = self.requests.pop(request_id)
         for seq in self._sequences(watched):
-            self.seen["abort swapped" if seq.host_blocks else "abort waiting" if seq.row is None else "abort running"] += 1
+            self.seen[
+                "abort swapped" if seq.host_blocks else "abort waiting" if seq.row is None else "abort running"
+            ] += 1
         self.scheduler.abort(request_id)
         assert not self._sequences(watched), "an aborted request is still there"
         self._count("abort")
@@ -150,7 +158,7 @@ class Simulation:
             del self.requests[request_id]
         self._count("abort one")
 
-    def step(self) -> None:
+    def step(self) -> EngineStats:
         """Schedule, compute and account, and check everything that must hold of a step."""
         running_before = list(self.scheduler.running)
         plan = self.scheduler.schedule()
@@ -171,16 +179,17 @@ class Simulation:
         self.seen["swap back"] += bool(plan.moves.swap_in)
         self.seen["copy on write"] += len(plan.moves.copy)
         self.seen["prefix hit"] += stats.num_prefix_hits
-        self.seen["chunk of a prompt"] += sum(
-            samples == 0 for samples in plan.num_samples
-        )
+        self.seen["chunk of a prompt"] += plan.num_samples.count(0)
         self.num_steps += 1
         for watched in self.requests.values():
-            assert watched.deadline is None or self.num_steps <= watched.deadline, f"{watched.request.request_id} starves"
+            assert watched.deadline is None or self.num_steps <= watched.deadline, (
+                f"{watched.request.request_id} starves"
+            )
         assert stats.num_slots_filled == self.num_filled_slots()
         assert stats.num_slots_allocated == self.cache.pool.num_used * self.setup.block_size
         self._count("step")
         self._check_index()
+        return stats
 
     def drain(self) -> None:
         """Run until nothing is left, and see that nothing is."""
@@ -197,34 +206,12 @@ class Simulation:
 
     def num_filled_slots(self) -> int:
         size = self.setup.block_size
-        return len(
-            {
-                (seq.block_table[position // size], position % size)
-                for seq in self.scheduler.running
-                for position in range(seq.num_computed_tokens)
-            }
-        )
-
-    def standalone(self, watched: Watched, index: int) -> Expected:
-        """The tokens of a sequence that runs alone on a device without blocks."""
-        request, params = watched.request, watched.request.params
-        state = root(request.cache_salt)
-        for token in request.prompt_token_ids:
-            state = advance(state, token)
-        stops = [EOS, *params.stop_token_ids]
-        output: list[int] = []
-        while True:
-            if watched.fails_at == len(output):
-                return Expected(output, "error", None)
-            token = choose(state, params.seed or 0, index, stops if len(output) < params.min_tokens else [])
-            output.append(token)
-            if token in params.stop_token_ids:
-                return Expected(output, "stop", token)
-            if token == EOS and not params.ignore_eos:
-                return Expected(output, "stop", None)
-            if len(output) == request.max_tokens:
-                return Expected(output, "length", None)
-            state = advance(state, token)
+        filled: dict[int, int] = {}
+        for seq in self.scheduler.running:
+            for i, block in enumerate(seq.block_table):
+                tokens = min(max(seq.num_computed_tokens - i * size, 0), size)
+                filled[block] = max(filled.get(block, 0), tokens)
+        return sum(filled.values())
 
     def _take(self, output: SequenceOutput) -> None:
         """Compare what a sequence puts out with what it must."""
@@ -234,19 +221,23 @@ class Simulation:
         is_first_of_request = not watched.has_started
         tokens = watched.outputs.setdefault(index, [])
         tokens += output.token_ids
-        expected = self.standalone(watched, index)
+        if index not in watched.expected:
+            watched.expected[index] = standalone(watched, index)
+        expected = watched.expected[index]
         assert tokens == expected.token_ids[: len(tokens)], "the tokens are not those of a standalone run"
         prompt = watched.request.prompt_token_ids
-        if watched.request.params.prompt_logprobs is not None and is_first_of_request and output.finish_reason != "error":
-            assert [entry.token_ids for entry in output.prompt_logprobs or []] == [[t] for t in prompt[1:]]
-            self.seen["prompt logprobs"] += 1
-        else:
-            assert not output.prompt_logprobs
+        if output.finish_reason != "error":
+            is_due = watched.request.params.prompt_logprobs is not None and is_first_of_request
+            reported = [entry.token_ids for entry in output.prompt_logprobs or []]
+            assert reported == ([[token] for token in prompt[1:]] if is_due else [])
+            self.seen["prompt logprobs"] += is_due
         if output.finish_reason is None:
             assert len(tokens) < len(expected.token_ids) or expected.finish_reason == "error", "it goes on for too long"
             return
         assert (tokens, output.finish_reason, output.stop_reason) == (
-            expected.token_ids, expected.finish_reason, expected.stop_reason,
+            expected.token_ids,
+            expected.finish_reason,
+            expected.stop_reason,
         )
         self.seen[f"finish: {output.finish_reason}"] += 1
         watched.live.discard(index)
@@ -290,6 +281,28 @@ class Simulation:
         self.scheduler.check()
 
 
+def standalone(watched: Watched, index: int) -> Expected:
+    """The tokens of a sequence that runs alone on a device without blocks."""
+    request, params = watched.request, watched.request.params
+    state = root(request.cache_salt)
+    for token in request.prompt_token_ids:
+        state = advance(state, token)
+    stops = [EOS, *params.stop_token_ids]
+    output: list[int] = []
+    while True:
+        if watched.fails_at == len(output):
+            return Expected(output, "error", None)
+        token = choose(state, params.seed or 0, index, stops if len(output) < params.min_tokens else [])
+        output.append(token)
+        if token in params.stop_token_ids:
+            return Expected(output, "stop", token)
+        if token == EOS and not params.ignore_eos:
+            return Expected(output, "stop", None)
+        if len(output) == request.max_tokens:
+            return Expected(output, "length", None)
+        state = advance(state, token)
+
+
 class Device:
     """Carries out plans as `ModelRunner` does, with numbers in the place of keys and values."""
 
@@ -316,8 +329,8 @@ class Device:
             self.table.blocks[row, position] = block
         sequences = {seq.row: seq for seq in self.simulation.scheduler.running}
         last_states = self._compute(plan, sequences)
+        counts = dict(zip(plan.rows, plan.num_tokens, strict=True))
         for seq in self.simulation.scheduler.live_sequences():
-            counts = dict(zip(plan.rows, plan.num_tokens, strict=True))
             self._check_memory(seq, seq.num_computed_tokens + (counts.get(seq.row, 0) if seq.row is not None else 0))
         return self._sample(plan, sequences, last_states)
 
@@ -332,7 +345,11 @@ class Device:
         """Fill the slots of the batch's tokens, and return the last state of each row."""
         batch = self.table.build(plan)
         tokens, slots = batch.token_ids.tolist(), batch.slot_mapping.tolist()
-        starts, positions, tables = batch.query_start_loc.tolist(), batch.positions.tolist(), batch.block_tables.tolist()
+        starts, positions, tables = (
+            batch.query_start_loc.tolist(),
+            batch.positions.tolist(),
+            batch.block_tables.tolist(),
+        )
         size = self.block_size
         last_states = []
         for s, row in enumerate(plan.rows):
@@ -355,12 +372,12 @@ class Device:
             states.append(state)
         memory, blocks = (self.host_memory, seq.host_blocks) if seq.host_blocks else (self.memory, seq.block_table)
         size = self.block_size
-        found = [slot for block in blocks for slot in memory[block * size : (block + 1) * size]]
-        assert found[:num_computed] == states[:num_computed], f"{seq.request.request_id} reads what is not its own"
+        for i, block in enumerate(blocks[: -(-num_computed // size)]):
+            count = min(size, num_computed - i * size)
+            found, wanted = memory[block * size : block * size + count], states[i * size : i * size + count]
+            assert found == wanted, f"{seq.request.request_id} reads what is not its own"
 
-    def _sample(
-        self, plan: StepPlan, sequences: dict[int | None, Sequence], last_states: list[int]
-    ) -> StepResult:
+    def _sample(self, plan: StepPlan, sequences: dict[int | None, Sequence], last_states: list[int]) -> StepResult:
         result = StepResult(tokens=[])
         for row, state, computed, count, samples in zip(
             plan.rows, last_states, plan.num_computed, plan.num_tokens, plan.num_samples, strict=True
@@ -407,11 +424,12 @@ class Workload:
             prompt = prompt[:kept] + [integer(1, VOCAB_SIZE - 1) for _ in range(min(num_prompt - kept, 3))]
         max_tokens = integer(1, max(1, min(self.longest - len(prompt), 24)))
         n = integer(1, min(4, setup.max_num_seqs)) if chance(25) else 1
+        best_of = integer(n, min(5, setup.max_num_seqs)) if chance(15) else None
         self.simulation.add(
             prompt,
             SamplingParams(
                 n=n,
-                best_of=integer(n, min(5, setup.max_num_seqs)) if chance(10) else None,
+                best_of=best_of,
                 max_tokens=max_tokens,
                 min_tokens=integer(0, max_tokens) if chance(20) else 0,
                 stop_token_ids=[integer(1, VOCAB_SIZE - 1) for _ in range(integer(0, 3))],
@@ -443,9 +461,9 @@ class Workload:
         while simulation.num_operations < end:
             if self.chance(2):
                 busy = self.integer(0, 60)
-            if self.chance(busy) and len(simulation.requests) < 40:
+            if not simulation.requests or (self.chance(busy) and len(simulation.requests) < 40):
                 self.add()
-            elif self.chance(4):
+            elif self.chance(8):
                 self.abort()
             elif self.integer(1, 1000) == 1:
                 for request_id in list(simulation.requests):

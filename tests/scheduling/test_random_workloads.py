@@ -15,7 +15,7 @@ from octavo.sampling_params import SamplingParams
 from tests.scheduling.simulation import Setup, Simulation, Workload
 
 SWITCHES = list(product(("fcfs", "priority"), ("recompute", "swap"), (True, False), (True, False)))
-OPERATIONS_EACH = 3200
+OPERATIONS_EACH = 8000
 
 
 def test_the_default_run_makes_at_least_50_000_operations() -> None:

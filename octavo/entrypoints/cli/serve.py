@@ -12,24 +12,6 @@ from octavo.entrypoints.cli.errors import run_command
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
 
-# Flags of vLLM's that users' scripts may hold and that are not built; the error says so instead of "unrecognized".
-NOT_BUILT = (
-    "data-parallel-size",
-    "distributed-executor-backend",
-    "enable-lora",
-    "limit-mm-per-prompt",
-    "lora-modules",
-    "max-lora-rank",
-    "max-loras",
-    "num-scheduler-steps",
-    "num-speculative-tokens",
-    "pipeline-parallel-size",
-    "speculative-config",
-    "speculative-draft-tensor-parallel-size",
-    "speculative-model",
-    "tensor-parallel-size",
-)
-
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
     """Every flag of the engine and of the server."""
@@ -47,17 +29,11 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str], prog: str) -> tuple[AsyncEngineArgs, ServerArgs]:
-    """Raises `ConfigError` for a bad file; a flag that is unknown or not built ends the process with exit code 2."""
+    """Raises `ConfigError` for a bad file; an unknown flag or a wrong type ends the process with exit code 2."""
     parser = make_parser(prog)
-    args, unknown = parser.parse_known_args(argv)
+    args = parser.parse_args(argv)
     if args.config is not None:
-        args, unknown = parser.parse_known_args([*argv, *config_flags(args.config, argv)])
-    for word in unknown:
-        name = word.removeprefix("--").partition("=")[0].replace("_", "-")
-        if word.startswith("--") and name in NOT_BUILT:
-            parser.error(f"--{name} is not built yet; leave it out.")
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        args = parser.parse_args([*argv, *config_flags(args.config, argv)])
     if args.model_positional is not None:
         if args.model and args.model != args.model_positional:
             raise ConfigError(f"two models are given: {args.model_positional} and --model {args.model}.")

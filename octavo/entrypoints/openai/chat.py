@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from octavo.entrypoints.openai.chat_prompt import render_chat
+from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.openai.logprobs import LogprobsFormatter
 from octavo.entrypoints.openai.protocol import (
     AssistantMessage,
@@ -42,7 +42,7 @@ class _Job:
     def __init__(self, state: ServerState, body: ChatCompletionRequest, raw: Request) -> None:
         self._body = body
         self._model = state.resolve_model(body.model)
-        params = body.to_sampling_params()
+        params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
         self._id, self.headers = state.response_id("chatcmpl", body, raw)
         self._created = int(time.time())
         self._fingerprint = state.fingerprint
@@ -51,7 +51,14 @@ class _Job:
         self._params = params
         tokenizer = state.engine.tokenizer
         self._formatter = LogprobsFormatter(tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
-        self._prompt = render_chat(tokenizer, body)
+        continues = bool(body.continue_final_message)
+        self._prompt = render_chat(
+            tokenizer,
+            [message.model_dump(exclude_none=True) for message in body.messages],
+            add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+            continue_final_message=continues,
+            template_options=body.chat_template_kwargs,
+        )
         self._num_prompt = 0
         self._num_completion = 0
         self._num_cached = 0

@@ -55,7 +55,7 @@ class _Job:
     def __init__(self, state: ServerState, body: CompletionRequest, raw: Request) -> None:
         self._body = body
         self._model = state.resolve_model(body.model)
-        params = body.to_sampling_params()
+        params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
         self._id, self.headers = state.response_id("cmpl", body, raw)
         self._created = int(time.time())
         self._fingerprint = state.fingerprint

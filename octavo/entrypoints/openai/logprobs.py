@@ -61,17 +61,15 @@ class LogprobsFormatter:
 
     def prompt(self, positions: Sequence[PositionLogprobs | None]) -> PromptLogprobs:
         """vLLM's shape: one map of token ids a position, null for the first."""
-        return [
-            None
-            if position is None
-            else {
-                token_id: PromptLogprob(
-                    logprob=_finite(entry.logprob), rank=entry.rank, decoded_token=self._plain_text(token_id, entry)
-                )
-                for token_id, entry in position.items()
-            }
-            for position in positions
-        ]
+        return [None if position is None else self._prompt_position(position) for position in positions]
+
+    def _prompt_position(self, position: PositionLogprobs) -> dict[int, PromptLogprob]:
+        return {
+            token_id: PromptLogprob(
+                logprob=_finite(entry.logprob), rank=entry.rank, decoded_token=self._plain_text(token_id, entry)
+            )
+            for token_id, entry in position.items()
+        }
 
     def _top_by_text(self, token_id: int, position: PositionLogprobs, num_top: int) -> dict[str, float]:
         best = _best_first(position)

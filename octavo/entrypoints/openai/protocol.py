@@ -268,10 +268,10 @@ class GenerationRequest(_Request):
         """The usage so far in every chunk."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def _sampling_params(self, **fields: Any) -> SamplingParams:
+    def _sampling_params(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return SamplingParams(**{**given, **fields}, output_kind=kind)
+        return SamplingParams(**{**defaults, **given, **fields}, output_kind=kind)
 
 
 _SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields]
@@ -290,14 +290,14 @@ class CompletionRequest(GenerationRequest):
         """`max_tokens` 0: score the prompt and generate nothing."""
         return self.max_tokens == 0
 
-    def to_sampling_params(self) -> SamplingParams:
-        """Raises `RequestError` for values out of range."""
+    def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """`defaults` are the model's, for what is left out. Raises `RequestError` for values out of range."""
         fields: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens or 1}
         if self.logprobs is not None:
             fields["logprobs"] = self.logprobs
             if self.echo and self.prompt_logprobs is None:
                 fields["prompt_logprobs"] = self.logprobs
-        return self._sampling_params(**fields)
+        return self._sampling_params(defaults, **fields)
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -322,13 +322,13 @@ class ChatCompletionRequest(GenerationRequest):
             )
         return self
 
-    def to_sampling_params(self) -> SamplingParams:
-        """Raises `RequestError` for values out of range."""
+    def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """`defaults` are the model's, for what is left out. Raises `RequestError` for values out of range."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         fields: dict[str, Any] = {"max_tokens": max_tokens}
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
-        return self._sampling_params(**fields)
+        return self._sampling_params(defaults, **fields)
 
 
 class ErrorInfo(BaseModel):

@@ -39,9 +39,9 @@ class ServerArgs:
     uvicorn_log_level: LogLevel = _flag("warning", "Log level of the HTTP server; info logs every HTTP request.")
     enable_prometheus: bool = _flag(False, "Serve metrics; they are at /metrics in any case.")
     prometheus_port: int | None = _flag(None, "Port of its own for metrics, with --enable-prometheus.")
-    enable_auto_tool_choice: bool = _flag(False, "Not built yet.")
-    tool_call_parser: str | None = _flag(None, "Not built yet.")
-    reasoning_parser: str | None = _flag(None, "Not built yet.")
+    enable_auto_tool_choice: bool = _flag(False, "Let the model choose among tools.", built=False)
+    tool_call_parser: str | None = _flag(None, "Format of the model's tool calls.", built=False)
+    reasoning_parser: str | None = _flag(None, "Format of the model's reasoning.", built=False)
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -77,9 +77,9 @@ class ServerArgs:
 
     def check(self) -> None:
         """Raise `ConfigError` for whatever cannot be honoured."""
-        for name in ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"):
-            if getattr(self, name):
-                raise ConfigError(f"--{name.replace('_', '-')} is not built yet; leave it out.")
+        for f in dataclasses.fields(self):
+            if not f.metadata["built"] and getattr(self, f.name) != f.default:
+                raise ConfigError(f"--{f.name.replace('_', '-')} is not built yet; leave it out.")
         for name in ("port", "prometheus_port"):
             port = getattr(self, name)
             if port is not None and not 0 <= port < 65536:
@@ -98,7 +98,20 @@ class ServerArgs:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"--{name.replace('_', '-')}: there is no file {path}.")
+        if self.ssl_certfile is not None:
+            self._check_certificate(self.ssl_certfile)
         _ = self.origins, self.chat_template_text()
+
+    def _check_certificate(self, certfile: str) -> None:
+        import ssl
+
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, self.ssl_keyfile)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(
+                f"--ssl-certfile {certfile} and --ssl-keyfile {self.ssl_keyfile} are not a certificate and its key in "
+                f"PEM form: {error}."
+            ) from None
 
     def chat_template_text(self) -> str | None:
         """The template itself: from the file, or as given where it cannot be a file's name."""

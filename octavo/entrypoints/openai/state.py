@@ -17,6 +17,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from octavo.engine.wire import EngineRequest
 from octavo.entrypoints.openai.protocol import ID_PATTERN, GenerationRequest, PromptTokensDetails, Usage
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import OctavoError, RequestError
@@ -96,20 +97,25 @@ class ServerState:
                 f"priority {body.priority} needs a server started with --scheduling-policy priority.", param="priority"
             )
 
-        def check() -> list[int]:
-            inputs = self.engine.inputs
-            request: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-            if isinstance(prompt, str) and not add_special_tokens:
-                request = {"prompt_token_ids": inputs.encode(prompt, add_special_tokens=False)}
-            return inputs.process(request, params, "")[1].prompt_token_ids
-
-        token_ids = await asyncio.to_thread(check) if len(prompt) > MAX_INLINE_LENGTH else check()
+        inputs = self.engine.inputs
         # Clients choose response ids and may repeat them; the engine's are unique.
         request_id = f"{response_id}-{next(self._sequence)}"
+        arrival_time = time.monotonic()
+
+        def process() -> EngineRequest:
+            asked: dict[str, Any] = {"cache_salt": body.cache_salt}
+            if not isinstance(prompt, str):
+                asked["prompt_token_ids"] = prompt
+            elif add_special_tokens:
+                asked["prompt"] = prompt
+            else:
+                asked["prompt_token_ids"] = inputs.encode(prompt, add_special_tokens=False)
+            return inputs.process(asked, params, request_id, priority=body.priority, arrival_time=arrival_time)[1]
+
+        request = await asyncio.to_thread(process) if len(prompt) > MAX_INLINE_LENGTH else process()
         if not self.args.disable_log_requests:
-            self._log_request(request_id, prompt, token_ids, params)
-        request = {"prompt_token_ids": token_ids, "cache_salt": body.cache_salt}
-        return token_ids, self.engine.generate(request, params, request_id, priority=body.priority)
+            self._log_request(request_id, prompt, request.prompt_token_ids, params)
+        return request.prompt_token_ids, self.engine.generate_from(request)
 
     def _log_request(
         self, request_id: str, prompt: str | list[int], token_ids: list[int], params: SamplingParams

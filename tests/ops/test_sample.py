@@ -1,0 +1,101 @@
+"""Drawing tokens: the native kernel against the reference, over generated distributions and settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import generated, random
+from torch import Tensor
+
+from octavo import _cpu
+from octavo.ops import cpu, torch_ref
+
+
+def settings(rows: int, width: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(values: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (rows,), generator=generator)]
+
+    return {
+        "temperature": choose([1e-6, 0.3, 1.0, 2.5, 10.0], torch.float32),
+        "top_k": choose([0, 1, 2, 5, 40, width - 1, width, 10**6], torch.int64),
+        "top_p": choose([1.0, 1e-6, 0.3, 0.9, 0.999], torch.float32),
+        "min_p": choose([0.0, 0.0, 0.05, 0.5, 1.0], torch.float32),
+        "dice": torch.rand(rows, generator=generator, dtype=torch.float64),
+    }
+
+
+@generated
+@given(rows=st.integers(1, 12), width=st.sampled_from([2, 17, 100, 1000, 5003]), seed=st.integers(0, 10**6))
+def test_sample_inverts_the_reference_distribution(isa: str, rows: int, width: int, seed: int) -> None:
+    logits = random(seed, rows, width) * 4
+    asked = settings(rows, width, seed)
+    drawn = cpu.sample(logits.clone(), **asked)
+    for r, token in enumerate(drawn.tolist()):
+        # The reference answers for dice a little to either side: float32 and float64 sums differ there.
+        nearby = []
+        for shift in (-1e-5, 0.0, 1e-5):
+            one = {name: value[r : r + 1] for name, value in asked.items()}
+            one["dice"] = (one["dice"] + shift).clamp(0, 1 - 1e-9)
+            nearby.append(int(torch_ref.sample(logits[r : r + 1], **one)))
+        assert min(nearby) <= token <= max(nearby), (r, nearby, {name: value[r] for name, value in asked.items()})
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "kept"), [(2, 1.0, 4), (0, 0.5, 4), (5, 1.0, 5), (0, 0.93, 5), (0, 1.0, 6)])
+def test_equally_likely_tokens_stay_or_go_together(isa: str, top_k: int, top_p: float, kept: int) -> None:
+    weights = torch.tensor([0.2, 0.1, 0.2, 0.2, 0.05, 0.2])
+    rows = 400
+    dice = torch.linspace(0, 1, rows + 1, dtype=torch.float64)[:-1]
+    drawn = cpu.sample(
+        weights.log().repeat(rows, 1), torch.ones(rows), torch.full((rows,), top_k), torch.full((rows,), top_p),
+        torch.zeros(rows), dice,
+    )  # fmt: skip
+    assert drawn.unique().tolist() == sorted(weights.topk(kept).indices.tolist())
+    assert torch.equal(drawn, drawn.sort().values), "tokens follow the dice in the order of their index"
+
+
+def test_a_row_draws_the_same_alone_and_among_others(isa: str, threads: None) -> None:
+    rows, width = 64, 49152
+    logits = random(3, rows, width) * 5
+    asked = settings(rows, width, 3)
+    together = cpu.sample(logits.clone(), **asked)
+    _cpu.set_num_threads(1)
+    for r in range(0, rows, 7):
+        alone = cpu.sample(logits[r : r + 1].clone(), **{name: value[r : r + 1] for name, value in asked.items()})
+        assert int(alone) == int(together[r])
+
+
+def test_a_nucleus_that_nearly_everything_belongs_to(isa: str) -> None:
+    width = 49152
+    logits = random(1, 1, width) * 0.01
+    one = {"temperature": torch.ones(1), "top_k": torch.tensor([0]), "min_p": torch.zeros(1)}
+    drawn = cpu.sample(
+        logits.repeat(1, 1), **one, top_p=torch.tensor([0.99]), dice=torch.tensor([0.999999], dtype=torch.float64)
+    )
+    probs = logits[0].double().softmax(-1)
+    ranked = probs.sort(descending=True)
+    outside = set(ranked.indices[int((ranked.values.cumsum(-1) < 0.99).sum()) + 1 :].tolist())
+    assert len(outside) > 100
+    assert int(drawn) not in outside
+
+
+def test_odd_rows_do_not_crash(isa: str) -> None:
+    inf, nan = float("inf"), float("nan")
+    logits = torch.full((5, 33), -inf)
+    logits[1, 32] = -3.0
+    logits[2] = nan
+    logits[3, 5] = inf
+    logits[4] = 1.0
+    logits[4, 0] = nan
+    rows = len(logits)
+    drawn = cpu.sample(
+        logits, torch.ones(rows), torch.full((rows,), 3), torch.full((rows,), 0.5), torch.zeros(rows),
+        torch.full((rows,), 1 - 2**-53, dtype=torch.float64),
+    )  # fmt: skip
+    assert drawn[1] == 32
+    assert 0 < drawn[4] < 33
+    assert drawn.min() >= 0
+    assert drawn.max() < 33

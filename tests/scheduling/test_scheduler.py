@@ -1,0 +1,376 @@
+"""The scheduler's rules, one a test. Random workloads over all of them are in `test_random_workloads`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.config import SchedulerConfig
+from octavo.engine.wire import EngineRequest, SequenceOutput, TokenLogprobs
+from octavo.errors import RequestError
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.request import Sequence
+from octavo.sampling_params import SamplingParams
+from octavo.scheduling.plan import SampledToken, StepPlan, StepResult
+from octavo.scheduling.scheduler import Scheduler
+
+EOS = 0
+SIZE = 4
+
+
+def scheduler(
+    *,
+    num_blocks: int = 100,
+    num_host_blocks: int = 0,
+    max_num_seqs: int = 8,
+    budget: int = 64,
+    policy: str = "fcfs",
+    preemption_mode: str = "recompute",
+    chunked: bool = True,
+    caching: bool = True,
+) -> Scheduler:
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        enable_chunked_prefill=chunked,
+        policy=policy,
+        preemption_mode=preemption_mode,
+        check_invariants=True,
+    )
+    return Scheduler(config, KVCacheManager(num_blocks, SIZE, num_host_blocks, caching), seed=0)
+
+
+def request(
+    name: str, prompt: int | list[int], max_tokens: int = 8, priority: int = 0, salt: str | None = None, **params: Any
+) -> EngineRequest:
+    """A request; `prompt` is its tokens, or how many tokens that no other request has."""
+    tokens = [hash((name, i)) % 1000 + 1 for i in range(prompt)] if isinstance(prompt, int) else prompt
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    return EngineRequest(name, tokens, sampling, [EOS], max_tokens, 0.0, priority, salt)
+
+
+def result_of(plan: StepPlan, token: int = 7) -> StepResult:
+    return StepResult(tokens=[[SampledToken(token)] * count for count in plan.num_samples])
+
+
+def step(s: Scheduler, token: int = 7) -> list[SequenceOutput]:
+    plan = s.schedule()
+    return s.update(plan, result_of(plan, token))
+
+
+def computed(s: Scheduler) -> dict[str, int]:
+    """Schedule and account one step -> tokens that it computes, by request."""
+    plan = s.schedule()
+    names = {seq.row: f"{seq.request.request_id}" for seq in s.running}
+    counts = {names[row]: count for row, count in zip(plan.rows, plan.num_tokens, strict=True)}
+    s.update(plan, result_of(plan))
+    return counts
+
+
+def names(sequences: list[Sequence]) -> list[str]:
+    return [seq.request.request_id for seq in sequences]
+
+
+def test_decodes_and_prompts_share_one_budget_and_running_sequences_come_first() -> None:
+    s = scheduler(budget=20)
+    s.add(request("a", 6))
+    s.add(request("b", 7))
+    assert computed(s) == {"a": 6, "b": 7}
+    s.add(request("c", 50))
+    assert computed(s) == {"a": 1, "b": 1, "c": 18}
+    assert computed(s) == {"a": 1, "b": 1, "c": 18}
+    assert computed(s) == {"a": 1, "b": 1, "c": 14}
+
+
+def test_a_long_prompt_in_front_leaves_one_token_to_each_decode_behind() -> None:
+    s = scheduler(budget=10, policy="priority")
+    for name in "abc":
+        s.add(request(name, 3, priority=5))
+    computed(s)
+    s.add(request("long", 30, priority=0))
+    assert computed(s) == {"a": 1, "b": 1, "c": 1, "long": 7}
+    assert names(s.running)[0] == "long"
+    assert computed(s) == {"long": 7, "a": 1, "b": 1, "c": 1}
+
+
+def test_a_prompt_that_gets_its_last_token_is_sampled_and_a_chunk_is_not() -> None:
+    s = scheduler(budget=5)
+    s.add(request("a", 8))
+    assert s.schedule().num_samples == [0]
+    s.update(plan := s.schedule(), result_of(plan))
+    assert s.schedule().num_samples == [1]
+
+
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_all_of_it() -> None:
+    s = scheduler(budget=10, chunked=False)
+    s.add(request("a", 4))
+    s.add(request("b", 7))
+    s.add(request("c", 1))
+    assert computed(s) == {"a": 4}, "b does not fit, and c does not overtake it"
+    assert computed(s) == {"a": 1, "b": 7, "c": 1}
+
+
+def test_first_come_first_served_ignores_priority_values() -> None:
+    s = scheduler(max_num_seqs=1)
+    s.add(request("first", 2, max_tokens=1, priority=9))
+    s.add(request("second", 2, max_tokens=1, priority=0))
+    assert [computed(s), computed(s)] == [{"first": 2}, {"second": 2}]
+
+
+def test_the_lowest_priority_value_goes_first_and_equals_by_arrival() -> None:
+    s = scheduler(max_num_seqs=1, policy="priority")
+    for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", -1)):
+        s.add(request(name, 2, max_tokens=1, priority=priority))
+    assert [list(computed(s)) for _ in range(4)] == [["d"], ["b"], ["a"], ["c"]]
+
+
+def test_the_last_in_order_is_preempted_waits_at_its_old_place_and_starts_over() -> None:
+    s = scheduler(num_blocks=5, caching=False)
+    s.add(request("a", 7))
+    s.add(request("b", 8))
+    computed(s)
+    s.add(request("late", 1))
+    # "b" needs a third block of its own: 2 + 3 are all there are, and now "a" needs its third.
+    assert computed(s) == {"a": 1, "b": 1}
+    assert computed(s) == {"a": 1}, "nothing is admitted in a step that preempts"
+    assert s.take_stats().num_preemptions == 1
+    [b] = [seq for seq in s.live_sequences() if seq.request.request_id == "b"]
+    assert (b.num_computed_tokens, b.block_table, b.num_output_tokens) == (0, [], 2)
+    assert computed(s) == {"a": 1}, "b needs 3 blocks; late, behind it, does not overtake"
+    s.abort("a")
+    assert computed(s) == {"b": 10, "late": 1}
+
+
+def test_the_lowest_priority_is_preempted_even_if_it_came_first() -> None:
+    s = scheduler(num_blocks=4, policy="priority", caching=False)
+    s.add(request("unimportant", 7, priority=1))
+    s.add(request("important", 8, priority=0))
+    computed(s)
+    computed(s)
+    assert names(s.running) == ["important"]
+
+
+def test_swapping_keeps_what_was_computed() -> None:
+    s = scheduler(num_blocks=5, num_host_blocks=3, preemption_mode="swap", caching=False)
+    s.add(request("a", 7))
+    s.add(request("b", 8))
+    computed(s)
+    computed(s)
+    plan = s.schedule()
+    assert len(plan.moves.swap_out) == 3
+    s.update(plan, result_of(plan))
+    stats = s.take_stats()
+    assert (stats.num_swapped, stats.num_waiting, stats.num_host_blocks_used) == (1, 0, 3)
+    s.abort("a")
+    plan = s.schedule()
+    assert (len(plan.moves.swap_in), plan.num_computed, plan.num_tokens) == (3, [9], [1])
+    s.update(plan, result_of(plan))
+    assert s.take_stats().num_host_blocks_used == 0
+
+
+def test_a_full_host_tier_falls_back_to_recomputation() -> None:
+    s = scheduler(num_blocks=5, num_host_blocks=2, preemption_mode="swap", caching=False)
+    s.add(request("a", 7))
+    s.add(request("b", 8))
+    for _ in range(3):
+        computed(s)
+    stats = s.take_stats()
+    assert (stats.num_waiting, stats.num_swapped, stats.num_host_blocks_used) == (1, 0, 0)
+
+
+def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
+    s = scheduler(num_blocks=6, budget=4, caching=False)
+    s.add(request("a", 11))
+    for _ in range(3):
+        computed(s)
+    s.add(request("b", 13))
+    assert computed(s) == {"a": 1}, "3 blocks are free and b, though its first chunk is small, needs 4"
+    s.abort("a")
+    assert computed(s) == {"b": 4}
+
+
+def test_a_cached_prefix_costs_neither_budget_nor_blocks() -> None:
+    s = scheduler(num_blocks=6, budget=16)
+    prompt = list(range(100, 113))
+    s.add(request("a", prompt, max_tokens=3))
+    computed(s)
+    s.add(request("b", [*prompt[:12], 1, 2]))
+    assert computed(s) == {"a": 1, "b": 2}
+    assert s.cache.pool.num_used == 5
+    stats = s.take_stats()
+    assert (stats.num_prefix_queries, stats.num_prefix_hits, stats.num_prompt_tokens) == (27, 12, 15)
+    outputs = {output.request_id: output for output in step(s)}
+    assert (outputs["a"].num_cached_tokens, outputs["b"].num_cached_tokens) == (0, 12)
+
+
+def test_salted_requests_share_blocks_with_their_own_salt_only() -> None:
+    s = scheduler()
+    prompt = list(range(100, 110))
+    s.add(request("a", prompt, salt="x"))
+    computed(s)
+    s.add(request("b", prompt))
+    s.add(request("c", prompt, salt="y"))
+    s.add(request("d", prompt, salt="x"))
+    assert computed(s) == {"a": 1, "b": 10, "c": 10, "d": 2}
+
+
+def test_forks_share_the_blocks_of_their_prompt_and_run_on_their_own() -> None:
+    s = scheduler()
+    s.add(request("a", 10, n=3))
+    plan = s.schedule()
+    assert (plan.num_tokens, plan.num_samples) == ([10], [3])
+    outputs = s.update(plan, StepResult(tokens=[[SampledToken(1), SampledToken(2), SampledToken(3)]]))
+    assert [(output.index, output.token_ids) for output in outputs] == [(0, [1]), (1, [2]), (2, [3])]
+    assert s.cache.pool.num_used == 3, "one prompt"
+    plan = s.schedule()
+    assert len(plan.moves.copy) == 2, "the last of the three keeps the half-filled block"
+    assert s.cache.pool.num_used == 5
+    assert [a.index for a in plan.admissions] == [1, 2]
+    assert [a.token_ids[-1] for a in plan.admissions] == [2, 3]
+
+
+def test_rows_are_reserved_for_forks_that_have_not_started() -> None:
+    s = scheduler(max_num_seqs=4, budget=8)
+    s.add(request("forks", 10, n=3))
+    s.add(request("a", 1))
+    s.add(request("b", 1))
+    assert computed(s) == {"forks": 8}
+    assert computed(s) == {"forks": 2, "a": 1}
+    assert len(s.schedule().rows) == 4
+
+
+@pytest.mark.parametrize("state", ["waiting", "running", "mid-prompt", "swapped"])
+def test_an_abort_frees_everything_at_once(state: str) -> None:
+    s = scheduler(num_blocks=5, num_host_blocks=3, preemption_mode="swap", budget=4 if state == "mid-prompt" else 64)
+    s.add(request("a", 7))
+    if state != "waiting":
+        computed(s)
+    if state == "swapped":
+        s.add(request("b", 8))
+        for _ in range(3):
+            computed(s)
+        assert s.cache.host_pool.num_used == 2
+        s.abort("b")
+        assert s.cache.host_pool.num_used == 0
+    s.abort("a")
+    assert (s.has_work, s.cache.pool.num_used) == (False, 0)
+    s.check()
+    assert s.schedule().rows == []
+
+
+def test_unknown_ids_are_not_an_error_to_abort() -> None:
+    s = scheduler()
+    s.add(request("a", 2))
+    s.abort("nobody")
+    s.abort("a", 5)
+    assert computed(s) == {"a": 2}
+
+
+def test_one_completion_can_be_aborted_without_its_siblings() -> None:
+    s = scheduler()
+    s.add(request("a", 6, n=3, max_tokens=3))
+    s.abort("a", 0)  # it has not put out a token yet: nobody can mean it
+    computed(s)
+    s.abort("a", 0)
+    assert [output.index for output in step(s)] == [1, 2]
+    s.abort("a", 2)
+    assert [(output.index, output.finish_reason) for output in step(s)] == [(1, "length")]
+    assert not s.has_work
+
+
+@pytest.mark.parametrize(
+    ("token", "params", "finish"),
+    [
+        (7, {}, (None, None)),
+        (EOS, {}, ("stop", None)),
+        (EOS, {"ignore_eos": True}, (None, None)),
+        (EOS, {"ignore_eos": True, "stop_token_ids": [EOS]}, ("stop", EOS)),
+        (7, {"stop_token_ids": [7]}, ("stop", 7)),
+        (7, {"stop_token_ids": [7], "max_tokens": 1}, ("stop", 7)),
+        (8, {"stop_token_ids": [7], "max_tokens": 1}, ("length", None)),
+        (EOS, {"min_tokens": 2}, (None, None)),
+    ],
+)
+def test_what_ends_a_sequence(token: int, params: dict[str, Any], finish: tuple[str | None, int | None]) -> None:
+    s = scheduler()
+    s.add(request("a", 3, **params))
+    [output] = step(s, token)
+    assert (output.finish_reason, output.stop_reason) == finish
+    assert s.has_work == (finish[0] is None)
+
+
+def test_a_request_that_fails_leaves_the_others_alone() -> None:
+    s = scheduler()
+    s.add(request("bad", 5, n=2))
+    s.add(request("good", 5))
+    plan = s.schedule()
+    result = result_of(plan)
+    result.errors[plan.rows[0]] = "its processor raised"
+    outputs = {output.request_id: output for output in s.update(plan, result)}
+    assert (outputs["bad"].finish_reason, outputs["bad"].error) == ("error", "its processor raised")
+    assert outputs["good"].token_ids == [7]
+    assert names(s.running) == ["good"]
+    s.check()
+
+
+def test_prompt_logprobs_come_whole_with_the_first_token_only() -> None:
+    s = scheduler(budget=4)
+    s.add(request("a", [1, 2, 3, 4, 5, 6], prompt_logprobs=0))
+    reported = []
+    for first, count in ((0, 4), (4, 1), (5, 0)):
+        plan = s.schedule()
+        result = result_of(plan)
+        result.prompt_logprobs[plan.rows[0]] = [TokenLogprobs([first + i + 2], [0.0], 1) for i in range(count)]
+        reported += [output.prompt_logprobs for output in s.update(plan, result)]
+    assert [entry.token_ids[0] for entry in reported[0] or []] == [2, 3, 4, 5, 6]
+    assert reported[1] is None
+
+
+def test_a_request_that_can_never_run_is_refused_with_the_numbers() -> None:
+    s = scheduler(num_blocks=10, max_num_seqs=4)
+    with pytest.raises(RequestError, match=r"needs 41 tokens .*\(33 of prompt and up to 8 of output\).* holds 40"):
+        s.add(request("long", 33))
+    with pytest.raises(RequestError, match="5 sequences at once and --max-num-seqs is 4"):
+        s.add(request("wide", 3, n=2, best_of=5))
+    s.add(request("a", 32))
+    with pytest.raises(RequestError, match="'a' is in use"):
+        s.add(request("a", 3))
+    computed(s)
+    assert s.take_stats().num_running == 1
+
+
+def test_a_request_as_long_as_the_cache_runs_to_its_end() -> None:
+    s = scheduler(num_blocks=4, budget=5)
+    s.add(request("a", 9, max_tokens=7))
+    s.add(request("b", 9, max_tokens=7))
+    finished = []
+    for _ in range(40):
+        finished += [output.request_id for output in step(s) if output.finish_reason == "length"]
+    assert finished == ["a", "b"]
+
+
+def test_requests_without_a_seed_get_different_ones_and_a_seeded_engine_repeats_them() -> None:
+    def seeds() -> list[int]:
+        s = scheduler()
+        for name in "abc":
+            s.add(request(name, 2))
+        s.add(request("seeded", 2, seed=-1))
+        return [admission.seed for admission in s.schedule().admissions]
+
+    assert seeds() == seeds()
+    assert len(set(seeds())) == 4
+    assert seeds()[3] == 2**64 - 1, "negative seeds are seeds too"
+
+
+def test_stats_count_slots_and_take_increments_once() -> None:
+    s = scheduler(num_blocks=10)
+    s.add(request("a", 6, n=2))
+    s.add(request("b", 3))
+    step(s)
+    stats = s.take_stats()
+    assert (stats.num_running, stats.num_blocks, stats.num_blocks_used) == (3, 10, 3)
+    assert (stats.num_slots_allocated, stats.num_slots_filled) == (12, 9), "the fork's prompt counts once"
+    assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (9, 3)
+    again = s.take_stats()
+    assert (again.num_running, again.num_prompt_tokens, again.num_generation_tokens) == (3, 0, 0)
