@@ -96,7 +96,7 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Add one flag per field; `--no-…` forms for booleans, and underscores for hyphens as vLLM allows."""
+        """Add one flag per field, with `--no-…` forms for booleans."""
         group = parser.add_argument_group("engine")
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):
@@ -274,18 +274,16 @@ class EngineConfig:
 
 def add_dataclass_flag(group: argparse._ArgumentGroup, f: dataclasses.Field[Any], hint: Any) -> None:
     """Add the flag of one dataclass field whose metadata has a `help`. `hint` is its resolved type."""
-    names = ["--" + f.name.replace("_", "-")]
-    if "_" in f.name:
-        names.append("--" + f.name)
+    flag = "--" + f.name.replace("_", "-")
     default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
     options: dict[str, Any] = {"default": default, "dest": f.name, "help": f.metadata["help"].replace("%", "%%")}
     if isinstance(hint, types.UnionType):  # "X | None"
         hint = next(t for t in typing.get_args(hint) if t is not type(None))
     if hint is bool:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
     elif typing.get_origin(hint) is list:
-        group.add_argument(*names, action="extend", nargs="+", **options)
+        group.add_argument(flag, action="extend", nargs="+", **options)
     elif typing.get_origin(hint) is Literal:
-        group.add_argument(*names, choices=typing.get_args(hint), **options)
+        group.add_argument(flag, choices=typing.get_args(hint), **options)
     else:
-        group.add_argument(*names, type=hint, metavar=hint.__name__.upper(), **options)
+        group.add_argument(flag, type=hint, metavar=hint.__name__.upper(), **options)

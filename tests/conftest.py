@@ -9,6 +9,8 @@ import pytest
 
 # Nothing in the tests may reach a model hub: only the default model is fetched, from the package index.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# torch's threads, which the references use, would otherwise spin against the native kernels'.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,13 @@ from typing import Protocol
 import torch
 
 from octavo import ops as ops_module
-from octavo.config import EngineConfig
+from octavo.config import EngineArgs, EngineConfig
 from octavo.errors import ConfigError
 from octavo.execution.model_runner import ModelRunner
 from octavo.loading.weights import available_memory_bytes, check_fits, open_weights
 from octavo.models.decoder import Decoder
 from octavo.models.decoder_config import DecoderConfig
+from octavo.ops import LayerKVCache
 from octavo.scheduling.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -42,58 +43,54 @@ class LocalExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         started = time.perf_counter()
-        decoder_config = DecoderConfig.from_hf(config.model.checkpoint.config)
+        decoder = DecoderConfig.from_hf(config.model.checkpoint.config)
         dtype = _DTYPES[config.model.dtype]
+        block_size = config.cache.block_size
         ops = ops_module.load(config.device)
-        check_fits(decoder_config, dtype)
+        check_fits(decoder, dtype)
         weights = open_weights(config.model.checkpoint, dtype, config.model.seed)
-        model = Decoder(decoder_config, weights, ops, config.model.max_model_len)
+        model = Decoder(decoder, weights, ops, config.model.max_model_len)
         weights.check_all_taken()
         weights.close()
         loaded = time.perf_counter()
 
-        block_bytes = decoder_config.kv_bytes_per_token(dtype.itemsize) * config.cache.block_size
+        def allocate(num_blocks: int) -> list[LayerKVCache]:
+            device = torch.device(config.device)
+            shape = (num_blocks, block_size, decoder.num_kv_heads, decoder.head_size)
+            return [
+                ops.allocate_kv_cache(*shape, dtype, device) for _ in range(decoder.num_layers if num_blocks else 0)
+            ]
+
+        block_bytes = sum(cache.key.nbytes + cache.value.nbytes for cache in allocate(1))
         self.num_blocks = _num_blocks(config, block_bytes)
         self.num_host_blocks = 0
         if config.scheduler.preemption_mode == "swap":
             self.num_host_blocks = config.cache.swap_space_bytes // block_bytes
-        caches, host_caches = (
-            [
-                ops.allocate_kv_cache(
-                    num_blocks,
-                    config.cache.block_size,
-                    decoder_config.num_kv_heads,
-                    decoder_config.head_size,
-                    dtype,
-                    torch.device(config.device),
-                )
-                for _ in range(decoder_config.num_layers if num_blocks else 0)
-            ]
-            for num_blocks in (self.num_blocks, self.num_host_blocks)
-        )
         self.runner = ModelRunner(
-            model, ops, caches, host_caches, config.scheduler, config.model.max_model_len, config.cache.block_size
-        )
+            model, ops, allocate(self.num_blocks), allocate(self.num_host_blocks), config.scheduler,
+            config.model.max_model_len, block_size,
+        )  # fmt: skip
         self.startup = {"weights": loaded - started, "kv_cache": time.perf_counter() - loaded}
-        num_tokens = self.num_blocks * config.cache.block_size
         logger.info(
             "%s: %d layers, %s, %.2f GiB of packed weights, loaded in %.2f s",
-            config.model.checkpoint.name,
-            decoder_config.num_layers,
-            config.model.dtype,
-            model.num_weight_bytes() / _GIB,
+            config.model.checkpoint.name, decoder.num_layers, config.model.dtype, model.num_weight_bytes() / _GIB,
             loaded - started,
-        )
+        )  # fmt: skip
+        self._log_capacity(config, block_bytes)
+
+    def _log_capacity(self, config: EngineConfig, block_bytes: int) -> None:
+        num_tokens = self.num_blocks * config.cache.block_size
         logger.info(
             "KV cache: %d blocks of %d tokens (%.2f GiB) hold %d tokens: %.1f requests of %d tokens at once%s",
-            self.num_blocks,
-            config.cache.block_size,
-            self.num_blocks * block_bytes / _GIB,
-            num_tokens,
-            num_tokens / config.model.max_model_len,
-            config.model.max_model_len,
+            self.num_blocks, config.cache.block_size, self.num_blocks * block_bytes / _GIB, num_tokens,
+            num_tokens / config.model.max_model_len, config.model.max_model_len,
             f"; {self.num_host_blocks} more blocks to swap to" if self.num_host_blocks else "",
-        )
+        )  # fmt: skip
+        if config.cache.gpu_memory_utilization != EngineArgs.gpu_memory_utilization:
+            logger.warning(
+                "--gpu-memory-utilization is for GPUs; on CPU --cpu-memory-utilization (%s) sizes the KV cache.",
+                config.cache.cpu_memory_utilization,
+            )
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.runner.execute(plan)

@@ -57,10 +57,6 @@ class DecoderConfig:
     def attention_scale(self) -> float:
         return self.head_size**-0.5 if self.attention_multiplier is None else self.attention_multiplier
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values that one token takes in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * dtype_bytes
-
     def num_weight_parameters(self) -> int:
         """Parameters of the matrices (norms and biases are noise beside them)."""
         attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)

@@ -106,6 +106,8 @@ def _run_callers_processors(logits: Tensor, special: Special) -> dict[int, str]:
             except Exception as e:  # the caller's code: its request fails, the others go on
                 errors[n] = f"logits processor {processor!r} failed: {type(e).__name__}: {e}"
                 break
+        if settings.params.logits_processors and n not in errors and logits[n].isnan().any():
+            errors[n] = "the request's logits processors gave logits that are not numbers (NaN)"
     return errors
 
 

@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 
 def config_flags(path: str, argv: Sequence[str]) -> list[str]:
     """Words for the keys of the file that `argv` does not set. Keys are flags' names with - or _, without dashes."""
-    given = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
+    given = {word.partition("=")[0] for word in argv if word.startswith("--")}
     hints = {name: hint for cls in (AsyncEngineArgs, ServerArgs) for name, hint in typing.get_type_hints(cls).items()}
     words: list[str] = []
     for key, value in _read(path).items():

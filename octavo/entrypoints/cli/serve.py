@@ -31,6 +31,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 def parse_args(argv: Sequence[str], prog: str) -> tuple[AsyncEngineArgs, ServerArgs]:
     """Raises `ConfigError` for a bad file; an unknown flag or a wrong type ends the process with exit code 2."""
     parser = make_parser(prog)
+    argv = [_with_hyphens(word) for word in argv]
     args = parser.parse_args(argv)
     if args.config is not None:
         args = parser.parse_args([*argv, *config_flags(args.config, argv)])
@@ -39,6 +40,12 @@ def parse_args(argv: Sequence[str], prog: str) -> tuple[AsyncEngineArgs, ServerA
             raise ConfigError(f"two models are given: {args.model_positional} and --model {args.model}.")
         args.model = args.model_positional
     return AsyncEngineArgs.from_cli_args(args), ServerArgs.from_cli_args(args)
+
+
+def _with_hyphens(word: str) -> str:
+    """Flags may be written with underscores, as vLLM allows."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo serve") -> int:
