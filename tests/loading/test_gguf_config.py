@@ -31,7 +31,12 @@ def test_the_default_model_is_described_as_its_own_config_json_does(default_chec
         num_heads=9, num_kv_heads=3, head_size=64, max_position_embeddings=8192, rms_norm_eps=1e-5,
         rope=RopeConfig(theta=100000.0, rotary_dim=64), tie_word_embeddings=True,
     )  # fmt: skip
-    assert default_checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    assert default_checkpoint.generation_config == {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "temperature": 0.0,  # Octavo's own addition for the default model
+    }
 
 
 @pytest.mark.parametrize(
