@@ -174,6 +174,25 @@ def test_processors_masks_and_biases_reach_the_tokens(llm: LLM) -> None:
     assert "Paris" not in without.outputs[0].text
 
 
+def test_logits_processors_may_take_the_prompt_or_leave_it(llm: LLM) -> None:
+    def long(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits + 5.0 * (torch.arange(len(logits)) == len(prompt) + len(output))
+
+    def short(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[:] = float("-inf")
+        logits[1000 + len(output)] = 0.0
+        return logits
+
+    params = greedy(3, logits_processors=[long, short], ignore_eos=True)
+    (output,) = llm.generate("Hello", params, use_tqdm=False)
+    assert output.outputs[0].token_ids == [1000, 1001, 1002]
+
+
+def test_swap_space_must_fit_the_memory() -> None:
+    with pytest.raises(ConfigError, match=r"--swap-space 100000 GiB .* free RAM"):
+        LLM(preemption_mode="swap", swap_space=100000.0, max_model_len=512, num_gpu_blocks_override=64)
+
+
 def test_a_failing_logits_processor_fails_its_request_and_leaves_the_engine_well(llm: LLM) -> None:
     def broken(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError("on purpose")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.core_client import CoreClient
@@ -30,9 +33,10 @@ _MAX_INLINE_CHARACTERS = 8192
 
 
 class _Stream:
-    """Outputs of one request on their way to its caller."""
+    """Outputs of one request on their way to its caller. `wire_id` is what the core knows the request by."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire_id: str) -> None:
+        self.wire_id = wire_id
         self._items: deque[RequestOutput | RequestFailed | OctavoError] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -59,22 +63,21 @@ class AsyncLLMEngine:
     Make it with `from_engine_args`. All coroutines belong to one event loop, that of the first call.
     """
 
-    def __init__(
-        self, config: EngineConfig, *, metrics: EngineMetrics | None = None, chat_template: str | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, metrics: EngineMetrics | None = None) -> None:
         self.config = config
         self.metrics = metrics
         self.stats = EngineStats()  # of the core's last step
         self._core = CoreClient(config)
         try:
             # The core loads its model meanwhile.
-            self.tokenizer = load_tokenizer(config.model.checkpoint, chat_template)
+            self.tokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
         except BaseException:
             self._core.close()
             raise
-        self.inputs = InputProcessor(config.model, self.tokenizer)
+        self.inputs = InputProcessor(config, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer, metrics)
         self._streams: dict[str, _Stream] = {}
+        self._wire_ids = itertools.count()
         self._receiver: asyncio.Task[None] | None = None
         self._ready: Ready | None = None
         self._ready_event = asyncio.Event()
@@ -83,15 +86,11 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(
-        cls,
-        args: AsyncEngineArgs | EngineArgs,
-        *,
-        metrics: EngineMetrics | None = None,
-        chat_template: str | None = None,
+        cls, args: AsyncEngineArgs | EngineArgs, *, metrics: EngineMetrics | None = None
     ) -> AsyncLLMEngine:
         """Find the model, start the core's process and load the tokenizer. Returns before the core is ready; requests
         made before that wait."""
-        return cls(args.create_engine_config(), metrics=metrics, chat_template=chat_template)
+        return cls(args.create_engine_config(), metrics=metrics)
 
     @property
     def is_ready(self) -> bool:
@@ -111,7 +110,7 @@ class AsyncLLMEngine:
             raise self._failure
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield a request's outputs as they come (`SamplingParams.output_kind` says how much each holds).
 
@@ -144,10 +143,12 @@ class AsyncLLMEngine:
             )
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use.", param="request_id")
-        stream = self._streams[request_id] = _Stream()
-        self._outputs.add(request, prompt)
-        self._core.send(request)
+        # The core is a step ahead: it may still report on a request whose id the caller uses again.
+        request = msgspec.structs.replace(request, request_id=str(next(self._wire_ids)))
+        stream = self._streams[request_id] = _Stream(request.request_id)
         try:
+            self._outputs.add(request, prompt, request_id)
+            self._core.send(request)
             while True:
                 output = await stream.get()
                 yield output
@@ -155,14 +156,14 @@ class AsyncLLMEngine:
                     return
         finally:
             del self._streams[request_id]
-            self._abort_now(request_id)
+            self._abort_now(stream)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their streams end with what they have, finish reason "abort". Unknown ids are ignored."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
-            output = self._abort_now(one)
-            if output is not None and one in self._streams:
-                self._streams[one].put(output)
+            stream = self._streams.get(one)
+            if stream is not None and (output := self._abort_now(stream)) is not None:
+                stream.put(output)
 
     def shutdown(self) -> None:
         """End the core's process. Streams still open raise `EngineDeadError`."""
@@ -174,16 +175,18 @@ class AsyncLLMEngine:
         self._fail(EngineDeadError("the engine has been shut down."))
         self._core.close()
 
-    def _abort_now(self, request_id: str) -> RequestOutput | None:
-        output = self._outputs.abort(request_id)
-        if output is not None and not self._is_closed:
-            with contextlib.suppress(Exception):  # a dead core holds no blocks
-                self._core.send(Abort(request_id))
+    def _abort_now(self, stream: _Stream) -> RequestOutput | None:
+        output = self._outputs.abort(stream.wire_id)
+        if output is not None and self._failure is None:
+            self._core.send(Abort(stream.wire_id))
         return output
 
     def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
         if self._receiver is None:
-            self._receiver = asyncio.get_running_loop().create_task(self._receive())
+            self._receiver = loop.create_task(self._receive())
+        elif self._receiver.get_loop() is not loop:
+            raise RuntimeError("this AsyncLLMEngine belongs to another event loop; make one engine for each loop.")
 
     async def _receive(self) -> None:
         try:

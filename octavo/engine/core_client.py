@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import zmq.asyncio
 from octavo.config import EngineConfig
 from octavo.engine.core_process import CoreProcessArgs
 from octavo.engine.wire import CoreMessage, FrontendMessage, decode_core_message, encode_message
+from octavo.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,13 @@ class CoreClient:
     """A running core process. `send` may be called from the event loop's thread only."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._folder = tempfile.mkdtemp(prefix="octavo-")
+        self._folder = tempfile.TemporaryDirectory(prefix="octavo-")  # goes with this object, or at exit
         self._context = zmq.Context()
         self._sender = self._context.socket(zmq.PUSH)
         self._sender.setsockopt(zmq.SNDHWM, 0)  # a send never blocks the event loop
         self._receiver = zmq.asyncio.Context(self._context).socket(zmq.PULL)
         self._receiver.setsockopt(zmq.RCVHWM, 0)
-        core_input, core_output = f"ipc://{self._folder}/in", f"ipc://{self._folder}/out"
+        core_input, core_output = f"ipc://{self._folder.name}/in", f"ipc://{self._folder.name}/out"
         self._sender.bind(core_input)
         self._receiver.bind(core_output)
         log_level = logging.getLogger("octavo").getEffectiveLevel()
@@ -52,7 +52,11 @@ class CoreClient:
             self.process.stdin.flush()
 
     def send(self, message: FrontendMessage) -> None:
-        self._sender.send(encode_message(message), zmq.NOBLOCK)
+        """Raises `EngineDeadError` if there is no core to receive it."""
+        try:
+            self._sender.send(encode_message(message), zmq.NOBLOCK)
+        except zmq.ZMQError as e:
+            raise EngineDeadError(f"the engine core cannot be reached ({e}).") from None
 
     async def receive(self, handle: Callable[[CoreMessage], None]) -> None:
         """Hand every message to `handle` until cancelled or until the process has ended and its last words are read."""
@@ -85,7 +89,7 @@ class CoreClient:
         self._sender.close(linger=0)
         self._receiver.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.cleanup()
 
 
 def _set_once(future: asyncio.Future[None]) -> None:

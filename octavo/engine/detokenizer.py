@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 # Decoders look at a token's neighbours (spaces, byte pieces); this many tokens of context settle them.
 _CONTEXT_TOKENS = 5
+# UTF-8 writes a character in at most four bytes, and a token is at least one.
+_MAX_CHARACTER_TOKENS = 4
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -53,12 +55,24 @@ class IncrementalDetokenizer:
         last_token, self._last_token = self._last_token, token
         self._pending.append(token)
         text = self._decode(self._pending)
-        if text.endswith(_INCOMPLETE) or len(text) <= len(self._read_text):
+        tail: list[int] = []
+        if text.endswith(_INCOMPLETE):
+            if len(self._pending) - self._num_read <= _MAX_CHARACTER_TOKENS:
+                return ""
+            # These bytes are no character: only the last three can be the beginning of one. The rest goes out as it is,
+            # unless the cut lies within a character, whose last byte came in one token with the next one's first.
+            tail = self._pending[1 - _MAX_CHARACTER_TOKENS :]
+            settled = self._decode(self._pending[: 1 - _MAX_CHARACTER_TOKENS])
+            if not text.startswith(settled):
+                return ""
+            text = settled
+        elif len(text) <= len(self._read_text):
             return ""
         new = text[len(self._read_text) :]
-        self._pending = self._pending[self._num_read :]
-        self._num_read = len(self._pending)
-        self._read_text = self._decode(self._pending)
+        window = self._pending[self._num_read : len(self._pending) - len(tail)]
+        self._num_read = len(window)
+        self._read_text = self._decode(window)
+        self._pending = window + tail
         if self._glues_added_tokens and added is not None and last_token in self._added and new == " " + added.content:
             return new[1:]
         return new

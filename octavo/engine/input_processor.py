@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.config import ModelConfig
+from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.wire import EngineRequest
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams, is_unicode
@@ -25,8 +25,9 @@ _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabular
 class InputProcessor:
     """Shared by `LLM` and the asynchronous engine. Raises `RequestError` for whatever is wrong with a request."""
 
-    def __init__(self, model: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.model = model
+    def __init__(self, config: EngineConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.model = model = config.model
+        self.scheduler = config.scheduler
         self.tokenizer = tokenizer
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
 
@@ -76,15 +77,18 @@ class InputProcessor:
     def process(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None,
         request_id: str,
         *,
         priority: int = 0,
         arrival_time: float | None = None,
     ) -> tuple[str | None, EngineRequest]:
-        """-> (the prompt's text, where known, and the request for the core)."""
-        if not is_unicode(request_id):
-            raise RequestError(f"the request id {request_id!r} is not valid Unicode.", param="request_id")
+        """-> (the prompt's text, where known, and the request for the core). No `params` are the model's defaults."""
+        if not isinstance(request_id, str) or not is_unicode(request_id):
+            raise RequestError(f"the request id {request_id!r} is not valid Unicode text.", param="request_id")
+        if params is None:
+            params = SamplingParams(**self.model.default_sampling_params)
+        self._check_scheduling(params, priority)
         text, token_ids, salt = self.tokenize(prompt)
         params = msgspec.structs.replace(params)
         self._check_token_ids(params)
@@ -95,6 +99,12 @@ class InputProcessor:
             token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
         if not token_ids:
             raise RequestError("the prompt is empty: it has no tokens.", param="prompt")
+        if max(token_ids) >= self.model.vocab_size:
+            # A tokenizer may know added tokens that the model has no embedding for.
+            raise RequestError(
+                f"the prompt has token id {max(token_ids)}; the model's are 0 to {self.model.vocab_size - 1}.",
+                param="prompt",
+            )
         if len(token_ids) >= limit:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens and the model takes {limit} of prompt and output together; "
@@ -119,6 +129,18 @@ class InputProcessor:
             cache_salt=salt,
         )
 
+    def _check_scheduling(self, params: SamplingParams, priority: int) -> None:
+        if params.num_sequences > self.scheduler.max_num_seqs:
+            raise RequestError(
+                f"the request needs {params.num_sequences} sequences at once and --max-num-seqs is "
+                f"{self.scheduler.max_num_seqs}.",
+                param="n" if params.best_of is None else "best_of",
+            )
+        if type(priority) is not int or not -(2**63) <= priority < 2**63:
+            raise RequestError(f"priority must be a 64-bit integer, got {priority!r}.", param="priority")
+        if priority and self.scheduler.policy != "priority":
+            raise RequestError(f"priority {priority} needs --scheduling-policy priority.", param="priority")
+
     def _check_token_ids(self, params: SamplingParams) -> None:
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             for token in getattr(params, name) or ():
@@ -133,7 +155,7 @@ class InputProcessor:
         for word in words:
             for text in (word, " " + word.lstrip()):
                 ids = self.encode(text, add_special_tokens=False)
-                if ids and ids not in sequences:
+                if ids and ids not in sequences and max(ids) < self.model.vocab_size:
                     sequences.append(ids)
         return sequences
 

@@ -104,14 +104,23 @@ class _Completion:
 class _Request:
     """A request under way: its completions, and when things happened to it."""
 
-    def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(
+        self, request: EngineRequest, prompt: str | None, tokenizer: PreTrainedTokenizerFast, shown_id: str
+    ) -> None:
         self.request = request
+        self.shown_id = shown_id
         self.prompt = prompt
         self.completions = [_Completion(request, i, tokenizer) for i in range(request.params.num_sequences)]
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.num_cached_tokens = 0
         self.error: str | None = None
+
+    @property
+    def is_final_only(self) -> bool:
+        """Whether its caller sees nothing before its end. Which completions are the best is not known earlier."""
+        params = self.request.params
+        return params.output_kind is RequestOutputKind.FINAL_ONLY or params.num_sequences > params.n
 
     @property
     def is_finished(self) -> bool:
@@ -134,8 +143,9 @@ class OutputProcessor:
         self.metrics = metrics
         self.requests: dict[str, _Request] = {}
 
-    def add(self, request: EngineRequest, prompt: str | None) -> None:
-        self.requests[request.request_id] = _Request(request, prompt, self.tokenizer)
+    def add(self, request: EngineRequest, prompt: str | None, shown_id: str | None = None) -> None:
+        """Expect outputs of a request. Its results bear `shown_id`, if that is not the id that the core knows it by."""
+        self.requests[request.request_id] = _Request(request, prompt, self.tokenizer, shown_id or request.request_id)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Forget a request. Returns what it had, marked as aborted, or None if it is not under way."""
@@ -192,8 +202,8 @@ class OutputProcessor:
                 self._record_finished(state)
             if state.error is not None:
                 aborts.append(Abort(request_id))
-                results.append(RequestFailed(request_id, state.error))
-            elif state.is_finished or state.request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+                results.append(RequestFailed(state.shown_id, state.error))
+            elif state.is_finished or not state.is_final_only:
                 results.append(self._output(state))
         return results, aborts
 
@@ -233,7 +243,7 @@ class OutputProcessor:
                 if len(c.token_ids) > c.num_sent_tokens or (c.finish_reason is not None and not c.is_end_sent)
             ]
         return RequestOutput(
-            request_id=state.request.request_id,
+            request_id=state.shown_id,
             prompt=state.prompt,
             prompt_token_ids=state.request.prompt_token_ids,
             outputs=[completion.output(is_delta) for completion in completions],

@@ -46,7 +46,7 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     request_id: str
     index: int
     token_ids: list[int]
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    finish_reason: str | None = None  # "stop", "length" or "error"
     stop_reason: int | None = None  # the stop token that ended it
     logprobs: list[TokenLogprobs] | None = None  # one a token
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions 1.., once, with the first token
@@ -69,7 +69,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_slots_allocated: int = 0  # token slots of referenced blocks
     num_slots_filled: int = 0  # those that hold a token
     num_preemptions: int = 0  # from here on: increments
-    num_prompt_tokens: int = 0  # computed, not taken from the cache
+    num_prompt_tokens: int = 0  # of the prompts that were started, found in the cache or not
+    num_computed_tokens: int = 0  # prompt and output tokens that went through the model
     num_generation_tokens: int = 0
     num_prefix_queries: int = 0  # prompt tokens looked up in the prefix index
     num_prefix_hits: int = 0  # prompt tokens found there

@@ -33,12 +33,9 @@ class LLM:
         unknown = set(engine_args) - set(EngineArgs.__dataclass_fields__)
         if unknown:
             raise TypeError(f"LLM() got unknown or not yet built arguments: {', '.join(sorted(unknown))}")
-        chosen = engine_args.get("served_model_name")
-        if isinstance(chosen, str):
-            engine_args["served_model_name"] = [chosen]
         self.config = EngineArgs(model=model, **engine_args).create_engine_config()
-        self.tokenizer = load_tokenizer(self.config.model.checkpoint)
-        self.inputs = InputProcessor(self.config.model, self.tokenizer)
+        self.tokenizer = load_tokenizer(self.config.model.checkpoint, self.config.model.chat_template)
+        self.inputs = InputProcessor(self.config, self.tokenizer)
         self.core = EngineCore(self.config)
         self._ids = itertools.count()
 
@@ -60,8 +57,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts: text, `{"prompt": …}`, `{"prompt_token_ids": […]}`, or a list of them.
 
-        `sampling_params` is one for all or one a prompt. Raises `RequestError` before anything runs if one of the
-        requests cannot run.
+        `sampling_params` is one for all or one a prompt. Raises `RequestError` before anything runs if a request is
+        refused, and while it runs if one of its logits processors fails or leaves no token to choose.
         """
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
@@ -113,14 +110,14 @@ class LLM:
 
     def _run(self, requests: list[tuple[str | None, EngineRequest]], use_tqdm: bool) -> list[RequestOutput]:
         outputs = OutputProcessor(self.tokenizer)
-        for text, request in requests:
-            # Only the last output of each is returned: what comes between need not be put together.
-            request.params.output_kind = RequestOutputKind.FINAL_ONLY
-            outputs.add(request, text)
-            self.core.add(request)
         finished: dict[str, RequestOutput] = {}
         progress = _Progress(len(requests)) if use_tqdm else None
         try:
+            for text, request in requests:
+                # Only the last output of each is returned: what comes between need not be put together.
+                request.params.output_kind = RequestOutputKind.FINAL_ONLY
+                outputs.add(request, text)
+                self.core.add(request)
             while outputs.requests:
                 results, aborts = outputs.process(self.core.step().outputs)
                 for abort in aborts:

@@ -65,7 +65,7 @@ class LocalExecutor:
         self.num_blocks = _num_blocks(config, block_bytes)
         self.num_host_blocks = 0
         if config.scheduler.preemption_mode == "swap":
-            self.num_host_blocks = config.cache.swap_space_bytes // block_bytes
+            self.num_host_blocks = _num_host_blocks(config, block_bytes, self.num_blocks)
         self.runner = ModelRunner(
             model, ops, allocate(self.num_blocks), allocate(self.num_host_blocks), config.scheduler,
             config.model.max_model_len, block_size,
@@ -116,3 +116,15 @@ def _num_blocks(config: EngineConfig, block_bytes: int) -> int:
             f"{config.model.max_model_len}; lower --max-model-len to at most {num_blocks * size}, or give more memory."
         )
     return num_blocks
+
+
+def _num_host_blocks(config: EngineConfig, block_bytes: int, num_blocks: int) -> int:
+    """Blocks of the swap tier. On CPU it shares the RAM with the KV cache itself."""
+    available = available_memory_bytes()
+    wanted = config.cache.swap_space_bytes + num_blocks * block_bytes
+    if wanted > available:
+        raise ConfigError(
+            f"--swap-space {config.cache.swap_space_bytes / _GIB:g} GiB and {num_blocks * block_bytes / _GIB:.2f} GiB "
+            f"of KV cache are more than the {available / _GIB:.2f} GiB of free RAM; lower one of them."
+        )
+    return config.cache.swap_space_bytes // block_bytes

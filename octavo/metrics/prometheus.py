@@ -111,9 +111,8 @@ class EngineMetrics:
         self.num_preemptions += stats.num_preemptions
         self.num_prefix_queries += stats.num_prefix_queries
         self.num_prefix_hits += stats.num_prefix_hits
-        num_tokens = stats.num_prompt_tokens + stats.num_generation_tokens
-        if num_tokens:
-            self.step_tokens.observe(num_tokens)
+        if stats.num_computed_tokens:
+            self.step_tokens.observe(stats.num_computed_tokens)
 
     def record_first_tokens(self, ttft_s: Iterable[float]) -> None:
         """Arrival to first token in the client's queue, of each request that got its first token in this step."""

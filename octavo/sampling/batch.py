@@ -6,24 +6,86 @@ ask for (penalties, biases, masks) hides behind one flag a row, so that a plain 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import LogitsProcessor, SamplingParams
 from octavo.scheduling.plan import Admission
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)  # beyond it a temperature would be infinite and its row NaN
 
 
-@dataclass(frozen=True, slots=True)
 class RowSettings:
-    """The settings of one sequence that arrays do not hold."""
+    """The settings of one sequence that arrays do not hold, and what is worked out of them only once."""
 
-    params: SamplingParams
-    num_prompt_tokens: int
-    stop_token_ids: list[int]
+    def __init__(self, params: SamplingParams, num_prompt_tokens: int, stop_token_ids: list[int]) -> None:
+        self.params = params
+        self.num_prompt_tokens = num_prompt_tokens
+        self.stop_token_ids = stop_token_ids
+        self.processors = [_with_prompt(processor) for processor in params.logits_processors or ()]
+        self._bias: Tensor | None = None
+        self._seen = _SeenTokens(num_prompt_tokens)
+
+    @property
+    def has_penalties(self) -> bool:
+        params = self.params
+        return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+
+    def bias(self, vocab_size: int) -> Tensor | None:
+        """[vocab_size] float32 to add to the logits: the request's biases, and -inf for tokens that are not allowed."""
+        params = self.params
+        if self._bias is None and (params.logit_bias or params.allowed_token_ids is not None):
+            self._bias = torch.zeros(vocab_size)
+            if params.allowed_token_ids is not None:
+                self._bias.fill_(float("-inf"))[params.allowed_token_ids] = 0.0
+            if params.logit_bias:
+                self._bias[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
+        return self._bias
+
+    def seen_tokens(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The distinct tokens of prompt and output [K], and how often each is in the output [K]."""
+        return self._seen.update(tokens)
+
+
+class _SeenTokens:
+    """Counts the tokens of a growing sequence, reading each of them once."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_read = 0
+        self._place: dict[int, int] = {}
+        self._tokens = np.empty(256, np.int64)
+        self._counts = np.zeros(256, np.float32)
+
+    def update(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        for position in range(self._num_read, len(tokens)):
+            token = int(tokens[position])
+            place = self._place.setdefault(token, len(self._place))
+            if place == len(self._tokens):
+                self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._tokens[place] = token
+            self._counts[place] += position >= self._num_prompt_tokens
+        self._num_read = len(tokens)
+        return self._tokens[: len(self._place)], self._counts[: len(self._place)]
+
+
+def _with_prompt(processor: LogitsProcessor) -> LogitsProcessor:
+    """vLLM's older form takes (output_token_ids, logits), without the prompt."""
+    try:
+        num_parameters = len(inspect.signature(processor).parameters)
+    except (TypeError, ValueError):  # some builtins do not say
+        return processor
+    if num_parameters != 2:
+        return processor
+    short: Any = processor
+    return lambda prompt, output, logits: short(output, logits)
 
 
 @dataclass(frozen=True, slots=True)

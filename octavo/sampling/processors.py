@@ -1,7 +1,6 @@
 """What changes logits before a token is chosen: masks, biases, penalties, and the caller's own processors.
 
-Each step collects flat (sample, token) index pairs over all samples that ask for it and touches the logits once, so the
-cost follows the tokens involved and not the vocabulary.
+The cost of a step follows the tokens that it touches: what can be worked out once is kept in the row's `RowSettings`.
 """
 
 from __future__ import annotations
@@ -22,23 +21,14 @@ _MASKED = float("-inf")
 def process_logits(logits: Tensor, special: Special) -> dict[int, str]:
     """Apply everything that `special` samples ask for to logits [N, V] float32, in place.
 
-    Order: allowed tokens, bad words, minimum length, bias, penalties, then the request's own processors. Returns what
-    went wrong in a caller's processor, by sample.
+    Order: biases and allowed tokens, bad words, minimum length, penalties, then the request's own processors. Returns
+    what went wrong in a caller's processor, by sample.
     """
-    _keep_only_allowed(logits, special)
+    _add_bias(logits, special)
     _mask(logits, special, _bad_word_ends)
     _mask(logits, special, _early_stops)
-    _add_bias(logits, special)
     _penalize(logits, special)
     return _run_callers_processors(logits, special)
-
-
-def _keep_only_allowed(logits: Tensor, special: Special) -> None:
-    for n, settings, _ in special:
-        if (allowed := settings.params.allowed_token_ids) is not None:
-            kept = logits[n, allowed]
-            logits[n] = _MASKED
-            logits[n, allowed] = kept
 
 
 def _mask(logits: Tensor, special: Special, tokens_of: Callable[[RowSettings, NDArray[np.int32]], list[int]]) -> None:
@@ -64,49 +54,35 @@ def _early_stops(settings: RowSettings, tokens: NDArray[np.int32]) -> list[int]:
 
 def _add_bias(logits: Tensor, special: Special) -> None:
     for n, settings, _ in special:
-        if bias := settings.params.logit_bias:
-            logits[n, list(bias)] += torch.tensor(list(bias.values()), dtype=logits.dtype)
+        if (bias := settings.bias(logits.shape[1])) is not None:
+            logits[n] += bias
 
 
 def _penalize(logits: Tensor, special: Special) -> None:
-    """Repetition over prompt and output, then frequency and presence over the output (the OpenAI API's definition).
-
-    Tokens may repeat in the index lists: repetition and presence write the same value again, frequency adds up.
-    """
-    repeated = [(n, s, tokens) for n, s, tokens in special if s.params.repetition_penalty != 1.0]
-    samples, seen = _flatten([(n, tokens) for n, _, tokens in repeated])
-    if len(samples):
-        penalty = torch.tensor(
-            np.repeat([s.params.repetition_penalty for _, s, _ in repeated], [len(t) for _, _, t in repeated]),
-            dtype=logits.dtype,
-        )
-        values = logits[samples, seen]
-        logits[samples, seen] = torch.where(values > 0, values / penalty, values * penalty)
-    counted = [
-        (n, s.params, tokens[s.num_prompt_tokens :])
-        for n, s, tokens in special
-        if s.params.frequency_penalty or s.params.presence_penalty
-    ]
-    samples, seen = _flatten([(n, tokens) for n, _, tokens in counted])
-    if len(samples):
-        lengths = [len(tokens) for _, _, tokens in counted]
-        presence = torch.tensor(np.repeat([p.presence_penalty for _, p, _ in counted], lengths), dtype=logits.dtype)
-        frequency = torch.tensor(np.repeat([p.frequency_penalty for _, p, _ in counted], lengths), dtype=logits.dtype)
-        logits[samples, seen] = logits[samples, seen] - presence
-        logits.index_put_((samples, seen), -frequency, accumulate=True)
+    """Repetition over prompt and output, then frequency and presence over the output (the OpenAI API's definition)."""
+    rows = logits.numpy()
+    for n, settings, tokens in special:
+        if not settings.has_penalties:
+            continue
+        params = settings.params
+        seen, counts = settings.seen_tokens(tokens)
+        values = rows[n, seen]
+        if (penalty := params.repetition_penalty) != 1.0:
+            values = np.where(values > 0, values / penalty, values * penalty)
+        rows[n, seen] = values - (params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
 
 
 def _run_callers_processors(logits: Tensor, special: Special) -> dict[int, str]:
     errors = {}
     for n, settings, tokens in special:
-        for processor in settings.params.logits_processors or ():
+        for processor in settings.processors:
             prompt, output = np.split(tokens, [settings.num_prompt_tokens])
             try:
                 logits[n] = processor(prompt.tolist(), output.tolist(), logits[n])
             except Exception as e:  # the caller's code: its request fails, the others go on
                 errors[n] = f"logits processor {processor!r} failed: {type(e).__name__}: {e}"
                 break
-        if settings.params.logits_processors and n not in errors and logits[n].isnan().any():
+        if settings.processors and n not in errors and logits[n].isnan().any():
             errors[n] = "the request's logits processors gave logits that are not numbers (NaN)"
     return errors
 

@@ -35,6 +35,8 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], int, Sequence]] = []  # heap of (key, index, sequence)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences by request
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._num_live = 0  # sequences running or waiting
+        self._num_swapped = 0  # those of them that wait with their blocks on the host
         self._num_rows_taken = 0  # rows of running sequences and of the forks they will start
         self._arrivals = 0
         self._random = random.Random(seed)
@@ -77,6 +79,7 @@ class Scheduler:
             num_pending_forks=request.params.num_sequences - 1,
         )
         self._requests[request.request_id] = [seq]
+        self._num_live += 1
         self._push_waiting(seq)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -145,6 +148,7 @@ class Scheduler:
         if seq.host_blocks:
             if needed > self.cache.pool.num_free or not self.cache.swap_in(seq):
                 return 0
+            self._num_swapped -= 1
         else:
             prefix = self.cache.find_prefix(seq)
             num_lacking = seq.num_tokens - len(prefix) * self.cache.block_size
@@ -155,6 +159,7 @@ class Scheduler:
             self.cache.share_prefix(seq, prefix)
             if seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
+                self._stats.num_prompt_tokens += seq.num_tokens
                 self._stats.num_prefix_queries += seq.num_tokens
                 self._stats.num_prefix_hits += seq.num_computed_tokens
         num_tokens = min(seq.num_lacking_tokens, budget)
@@ -196,7 +201,7 @@ class Scheduler:
                 outputs.append(self._output(seq, [], finish_reason="error", error=result.errors[row]))
                 self._drop(seq)
                 continue
-            self._stats.num_prompt_tokens += max(0, min(num_tokens, seq.num_prompt_tokens - seq.num_computed_tokens))
+            self._stats.num_computed_tokens += num_tokens
             seq.num_computed_tokens += num_tokens
             self.cache.register_computed(seq)
             if row in result.prompt_logprobs:
@@ -215,10 +220,9 @@ class Scheduler:
     def take_stats(self) -> EngineStats:
         """Gauges of now, and the increments since the last call."""
         stats, self._stats = self._stats, EngineStats()
-        waiting = [seq for _, _, seq in self._waiting if not seq.is_aborted]
         stats.num_running = len(self.running)
-        stats.num_swapped = sum(bool(seq.host_blocks) for seq in waiting)
-        stats.num_waiting = len(waiting) - stats.num_swapped
+        stats.num_swapped = self._num_swapped
+        stats.num_waiting = self._num_live - stats.num_running - stats.num_swapped
         stats.num_blocks = self.cache.pool.num_blocks
         stats.num_blocks_used = self.cache.pool.num_used
         stats.num_host_blocks = self.cache.host_pool.num_blocks
@@ -236,6 +240,8 @@ class Scheduler:
         assert self.running == sorted(self.running, key=_scheduling_order), "running sequences are out of order"
         waiting = [seq for _, _, seq in self._waiting if not seq.is_aborted]
         assert len(waiting) + len(self.running) == sum(1 for _ in self.live_sequences()), "a sequence was lost"
+        assert self._num_live == len(waiting) + len(self.running), "the count of live sequences is wrong"
+        assert self._num_swapped == sum(bool(seq.host_blocks) for seq in waiting), "the count of swapped ones is wrong"
         assert all(seq.num_computed_tokens < seq.num_tokens for seq in self.running), "a sequence lacks nothing"
         if not self.has_work:
             assert self.cache.pool.num_used == self.cache.host_pool.num_used == 0, "blocks are in use when idle"
@@ -259,6 +265,7 @@ class Scheduler:
             fork.row = self._free_rows.pop()
             self.cache.share_all(fork)
             self._requests[seq.request.request_id].append(fork)
+            self._num_live += 1
             insort(self.running, fork, key=_scheduling_order)
             forks.append(fork)
         seq.num_pending_forks = 0
@@ -312,7 +319,9 @@ class Scheduler:
         """Take the blocks of a running sequence, already off the running list, and queue it at its old place."""
         seq.num_preemptions += 1
         self._stats.num_preemptions += 1
-        if self.config.preemption_mode != "swap" or not self.cache.swap_out(seq):
+        if self.config.preemption_mode == "swap" and self.cache.swap_out(seq):
+            self._num_swapped += 1
+        else:
             self.cache.release(seq)
         self._return_row(seq)
         self._push_waiting(seq)
@@ -322,8 +331,13 @@ class Scheduler:
         if seq.row is not None:
             self.running.remove(seq)
             self._return_row(seq)
+        self._num_live -= 1
+        self._num_swapped -= bool(seq.host_blocks)
         seq.is_aborted = True  # a waiting one is skipped when it reaches the head of the queue
         self.cache.release(seq)
+        if len(self._waiting) > 2 * (self._num_live - len(self.running)) + 64:
+            self._waiting = [entry for entry in self._waiting if not entry[2].is_aborted]
+            heapq.heapify(self._waiting)
         siblings = self._requests[seq.request.request_id]
         siblings.remove(seq)
         if not siblings:

@@ -17,7 +17,7 @@ SUBJECT = (
 NUM_TOKENS = 24
 
 
-def logits_of_subject(llm: LLM, company: list[list[int]]) -> torch.Tensor:
+def logits_of_subject(llm: LLM, company: list[list[int]], cached_tokens: int = 0) -> torch.Tensor:
     """[NUM_TOKENS, vocab_size]: the raw logits of the subject's answer, sampled with a seed, beside other requests."""
     steps: dict[int, torch.Tensor] = {}
 
@@ -31,7 +31,8 @@ def logits_of_subject(llm: LLM, company: list[list[int]]) -> torch.Tensor:
     others = [
         SamplingParams(temperature=1.0, seed=i, max_tokens=10 + i % 20, ignore_eos=True) for i in range(len(company))
     ]
-    run_arriving(llm, [SUBJECT, *company], [subject, *others], seed=len(company))
+    run = run_arriving(llm, [SUBJECT, *company], [subject, *others], seed=len(company))
+    assert run.outputs[0].num_cached_tokens == cached_tokens
     assert sorted(steps) == list(range(NUM_TOKENS))
     return torch.stack([steps[i] for i in range(NUM_TOKENS)])
 
@@ -53,8 +54,8 @@ def test_logits_are_bitwise_equal_whatever_else_the_engine_does(dtype: str) -> N
     assert torch.equal(logits_of_subject(alone, company), expected), "in a batch of 64"
     chunked = engine(max_num_batched_tokens=29, max_num_seqs=8, enable_prefix_caching=True)
     assert torch.equal(logits_of_subject(chunked, []), expected), "in chunks of at most 29 tokens"
-    hit = logits_of_subject(chunked, company[:4])
-    assert chunked.core.scheduler.cache.pool.lookup is not None
+    whole_blocks = (len(chunked.tokenizer(SUBJECT).input_ids) - 1) // 16 * 16
+    hit = logits_of_subject(chunked, company[:4], cached_tokens=whole_blocks)
     assert torch.equal(hit, expected), "after a prefix hit, in chunks, beside others"
     small = engine(num_gpu_blocks_override=40, max_num_batched_tokens=64)
     assert torch.equal(logits_of_subject(small, company[:16]), expected), "in a cache that forces preemption"

@@ -150,3 +150,43 @@ def test_a_core_that_dies_fails_every_stream() -> None:
             await engine.check_health()
 
     with_engine(use)
+
+
+def test_an_id_that_is_used_again_gets_its_own_tokens_only() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        expected = (await collect(engine, "Rain is", SamplingParams(max_tokens=8, temperature=0), "first"))[-1]
+        for _ in range(10):
+            closed = engine.generate("Once upon a time", LONG, "again")
+            await anext(closed)
+            await closed.aclose()  # the core is in the middle of its next step
+            found = (await collect(engine, "Rain is", SamplingParams(max_tokens=8, temperature=0), "again"))[-1]
+            assert found.request_id == "again"
+            assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+    with_engine(use)
+
+
+def test_what_fails_at_the_door_leaves_nothing_behind() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        with pytest.raises(RequestError, match="sequences at once"):
+            await collect(engine, "Hi", SamplingParams(n=100), "n")
+        with pytest.raises(RequestError, match="64-bit"):
+            _ = [output async for output in engine.generate("Hi", None, "huge", priority=2**70)]
+        engine._core.process.kill()
+        engine._core.process.wait()
+        with pytest.raises(EngineDeadError):
+            await collect(engine, "Hi", SamplingParams(), "late")
+        assert engine._streams == {}
+        assert engine._outputs.requests == {}
+
+    with_engine(use, max_num_seqs=64)
+
+
+def test_a_second_event_loop_is_told_that_it_needs_an_engine_of_its_own() -> None:
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**ARGS))
+    try:
+        assert asyncio.run(collect(engine, "Hi", SamplingParams(max_tokens=1), "one"))[-1].finished
+        with pytest.raises(RuntimeError, match="another event loop"):
+            asyncio.run(collect(engine, "Hi", SamplingParams(max_tokens=1), "two"))
+    finally:
+        engine.shutdown()

@@ -49,7 +49,7 @@ class FakeEngine:
         )
         self.metrics = EngineMetrics(MODEL, MAX_MODEL_LEN)
         self.tokenizer = load_tokenizer(checkpoint, TEMPLATE)
-        self.inputs = InputProcessor(model, self.tokenizer)
+        self.inputs = InputProcessor(self.config, self.tokenizer)
         self.reset()
 
     def reset(self) -> None:

@@ -74,7 +74,11 @@ def test_every_metric_has_its_name_and_type_from_the_start() -> None:
 
 def test_gauges_are_of_the_last_step_and_counters_of_all() -> None:
     metrics = EngineMetrics("m", 100)
-    metrics.record_step(EngineStats(num_running=5, num_preemptions=1, num_prompt_tokens=30, num_prefix_queries=40))
+    metrics.record_step(
+        EngineStats(
+            num_running=5, num_preemptions=1, num_prompt_tokens=30, num_computed_tokens=22, num_prefix_queries=40
+        )
+    )
     metrics.record_step(
         EngineStats(
             num_running=2,
@@ -85,6 +89,7 @@ def test_gauges_are_of_the_last_step_and_counters_of_all() -> None:
             num_host_blocks=8,
             num_host_blocks_used=2,
             num_generation_tokens=5,
+            num_computed_tokens=5,
             num_prefix_queries=10,
             num_prefix_hits=16,
         )
@@ -96,7 +101,7 @@ def test_gauges_are_of_the_last_step_and_counters_of_all() -> None:
     assert (values["prompt_tokens_total"], values["generation_tokens_total"]) == (30, 5)
     assert (values["prefix_cache_queries_total"], values["prefix_cache_hits_total"]) == (50, 16)
     assert values["num_preemptions_total"] == 1
-    assert (values["iteration_tokens_total_count"], values["iteration_tokens_total_sum"]) == (2, 35)
+    assert (values["iteration_tokens_total_count"], values["iteration_tokens_total_sum"]) == (2, 27)
 
 
 def test_a_finished_request_is_cut_into_its_phases() -> None:

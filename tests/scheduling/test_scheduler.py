@@ -199,7 +199,7 @@ def test_a_cached_prefix_costs_neither_budget_nor_blocks() -> None:
     assert computed(s) == {"a": 1, "b": 2}
     assert s.cache.pool.num_used == 5
     stats = s.take_stats()
-    assert (stats.num_prefix_queries, stats.num_prefix_hits, stats.num_prompt_tokens) == (27, 12, 15)
+    assert (stats.num_prefix_queries, stats.num_prefix_hits, stats.num_prompt_tokens) == (27, 12, 27)
     outputs = {output.request_id: output for output in step(s)}
     assert (outputs["a"].num_cached_tokens, outputs["b"].num_cached_tokens) == (0, 12)
 

@@ -51,7 +51,7 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
         metrics = EngineMetrics(config.model.served_model_names[0], config.model.max_model_len)
         if registry is not None:
             registry.register(metrics)
-        engine = AsyncLLMEngine(config, metrics=metrics, chat_template=args.chat_template_text())
+        engine = AsyncLLMEngine(config, metrics=metrics)
         try:
             import uvloop
 

@@ -6,55 +6,40 @@ honoured before anything is started. No web framework is imported here.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import os
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from octavo.config import _flag, add_dataclass_flag
 from octavo.errors import ConfigError
+from octavo.flags import Flags, flag
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerArgs:
+class ServerArgs(Flags):
     """What a user can set about the server. Field `api_key` is flag `--api-key`."""
 
-    host: str = _flag("0.0.0.0", "Address to listen at.")
-    port: int = _flag(8000, "Port to listen at; 0 is any free one.")
-    api_key: list[str] = _flag([], "Key that clients must send as bearer token; repeatable. Also OCTAVO_API_KEY.")
-    ssl_keyfile: str | None = _flag(None, "Private key file (PEM), for HTTPS.")
-    ssl_certfile: str | None = _flag(None, "Certificate file (PEM), for HTTPS.")
-    root_path: str = _flag("", "Path under which a proxy offers this server, such as /llm.")
-    allowed_origins: list[str] = _flag([], "Web origins that browsers may call from; default: any.")
-    response_role: str = _flag("assistant", "Role of the messages that chat completions return.")
-    chat_template: str | None = _flag(None, "File with a Jinja chat template, or the template; default: the model's.")
-    max_log_len: int | None = _flag(100, "Characters of a prompt in the request log; 0 is none.")
-    disable_log_requests: bool = _flag(False, "Do not log requests.")
-    uvicorn_log_level: LogLevel = _flag("warning", "Log level of the HTTP server; info logs every HTTP request.")
-    enable_prometheus: bool = _flag(False, "Serve metrics; they are at /metrics in any case.")
-    prometheus_port: int | None = _flag(None, "Port of its own for metrics, with --enable-prometheus.")
-    enable_auto_tool_choice: bool = _flag(False, "Let the model choose among tools.", built=False)
-    tool_call_parser: str | None = _flag(None, "Format of the model's tool calls.", built=False)
-    reasoning_parser: str | None = _flag(None, "Format of the model's reasoning.", built=False)
-
-    @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Add one flag per field."""
-        group = parser.add_argument_group("server")
-        hints = typing.get_type_hints(cls)
-        for f in dataclasses.fields(cls):
-            add_dataclass_flag(group, f, hints[f.name])
-
-    @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> ServerArgs:
-        """The fields of `cls` out of parsed arguments."""
-        return cls(**{f.name: getattr(args, f.name) for f in dataclasses.fields(cls)})
+    host: str = flag("0.0.0.0", "Address to listen at.")
+    port: int = flag(8000, "Port to listen at; 0 is any free one.")
+    api_key: list[str] = flag(
+        [], "Key that clients must send as bearer token; repeatable. Also OCTAVO_API_KEY.", repeat=True
+    )
+    ssl_keyfile: str | None = flag(None, "Private key file (PEM), for HTTPS.")
+    ssl_certfile: str | None = flag(None, "Certificate file (PEM), for HTTPS.")
+    root_path: str = flag("", "Path under which a proxy offers this server, such as /llm.")
+    allowed_origins: list[str] = flag([], "Web origins that browsers may call from; default: any.")
+    response_role: str = flag("assistant", "Role of the messages that chat completions return.")
+    max_log_len: int | None = flag(100, "Characters of a prompt in the request log; 0 is none.")
+    disable_log_requests: bool = flag(False, "Do not log requests.")
+    uvicorn_log_level: LogLevel = flag("warning", "Log level of the HTTP server; info logs every HTTP request.")
+    enable_prometheus: bool = flag(False, "Serve metrics; they are at /metrics in any case.")
+    prometheus_port: int | None = flag(None, "Port of its own for metrics, with --enable-prometheus.")
+    enable_auto_tool_choice: bool = flag(False, "Let the model choose among tools.", built=False)
+    tool_call_parser: str | None = flag(None, "Format of the model's tool calls.", built=False)
+    reasoning_parser: str | None = flag(None, "Format of the model's reasoning.", built=False)
 
     @property
     def api_keys(self) -> list[str]:
@@ -77,9 +62,7 @@ class ServerArgs:
 
     def check(self) -> None:
         """Raise `ConfigError` for whatever cannot be honoured."""
-        for f in dataclasses.fields(self):
-            if not f.metadata["built"] and getattr(self, f.name) != f.default:
-                raise ConfigError(f"--{f.name.replace('_', '-')} is not built yet; leave it out.")
+        self.check_flags()
         for name in ("port", "prometheus_port"):
             port = getattr(self, name)
             if port is not None and not 0 <= port < 65536:
@@ -100,7 +83,7 @@ class ServerArgs:
                 raise ConfigError(f"--{name.replace('_', '-')}: there is no file {path}.")
         if self.ssl_certfile is not None:
             self._check_certificate(self.ssl_certfile)
-        _ = self.origins, self.chat_template_text()
+        _ = self.origins
 
     def _check_certificate(self, certfile: str) -> None:
         import ssl
@@ -112,14 +95,3 @@ class ServerArgs:
                 f"--ssl-certfile {certfile} and --ssl-keyfile {self.ssl_keyfile} are not a certificate and its key in "
                 f"PEM form: {error}."
             ) from None
-
-    def chat_template_text(self) -> str | None:
-        """The template itself: from the file, or as given where it cannot be a file's name."""
-        if self.chat_template is None:
-            return None
-        if any(c in self.chat_template for c in "{}\n"):
-            return self.chat_template
-        try:
-            return Path(self.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {self.chat_template} cannot be read: {error}.") from None

@@ -92,11 +92,6 @@ class ServerState:
 
         Returns the prompt's token ids too. Raises `RequestError` here, before any response has been started.
         """
-        if body.priority and self.engine.config.scheduler.policy != "priority":
-            raise RequestError(
-                f"priority {body.priority} needs a server started with --scheduling-policy priority.", param="priority"
-            )
-
         inputs = self.engine.inputs
         # Clients choose response ids and may repeat them; the engine's are unique.
         request_id = f"{response_id}-{next(self._sequence)}"

@@ -1,0 +1,220 @@
+"""Text that grows token by token equals text that is decoded at once; stop strings are found wherever they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from octavo.engine.detokenizer import IncrementalDetokenizer, StopStrings
+
+VOCAB_SIZE = 49152
+NUM_SPECIAL = 17
+TEXT = (
+    "Ordinary words, 3.14159 numbers\n\n\tand code(); naïve façade — “quotes”, עברית, العربية, "
+    "日本語の文章、한국어, ไทย. "
+    "Emoji: 👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷 👍🏽; mathematics: ∀x∈ℝ: ⌈x⌉ 𝔘𝔫𝔦; zero width:\u200b\u200d; combining: e\u0301 n\u0303."
+)
+generated = settings(
+    max_examples=300, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+token_lists = st.lists(
+    st.integers(0, VOCAB_SIZE - 1) | st.integers(0, NUM_SPECIAL - 1) | st.integers(NUM_SPECIAL, 300), max_size=40
+)
+
+
+@pytest.fixture(scope="session")
+def backend(tokenizer: Any) -> Tokenizer:
+    return tokenizer.backend_tokenizer
+
+
+def grow(
+    backend: Tokenizer, tokens: list[int], prompt: list[int] | None = None, skip: bool = True, spaces: bool = True
+) -> list[str]:
+    """What each token adds, and what the end adds."""
+    detokenizer = IncrementalDetokenizer(backend, prompt or [], skip, spaces)
+    return [*(detokenizer.add([token]) for token in tokens), detokenizer.flush()]
+
+
+@generated
+@given(tokens=token_lists, skip=st.booleans())
+def test_any_tokens_give_the_text_that_decoding_them_at_once_gives(
+    backend: Tokenizer, tokens: list[int], skip: bool
+) -> None:
+    assert "".join(grow(backend, tokens, skip=skip)) == backend.decode(tokens, skip_special_tokens=skip)
+
+
+@generated
+@given(prompt=token_lists, tokens=token_lists, skip=st.booleans())
+def test_the_prompt_is_context_and_no_part_of_the_text(
+    backend: Tokenizer, prompt: list[int], tokens: list[int], skip: bool
+) -> None:
+    before = backend.decode(prompt, skip_special_tokens=skip)
+    if before.endswith("\ufffd"):
+        return  # the prompt ends within a character, whose other half nobody can place
+    whole = backend.decode(prompt + tokens, skip_special_tokens=skip)
+    assert before + "".join(grow(backend, tokens, prompt, skip)) == whole
+
+
+@generated
+@given(tokens=token_lists, cuts=st.lists(st.integers(0, 40), max_size=5))
+def test_several_tokens_at_once_are_the_same_as_one_at_a_time(
+    backend: Tokenizer, tokens: list[int], cuts: list[int]
+) -> None:
+    detokenizer = IncrementalDetokenizer(backend, [], True)
+    ends = [*sorted(cuts), len(tokens)]
+    parts = [detokenizer.add(tokens[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    assert "".join([*parts, detokenizer.flush()]) == backend.decode(tokens, skip_special_tokens=True)
+
+
+def test_no_half_of_a_character_is_ever_shown(backend: Tokenizer) -> None:
+    tokens = backend.encode(TEXT).ids
+    assert any("\ufffd" in backend.decode([token]) for token in tokens), "some characters take several tokens"
+    pieces = grow(backend, tokens)
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) == TEXT
+    shown = ""
+    for i, piece in enumerate(pieces[:-1]):
+        shown += piece
+        so_far = backend.decode(tokens[: i + 1])
+        assert so_far.startswith(shown)
+        assert shown == so_far or so_far.endswith("\ufffd"), "nothing is held back for longer than its character"
+
+
+def test_an_emoji_comes_with_its_last_token_and_its_beginning_alone_with_the_end(backend: Tokenizer) -> None:
+    tokens = backend.encode("👩").ids
+    assert len(tokens) > 1
+    assert grow(backend, tokens) == [""] * (len(tokens) - 1) + ["👩", ""]
+    assert "".join(grow(backend, tokens[:-1])) == "\ufffd"
+    assert "".join(grow(backend, [*tokens[:-1], *backend.encode("a").ids])) == "\ufffda"
+
+
+def test_special_tokens_are_hidden_or_shown(backend: Tokenizer) -> None:
+    tokens = backend.encode("<|im_start|>assistant\nHi there<|im_end|>").ids
+    assert "".join(grow(backend, tokens, skip=True)) == "assistant\nHi there"
+    assert "".join(grow(backend, tokens, skip=False)) == "<|im_start|>assistant\nHi there<|im_end|>"
+
+
+def test_hidden_tokens_do_not_pile_up(backend: Tokenizer) -> None:
+    """With ignore_eos a model may say nothing but end-of-sequence: each token must not cost more than the last."""
+    detokenizer = IncrementalDetokenizer(backend, [], True)
+    hello, world = backend.encode("Hello world").ids
+    assert detokenizer.add([hello, *[2] * 1000]) == "Hello"
+    assert len(detokenizer._pending) < 5
+    assert detokenizer.add([world]) == " world"
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """In the manner of Llama 2: blanks are written ▁, the first of a text is dropped, and bytes stand for the rest."""
+    pieces = ["<unk>", "<s>", "</s>", "▁Hello", "▁world", "▁", "lo", "!"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def test_blanks_of_sentencepiece_vocabularies_are_kept_between_words_only() -> None:
+    tokenizer = metaspace_tokenizer()
+    hello, world, blank = 3, 4, 5
+    assert grow(tokenizer, [hello, world, world]) == ["Hello", " world", " world", ""]
+    assert grow(tokenizer, [world], prompt=[1, hello]) == [" world", ""]
+    assert grow(tokenizer, [hello, 2, 2, world]) == ["Hello", "", "", " world", ""]
+    assert "".join(grow(tokenizer, [hello, blank, world])) == "Hello  world"
+
+
+def test_characters_of_byte_tokens_come_whole() -> None:
+    tokenizer = metaspace_tokenizer()
+    tokens = [8 + byte for byte in "é👩".encode()]
+    assert grow(tokenizer, [3, *tokens, 7]) == ["Hello", "", "é", "", "", "", "👩", "!", ""]
+
+
+def byte_tokenizer(*more: bytes) -> Tokenizer:
+    """A byte-level vocabulary: token i is byte i, and then those that are given."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    pieces = [bytes([byte]) for byte in range(256)] + list(more)
+    tokenizer = Tokenizer(models.BPE({"".join(letters[b] for b in piece): i for i, piece in enumerate(pieces)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@generated
+@example(tokens=[0x80, 0xE2, 0x82, 256, 0x9F, 0x98, 0x80])
+@given(tokens=st.lists(st.sampled_from([0x61, 0x80, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 256, 257]), max_size=30))
+def test_bytes_that_are_no_text_give_what_decoding_them_at_once_gives(tokens: list[int]) -> None:
+    """Tokens 256 and 257 end one character and begin the next."""
+    tokenizer = byte_tokenizer(b"\xac\xf0", b"\x9f\x98")
+    assert "".join(grow(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def test_bytes_that_are_no_text_are_not_held_back_for_good() -> None:
+    tokenizer = byte_tokenizer()
+    detokenizer = IncrementalDetokenizer(tokenizer, [], True)
+    shown = detokenizer.add([0x80] * 1000)
+    assert 990 < len(shown) <= 1000
+    assert len(detokenizer._pending) < 10
+    assert shown + detokenizer.add([0x61]) == "\ufffd" * 1000 + "a"
+
+
+def test_spaces_between_added_tokens_are_left_out_on_request() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))  # without a decoder: joined by spaces
+    tokenizer.add_special_tokens([AddedToken("<x>"), AddedToken("<y>")])
+    tokenizer.add_tokens([AddedToken("<z>")])
+    tokens = [0, 2, 3, 4, 1, 2]
+    assert "".join(grow(tokenizer, tokens, skip=False)) == "a <x> <y> <z> b <x>"
+    assert "".join(grow(tokenizer, tokens, skip=False, spaces=False)) == "a <x><y><z> b <x>"
+    assert "".join(grow(tokenizer, tokens, skip=True, spaces=False)) == "a <z> b"
+
+
+stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4, unique=True)
+
+
+@generated
+@given(stop=stop_lists, pieces=st.lists(st.text("abc", max_size=4), max_size=12), include=st.booleans())
+def test_the_stop_string_that_is_complete_first_ends_the_text(
+    stop: list[str], pieces: list[str], include: bool
+) -> None:
+    watch = StopStrings(stop, include)
+    text, shown = "", ""
+    found = None
+    for piece in pieces:
+        text += piece
+        found = watch.find(text, len(piece))
+        if found is not None:
+            text = text[: found[1]]
+            break
+        num_shown = len(text) - watch.num_held_back(text)
+        assert num_shown >= len(shown), "what was shown is never taken back"
+        shown = text[:num_shown]
+    whole = "".join(pieces)
+    ends = [(whole.find(s) + len(s), -len(s), s) for s in stop if s in whole]
+    if not ends:
+        assert found is None
+        assert text == whole
+        return
+    end, _, first = min(ends)
+    assert found is not None
+    assert found[0] == first, "of several that end together the longest counts"
+    assert text == whole[: end if include else end - len(first)]
+    assert text.startswith(shown), "nothing is shown that the stop string cuts off"
+
+
+@generated
+@given(stop=stop_lists, text=st.text("abc", max_size=12))
+def test_exactly_what_may_still_begin_a_stop_string_is_held_back(stop: list[str], text: str) -> None:
+    possible = [n for n in range(1, len(text) + 1) for s in stop if len(s) > n and s.startswith(text[len(text) - n :])]
+    assert StopStrings(stop, False).num_held_back(text) == max(possible, default=0)
+    assert StopStrings(stop, True).num_held_back(text) == 0
+
+
+def test_a_stop_string_in_old_text_is_not_found_again() -> None:
+    """It was passed over because too few tokens were out; a longer stop string beside it does not widen its search."""
+    watch = StopStrings(["ab", "a very long stop string"], False)
+    assert watch.find("ab and more", 3) is None
+    assert watch.find("ab and mab", 1) == ("ab", 8)

@@ -1,0 +1,93 @@
+"""One sample as a test thinks of it, the way through the sampler's tables, and the plain reference of what is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo import ops
+from octavo.engine.wire import TokenLogprobs
+from octavo.sampling.batch import SamplingTable
+from octavo.sampling.random import uniform
+from octavo.sampling.sampler import Sampler
+from octavo.sampling_params import SamplingParams
+from octavo.scheduling.plan import Admission
+
+
+@dataclass
+class Row:
+    """A sequence whose next token is drawn from `logits` [V]."""
+
+    logits: Tensor
+    params: SamplingParams = field(default_factory=SamplingParams)
+    prompt: list[int] = field(default_factory=lambda: [1])
+    output: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    seed: int = 0
+    index: int = 0
+
+
+@dataclass
+class Samples:
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    errors: dict[int, str]
+
+
+def sample(rows: list[Row]) -> Samples:
+    """Draw one token for each row, in one batch, over a table whose rows lie in another order."""
+    table = SamplingTable(len(rows) + 3)
+    places = np.array([(7 * i + 3) % len(rows) if len(rows) % 7 else i for i in range(len(rows))], np.int64) + 2
+    longest = max(len(row.prompt) + len(row.output) for row in rows)
+    tokens = np.full((len(rows) + 3, longest + 1), 10**9, np.int32)  # what lies behind a row's tokens is never read
+    for place, row in zip(places.tolist(), rows, strict=True):
+        known = row.prompt + row.output
+        tokens[place, : len(known)] = known
+        table.admit(Admission(place, known, len(row.prompt), [], row.params, row.stop_token_ids, row.seed, row.index))
+    lengths = np.array([len(row.prompt) + len(row.output) for row in rows], np.int64)
+    batch = table.build(places, np.zeros(len(rows), np.int64), lengths, tokens)
+    drawn, logprobs, errors = Sampler(ops.load("cpu")).sample(torch.stack([row.logits for row in rows]), batch)
+    return Samples(drawn.tolist(), logprobs, errors)
+
+
+def dice(row: Row) -> float:
+    """The uniform number that a row's draw uses."""
+    counters = (np.array([x], np.uint64) for x in (row.seed, row.index, len(row.output)))
+    return float(uniform(*counters)[0])
+
+
+def probabilities(logits: NDArray[Any], params: SamplingParams, slack: float = 0.0) -> NDArray[np.float64]:
+    """What `params` make of `logits` [V], a step at a time in float64. Thresholds are moved by `slack`, relatively."""
+    scaled = (logits.astype(np.float64) - logits.max()) / params.temperature
+    probs = np.exp(scaled)
+    probs /= probs.sum()
+    if params.min_p > 0:
+        probs[probs < params.min_p * probs.max() * (1 + slack)] = 0
+    if 0 < params.top_k < len(probs):
+        probs[probs < np.sort(probs)[-params.top_k] * (1 - 1e-9)] = 0
+    if params.top_p < 1:
+        wanted = params.top_p * probs.sum() * (1 + slack)
+        mass = 0.0
+        for p in sorted(probs, reverse=True):
+            mass += p
+            if mass >= wanted:
+                break
+        probs[probs < p * (1 - 1e-6)] = 0
+    found: NDArray[np.float64] = probs / probs.sum()
+    return found
+
+
+def is_right_draw(row: Row, token: int) -> bool:
+    """Whether `token` is where the row's dice falls in the cumulative distribution. Float32 may decide otherwise about
+    a token on the very edge of a threshold; either decision is right."""
+    for slack in (0.0, 1e-4, -1e-4):
+        probs = probabilities(row.logits.numpy(), row.params, slack)
+        end = probs[: token + 1].sum()
+        if probs[token] > 0 and end - probs[token] - 1e-4 <= dice(row) <= end + 1e-4:
+            return True
+    return False

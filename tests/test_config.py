@@ -1,0 +1,217 @@
+"""Flags and `EngineArgs` are one list; what cannot be honoured is refused, the rest becomes an `EngineConfig`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
+from octavo.errors import ConfigError, LoadError
+
+# The engine flags that launch scripts for vLLM use.
+FLAGS = (
+    "--model", "--tokenizer", "--served-model-name", "--revision", "--download-dir", "--load-format", "--dtype",
+    "--quantization", "--kv-cache-dtype", "--max-model-len", "--gpu-memory-utilization", "--block-size", "--swap-space",
+    "--max-num-seqs", "--max-num-batched-tokens", "--enable-chunked-prefill", "--enable-prefix-caching",
+    "--preemption-mode", "--scheduling-policy", "--enforce-eager", "--seed", "--trust-remote-code",
+    "--disable-log-stats", "--device",
+)  # fmt: skip
+
+
+def parse(*args: str) -> EngineArgs:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    EngineArgs.add_cli_args(parser)
+    return EngineArgs.from_cli_args(parser.parse_args(args))
+
+
+def write_model(folder: Path, **config: Any) -> str:
+    """A folder that `--load-format dummy` can serve."""
+    (folder / "config.json").write_text(
+        json.dumps({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 32,
+            "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+            **config,
+        })
+    )  # fmt: skip
+    return str(folder)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> dict[str, Any]:
+    """Keywords of a model that costs nothing to find."""
+    return {"model": write_model(tmp_path), "load_format": "dummy"}
+
+
+def config(**args: Any) -> EngineConfig:
+    return EngineArgs(**args).create_engine_config()
+
+
+def test_every_field_is_a_flag_with_help_and_the_same_default() -> None:
+    parser = argparse.ArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
+    assert set(actions) == {f.name for f in dataclasses.fields(EngineArgs)}
+    for name, action in actions.items():
+        assert "--" + name.replace("_", "-") in action.option_strings
+        assert action.help
+        assert action.help.endswith(".")
+    assert parse() == EngineArgs()
+    assert parser.format_help(), "percent signs in help texts are escaped"
+
+
+def test_every_promised_flag_is_known() -> None:
+    parser = argparse.ArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    assert set(FLAGS) <= known
+
+
+def test_flags_fill_fields_of_their_types() -> None:
+    args = parse(
+        "--model", "org/name", "--max-model-len", "1024", "--swap-space", "0.5", "--dtype", "float32", "--seed", "-3",
+        "--served-model-name", "a", "b", "--served-model-name", "c", "--no-enable-prefix-caching", "--enforce-eager",
+        "--preemption-mode", "swap", "--scheduling-policy", "priority",
+    )  # fmt: skip
+    assert args == EngineArgs(
+        model="org/name", max_model_len=1024, swap_space=0.5, dtype="float32", seed=-3,
+        served_model_name=["a", "b", "c"], enable_prefix_caching=False, enforce_eager=True, preemption_mode="swap",
+        scheduling_policy="priority",
+    )  # fmt: skip
+    assert EngineArgs().served_model_name == [], "a list of one command line does not leak into the default"
+
+
+@pytest.mark.parametrize("args", [("--dtype", "int4"), ("--block-size", "many"), ("--no-such-flag",)])
+def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None:
+    with pytest.raises((argparse.ArgumentError, SystemExit)):
+        parse(*args)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"dtype": "int4"}, "--dtype must be one of auto, float32, float16, bfloat16, got 'int4'"),
+        ({"scheduling_policy": "lifo"}, "--scheduling-policy must be one of fcfs, priority"),
+        ({"load_format": "onnx"}, "--load-format must be one of"),
+        ({"max_model_len": 0}, "--max-model-len must be greater than 0, got 0"),
+        ({"max_num_seqs": -1}, "--max-num-seqs must be greater than 0"),
+        ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens must be greater than 0"),
+        ({"num_gpu_blocks_override": 0}, "--num-gpu-blocks-override must be greater than 0"),
+        ({"block_size": 12}, "--block-size must be 8, 16 or 32, got 12"),
+        ({"gpu_memory_utilization": 0.0}, r"--gpu-memory-utilization must be in \(0, 1\], got 0.0"),
+        ({"cpu_memory_utilization": 1.1}, "--cpu-memory-utilization must be in"),
+        ({"cpu_memory_utilization": float("nan")}, "--cpu-memory-utilization must be in"),
+        ({"swap_space": -1.0}, "--swap-space must be 0 or more GiB"),
+        ({"swap_space": float("nan")}, "--swap-space must be 0 or more GiB"),
+        ({"swap_space": float("inf")}, "--swap-space must be 0 or more GiB"),
+        ({"preemption_mode": "swap", "swap_space": 0.0}, "--preemption-mode swap needs --swap-space above 0"),
+        ({"device": "cuda"}, "--device cuda is not built yet"),
+        ({"dtype": "float16"}, "--dtype float16 is not built for CPUs"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not built yet"),
+        ({"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "both must be the same"),
+        ({"trust_remote_code": True}, "--trust-remote-code is not built yet"),
+        ({"quantization": "awq"}, "--quantization awq is not built yet for dummy weights"),
+        ({"max_model_len": 513}, "--max-model-len 513 is more than the model's 512 positions"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 100},
+            "--max-num-batched-tokens 100 is less than --max-model-len 512",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_in_one_line(
+    model: dict[str, Any], args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        config(**(model | args))
+    assert "\n" not in str(refused.value)
+
+
+def test_flags_that_are_not_built_take_their_default_only(model: dict[str, Any]) -> None:
+    unbuilt = [f for f in dataclasses.fields(EngineArgs) if not f.metadata["built"]]
+    assert len(unbuilt) > 5
+    for f in unbuilt:
+        flag = "--" + f.name.replace("_", "-")
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        EngineArgs(**{f.name: default})._check()
+        asked = (
+            True if isinstance(default, bool) else 2 if isinstance(default, int) else ["x"] if default == [] else "x"
+        )
+        with pytest.raises(ConfigError, match=f"{flag} .* is not built yet"):
+            config(**model, **{f.name: asked})
+
+
+def test_a_model_that_is_not_there_is_a_load_error() -> None:
+    with pytest.raises(LoadError):
+        config(model="./no/such/folder/anywhere")
+
+
+def test_what_was_left_open_is_settled_from_the_model(model: dict[str, Any]) -> None:
+    found = config(**model)
+    assert (found.model.max_model_len, found.model.vocab_size, found.model.dtype) == (512, 100, "bfloat16")
+    assert found.model.served_model_names == [model["model"]]
+    assert (found.scheduler.max_num_seqs, found.scheduler.max_num_batched_tokens) == (256, 2048)
+    assert (found.cache.block_size, found.cache.swap_space_bytes) == (16, 4 << 30)
+    assert found.device == "cpu"
+    assert found.log_stats
+
+
+def test_what_was_asked_for_is_kept(model: dict[str, Any]) -> None:
+    found = config(
+        **model, max_model_len=100, served_model_name=["a", "b"], max_num_batched_tokens=64, swap_space=0.5,
+        preemption_mode="swap", scheduling_policy="priority", seed=7, disable_log_stats=True, check_invariants=True,
+        enable_prefix_caching=False, num_gpu_blocks_override=9, dtype="float32",
+    )  # fmt: skip
+    assert (found.model.max_model_len, found.model.served_model_names, found.model.seed) == (100, ["a", "b"], 7)
+    assert found.model.dtype == "float32"
+    assert (found.cache.swap_space_bytes, found.cache.num_blocks_override) == (1 << 29, 9)
+    assert not found.cache.enable_prefix_caching
+    scheduler = found.scheduler
+    assert (scheduler.policy, scheduler.preemption_mode, scheduler.check_invariants) == ("priority", "swap", True)
+    assert not found.log_stats
+
+
+def test_each_sequence_of_a_step_has_a_token_to_compute(model: dict[str, Any]) -> None:
+    found = config(**model, max_num_batched_tokens=48, max_num_seqs=256)
+    assert found.scheduler.max_num_seqs == 48
+
+
+def test_without_chunked_prefill_a_step_holds_the_longest_prompt(tmp_path: Path) -> None:
+    long = write_model(tmp_path, max_position_embeddings=5000)
+    found = config(model=long, load_format="dummy", enable_chunked_prefill=False)
+    assert found.scheduler.max_num_batched_tokens == 5000
+    short = config(model=long, load_format="dummy", enable_chunked_prefill=False, max_model_len=100)
+    assert short.scheduler.max_num_batched_tokens == 2048
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16")]
+)
+def test_auto_keeps_float32_models_in_float32(tmp_path: Path, stored: str, dtype: str) -> None:
+    for name in ("dtype", "torch_dtype"):
+        assert config(model=write_model(tmp_path, **{name: stored}), load_format="dummy").model.dtype == dtype
+
+
+def test_sampling_defaults_come_from_the_model_unless_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_k": 20, "do_sample": True, "top_p": None, "eos_token_id": [1, 2]})
+    )
+    found = config(model=folder, load_format="dummy").model
+    assert found.default_sampling_params == {"temperature": 0.6, "top_k": 20}
+    assert found.checkpoint.eos_token_ids == (1, 2)
+    assert config(model=folder, load_format="dummy", generation_config="vllm").model.default_sampling_params == {}
+
+
+def test_a_config_crosses_processes_as_json(model: dict[str, Any]) -> None:
+    found = config(**model, seed=2**62)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=EngineConfig) == found
+
+
+def test_the_async_engine_takes_the_same_arguments() -> None:
+    assert dataclasses.asdict(AsyncEngineArgs()) == dataclasses.asdict(EngineArgs())
