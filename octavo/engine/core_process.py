@@ -21,6 +21,7 @@ from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.wire import Abort, EngineRequest, Failed, Ready, decode_frontend_message, encode_message
 from octavo.errors import OctavoError
+from octavo.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     args = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreProcessArgs)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    logging.basicConfig(level=args.log_level, format="%(levelname)s %(asctime)s [core] %(message)s")
+    configure_logging("core", args.log_level)
     context = zmq.Context()
     receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     receiver.connect(args.input_address)

@@ -15,6 +15,7 @@ from octavo.engine.wire import EngineRequest
 from octavo.entrypoints.chat_template import render_chat
 from octavo.errors import RequestError
 from octavo.loading.tokenizer import load_tokenizer
+from octavo.logs import configure_logging
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
@@ -30,6 +31,7 @@ class LLM:
         # Threads of torch's own that wait by spinning would take the cores from the native kernels'; it reads this when
         # it starts its pool.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        configure_logging("engine")
         unknown = set(engine_args) - set(EngineArgs.__dataclass_fields__)
         if unknown:
             raise TypeError(f"LLM() got unknown or not yet built arguments: {', '.join(sorted(unknown))}")

@@ -21,6 +21,7 @@ from octavo.config import AsyncEngineArgs, EngineConfig
 from octavo.engine.wire import Ready
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
+from octavo.logs import configure_logging
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.version import __version__
@@ -40,7 +41,7 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     """Serve until SIGINT or SIGTERM. Raises `OctavoError` when the server cannot start."""
     started = time.monotonic()
     args.check()
-    _set_up_logging()
+    configure_logging("server", names=("octavo", "uvicorn"))
     # Before the event loop takes signals over, one of them interrupts the start as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt), _bind(args) as sock:
@@ -171,11 +172,6 @@ def _start_prometheus(args: ServerArgs) -> Any:
     except OSError as error:
         raise ConfigError(f"cannot listen at --prometheus-port {args.prometheus_port}: {error.strerror}.") from None
     return registry
-
-
-def _set_up_logging() -> None:
-    logging.basicConfig(format="%(levelname)s %(asctime)s [server] %(message)s")
-    logging.getLogger("octavo").setLevel(logging.INFO)
 
 
 def _print_banner(config: EngineConfig, ready: Ready, args: ServerArgs, sock: socket.socket, seconds: float) -> None:
