@@ -150,6 +150,8 @@ class EngineArgs(Flags):
 
     def _check(self) -> None:
         self.check_flags()
+        if not all(self.served_model_name):
+            raise ConfigError("--served-model-name must not be empty.")
         if self.block_size not in (8, 16, 32):
             raise ConfigError(f"--block-size must be 8, 16 or 32, got {self.block_size}.")
         for name in ("gpu_memory_utilization", "cpu_memory_utilization"):

@@ -31,3 +31,7 @@ class RequestError(OctavoError, ValueError):
 
 class EngineDeadError(OctavoError):
     """The engine process has ended; the request cannot be answered by this server."""
+
+
+class EngineStoppingError(EngineDeadError):
+    """The server was told to stop before the request was answered."""

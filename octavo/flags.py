@@ -20,8 +20,8 @@ def flag(default: Any, help: str, *, positive: bool = False, built: bool = True,
     Flags that are not `built` take only their default, which asks for nothing, so that launch scripts which spell it
     out work; any other value is refused.
     """
-    if not built:
-        help = f"{help} Not built yet: only {default!r} is accepted."
+    if default not in (None, "", []) and "default" not in help:
+        help = f"{help} Default: {default}."
     metadata = {"help": help, "positive": positive, "built": built, "repeat": repeat}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -33,10 +33,12 @@ class Flags:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Add one flag per field, with `--no-…` forms for booleans, under the class's name."""
-        group = parser.add_argument_group(cls.__name__)
+        """Add one flag per field, with `--no-…` forms for booleans."""
+        title = cls.__name__.removeprefix("Async").removesuffix("Args").lower()
+        built = parser.add_argument_group(title)
+        later = parser.add_argument_group(f"{title}, not built yet (only the default is accepted)")
         for f in dataclasses.fields(cls):  # type: ignore[arg-type]
-            _add_flag(group, f, _value_type(cls, f.name))
+            _add_flag(built if f.metadata["built"] else later, f, _value_type(cls, f.name))
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:

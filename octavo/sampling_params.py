@@ -150,6 +150,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         require("min_tokens", self.min_tokens >= 0, "0 or more")
         if self.max_tokens is not None:
             require("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens ({self.max_tokens})")
+        if self.logit_bias is not None:
+            require("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "between -100 and 100")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(name, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")

@@ -103,6 +103,11 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
         ({"max_num_seqs": -1}, "--max-num-seqs must be greater than 0"),
         ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens must be greater than 0"),
         ({"num_gpu_blocks_override": 0}, "--num-gpu-blocks-override must be greater than 0"),
+        ({"max_num_seqs": "8"}, "--max-num-seqs must be an integer, got '8'"),
+        ({"max_num_seqs": True}, "--max-num-seqs must be an integer, got True"),
+        ({"swap_space": "4"}, "--swap-space must be a number, got '4'"),
+        ({"enforce_eager": 1}, "--enforce-eager must be true or false, got 1"),
+        ({"served_model_name": [1]}, "--served-model-name must be a list of strings"),
         ({"block_size": 12}, "--block-size must be 8, 16 or 32, got 12"),
         ({"gpu_memory_utilization": 0.0}, r"--gpu-memory-utilization must be in \(0, 1\], got 0.0"),
         ({"cpu_memory_utilization": 1.1}, "--cpu-memory-utilization must be in"),
@@ -174,6 +179,12 @@ def test_what_was_asked_for_is_kept(model: dict[str, Any]) -> None:
     scheduler = found.scheduler
     assert (scheduler.policy, scheduler.preemption_mode, scheduler.check_invariants) == ("priority", "swap", True)
     assert not found.log_stats
+
+
+def test_one_served_name_may_be_a_string_and_a_whole_number_a_share(model: dict[str, Any]) -> None:
+    found = config(**model, served_model_name="only", swap_space=2, cpu_memory_utilization=1)
+    assert found.model.served_model_names == ["only"]
+    assert found.cache.swap_space_bytes == 2 << 30
 
 
 def test_each_sequence_of_a_step_has_a_token_to_compute(model: dict[str, Any]) -> None:

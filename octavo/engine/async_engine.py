@@ -18,7 +18,7 @@ from octavo.engine.core_client import CoreClient
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.wire import Abort, CoreMessage, EngineRequest, EngineStats, Failed, Ready, StepOutputs
-from octavo.errors import EngineDeadError, OctavoError, RequestError
+from octavo.errors import EngineDeadError, EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -91,6 +91,11 @@ class AsyncLLMEngine:
         """Find the model, start the core's process and load the tokenizer. Returns before the core is ready; requests
         made before that wait."""
         return cls(args.create_engine_config(), metrics=metrics)
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the core ended although nobody asked it to."""
+        return self._failure is not None and not isinstance(self._failure, EngineStoppingError)
 
     @property
     def is_ready(self) -> bool:
@@ -172,7 +177,7 @@ class AsyncLLMEngine:
         self._is_closed = True
         if self._receiver is not None and not self._receiver.get_loop().is_closed():
             self._receiver.cancel()
-        self._fail(EngineDeadError("the engine has been shut down."))
+        self._fail(EngineStoppingError("the engine has been shut down."))
         self._core.close()
 
     def _abort_now(self, stream: _Stream) -> RequestOutput | None:
@@ -229,5 +234,9 @@ class AsyncLLMEngine:
             return
         self._failure = error
         self._ready_event.set()
+        if self.metrics is not None:
+            self.metrics.record_step(EngineStats())  # nothing runs, waits or holds a block any more
+        if not isinstance(error, EngineStoppingError):
+            logger.error("%s", error)
         for stream in self._streams.values():
             stream.put(error)

@@ -106,6 +106,8 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * len(prompts)
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {type(params).__name__}.")
         if len(params) != len(prompts):
             raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts.", param="sampling_params")
         return list(params)

@@ -23,6 +23,8 @@ def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> 
     Raises `LoadError` if there is no tokenizer or it cannot be read.
     """
     template = None if chat_template is None else _read_template(chat_template)
+    if template is not None:
+        _check_template(template, str(chat_template))
     path = checkpoint.tokenizer_path
     tokenizer = _from_gguf(path) if path.endswith(".gguf") else _from_folder(path)
     if template is not None:
@@ -78,3 +80,17 @@ def _read_template(chat_template: str) -> str:
             f"--chat-template {chat_template} is neither a template (it has no {{{{ or {{%) nor a file that can be "
             f"read: {e}."
         ) from None
+
+
+def _check_template(template: str, source: str) -> None:
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateSyntaxError as e:
+        if "unknown tag 'generation'" not in str(e):  # a tag of transformers' own
+            shown = source if len(source) < 100 else source[:100] + "..."
+            raise LoadError(
+                f"--chat-template {shown!r} is not a valid template: {e.message}, line {e.lineno}."
+            ) from None

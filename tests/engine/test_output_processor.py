@@ -160,6 +160,22 @@ def test_a_stop_string_in_the_last_tokens_wins_over_the_length_limit_without_an_
     assert (results[-1].outputs[0].text, results[-1].outputs[0].stop_reason, aborts) == ("the ", "END", [])
 
 
+def test_a_stop_string_counts_from_the_token_that_reaches_min_tokens(tokenizer: Any) -> None:
+    tokens = tokenizer.encode("one two END four END")
+    assert run(tokenizer, tokens, stop=["END"], min_tokens=3)[0][-1].outputs[0].text == "one two "
+    assert run(tokenizer, tokens, stop=["END"], min_tokens=4)[0][-1].outputs[0].text == "one two END four "
+
+
+def test_results_bear_the_callers_id_and_the_core_hears_its_own(tokenizer: Any) -> None:
+    outputs = OutputProcessor(tokenizer)
+    outputs.add(request("r", stop=["END"]), None, "the caller's")
+    results, aborts = outputs.process([say(tokenizer.encode("END"))])
+    assert (only(results).request_id, aborts) == ("the caller's", [Abort("r", 0)])
+    outputs.add(request("r"), None, "the caller's")
+    [failed], aborts = outputs.process([say([], finish="error", error="it broke")])
+    assert (failed.request_id, aborts) == ("the caller's", [Abort("r")])
+
+
 def test_a_stop_string_before_min_tokens_is_passed_over_for_good(tokenizer: Any) -> None:
     tokens = tokenizer.encode("END one two three END four")
     results, _ = run(tokenizer, tokens, stop=["END", "a much longer stop string than the text"], min_tokens=3)

@@ -169,6 +169,37 @@ def test_a_callers_processors_run_in_order_last_and_see_prompt_and_output() -> N
     assert seen == [([4, 5], [6], [7.0, 0.0, 0.0])]
 
 
+def test_processors_of_vllms_older_form_get_output_and_logits() -> None:
+    def favour_the_last(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[output[-1]] += 1.0
+        return logits
+
+    params = SamplingParams(temperature=0.0, logits_processors=[favour_the_last])
+    assert sample([Row(torch.zeros(3), params, prompt=[4, 5], output=[0, 2])]).tokens == [2]
+
+
+def test_penalties_count_the_tokens_of_a_growing_sequence_once() -> None:
+    """What a row has counted in one step is not counted again in the next."""
+    params = SamplingParams(frequency_penalty=0.5, repetition_penalty=1.5)
+    settings_of_row = RowSettings(params, 2, [])
+    row = Row(torch.linspace(-2, 2, V), params, prompt=[3, 3])
+    for token in [4, 4, 3, 4, *range(V), 4]:
+        row.output.append(token)
+        logits = row.logits[None].clone()
+        process_logits(logits, [(0, settings_of_row, np.array(row.prompt + row.output, np.int32))])
+        torch.testing.assert_close(logits[0], torch.tensor(naive(row)), rtol=1e-5, atol=1e-5)
+
+
+def test_penalties_follow_a_sequence_with_many_different_tokens() -> None:
+    vocab_size = 1000
+    params = SamplingParams(presence_penalty=1.0)
+    tokens = np.arange(vocab_size, dtype=np.int32)[::-1].copy()
+    logits = torch.zeros(1, vocab_size)
+    process_logits(logits, [(0, RowSettings(params, 300, []), tokens)])
+    assert (logits[0, :700] == -1).all()
+    assert (logits[0, 700:] == 0).all()
+
+
 @pytest.mark.parametrize(
     "processor",
     [

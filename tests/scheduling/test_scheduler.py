@@ -363,6 +363,20 @@ def test_requests_without_a_seed_get_different_ones_and_a_seeded_engine_repeats_
     assert seeds()[3] == 2**64 - 1, "negative seeds are seeds too"
 
 
+def test_aborted_requests_do_not_pile_up_behind_one_that_waits() -> None:
+    s = scheduler(max_num_seqs=1, policy="priority")
+    s.add(request("runs", 2))
+    computed(s)
+    for i in range(1000):
+        s.add(request(f"impatient-{i}", 2, priority=1))
+        s.abort(f"impatient-{i}")
+    assert len(s._waiting) < 100
+    assert s.take_stats().num_waiting == 0
+    s.add(request("patient", 2, priority=1))
+    s.abort("runs")
+    assert computed(s) == {"patient": 2}
+
+
 def test_stats_count_slots_and_take_increments_once() -> None:
     s = scheduler(num_blocks=10)
     s.add(request("a", 6, n=2))

@@ -37,7 +37,7 @@ class ApiClient:
         self._url = args.url
         self._secure = url.scheme == "https"
         self._address = url.netloc
-        self._path = url.path.rstrip("/")
+        self._path = url.path.rstrip("/") or "/v1"
         self._headers = {"Content-Type": "application/json"}
         if args.api_key:
             self._headers["Authorization"] = f"Bearer {args.api_key}"

@@ -5,6 +5,7 @@ Choice `i * n + j` is the `j`-th completion of prompt `i`.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -22,9 +23,12 @@ from octavo.entrypoints.openai.protocol import (
 )
 from octavo.entrypoints.openai.state import ServerState, json_response, make_usage, state_of
 from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, encode_json, merge, run_until_disconnect
+from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 router = APIRouter(tags=["OpenAI"])
+
+MAX_PROMPTS = 2048  # in one request
 
 
 @router.post("/v1/completions", response_model=CompletionResponse)
@@ -69,7 +73,10 @@ class _Job:
     async def submit(self) -> None:
         """Raises `RequestError` for whatever is wrong with a prompt, before any of them runs."""
         body = self._body
+        if len(body.prompt) > MAX_PROMPTS:
+            raise RequestError(f"prompt has {len(body.prompt)} entries; {MAX_PROMPTS} is the most.", param="prompt")
         for prompt in body.prompt:
+            await asyncio.sleep(0)  # let others go on between two prompts
             token_ids, generator = await self._state.submit(
                 self._id, body, self._params, prompt, add_special_tokens=body.add_special_tokens is not False
             )

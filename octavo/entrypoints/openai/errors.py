@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from octavo.errors import EngineDeadError, RequestError
+from octavo.errors import EngineDeadError, EngineStoppingError, RequestError
 
 logger = logging.getLogger("octavo.server")
 
@@ -51,6 +51,8 @@ def describe(error: Exception) -> tuple[str, int, str | None, str | None]:
     """(message, status, param, code) of an error; an unforeseen one is logged here, with its traceback, once."""
     if isinstance(error, RequestError):
         return str(error), error.status, error.param, error.code
+    if isinstance(error, EngineStoppingError):
+        return "The server is stopping.", 503, None, "engine_stopping"
     if isinstance(error, EngineDeadError):
         return str(error) or "The engine has died; this server cannot answer.", 503, None, "engine_dead"
     logger.error("Unexpected error while answering a request", exc_info=error)

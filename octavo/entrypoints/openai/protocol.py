@@ -47,7 +47,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (),
+    "parallel_tool_calls": (True, False),  # of no effect without tools, which are refused
     "prediction": (),
     "prompt_cache_retention": (),
     "prompt_embeds": (),

@@ -43,7 +43,8 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     args.check()
     configure_logging("server", names=("octavo", "uvicorn"))
     # Before the event loop takes signals over, one of them interrupts the start as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a parent may have had it ignored
+        signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt), _bind(args) as sock:
         registry = _start_prometheus(args)
         from octavo.engine.async_engine import AsyncLLMEngine
@@ -88,6 +89,8 @@ async def _serve(
         watcher.cancel()
     if failure:
         raise failure[0]
+    if engine.has_died:
+        raise OctavoError("the engine died while the server ran; the log says when and how.")
     if watcher.done() and not watcher.cancelled() and (error := watcher.exception()):
         raise error
 

@@ -108,6 +108,14 @@ class ServerState:
             return inputs.process(asked, params, request_id, priority=body.priority, arrival_time=arrival_time)[1]
 
         request = await asyncio.to_thread(process) if len(prompt) > MAX_INLINE_LENGTH else process()
+        if params.max_tokens is not None and params.max_tokens > request.max_tokens:
+            limit = self.engine.config.model.max_model_len
+            raise RequestError(
+                f"max_tokens is {params.max_tokens}, but the prompt has {len(request.prompt_token_ids)} tokens and the "
+                f"model takes {limit} of both together; leave it out to get as many as fit.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
         if not self.args.disable_log_requests:
             self._log_request(request_id, prompt, request.prompt_token_ids, params)
         return request.prompt_token_ids, self.engine.generate_from(request)
