@@ -11,8 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo import ops
+from octavo.sampling.batch import SamplingTable
 from octavo.sampling.random import uniform
+from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
+from octavo.scheduling.plan import Admission
 from tests.sampling.rows import Row, is_right_draw, probabilities, sample
 
 INF = float("inf")
@@ -236,10 +240,16 @@ def test_torch_computes_the_logprobs_of_a_row_independently_of_the_batch(vocab_s
             assert all(torch.equal(part[i], whole[row]) for i, row in enumerate(rows))
 
 
-def test_forks_of_one_row_draw_differently_and_as_their_own_rows_would() -> None:
+def test_the_first_tokens_of_forks_are_those_that_their_own_rows_would_draw() -> None:
     logits = random_logits(1000, seed=8)
-    forks = [sample([Row(logits, seed=9, index=index)]).tokens[0] for index in range(8)]
-    assert len(set(forks)) > 4
+    count = 8
+    table = SamplingTable(2)
+    table.admit(Admission(1, [3, 4], 2, [], SamplingParams(n=count), [], 9, 0))
+    rows = np.full(count, 1, np.int64)
+    batch = table.build(rows, np.arange(count), np.full(count, 2, np.int64), np.zeros((2, 4), np.int32))
+    drawn, _, _ = Sampler(ops.load("cpu")).sample(logits.repeat(count, 1), batch)
+    assert drawn.tolist() == [sample([Row(logits, seed=9, index=index)]).tokens[0] for index in range(count)]
+    assert len(set(drawn.tolist())) > count // 2
 
 
 def uniforms(seeds: object, indices: object, positions: object) -> np.ndarray:

@@ -133,7 +133,7 @@ def test_the_last_in_order_is_preempted_waits_at_its_old_place_and_starts_over()
     s.add(request("late", 1))
     # "b" needs a third block of its own: 2 + 3 are all there are, and now "a" needs its third.
     assert computed(s) == {"a": 1, "b": 1}
-    assert computed(s) == {"a": 1}, "nothing is admitted in a step that preempts"
+    assert computed(s) == {"a": 1}
     assert s.take_stats().num_preemptions == 1
     [b] = [seq for seq in s.live_sequences() if seq.request.request_id == "b"]
     assert (b.num_computed_tokens, b.block_table, b.num_output_tokens) == (0, [], 2)
@@ -149,6 +149,16 @@ def test_the_lowest_priority_is_preempted_even_if_it_came_first() -> None:
     computed(s)
     computed(s)
     assert names(s.running) == ["important"]
+
+
+def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
+    s = scheduler(num_blocks=4, max_num_seqs=2, policy="priority", caching=False)
+    s.add(request("first", 8, priority=0))
+    s.add(request("last", 7, priority=2))
+    computed(s)
+    s.add(request("between", 1, priority=1))
+    assert computed(s) == {"first": 1}, "last has given up its row and its blocks"
+    assert computed(s) == {"first": 1, "between": 1}
 
 
 def test_swapping_keeps_what_was_computed() -> None:
