@@ -99,6 +99,8 @@ class Scheduler:
         if not preempted:
             self._schedule_waiting(plan, budget)
         plan.moves = self.cache.take_moves()
+        # A plan without rows is not executed. The first sequence always gets its blocks: the pool holds any one alone.
+        assert plan.rows or not (plan.moves.swap_out or plan.moves.copy or plan.moves.swap_in), "moves would be lost"
         return plan
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
