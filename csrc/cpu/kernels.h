@@ -8,8 +8,8 @@
 
 namespace octavo {
 
-// Element types, as the Python side names them.
-enum DType : int32_t { kF32 = 0, kBF16 = 1 };
+// Element types, as the Python side names them. kQ8 is rows of QBlock.
+enum DType : int32_t { kF32 = 0, kBF16 = 1, kQ8 = 2 };
 
 // Output channels that share a panel of a packed matrix.
 constexpr int kPanel = 32;
@@ -22,6 +22,34 @@ constexpr int kQueryRows = 32;
 constexpr int kMaxHeadSize = 512;
 // Elements that a row of the value cache is padded to a multiple of.
 constexpr int kValuePad = 16;
+
+// How a packed matrix holds its weights. Codes of 4 and 8 bits come with scales and, in some formats, minima.
+enum WeightFormat : int32_t { kWeightF32 = 0, kWeightBF16 = 1, kWeightInt4 = 2, kWeightInt8 = 3 };
+
+// Elements of a row that are quantized together, and the blocks that k is padded to in integer matrices.
+constexpr int kQBlock = 64;
+
+// 64 elements of a quantized row. An integer accumulator starts at minus z times the sum of the elements that it will
+// see, because codes stand for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones).
+struct QBlock {
+    int8_t q[kQBlock];
+    float scale;
+    uint16_t sums[2];    // bf16: scale times the sum of each 32 elements, to be multiplied by minima
+    int32_t start4[2];   // -8 times the sum of each 32 elements
+    int32_t start8[2];   // -128 times the same
+    int32_t start16[4];  // -128 times the sum of each 16 elements
+};
+
+// A packed matrix [n, k]. Integer weights are factor * (scale * (code - z) + minimum), with a scale for every `group`
+// (16 or 32) elements of k and a minimum, if there are any, for every 32. Gate and up projections that are `gated`
+// alternate panel by panel; n counts both.
+struct Matrix {
+    const void* data;
+    const float* bias;  // padded to whole panels, or null
+    int64_t n, k;
+    float factor;
+    int32_t format, group, minima, gated;
+};
 
 // out[rows, n] = x[rows, k] W^T + bias. Packed f32 weights are [panel][k][32], bf16 ones [panel][ceil(k / 2)][32][2];
 // bias is f32, padded to whole panels, or null.
