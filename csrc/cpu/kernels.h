@@ -107,7 +107,7 @@ struct RotaryArgs {
     void* value_cache;
     const int64_t* slots;
     int64_t query_stride, key_stride, value_stride;
-    int64_t tokens;
+    int64_t tokens, max_positions, num_slots;
     int32_t query_heads, kv_heads, head_size, rotary_size, block_size, dtype;
     int64_t tokens_per_task;
 };
@@ -132,7 +132,7 @@ struct AttentionArgs {
     const int32_t* query_start;
     const int32_t* seq_lens;
     void* out;
-    int64_t query_stride, table_stride;
+    int64_t query_stride, table_stride, max_blocks;
     int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, dtype;
     float scale;
     // Filled by AttentionPlan.
@@ -154,7 +154,7 @@ struct SiluArgs {
 struct ArgmaxArgs {
     const float* x;
     int64_t* out;
-    int64_t stride, width;
+    int64_t stride, width, rows;
 };
 
 // out[r] = a token drawn from logits[r, width], which become its weights. Arrays are by row; top_k 0 is all.
@@ -166,7 +166,7 @@ struct SampleArgs {
     const float* min_p;
     const double* dice;  // in [0, 1)
     int64_t* out;
-    int64_t stride, width;
+    int64_t stride, width, rows;
 };
 
 // One task of a kernel. `args` is the operation's own struct above.

@@ -33,14 +33,30 @@ int64_t rows_per_task(int64_t rows, double cost_ns, int threads) {
     return std::max(least, ceil_div(rows, kTasksPerThread * threads));
 }
 
+template <class T>
+void check_indices(const char* what, const T* indices, int64_t count, int64_t lowest, int64_t end) {
+    for (int64_t i = 0; i < count; ++i) {
+        if (indices[i] >= lowest && indices[i] < end) continue;
+        throw std::out_of_range(std::string(what) + " " + std::to_string(indices[i]) + " at index " +
+                                std::to_string(i) + " is not below " + std::to_string(end) + ".");
+    }
+}
+
 }  // namespace
 
-Launch plan_pack(PackArgs& args) {
+void check(const EmbeddingArgs& args) { check_indices("token id", args.token_ids, args.tokens, 0, args.n); }
+
+void check(const RotaryArgs& args) {
+    check_indices("position", args.positions, args.tokens, 0, args.max_positions);
+    check_indices("slot", args.slots, args.tokens, INT64_MIN, args.num_slots);
+}
+
+Launch plan(PackArgs& args) {
     const int64_t panels = ceil_div(args.n, kPanel);
     return {pack_panel, &args, panels, static_cast<double>(args.n * args.k * size_of(args.dtype)) / 2};
 }
 
-Launch plan_linear(const KernelTable& table, LinearArgs& args, int threads) {
+Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     const int64_t panels = ceil_div(args.n, kPanel);
     const double products = static_cast<double>(panels * kPanel) * static_cast<double>(args.k);
     const double bytes = products * static_cast<double>(size_of(args.dtype));
@@ -59,42 +75,42 @@ Launch plan_linear(const KernelTable& table, LinearArgs& args, int threads) {
     return {table.linear, &args, args.row_chunks * args.panel_chunks, cost_ns};
 }
 
-Launch plan_embedding(const KernelTable& table, EmbeddingArgs& args) {
+Launch plan(EmbeddingArgs& args, const KernelTable& table, int /*threads*/) {
     args.tokens_per_task = 4;
     // Every element lies on a cache line of its own (bf16: every pair).
     const double cost_ns = static_cast<double>(args.tokens * args.k) * 4;
     return {table.embedding, &args, ceil_div(args.tokens, args.tokens_per_task), cost_ns};
 }
 
-Launch plan_norm(const KernelTable& table, NormArgs& args, int threads) {
+Launch plan(NormArgs& args, const KernelTable& table, int threads) {
     const int64_t rows = args.outer * args.inner;
     const double cost_ns = static_cast<double>(rows * args.hidden) * 0.15;
     args.rows_per_task = rows_per_task(rows, cost_ns, threads);
     return {table.norm, &args, ceil_div(rows, args.rows_per_task), cost_ns};
 }
 
-Launch plan_rotary(const KernelTable& table, RotaryArgs& args, int threads) {
+Launch plan(RotaryArgs& args, const KernelTable& table, int threads) {
     const int64_t width = (args.query_heads + 4 * args.kv_heads) * static_cast<int64_t>(args.head_size);
     const double cost_ns = static_cast<double>(args.tokens * width) * 0.2;
     args.tokens_per_task = rows_per_task(args.tokens, cost_ns, threads);
     return {table.rotary, &args, ceil_div(args.tokens, args.tokens_per_task), cost_ns};
 }
 
-Launch plan_silu(const KernelTable& table, SiluArgs& args, int threads) {
+Launch plan(SiluArgs& args, const KernelTable& table, int threads) {
     const double cost_ns = static_cast<double>(args.rows * args.width) * 0.4;
     args.rows_per_task = rows_per_task(args.rows, cost_ns, threads);
     return {table.silu, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
 }
 
-Launch plan_argmax(const KernelTable& table, ArgmaxArgs& args, int64_t rows) {
-    return {table.argmax, &args, rows, static_cast<double>(rows * args.width) * 0.1};
+Launch plan(ArgmaxArgs& args, const KernelTable& table, int /*threads*/) {
+    return {table.argmax, &args, args.rows, static_cast<double>(args.rows * args.width) * 0.1};
 }
 
-Launch plan_sample(const KernelTable& table, SampleArgs& args, int64_t rows) {
-    return {table.sample, &args, rows, static_cast<double>(rows * args.width) * 2};
+Launch plan(SampleArgs& args, const KernelTable& table, int /*threads*/) {
+    return {table.sample, &args, args.rows, static_cast<double>(args.rows * args.width) * 2};
 }
 
-Launch AttentionPlan::plan(const KernelTable& table, AttentionArgs& args, int64_t max_blocks, int threads) {
+Launch AttentionPlan::plan(AttentionArgs& args, const KernelTable& table, int threads) {
     costed_.clear();
     tasks_.clear();
     splits_.clear();
@@ -106,10 +122,10 @@ Launch AttentionPlan::plan(const KernelTable& table, AttentionArgs& args, int64_
         const int64_t num_queries = args.query_start[s + 1] - args.query_start[s];
         const int64_t seq_len = args.seq_lens[s];
         if (num_queries == 0) continue;
-        if (num_queries < 0 || num_queries > seq_len || ceil_div(seq_len, args.block_size) > max_blocks) {
+        if (num_queries < 0 || num_queries > seq_len || ceil_div(seq_len, args.block_size) > args.max_blocks) {
             throw std::invalid_argument("paged_attention: sequence " + std::to_string(s) + " has " +
                                         std::to_string(num_queries) + " query rows, " + std::to_string(seq_len) +
-                                        " keys and a table of " + std::to_string(max_blocks) + " blocks of " +
+                                        " keys and a table of " + std::to_string(args.max_blocks) + " blocks of " +
                                         std::to_string(args.block_size) + ".");
         }
         const int64_t rows = num_queries * ratio;

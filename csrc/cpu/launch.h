@@ -1,4 +1,4 @@
-// How a kernel call is cut into tasks. A plan_* function fills in the planned fields of an argument struct and returns
+// How a kernel call is cut into tasks. plan() fills in the planned fields of an argument struct and returns
 // a Launch: the whole call as plain data, which can be run now (thread_pool.h) or stored and replayed.
 #pragma once
 
@@ -17,21 +17,26 @@ struct Launch {
     double cost_ns;
 };
 
-Launch plan_pack(PackArgs& args);
-Launch plan_linear(const KernelTable& table, LinearArgs& args, int threads);
-Launch plan_embedding(const KernelTable& table, EmbeddingArgs& args);
-Launch plan_norm(const KernelTable& table, NormArgs& args, int threads);
-Launch plan_rotary(const KernelTable& table, RotaryArgs& args, int threads);
-Launch plan_silu(const KernelTable& table, SiluArgs& args, int threads);
-Launch plan_argmax(const KernelTable& table, ArgmaxArgs& args, int64_t rows);
-Launch plan_sample(const KernelTable& table, SampleArgs& args, int64_t rows);
+// Throw std::out_of_range where an index points nowhere: it would read or write someone else's memory, and looking at
+// each costs a nanosecond.
+void check(const EmbeddingArgs& args);
+void check(const RotaryArgs& args);
+
+Launch plan(PackArgs& args);
+Launch plan(LinearArgs& args, const KernelTable& table, int threads);
+Launch plan(EmbeddingArgs& args, const KernelTable& table, int threads);
+Launch plan(NormArgs& args, const KernelTable& table, int threads);
+Launch plan(RotaryArgs& args, const KernelTable& table, int threads);
+Launch plan(SiluArgs& args, const KernelTable& table, int threads);
+Launch plan(ArgmaxArgs& args, const KernelTable& table, int threads);
+Launch plan(SampleArgs& args, const KernelTable& table, int threads);
 
 // The tasks of one attention call and the memory that they share. Reused from call to call, so that a decode step
 // allocates nothing.
 class AttentionPlan {
   public:
     // Throws std::invalid_argument where lengths and tables contradict each other.
-    Launch plan(const KernelTable& table, AttentionArgs& args, int64_t max_blocks, int threads);
+    Launch plan(AttentionArgs& args, const KernelTable& table, int threads);
 
   private:
     struct CostedTask {

@@ -1,6 +1,7 @@
 // octavo._cpu: the Python face of the native kernels. Tensors arrive as addresses, sizes and strides (in elements);
 // octavo/ops/cpu.py has checked them. A call builds the argument struct, plans it and runs it.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -10,10 +11,12 @@
 
 #include "dispatch.h"
 #include "launch.h"
+#include "program.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
 using octavo::Launch;
+using octavo::Program;
 
 namespace {
 
@@ -28,12 +31,27 @@ T* at(Address address) {
 // it is kept for calls that are over sooner than that thread would have been given its turn.
 constexpr double kReleaseNs = 1e6;
 
-void call(const Launch& launch) {
-    if (launch.cost_ns > kReleaseNs) {
+template <class F>
+void without_lock(double cost_ns, F f) {
+    if (cost_ns > kReleaseNs) {
         nb::gil_scoped_release release;
-        octavo::run(launch);
+        f();
     } else {
-        octavo::run(launch);
+        f();
+    }
+}
+
+void call(const Launch& launch) {
+    without_lock(launch.cost_ns, [&] { octavo::run(launch); });
+}
+
+// Runs an operation now, or adds it to the program that is being recorded.
+template <class Args>
+void submit(Args& args) {
+    if (Program* program = Program::recording()) {
+        program->add(args);
+    } else {
+        call(octavo::plan(args, octavo::kernels(), octavo::num_threads()));
     }
 }
 
@@ -51,21 +69,10 @@ void advise_huge_pages(Address address, size_t bytes) {
 #endif
 }
 
-// A wrong index would read or write someone else's memory; looking at each costs a nanosecond.
-template <class T>
-void check_indices(const char* what, const T* indices, int64_t count, int64_t lowest, int64_t end) {
-    for (int64_t i = 0; i < count; ++i) {
-        if (indices[i] >= lowest && indices[i] < end) continue;
-        throw nb::index_error((std::string(what) + " " + std::to_string(indices[i]) + " at index " + std::to_string(i) +
-                               " is not below " + std::to_string(end) + ".")
-                                  .c_str());
-    }
-}
-
 void pack_linear(Address weight, int64_t stride, int64_t n, int64_t k, int32_t dtype, Address out, size_t out_bytes) {
     advise_huge_pages(out, out_bytes);
     octavo::PackArgs args{at<void>(weight), at<void>(out), stride, n, k, dtype};
-    call(octavo::plan_pack(args));
+    call(octavo::plan(args));
 }
 
 void linear(Address x, int64_t x_stride, int64_t rows, Address weight, Address bias, int64_t k, int64_t n,
@@ -82,13 +89,13 @@ void linear(Address x, int64_t x_stride, int64_t rows, Address weight, Address b
     args.n = n;
     args.dtype = dtype;
     args.out_dtype = out_dtype;
-    call(octavo::plan_linear(octavo::kernels(), args, octavo::num_threads()));
+    submit(args);
 }
 
 void embedding(Address token_ids, int64_t tokens, Address weight, int64_t n, int64_t k, int32_t dtype, Address out) {
-    check_indices("token id", at<int32_t>(token_ids), tokens, 0, n);
     octavo::EmbeddingArgs args{at<int32_t>(token_ids), at<void>(weight), at<void>(out), tokens, n, k, dtype, 0};
-    call(octavo::plan_embedding(octavo::kernels(), args));
+    if (!Program::recording()) octavo::check(args);
+    submit(args);
 }
 
 void norm(Address x, Address residual, Address weight, Address out, int64_t outer, int64_t inner, int64_t hidden,
@@ -108,7 +115,7 @@ void norm(Address x, Address residual, Address weight, Address out, int64_t oute
     args.eps = eps;
     args.dtype = dtype;
     args.weight_dtype = weight_dtype;
-    call(octavo::plan_norm(octavo::kernels(), args, octavo::num_threads()));
+    submit(args);
 }
 
 void rotary_and_cache(Address query, int64_t query_stride, Address key, int64_t key_stride, Address value,
@@ -116,8 +123,6 @@ void rotary_and_cache(Address query, int64_t query_stride, Address key, int64_t 
                       int32_t rotary_size, Address key_cache, Address value_cache, int64_t num_blocks, Address slots,
                       int64_t tokens, int32_t query_heads, int32_t kv_heads, int32_t head_size, int32_t block_size,
                       int32_t dtype) {
-    check_indices("position", at<int64_t>(positions), tokens, 0, max_positions);
-    check_indices("slot", at<int64_t>(slots), tokens, INT64_MIN, num_blocks * block_size);
     octavo::RotaryArgs args{};
     args.query = at<void>(query);
     args.key = at<void>(key);
@@ -131,13 +136,16 @@ void rotary_and_cache(Address query, int64_t query_stride, Address key, int64_t 
     args.key_stride = key_stride;
     args.value_stride = value_stride;
     args.tokens = tokens;
+    args.max_positions = max_positions;
+    args.num_slots = num_blocks * block_size;
     args.query_heads = query_heads;
     args.kv_heads = kv_heads;
     args.head_size = head_size;
     args.rotary_size = rotary_size;
     args.block_size = block_size;
     args.dtype = dtype;
-    call(octavo::plan_rotary(octavo::kernels(), args, octavo::num_threads()));
+    if (!Program::recording()) octavo::check(args);
+    submit(args);
 }
 
 void paged_attention(Address query, int64_t query_stride, Address key_cache, Address value_cache, Address block_tables,
@@ -154,6 +162,7 @@ void paged_attention(Address query, int64_t query_stride, Address key_cache, Add
     args.out = at<void>(out);
     args.query_stride = query_stride;
     args.table_stride = table_stride;
+    args.max_blocks = max_blocks;
     args.num_seqs = num_seqs;
     args.query_heads = query_heads;
     args.kv_heads = kv_heads;
@@ -162,18 +171,22 @@ void paged_attention(Address query, int64_t query_stride, Address key_cache, Add
     args.window = window;
     args.dtype = dtype;
     args.scale = scale;
+    if (Program* program = Program::recording()) {
+        program->add(args);
+        return;
+    }
     static thread_local octavo::AttentionPlan plan;
-    call(plan.plan(octavo::kernels(), args, max_blocks, octavo::num_threads()));
+    call(plan.plan(args, octavo::kernels(), octavo::num_threads()));
 }
 
 void silu_and_mul(Address x, int64_t x_stride, int64_t rows, int64_t width, int32_t dtype, Address out) {
     octavo::SiluArgs args{at<void>(x), at<void>(out), x_stride, rows, width, dtype, 0};
-    call(octavo::plan_silu(octavo::kernels(), args, octavo::num_threads()));
+    submit(args);
 }
 
 void argmax(Address x, int64_t stride, int64_t rows, int64_t width, Address out) {
-    octavo::ArgmaxArgs args{at<float>(x), at<int64_t>(out), stride, width};
-    call(octavo::plan_argmax(octavo::kernels(), args, rows));
+    octavo::ArgmaxArgs args{at<float>(x), at<int64_t>(out), stride, width, rows};
+    submit(args);
 }
 
 void sample(Address logits, int64_t stride, int64_t rows, int64_t width, Address temperature, Address top_k,
@@ -186,8 +199,9 @@ void sample(Address logits, int64_t stride, int64_t rows, int64_t width, Address
                             at<double>(dice),
                             at<int64_t>(out),
                             stride,
-                            width};
-    call(octavo::plan_sample(octavo::kernels(), args, rows));
+                            width,
+                            rows};
+    call(octavo::plan(args, octavo::kernels(), octavo::num_threads()));
 }
 
 }  // namespace
@@ -205,6 +219,20 @@ NB_MODULE(_cpu, m) {
     m.def("default_num_threads", &octavo::default_num_threads);
     m.def("num_threads", &octavo::num_threads);
     m.def("set_num_threads", &octavo::set_num_threads, nb::call_guard<nb::gil_scoped_release>());
+    nb::class_<Program>(m, "Program", "Recorded calls; octavo.ops.cpu_program is the interface.")
+        .def(nb::init<>())
+        .def("__len__", &Program::size)
+        .def("record",
+             [](Program& p, bool samples) {
+                 Program::start_recording(&p, samples ? octavo::Extent::kSamples : octavo::Extent::kTokens);
+             })
+        .def("run",
+             [](Program& p, int64_t tokens, int32_t seqs, int64_t samples) {
+                 nb::gil_scoped_release release;
+                 p.run(tokens, seqs, samples);
+             })
+        .def("profile", &Program::profile);
+    m.def("stop_recording", &Program::stop_recording);
     m.def("advise_huge_pages", &advise_huge_pages);
     m.def("pack_linear", &pack_linear);
     m.def("linear", &linear);

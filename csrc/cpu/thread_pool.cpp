@@ -1,27 +1,38 @@
-// Workers spin briefly for the next call (the kernels of a step follow each other within microseconds), then sleep.
-// Task numbers are claimed from one counter, which also publishes the call: a claim that succeeds has seen its call's
-// fields, and the call cannot end before the claimed task does. After fork() the child starts a pool of its own.
+// A call is a region that workers enter and stay in from its first launch to its last, spinning between them: launches
+// follow each other within microseconds, and waking a sleeper takes longer than most of them.
+//
+// Each thread has a share of a launch's tasks. It claims them one by one by counting up a word of its own, so that in
+// the common case no cache line moves; who is done with its share goes on with what is left of the others'. A word also
+// says which launch it counts, and anybody may move it on to the next launch once that has begun: a thread that the
+// system has put aside, or that has not woken up yet, holds nothing up but the one task that it is in.
 #include "thread_pool.h"
 
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace octavo {
 
 namespace {
 
-// Below this a call is over before a worker would have noticed it.
+// A call below this is over before a worker would have noticed it.
 constexpr double kInlineNs = 5000;
-constexpr auto kSpinTime = std::chrono::microseconds(50);
+// Workers wait this long for the next call before they sleep: longer than what lies between two steps of a stream.
+constexpr auto kSpinTime = std::chrono::microseconds(300);
+// Looks at a value before the core is offered to whoever else wants it: some ten microseconds.
+constexpr int kSpinsBeforeYield = 500;
 constexpr int kMaxThreads = 1024;
+constexpr size_t kCacheLine = 64;
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -31,34 +42,50 @@ inline void pause() {
 #endif
 }
 
+// Spins until `done`, giving the core away now and then: on a full machine whoever is waited for may need it.
+template <class Done>
+inline void spin_until(Done done) {
+    for (int spins = 1; !done(); ++spins) {
+        if (spins % kSpinsBeforeYield != 0) {
+            pause();
+        } else {
+            std::this_thread::yield();
+        }
+    }
+}
+
+// A thread's claims: the number of a launch, counted over the life of the pool (years, in 44 bits), and how many tasks
+// of this thread's share in it are taken.
+struct alignas(kCacheLine) Claims {
+    std::atomic<uint64_t> word{0};
+};
+constexpr int kTakenBits = 20;
+constexpr uint64_t kTakenMask = (uint64_t{1} << kTakenBits) - 1;
+
 class Pool {
   public:
-    explicit Pool(int size) : size_(size) {}
+    explicit Pool(int size) : size_(size), claims_(new Claims[static_cast<size_t>(size)]) {}
 
     int size() const { return size_; }
 
-    void run(const Launch& launch) {
+    void run(const Launch* launches, size_t count) {
         std::lock_guard<std::mutex> turn(callers_);
-        if (workers_.empty()) start();
-        launch_ = &launch;
-        done_.store(0, std::memory_order_relaxed);
-        unclaimed_.store(launch.num_tasks, std::memory_order_seq_cst);
+        if (workers_.empty() && size_ > 1) start();
+        launches_ = launches;
+        count_ = count;
+        first_launch_ = next_launch_;
+        next_launch_ += count;
+        completed_.store(0, std::memory_order_relaxed);
+        gate_.store(static_cast<uint64_t>(++call_) << kCallShift | kOpen, std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst) > 0) {
             {
                 std::lock_guard<std::mutex> lock(sleep_);
             }
             wake_.notify_all();
         }
-        while (run_one_task()) {
-        }
-        for (int spins = 0; done_.load(std::memory_order_acquire) != launch.num_tasks; ++spins) {
-            // A worker that the kernel has put aside holds the rest: give it this core.
-            if (spins < 20000) {
-                pause();
-            } else {
-                std::this_thread::yield();
-            }
-        }
+        work_through(0);
+        gate_.fetch_and(~kOpen, std::memory_order_seq_cst);
+        spin_until([this] { return (gate_.load(std::memory_order_acquire) & kWorkersMask) == 0; });
     }
 
     void stop() {
@@ -72,57 +99,112 @@ class Pool {
     }
 
   private:
+    // The gate: whether a call is running, how many workers are inside, and the call's number.
+    static constexpr uint64_t kOpen = 1;
+    static constexpr uint64_t kWorker = 2;
+    static constexpr int kCallShift = 32;
+    static constexpr uint64_t kWorkersMask = (uint64_t{1} << kCallShift) - kWorker;
+
     void start() {
         // Signals are for the interpreter's threads.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
-            for (int i = 1; i < size_; ++i) workers_.emplace_back([this] { work(); });
+            for (int i = 1; i < size_; ++i) workers_.emplace_back([this, i] { work(i); });
         } catch (const std::system_error&) {
             // The system grants no more threads: those it granted, and the caller, do the work.
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-    bool run_one_task() {
-        int64_t left = unclaimed_.load(std::memory_order_seq_cst);
-        do {
-            if (left == 0) return false;
-        } while (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel));
-        const Launch& launch = *launch_;
-        launch.kernel(launch.args, launch.num_tasks - left);
-        done_.fetch_add(1, std::memory_order_release);
-        return true;
+    // The number of a task of `owner`'s share that has been claimed for the caller; -1 when there is none left.
+    int64_t claim(int owner, uint64_t launch, int64_t share) {
+        std::atomic<uint64_t>& word = claims_[static_cast<size_t>(owner)].word;
+        uint64_t seen = word.load(std::memory_order_relaxed);
+        for (;;) {
+            const uint64_t at = seen >> kTakenBits;
+            const uint64_t taken = at < launch ? 0 : seen & kTakenMask;
+            if (at > launch || static_cast<int64_t>(taken) >= share) return -1;
+            if (word.compare_exchange_weak(seen, launch << kTakenBits | (taken + 1), std::memory_order_acq_rel)) {
+                return static_cast<int64_t>(taken);
+            }
+        }
     }
 
-    bool has_news() const {
-        return unclaimed_.load(std::memory_order_seq_cst) != 0 || stopping_.load(std::memory_order_seq_cst);
+    int64_t run_share(int owner, uint64_t launch, const Launch& l) {
+        // Rounded up, so that the caller, who is never late, has the odd ones.
+        const int64_t begin = (l.num_tasks * owner + size_ - 1) / size_;
+        const int64_t end = (l.num_tasks * (owner + 1) + size_ - 1) / size_;
+        int64_t ran = 0;
+        for (int64_t i; (i = claim(owner, launch, end - begin)) >= 0; ++ran) l.kernel(l.args, begin + i);
+        return ran;
     }
 
-    void work() {
+    void work_through(int thread) {
+        int64_t target = 0;
+        for (size_t i = 0; i < count_; ++i) {
+            const Launch& l = launches_[i];
+            const uint64_t launch = first_launch_ + i;
+            target += l.num_tasks;
+            int64_t ran = run_share(thread, launch, l);
+            for (int other = 1; other < size_; ++other) {
+                if (completed_.load(std::memory_order_acquire) + ran >= target) break;
+                ran += run_share((thread + other) % size_, launch, l);
+            }
+            if (ran > 0) completed_.fetch_add(ran, std::memory_order_acq_rel);
+            spin_until([&] { return completed_.load(std::memory_order_acquire) >= target; });
+        }
+    }
+
+    // Joins the call that is running, unless it is the one that this worker has just left.
+    bool enter(uint32_t& last_call) {
+        uint64_t gate = gate_.load(std::memory_order_seq_cst);
+        while ((gate & kOpen) && static_cast<uint32_t>(gate >> kCallShift) != last_call) {
+            if (!gate_.compare_exchange_weak(gate, gate + kWorker, std::memory_order_acq_rel)) continue;
+            last_call = static_cast<uint32_t>(gate >> kCallShift);
+            return true;
+        }
+        return false;
+    }
+
+    bool has_news(uint32_t last_call) const {
+        const uint64_t gate = gate_.load(std::memory_order_seq_cst);
+        return ((gate & kOpen) && static_cast<uint32_t>(gate >> kCallShift) != last_call) ||
+               stopping_.load(std::memory_order_seq_cst);
+    }
+
+    void work(int thread) {
+        uint32_t last_call = 0;
         while (!stopping_.load(std::memory_order_relaxed)) {
-            while (run_one_task()) {
+            if (enter(last_call)) {
+                work_through(thread);
+                gate_.fetch_sub(kWorker, std::memory_order_acq_rel);
             }
             const auto until = std::chrono::steady_clock::now() + kSpinTime;
-            while (!has_news() && std::chrono::steady_clock::now() < until) {
-                for (int i = 0; i < 16 && !has_news(); ++i) pause();
-            }
-            if (has_news()) continue;
+            spin_until([&] { return has_news(last_call) || std::chrono::steady_clock::now() > until; });
+            if (has_news(last_call)) continue;
             std::unique_lock<std::mutex> lock(sleep_);
             sleepers_.fetch_add(1, std::memory_order_seq_cst);
-            wake_.wait(lock, [this] { return has_news(); });
+            wake_.wait(lock, [&] { return has_news(last_call); });
             sleepers_.fetch_sub(1, std::memory_order_seq_cst);
         }
     }
 
     const int size_;
+    const std::unique_ptr<Claims[]> claims_;
     std::vector<std::thread> workers_;
     std::mutex callers_;
-    const Launch* launch_ = nullptr;
-    alignas(64) std::atomic<int64_t> unclaimed_{0};
-    alignas(64) std::atomic<int64_t> done_{0};
-    alignas(64) std::atomic<int> sleepers_{0};
+
+    // The call: written before the gate opens. Launches are numbered from 1, before which a fresh pool's words lie.
+    const Launch* launches_ = nullptr;
+    size_t count_ = 0;
+    uint64_t first_launch_ = 0, next_launch_ = 1;
+    uint32_t call_ = 0;
+
+    alignas(kCacheLine) std::atomic<uint64_t> gate_{0};
+    alignas(kCacheLine) std::atomic<int64_t> completed_{0};
+    alignas(kCacheLine) std::atomic<int> sleepers_{0};
     std::atomic<bool> stopping_{false};
     std::mutex sleep_;
     std::condition_variable wake_;
@@ -172,15 +254,20 @@ void set_num_threads(int n) {
     before.stop();
 }
 
-bool is_parallel(const Launch& launch) {
-    return launch.num_tasks > 1 && launch.cost_ns > kInlineNs && num_threads() > 1;
-}
-
-void run(const Launch& launch) {
-    if (is_parallel(launch)) {
-        pool().run(launch);
-    } else {
-        for (int64_t task = 0; task < launch.num_tasks; ++task) launch.kernel(launch.args, task);
+void run(const Launch* launches, size_t count) {
+    double cost_ns = 0;
+    int64_t most_tasks = 0;
+    for (size_t i = 0; i < count; ++i) {
+        cost_ns += launches[i].cost_ns;
+        most_tasks = std::max(most_tasks, launches[i].num_tasks);
+    }
+    Pool& p = pool();
+    if (p.size() > 1 && most_tasks > 1 && cost_ns > kInlineNs) {
+        p.run(launches, count);
+        return;
+    }
+    for (size_t i = 0; i < count; ++i) {
+        for (int64_t task = 0; task < launches[i].num_tasks; ++task) launches[i].kernel(launches[i].args, task);
     }
 }
 

@@ -11,6 +11,7 @@ Shapes: T tokens of a step in request order, S sequences, H hidden size, D head 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
@@ -42,6 +43,22 @@ class LinearWeight(Protocol):
     def in_features(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
+
+
+class Program(Protocol):
+    """Operations that were recorded instead of run, over buffers that stay where they are."""
+
+    def record(self, per_sample: bool) -> AbstractContextManager[None]:
+        """Note what is called meanwhile. Its rows are the step's tokens, or (`per_sample`) its samples."""
+        ...
+
+    def run(self, num_tokens: int, num_seqs: int, num_samples: int) -> None:
+        """Replay for that many rows, at most as many as it was recorded with. Parts without rows are left out."""
+        ...
+
+    def profile(self, num_tokens: int, num_seqs: int, num_samples: int) -> list[tuple[str, float]]:
+        """Replay call by call -> (operation, nanoseconds)."""
+        ...
 
 
 class Ops(Protocol):
@@ -126,6 +143,10 @@ class Ops(Protocol):
         index, up to which the remaining mass exceeds dice (float64 in [0, 1)) times its sum. Other tensors are
         [S] float32. Rows whose largest logit is not finite give a meaningless token.
         """
+        ...
+
+    def new_program(self) -> Program:
+        """An empty program, to record a model's step into."""
         ...
 
     def allocate_kv_cache(

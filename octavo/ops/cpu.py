@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo import _cpu
 from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache, LinearWeight
+from octavo.ops.cpu_program import Program, empty
 
 _CODES: dict[torch.dtype, int] = {torch.float32: _cpu.F32, torch.bfloat16: _cpu.BF16}
 
@@ -97,7 +98,7 @@ def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
     if out_code is None:
         raise TypeError(f"linear writes float32 or bfloat16, not {out_dtype}.")
     n = weight.out_features
-    out = torch.empty((rows, n), dtype=out_dtype)
+    out = empty((rows, n), out_dtype)
     _cpu.linear(
         x.data_ptr(), x.stride(0), rows, weight.data_address, weight.bias_address, k, n, weight.code,
         out.data_ptr(), out_code,
@@ -110,17 +111,12 @@ def embedding(token_ids: Tensor, weight: LinearWeight) -> Tensor:
     assert token_ids.dtype is torch.int32
     assert token_ids.is_contiguous()
     (tokens,) = token_ids.shape
-    out = torch.empty((tokens, weight.in_features), dtype=weight.dtype)
+    out = empty((tokens, weight.in_features), weight.dtype)
     _cpu.embedding(
         token_ids.data_ptr(), tokens, weight.data_address, weight.out_features, weight.in_features, weight.code,
         out.data_ptr(),
     )  # fmt: skip
     return out
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    """A contiguous tensor of the shape of `x`; torch is twice as fast at it where it need not be told the shape."""
-    return torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
 
 
 def _weight_code(weight: Tensor, hidden: int) -> int:
@@ -130,7 +126,7 @@ def _weight_code(weight: Tensor, hidden: int) -> int:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     hidden = x.shape[-1]
-    out = _empty_like(x)
+    out = empty(tuple(x.shape), x.dtype)
     if x.stride(-1) != 1 or x.dim() > 3:
         x = x.reshape(-1, hidden).contiguous()
     if x.dim() == 2:
@@ -151,7 +147,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     assert x.shape == residual.shape
     assert x.stride(1) == residual.stride(1) == 1
     rows, hidden = x.shape
-    out = _empty_like(x)
+    out = empty(tuple(x.shape), x.dtype)
     _cpu.norm(
         x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, 1, hidden, x.stride(0), 0,
         residual.stride(0), eps, _code("add_rms_norm", x, residual), _weight_code(weight, hidden),
@@ -199,7 +195,7 @@ def paged_attention(
     assert block_tables.stride(1) == 1
     assert query_start_loc.is_contiguous()
     assert seq_lens.is_contiguous()
-    out = torch.empty((tokens, query_heads * head_size), dtype=query.dtype)
+    out = empty((tokens, query_heads * head_size), query.dtype)
     _cpu.paged_attention(
         query.data_ptr(), query.stride(0), cache.key.data_ptr(), cache.value.data_ptr(), block_tables.data_ptr(),
         block_tables.stride(0), block_tables.shape[1], query_start_loc.data_ptr(), seq_lens.data_ptr(),
@@ -213,7 +209,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     rows, both = gate_up.shape
     assert both % 2 == 0
     assert gate_up.stride(1) == 1
-    out = torch.empty((rows, both // 2), dtype=gate_up.dtype)
+    out = empty((rows, both // 2), gate_up.dtype)
     _cpu.silu_and_mul(
         gate_up.data_ptr(), gate_up.stride(0), rows, both // 2, _code("silu_and_mul", gate_up), out.data_ptr()
     )
@@ -226,7 +222,7 @@ def argmax(logits: Tensor) -> Tensor:
     rows, width = logits.shape
     assert logits.stride(1) == 1
     assert 0 < width < 1 << 24
-    out = torch.empty(rows, dtype=torch.int64)
+    out = empty((rows,), torch.int64)
     _cpu.argmax(logits.data_ptr(), logits.stride(0), rows, width, out.data_ptr())
     return out
 
@@ -248,6 +244,10 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
         min_p.data_ptr(), dice.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
+
+
+def new_program() -> Program:
+    return Program()
 
 
 def allocate_kv_cache(

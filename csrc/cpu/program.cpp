@@ -1,0 +1,99 @@
+#include "program.h"
+
+#include <chrono>
+#include <stdexcept>
+#include <type_traits>
+
+#include "dispatch.h"
+#include "thread_pool.h"
+
+namespace octavo {
+
+namespace {
+
+thread_local Program* recording_into = nullptr;
+thread_local Extent recording_extent = Extent::kTokens;
+
+const char* name(const LinearArgs&) { return "linear"; }
+const char* name(const EmbeddingArgs&) { return "embedding"; }
+const char* name(const NormArgs&) { return "norm"; }
+const char* name(const RotaryArgs&) { return "rotary_and_cache"; }
+const char* name(const AttentionArgs&) { return "paged_attention"; }
+const char* name(const SiluArgs&) { return "silu_and_mul"; }
+const char* name(const ArgmaxArgs&) { return "argmax"; }
+
+void set_rows(LinearArgs& a, int64_t rows) { a.rows = rows; }
+void set_rows(EmbeddingArgs& a, int64_t rows) { a.tokens = rows; }
+void set_rows(NormArgs& a, int64_t rows) { a.outer = rows; }
+void set_rows(RotaryArgs& a, int64_t rows) { a.tokens = rows; }
+void set_rows(AttentionArgs&, int64_t) {}
+void set_rows(SiluArgs& a, int64_t rows) { a.rows = rows; }
+void set_rows(ArgmaxArgs& a, int64_t rows) { a.rows = rows; }
+
+}  // namespace
+
+Program* Program::recording() { return recording_into; }
+
+void Program::start_recording(Program* program, Extent extent) {
+    if (recording_into != nullptr) throw std::logic_error("a program is being recorded already.");
+    recording_into = program;
+    recording_extent = extent;
+}
+
+void Program::stop_recording() { recording_into = nullptr; }
+
+void Program::add(const Args& args) {
+    const bool attends = std::holds_alternative<AttentionArgs>(args);
+    calls_.push_back({args, recording_extent, attends ? std::make_unique<AttentionPlan>() : nullptr});
+}
+
+void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
+    const KernelTable& table = kernels();
+    const int threads = num_threads();
+    const void* checked_slots = nullptr;
+    launches_.clear();
+    names_.clear();
+    for (Call& call : calls_) {
+        const int64_t rows = call.extent == Extent::kTokens ? tokens : samples;
+        if (rows == 0) continue;
+        std::visit(
+            [&](auto& args) {
+                using A = std::decay_t<decltype(args)>;
+                set_rows(args, rows);
+                names_.push_back(name(args));
+                // The calls of all layers read the same slots.
+                if constexpr (std::is_same_v<A, EmbeddingArgs>) {
+                    check(args);
+                } else if constexpr (std::is_same_v<A, RotaryArgs>) {
+                    if (args.slots != checked_slots) check(args);
+                    checked_slots = args.slots;
+                }
+                if constexpr (std::is_same_v<A, AttentionArgs>) {
+                    args.num_seqs = seqs;
+                    launches_.push_back(call.attention->plan(args, table, threads));
+                } else {
+                    launches_.push_back(octavo::plan(args, table, threads));
+                }
+            },
+            call.args);
+    }
+}
+
+void Program::run(int64_t tokens, int32_t seqs, int64_t samples) {
+    plan(tokens, seqs, samples);
+    octavo::run(launches_.data(), launches_.size());
+}
+
+std::vector<std::pair<std::string, double>> Program::profile(int64_t tokens, int32_t seqs, int64_t samples) {
+    plan(tokens, seqs, samples);
+    std::vector<std::pair<std::string, double>> times;
+    for (size_t i = 0; i < launches_.size(); ++i) {
+        const auto begin = std::chrono::steady_clock::now();
+        octavo::run(launches_[i]);
+        const std::chrono::duration<double, std::nano> taken = std::chrono::steady_clock::now() - begin;
+        times.emplace_back(names_[i], taken.count());
+    }
+    return times;
+}
+
+}  // namespace octavo

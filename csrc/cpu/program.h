@@ -1,0 +1,54 @@
+// A model's step as data: the kernel calls that the model made when it was recorded, over fixed addresses. Running it
+// plans each call for the rows of the step at hand and hands all of them to the thread pool at once.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "launch.h"
+
+namespace octavo {
+
+// What a recorded call has as many rows as: tokens of the step, or rows whose logits are wanted.
+enum class Extent : int32_t { kTokens = 0, kSamples = 1 };
+
+class Program {
+  public:
+    using Args = std::variant<LinearArgs, EmbeddingArgs, NormArgs, RotaryArgs, AttentionArgs, SiluArgs, ArgmaxArgs>;
+
+    Program() = default;
+    Program(const Program&) = delete;
+    Program& operator=(const Program&) = delete;
+
+    // The program that calls of this thread are recorded into instead of being run, or null.
+    static Program* recording();
+    static void start_recording(Program* program, Extent extent);
+    static void stop_recording();
+
+    void add(const Args& args);
+    // Runs the step. The arrays that the recorded calls read must hold this step's values. Throws std::out_of_range for
+    // a token id, position or slot that points nowhere, std::invalid_argument for lengths that contradict each other.
+    void run(int64_t tokens, int32_t seqs, int64_t samples);
+    // The same, call by call: the name of each and its nanoseconds.
+    std::vector<std::pair<std::string, double>> profile(int64_t tokens, int32_t seqs, int64_t samples);
+
+    size_t size() const { return calls_.size(); }
+
+  private:
+    struct Call {
+        Args args;
+        Extent extent;
+        std::unique_ptr<AttentionPlan> attention;  // the tasks of an attention call
+    };
+    void plan(int64_t tokens, int32_t seqs, int64_t samples);
+
+    std::vector<Call> calls_;
+    std::vector<Launch> launches_;
+    std::vector<const char*> names_;
+};
+
+}  // namespace octavo
