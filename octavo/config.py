@@ -7,6 +7,7 @@ in what was left open and refuses what cannot be honoured. Nothing here imports 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,6 +60,13 @@ class EngineArgs(Flags):
     chat_template: str | None = flag(None, "File with a Jinja chat template, or the template; default: the model's.")
     trust_remote_code: bool = flag(False, "Run Python code that comes with a model. Not built yet.")
     device: Device = flag("auto", "Where the model runs.")
+    cpu_threads: int | None = flag(
+        None, "Threads that compute on CPU; default: the cores of one NUMA node, within affinity and quota.",
+        positive=True,
+    )  # fmt: skip
+    cpu_threads_bind: str | None = flag(
+        None, "Processors to keep one thread each on, as 0-3,8; default: any, or one node's where there are several."
+    )
     disable_log_stats: bool = flag(False, "Do not log throughput and cache use every few seconds.")
     check_invariants: bool = flag(
         False, "Check the scheduler's and the cache's invariants after each step (debugging)."
@@ -145,6 +153,8 @@ class EngineArgs(Flags):
                 check_invariants=self.check_invariants,
             ),
             device="cpu",
+            cpu_threads=self.cpu_threads,
+            cpus=self._cpus(),
             log_stats=not self.disable_log_stats,
         )
 
@@ -169,6 +179,25 @@ class EngineArgs(Flags):
             raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not built yet; use auto.")
         if self.trust_remote_code:
             raise ConfigError("--trust-remote-code is not built yet: Octavo runs no code from checkpoints.")
+
+    def _cpus(self) -> list[int] | None:
+        """The processors of --cpu-threads-bind, in order."""
+        if self.cpu_threads_bind is None:
+            return None
+        cpus: list[int] = []
+        for part in self.cpu_threads_bind.split(","):
+            match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip())
+            if match is None:
+                raise ConfigError(f"--cpu-threads-bind {self.cpu_threads_bind} is not a list of processors like 0-3,8.")
+            cpus += range(int(match[1]), int(match[2] or match[1]) + 1)
+        if not cpus or len(set(cpus)) < len(cpus):
+            raise ConfigError(f"--cpu-threads-bind {self.cpu_threads_bind} must name each of its processors once.")
+        if self.cpu_threads not in (None, len(cpus)):
+            raise ConfigError(
+                f"--cpu-threads {self.cpu_threads} and the {len(cpus)} processors of --cpu-threads-bind "
+                f"{self.cpu_threads_bind} contradict each other; leave --cpu-threads out."
+            )
+        return cpus
 
     def _default_sampling_params(self, checkpoint: Checkpoint) -> dict[str, Any]:
         if self.generation_config != "auto":
@@ -240,3 +269,5 @@ class EngineConfig:
     scheduler: SchedulerConfig
     device: str
     log_stats: bool
+    cpu_threads: int | None = None  # None: as many as fit
+    cpus: list[int] | None = None  # one for each thread

@@ -226,3 +226,16 @@ def test_a_config_crosses_processes_as_json(model: dict[str, Any]) -> None:
 
 def test_the_async_engine_takes_the_same_arguments() -> None:
     assert dataclasses.asdict(AsyncEngineArgs()) == dataclasses.asdict(EngineArgs())
+
+
+def test_threads_are_a_number_or_a_list_of_processors(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    args = ("--model", model, "--load-format", "dummy")
+    config = parse(*args, "--cpu-threads-bind", "0-2, 5").create_engine_config()
+    assert (config.cpu_threads, config.cpus) == (None, [0, 1, 2, 5])
+    config = parse(*args, "--cpu-threads", "3").create_engine_config()
+    assert (config.cpu_threads, config.cpus) == (3, None)
+    for bad in (["--cpu-threads-bind", "0-"], ["--cpu-threads-bind", "1,1"], ["--cpu-threads-bind", "3-1"],
+                ["--cpu-threads-bind", "0,1", "--cpu-threads", "3"], ["--cpu-threads", "0"]):  # fmt: skip
+        with pytest.raises(ConfigError, match="--cpu-threads"):
+            parse(*args, *bad).create_engine_config()

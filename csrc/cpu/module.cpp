@@ -216,9 +216,14 @@ NB_MODULE(_cpu, m) {
     m.def("available_isas", &octavo::available_isas);
     m.def("isa", [] { return std::string(octavo::kernels().name); });
     m.def("set_isa", &octavo::set_isa);
-    m.def("default_num_threads", &octavo::default_num_threads);
+    m.def("default_placement", [] {
+        const octavo::Placement placement = octavo::default_placement();
+        return std::make_pair(placement.threads, placement.cpus);
+    });
+    m.def("bind_thread", &octavo::bind_thread);
     m.def("num_threads", &octavo::num_threads);
-    m.def("set_num_threads", &octavo::set_num_threads, nb::call_guard<nb::gil_scoped_release>());
+    m.def("set_threads", &octavo::set_threads, nb::arg("n"), nb::arg("cpus") = std::vector<int>{},
+          nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Program>(m, "Program", "Recorded calls; octavo.ops.cpu_program is the interface.")
         .def(nb::init<>())
         .def("__len__", &Program::size)

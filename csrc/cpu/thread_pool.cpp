@@ -64,7 +64,8 @@ constexpr uint64_t kTakenMask = (uint64_t{1} << kTakenBits) - 1;
 
 class Pool {
   public:
-    explicit Pool(int size) : size_(size), claims_(new Claims[static_cast<size_t>(size)]) {}
+    explicit Pool(const Placement& placement)
+        : size_(placement.threads), cpus_(placement.cpus), claims_(new Claims[static_cast<size_t>(size_)]) {}
 
     int size() const { return size_; }
 
@@ -175,6 +176,8 @@ class Pool {
     }
 
     void work(int thread) {
+        const bool one_each = cpus_.size() == static_cast<size_t>(size_);
+        bind_thread(one_each ? std::vector<int>{cpus_[static_cast<size_t>(thread)]} : cpus_);
         uint32_t last_call = 0;
         while (!stopping_.load(std::memory_order_relaxed)) {
             if (enter(last_call)) {
@@ -192,6 +195,7 @@ class Pool {
     }
 
     const int size_;
+    const std::vector<int> cpus_;
     const std::unique_ptr<Claims[]> claims_;
     std::vector<std::thread> workers_;
     std::mutex callers_;
@@ -212,7 +216,7 @@ class Pool {
 
 // Never destroyed: workers may outlive static objects when the interpreter exits.
 std::atomic<Pool*> the_pool{nullptr};
-std::atomic<int> configured_threads{0};
+Placement* configured = new Placement;  // no threads: not yet
 std::mutex* pool_change = new std::mutex;
 
 // In a forked child the workers do not exist and a lock may be held by a thread that does not either: forget both.
@@ -229,8 +233,8 @@ Pool& pool() {
     (void)registered;
     current = the_pool.load(std::memory_order_acquire);
     if (current == nullptr) {
-        if (configured_threads.load() == 0) configured_threads.store(default_num_threads());
-        current = new Pool(configured_threads.load());
+        if (configured->threads == 0) *configured = default_placement();
+        current = new Pool(*configured);
         the_pool.store(current, std::memory_order_release);
     }
     return *current;
@@ -240,16 +244,16 @@ Pool& pool() {
 
 int num_threads() { return pool().size(); }
 
-void set_num_threads(int n) {
+void set_threads(int n, const std::vector<int>& cpus) {
     if (n < 1 || n > kMaxThreads) {
         throw std::invalid_argument("the number of threads must be 1 to " + std::to_string(kMaxThreads) + ", not " +
                                     std::to_string(n) + ".");
     }
     Pool& before = pool();
-    if (before.size() == n) return;
     std::lock_guard<std::mutex> lock(*pool_change);
-    configured_threads.store(n);
-    the_pool.store(new Pool(n), std::memory_order_release);
+    if (configured->threads == n && configured->cpus == cpus) return;
+    *configured = Placement{n, cpus};
+    the_pool.store(new Pool(*configured), std::memory_order_release);
     // A caller may still hold a reference to the old pool, so only its threads go. It can run without them.
     before.stop();
 }

@@ -3,17 +3,27 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "launch.h"
 
 namespace octavo {
 
-// Physical cores that this process may use: its affinity mask, less what a cgroup CPU quota denies it.
-int default_num_threads();
+// How many threads to use, and the processors that they should stay on (empty: any).
+struct Placement {
+    int threads = 0;
+    std::vector<int> cpus;
+};
+// Physical cores that this process may use: those of one NUMA node in its affinity mask, less what a cgroup CPU quota
+// denies it.
+Placement default_placement();
+// Keeps the calling thread on these processors. False where the system refuses, or cannot.
+bool bind_thread(const std::vector<int>& cpus);
 
 int num_threads();
-// The number of threads that a call may use, the calling one included. Waits for a running call to end.
-void set_num_threads(int n);
+// The number of threads that a call may use, the calling one included, and their processors: none (anywhere), one for
+// each, or a set that all share. Waits for a running call to end. Throws std::invalid_argument.
+void set_threads(int n, const std::vector<int>& cpus);
 
 // Runs `count` launches: each begins when all tasks of the one before have ended. Returns when the last has.
 void run(const Launch* launches, size_t count);

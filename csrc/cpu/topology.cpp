@@ -1,16 +1,20 @@
-// How many threads this process should use: physical cores within its affinity mask, bounded by the CPU quota of its
-// control group (a container's --cpus). More threads than that only take turns, and spin at each other meanwhile.
+// How many threads this process should use, and where: physical cores within its affinity mask, on one NUMA node,
+// bounded by the CPU quota of its control group (a container's --cpus). More threads than that only take turns, and
+// spin at each other meanwhile; threads of another node read weights and cache through the link between the two.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
+#include <map>
 #include <set>
 #include <sstream>
 #include <string>
 #include <thread>
+#include <vector>
 
 #ifdef __linux__
 #include <sched.h>
+#include <unistd.h>
 #endif
 #ifdef __APPLE__
 #include <sys/sysctl.h>
@@ -24,27 +28,41 @@ namespace {
 
 #ifdef __linux__
 
-int physical_cores_in_mask() {
+std::string first_line(const std::string& path) {
+    std::ifstream file(path);
+    std::string line;
+    std::getline(file, line);
+    return line;
+}
+
+// The node of a processor: its directory in sysfs has an entry named after it. 0 where there are no nodes.
+int numa_node(int cpu) {
+    const std::string directory = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/node";
+    for (int node = 0; node < 64; ++node) {
+        if (access((directory + std::to_string(node)).c_str(), F_OK) == 0) return node;
+    }
+    return 0;
+}
+
+// By NUMA node, the first hardware thread of each physical core in this process's affinity mask.
+std::map<int, std::vector<int>> cores_by_node() {
+    std::map<int, std::vector<int>> nodes;
     constexpr int kCpus = 8192;
     cpu_set_t* mask = CPU_ALLOC(kCpus);
-    if (mask == nullptr) return 0;
+    if (mask == nullptr) return nodes;
     const size_t bytes = CPU_ALLOC_SIZE(kCpus);
-    CPU_ZERO_S(bytes, mask);
-    int cores = 0;
     if (sched_getaffinity(0, bytes, mask) == 0) {
-        // Hardware threads of one core list the same siblings.
-        std::set<std::string> siblings;
+        std::set<std::string> seen;  // hardware threads of one core list the same siblings
         for (int cpu = 0; cpu < kCpus; ++cpu) {
             if (!CPU_ISSET_S(cpu, bytes, mask)) continue;
-            std::string line = std::to_string(cpu);
-            std::ifstream file("/sys/devices/system/cpu/cpu" + line + "/topology/thread_siblings_list");
-            std::getline(file, line);
-            siblings.insert(line.empty() ? std::to_string(cpu) : line);
+            const std::string name = std::to_string(cpu);
+            const std::string siblings =
+                first_line("/sys/devices/system/cpu/cpu" + name + "/topology/thread_siblings_list");
+            if (seen.insert(siblings.empty() ? name : siblings).second) nodes[numa_node(cpu)].push_back(cpu);
         }
-        cores = static_cast<int>(siblings.size());
     }
     CPU_FREE(mask);
-    return cores;
+    return nodes;
 }
 
 double quota_v2(const std::string& path) {
@@ -94,27 +112,48 @@ double cpu_quota() {
 
 #else
 
-int physical_cores_in_mask() {
-    int cores = 0;
-#ifdef __APPLE__
-    size_t size = sizeof(cores);
-    if (sysctlbyname("hw.physicalcpu", &cores, &size, nullptr, 0) != 0) cores = 0;
-#endif
-    return cores;
-}
-
 double cpu_quota() { return INFINITY; }
 
 #endif
 
 }  // namespace
 
-int default_num_threads() {
-    int threads = physical_cores_in_mask();
-    if (threads <= 0) threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+Placement default_placement() {
+    Placement placement;
+#ifdef __linux__
+    const std::map<int, std::vector<int>> nodes = cores_by_node();
+    for (const auto& [node, cpus] : nodes) {
+        if (cpus.size() > placement.cpus.size()) placement.cpus = cpus;
+    }
+    placement.threads = static_cast<int>(placement.cpus.size());
+    // On one node the system's own scheduler does well, and leaves other programs their turn.
+    if (nodes.size() < 2) placement.cpus.clear();
+#elif defined(__APPLE__)
+    size_t size = sizeof(placement.threads);
+    if (sysctlbyname("hw.physicalcpu", &placement.threads, &size, nullptr, 0) != 0) placement.threads = 0;
+#endif
+    if (placement.threads <= 0) placement.threads = static_cast<int>(std::thread::hardware_concurrency());
     const double quota = cpu_quota();
-    if (quota < threads) threads = static_cast<int>(std::ceil(quota));
-    return std::max(threads, 1);
+    if (quota < placement.threads) placement.threads = static_cast<int>(std::ceil(quota));
+    placement.threads = std::max(placement.threads, 1);
+    return placement;
+}
+
+bool bind_thread(const std::vector<int>& cpus) {
+#ifdef __linux__
+    if (cpus.empty()) return true;
+    const int highest = *std::max_element(cpus.begin(), cpus.end());
+    cpu_set_t* mask = CPU_ALLOC(highest + 1);
+    if (mask == nullptr) return false;
+    const size_t bytes = CPU_ALLOC_SIZE(highest + 1);
+    CPU_ZERO_S(bytes, mask);
+    for (const int cpu : cpus) CPU_SET_S(cpu, bytes, mask);
+    const bool bound = sched_setaffinity(0, bytes, mask) == 0;
+    CPU_FREE(mask);
+    return bound;
+#else
+    return cpus.empty();
+#endif
 }
 
 }  // namespace octavo

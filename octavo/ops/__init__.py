@@ -162,11 +162,13 @@ class Ops(Protocol):
         ...
 
 
-def load(device: str) -> Ops:
-    """The backend for a device ("cpu").
+def load(device: str, cpu_threads: int | None = None, cpus: list[int] | None = None) -> Ops:
+    """The backend for a device ("cpu"), and how many threads compute, on which processors.
 
-    Raises `ConfigError` for a device that Octavo does not serve yet.
+    Raises `ConfigError` for a device that Octavo does not serve yet, and for threads that this process cannot have.
     """
     if device != "cpu":
         raise ConfigError(f"device {device!r} is not built yet; use --device cpu.")
-    return cast(Ops, import_module("octavo.ops.cpu"))
+    backend = import_module("octavo.ops.cpu")
+    backend.use_threads(cpu_threads, cpus)
+    return cast(Ops, backend)

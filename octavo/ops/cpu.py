@@ -28,12 +28,30 @@ def _configure() -> None:
             raise ConfigError(f"OCTAVO_CPU_ISA={isa}: {error}") from None
     if threads := os.environ.get("OCTAVO_CPU_THREADS"):
         try:
-            _cpu.set_num_threads(int(threads))
+            _cpu.set_threads(int(threads))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"OCTAVO_CPU_THREADS={threads}: {error}") from None
 
 
 _configure()
+
+
+def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
+    """Compute on that many threads (None: the default number), each kept on the processor of `cpus` at its place.
+
+    Returns the number of threads. Raises `ConfigError` for a number or a processor that this process cannot have.
+    """
+    if cpus is not None:
+        if not _cpu.bind_thread(cpus):
+            raise ConfigError(f"--cpu-threads-bind {','.join(map(str, cpus))}: this process may not run there.")
+        num_threads = len(cpus)
+        _cpu.bind_thread(cpus[:1])
+    if num_threads is not None:
+        try:
+            _cpu.set_threads(num_threads, cpus or [])
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"--cpu-threads {num_threads}: {error}") from None
+    return _cpu.num_threads()
 
 
 def _code(op: str, *tensors: Tensor) -> int:

@@ -23,7 +23,7 @@ def threads() -> Iterator[None]:
     """Restores the number of threads that a test changes."""
     before = _cpu.num_threads()
     yield
-    _cpu.set_num_threads(before)
+    _cpu.set_threads(before)
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -91,10 +91,10 @@ def test_a_row_has_the_same_bits_however_it_is_batched_chunked_and_paged(
     length = 1100  # Crosses two partition boundaries.
     sequence = make_sequence(0, length, heads, dtype)
     others = [make_sequence(i, n, heads, dtype) for i, n in [(1, 3), (2, 200)]]
-    _cpu.set_num_threads(1)
+    _cpu.set_threads(1)
     whole = PagedBatch(cpu, heads, dtype, 16, [sequence], seed=1).attend([(0, 0, length)], window)
     for num_threads, block_size, seed in [(2, 16, 2), (1, 8, 3), (3, 32, 4)]:
-        _cpu.set_num_threads(num_threads)
+        _cpu.set_threads(num_threads)
         paged = PagedBatch(cpu, heads, dtype, block_size, [others[0], sequence, others[1]], seed=seed)
         for begin, end in [(0, 1), (63, 64), (511, 512), (512, 513), (600, 637), (1024, 1025), (1000, 1100)]:
             assert_same_bits(paged.attend([(1, begin, end)], window), whole[begin:end])

@@ -70,12 +70,12 @@ def test_rows_of_norms_and_activations_have_the_same_bits_in_every_batch(
 ) -> None:
     x, residual = random(0, 300, 2 * 333, dtype=dtype), random(1, 300, 2 * 333, dtype=dtype)
     weight = random(2, 2 * 333)
-    _cpu.set_num_threads(1)
+    _cpu.set_threads(1)
     norms = torch.cat([cpu.rms_norm(row[None], weight, 1e-5) for row in x])
     pairs = [cpu.add_rms_norm(x[i : i + 1], residual[i : i + 1].clone(), weight, 1e-5)[0] for i in range(300)]
     gated = torch.cat([cpu.silu_and_mul(row[None]) for row in x])
     for num_threads in (1, 2, 3):
-        _cpu.set_num_threads(num_threads)
+        _cpu.set_threads(num_threads)
         assert_same_bits(cpu.rms_norm(x, weight, 1e-5), norms)
         assert_same_bits(cpu.add_rms_norm(x, residual.clone(), weight, 1e-5)[0], torch.cat(pairs))
         assert_same_bits(cpu.silu_and_mul(x), gated)

@@ -54,10 +54,10 @@ def test_a_row_of_linear_has_the_same_bits_in_every_batch(
 ) -> None:
     x = random(0, 200, k, dtype=dtype)
     weight = cpu.pack_linear(random(1, n, k, dtype=dtype), random(2, n, dtype=dtype))
-    _cpu.set_num_threads(1)
+    _cpu.set_threads(1)
     alone = torch.cat([cpu.linear(row[None], weight) for row in x])
     for num_threads in (1, 2, 3):
-        _cpu.set_num_threads(num_threads)
+        _cpu.set_threads(num_threads)
         for rows in (2, 3, 5, 7, 12, 13, 64, 200):
             for begin in (0, 1, 64):
                 assert_same_bits(cpu.linear(x[begin : begin + rows], weight), alone[begin : begin + rows])

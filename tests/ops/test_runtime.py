@@ -44,17 +44,28 @@ def test_the_environment_sets_instruction_set_and_threads() -> None:
 
 
 def test_the_default_number_of_threads_fits_the_affinity_mask() -> None:
-    assert 1 <= _cpu.default_num_threads() <= (os.cpu_count() or 1)
+    assert 1 <= _cpu.default_placement()[0] <= (os.cpu_count() or 1)
     if hasattr(os, "sched_setaffinity"):
         code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); from octavo import _cpu; "
-        assert run_python(code + "print(_cpu.default_num_threads())").stdout.strip() == "1"
+        assert run_python(code + "print(_cpu.default_placement()[0])").stdout.strip() == "1"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
+def test_threads_are_kept_on_the_processors_asked_for() -> None:
+    code = (
+        "import os, torch; from octavo.ops import cpu; cpu.use_threads(None, [min(os.sched_getaffinity(0))]); "
+        "print(len(os.sched_getaffinity(0)), cpu._cpu.num_threads())"
+    )
+    assert run_python(code).stdout.split() == ["1", "1"]
+    result = run_python("from octavo.ops import cpu; cpu.use_threads(None, [8191])")
+    assert "ConfigError: --cpu-threads-bind 8191: this process may not run there." in result.stderr
 
 
 def test_the_number_of_threads_is_checked(threads: None) -> None:
     for bad in (0, -1, 100000):
         with pytest.raises(ValueError, match="number of threads"):
-            _cpu.set_num_threads(bad)
-    _cpu.set_num_threads(3)
+            _cpu.set_threads(bad)
+    _cpu.set_threads(3)
     assert _cpu.num_threads() == 3
 
 
@@ -68,7 +79,7 @@ def test_concurrent_callers_take_turns(
     threads: None, product: tuple[torch.Tensor, cpu.PackedWeight, torch.Tensor]
 ) -> None:
     x, weight, expected = product
-    _cpu.set_num_threads(3)
+    _cpu.set_threads(3)
     wrong: list[int] = []
 
     def call(index: int) -> None:
@@ -80,7 +91,7 @@ def test_concurrent_callers_take_turns(
     for caller in callers:
         caller.start()
     for num_threads in (1, 2, 4, 3):
-        _cpu.set_num_threads(num_threads)
+        _cpu.set_threads(num_threads)
     for caller in callers:
         caller.join()
     assert not wrong
@@ -92,7 +103,7 @@ def test_the_pool_survives_idling_and_resizing(
     x, weight, expected = product
     pause = threading.Event()
     for num_threads in (1, 4, 2, 3) * 3:
-        _cpu.set_num_threads(num_threads)
+        _cpu.set_threads(num_threads)
         for _ in range(3):
             assert_same_bits(cpu.linear(x, weight), expected)
         pause.wait(0.002)  # Longer than workers spin: the next call wakes them from sleep.
@@ -103,7 +114,7 @@ FORK = """
 import os, threading, torch
 from octavo import _cpu
 from octavo.ops import cpu
-_cpu.set_num_threads(3)
+_cpu.set_threads(3)
 x, weight = torch.randn(64, 512), cpu.pack_linear(torch.randn(512, 512), None)
 expected = cpu.linear(x, weight)
 done = threading.Event()

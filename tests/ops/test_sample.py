@@ -62,7 +62,7 @@ def test_a_row_draws_the_same_alone_and_among_others(isa: str, threads: None) ->
     logits = random(3, rows, width) * 5
     asked = settings(rows, width, 3)
     together = cpu.sample(logits.clone(), **asked)
-    _cpu.set_num_threads(1)
+    _cpu.set_threads(1)
     for r in range(0, rows, 7):
         alone = cpu.sample(logits[r : r + 1].clone(), **{name: value[r : r + 1] for name, value in asked.items()})
         assert int(alone) == int(together[r])
