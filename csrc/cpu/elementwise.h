@@ -1,31 +1,11 @@
-// Norms, rotary embedding with the cache write, the gated activation and argmax: one pass over each row, in float32,
-// in an order that the row's length alone decides. Included by kernels.cpp only.
+// Norms, rotary embedding with the cache write, copies of rows and argmax: one pass over each row, in float32, in an
+// order that the row's length alone decides. Included by kernels.cpp only.
 #pragma once
 
-#include "simd.h"
+#include "quantize.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
-
-// Calls f(index, lanes) over n elements: whole vectors, then what is left.
-template <class F>
-inline void for_vectors(int64_t n, F f) {
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
-    if (i < n) f(i, static_cast<int>(n - i));
-}
-template <class T>
-inline Vec load_some(const T* p, int lanes) {
-    return lanes == kLanes ? load(p) : load_n(p, lanes);
-}
-template <class T>
-inline void store_some(T* p, Vec v, int lanes) {
-    if (lanes == kLanes) {
-        store(p, v);
-    } else {
-        store_n(p, v, lanes);
-    }
-}
 
 // Four sums in turn hide the latency of the addition; their order is a function of n.
 template <class T>
@@ -46,30 +26,22 @@ inline float sum_of_squares(const T* x, int64_t n) {
 }
 
 template <class T, class W>
-void norm_row(const NormArgs& a, const T* x, T* residual, T* out) {
-    const int64_t n = a.hidden;
-    if (residual) {
-        for_vectors(n, [&](int64_t i, int lanes) {
-            store_some(residual + i, add(load_some(x + i, lanes), load_some(residual + i, lanes)), lanes);
-        });
-        x = residual;
-    }
-    const float mean = sum_of_squares(x, n) / static_cast<float>(n);
-    const Vec scale = set1(1.0f / __builtin_sqrtf(mean + a.eps));
-    const W* weight = static_cast<const W*>(a.weight);
-    for_vectors(n, [&](int64_t i, int lanes) {
-        store_some(out + i, mul(mul(load_some(x + i, lanes), scale), load_some(weight + i, lanes)), lanes);
-    });
-}
-
-template <class T, class W>
 void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
+    const W* weight = static_cast<const W*>(a.weight);
+    const int64_t blocks = (a.hidden + kQBlock - 1) / kQBlock;
     for (int64_t row = begin; row < end; ++row) {
-        const int64_t i = row / a.inner;
-        const int64_t j = row % a.inner;
-        const T* x = static_cast<const T*>(a.x) + i * a.x_outer_stride + j * a.x_inner_stride;
-        T* residual = a.residual ? static_cast<T*>(a.residual) + row * a.residual_stride : nullptr;
-        norm_row<T, W>(a, x, residual, static_cast<T*>(a.out) + row * a.hidden);
+        const T* x = static_cast<const T*>(a.x) + row / a.inner * a.x_outer_stride + row % a.inner * a.x_inner_stride;
+        const float mean = sum_of_squares(x, a.hidden) / static_cast<float>(a.hidden);
+        const Vec scale = set1(1.0f / __builtin_sqrtf(mean + a.eps));
+        const auto normed = [&](int64_t i, int lanes) {
+            return mul(mul(load_some(x + i, lanes), scale), load_some(weight + i, lanes));
+        };
+        if (a.out_dtype == kQ8) {
+            quantize_row(a.hidden, static_cast<QBlock*>(a.out) + row * blocks, normed);
+        } else {
+            T* out = static_cast<T*>(a.out) + row * a.hidden;
+            for_vectors(a.hidden, [&](int64_t i, int lanes) { store_some(out + i, normed(i, lanes), lanes); });
+        }
     }
 }
 
@@ -87,6 +59,16 @@ void norm(const void* args, int64_t task) {
         norm_rows<uint16_t, float>(a, begin, end);
     } else {
         norm_rows<uint16_t, uint16_t>(a, begin, end);
+    }
+}
+
+void take_rows(const void* args, int64_t task) {
+    const TakeRowsArgs& a = *static_cast<const TakeRowsArgs*>(args);
+    const int64_t begin = task * a.rows_per_task;
+    const int64_t end = min_of(begin + a.rows_per_task, a.rows);
+    for (int64_t i = begin; i < end; ++i) {
+        memcpy(static_cast<char*>(a.out) + i * a.row_bytes,
+               static_cast<const char*>(a.x) + a.indices[i] * a.x_stride_bytes, static_cast<size_t>(a.row_bytes));
     }
 }
 
@@ -143,31 +125,6 @@ void rotary(const void* args, int64_t task) {
         rotary_tokens<F32>(a, begin, end);
     } else {
         rotary_tokens<BF16>(a, begin, end);
-    }
-}
-
-template <class T>
-void silu_rows(const SiluArgs& a, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-        const T* gate = static_cast<const T*>(a.x) + row * a.x_stride;
-        const T* up = gate + a.width;
-        T* out = static_cast<T*>(a.out) + row * a.width;
-        for_vectors(a.width, [&](int64_t i, int lanes) {
-            const Vec g = load_some(gate + i, lanes);
-            const Vec gated = div(g, add(set1(1.0f), exp(sub(zero(), g))));
-            store_some(out + i, mul(gated, load_some(up + i, lanes)), lanes);
-        });
-    }
-}
-
-void silu(const void* args, int64_t task) {
-    const SiluArgs& a = *static_cast<const SiluArgs*>(args);
-    const int64_t begin = task * a.rows_per_task;
-    const int64_t end = min_of(begin + a.rows_per_task, a.rows);
-    if (a.dtype == kF32) {
-        silu_rows<float>(a, begin, end);
-    } else {
-        silu_rows<uint16_t>(a, begin, end);
     }
 }
 

@@ -13,8 +13,8 @@
 namespace octavo {
 
 const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
-    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear, OCTAVO_ISA::embedding, OCTAVO_ISA::norm,   OCTAVO_ISA::rotary,
-    OCTAVO_ISA::attention,     OCTAVO_ISA::silu,   OCTAVO_ISA::argmax,    OCTAVO_ISA::sample,
+    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear, OCTAVO_ISA::embedding, OCTAVO_ISA::take_rows, OCTAVO_ISA::norm,
+    OCTAVO_ISA::quantize,      OCTAVO_ISA::rotary, OCTAVO_ISA::attention, OCTAVO_ISA::argmax,    OCTAVO_ISA::sample,
 };
 
 }  // namespace octavo

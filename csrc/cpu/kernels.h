@@ -51,48 +51,74 @@ struct Matrix {
     int32_t format, group, minima, gated;
 };
 
-// out[rows, n] = x[rows, k] W^T + bias. Packed f32 weights are [panel][k][32], bf16 ones [panel][ceil(k / 2)][32][2];
-// bias is f32, padded to whole panels, or null.
+// What becomes of the outputs y of a product. kGated is for gated matrices alone, and they take nothing else.
+enum Epilogue : int32_t {
+    kStore = 0,  // out = y
+    kAdd = 1,    // out += scale * y, in float32, rounded once
+    kGated = 2,  // out = silu(gate) * up, as floats or as quantized rows
+};
+
+// y[rows, n] = x[rows, k] W^T + bias. Packed f32 weights are [panel][k][32] and multiply f32 rows, bf16 ones are
+// [panel][ceil(k / 2)][32][2] and multiply bf16 rows; integer ones (docs/kernels.md) multiply quantized rows. Strides
+// are in elements, those of quantized rows in blocks.
 struct LinearArgs {
     const void* x;
-    const void* weight;
-    const float* bias;
+    int64_t x_stride;
+    Matrix matrix;
     void* out;
-    int64_t x_stride, out_stride;
-    int64_t rows, k, n;
-    int32_t dtype, out_dtype;
+    int64_t out_stride, rows;
+    int32_t out_dtype, epilogue;
+    float scale;
     // Filled by plan_linear: the grid of tasks.
     int64_t row_chunks, panel_chunks;
 };
 
-// Packs weight[n, k] (rows `stride` elements apart) into `out`; a task packs one panel.
+// Packs weight[n, k] (rows `stride` elements apart) into every `panel_step`th panel from `out`; a task packs one panel.
 struct PackArgs {
     const void* weight;
     void* out;
-    int64_t stride, n, k;
+    int64_t stride, n, k, panel_step;
     int32_t dtype;
 };
 
-// out[t, :] = row token_ids[t] of a packed matrix with n rows of k elements.
+// out[t, :] = row token_ids[t] of a packed matrix.
 struct EmbeddingArgs {
     const int32_t* token_ids;
-    const void* weight;
+    Matrix matrix;
     void* out;
-    int64_t tokens, n, k;
-    int32_t dtype;
+    int64_t tokens;
+    float scale;
+    int32_t out_dtype;
     int64_t tokens_per_task;
 };
 
-// out[i, j, :] = rms_norm(x[i, j, :] (+ residual[i, j, :])) * weight; outputs are dense, residual is updated in place.
+// out[i, :] = x[indices[i], :], rows of `row_bytes`, `x_stride_bytes` apart.
+struct TakeRowsArgs {
+    const void* x;
+    const int64_t* indices;
+    void* out;
+    int64_t rows, x_rows, row_bytes, x_stride_bytes;
+    int64_t rows_per_task;
+};
+
+// out[i, j, :] = rms_norm(x[i, j, :]) * weight; outputs are dense. kQ8 outputs are quantized from float32.
 struct NormArgs {
     const void* x;
-    void* residual;
     const void* weight;
     void* out;
     int64_t outer, inner, hidden;
-    int64_t x_outer_stride, x_inner_stride, residual_stride;
+    int64_t x_outer_stride, x_inner_stride;
     float eps;
-    int32_t dtype, weight_dtype;
+    int32_t dtype, weight_dtype, out_dtype;
+    int64_t rows_per_task;
+};
+
+// out[r, :] = x[r, :] as quantized rows of ceil(width / kQBlock) blocks, dense.
+struct QuantizeArgs {
+    const void* x;
+    QBlock* out;
+    int64_t x_stride, rows, width;
+    int32_t dtype;
     int64_t rows_per_task;
 };
 
@@ -143,14 +169,6 @@ struct AttentionArgs {
     int64_t num_tasks;
 };
 
-struct SiluArgs {
-    const void* x;
-    void* out;
-    int64_t x_stride, rows, width;
-    int32_t dtype;
-    int64_t rows_per_task;
-};
-
 struct ArgmaxArgs {
     const float* x;
     int64_t* out;
@@ -174,7 +192,7 @@ using Kernel = void (*)(const void* args, int64_t task);
 
 struct KernelTable {
     const char* name;
-    Kernel linear, embedding, norm, rotary, attention, silu, argmax, sample;
+    Kernel linear, embedding, take_rows, norm, quantize, rotary, attention, argmax, sample;
 };
 
 // One instance per instruction set that was compiled in; see dispatch.cpp.

@@ -14,6 +14,7 @@ namespace {
 constexpr double kBytesPerNs = 20;
 constexpr double kBf16FlopsPerNs = 150;
 constexpr double kF32FlopsPerNs = 80;
+constexpr double kIntOpsPerNs = 300;
 // Tasks a thread should find, so that one slow thread does not hold up the rest.
 constexpr int64_t kTasksPerThread = 8;
 // Weights that one task of a narrow product streams: some microseconds.
@@ -21,8 +22,18 @@ constexpr int64_t kTaskBytes = 128 * 1024;
 // Rows whose inputs stay in a second-level cache while a thread's panels go by.
 constexpr int64_t kMaxChunkRows = 256;
 constexpr int64_t kMinChunkRows = 48;
+// Of an integer product: the same two, as bytes of weights and of quantized rows.
+constexpr int64_t kIntTaskBytes = 32 * 1024;
+constexpr int64_t kChunkBytes = 256 * 1024;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Bytes that an element of a packed matrix takes.
+double weight_bytes(const Matrix& m) {
+    if (m.format == kWeightF32) return 4;
+    if (m.format == kWeightBF16) return 2;
+    return (m.format == kWeightInt4 ? 0.5 : 1.0) + 2.0 / m.group + (m.minima ? 2.0 / 32 : 0.0);
+}
 
 int64_t size_of(int32_t dtype) { return dtype == kF32 ? 4 : 2; }
 
@@ -44,7 +55,9 @@ void check_indices(const char* what, const T* indices, int64_t count, int64_t lo
 
 }  // namespace
 
-void check(const EmbeddingArgs& args) { check_indices("token id", args.token_ids, args.tokens, 0, args.n); }
+void check(const EmbeddingArgs& args) { check_indices("token id", args.token_ids, args.tokens, 0, args.matrix.n); }
+
+void check(const TakeRowsArgs& args) { check_indices("row", args.indices, args.rows, 0, args.x_rows); }
 
 void check(const RotaryArgs& args) {
     check_indices("position", args.positions, args.tokens, 0, args.max_positions);
@@ -57,34 +70,59 @@ Launch plan(PackArgs& args) {
 }
 
 Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
-    const int64_t panels = ceil_div(args.n, kPanel);
-    const double products = static_cast<double>(panels * kPanel) * static_cast<double>(args.k);
-    const double bytes = products * static_cast<double>(size_of(args.dtype));
+    const Matrix& m = args.matrix;
+    const bool integers = m.format == kWeightInt4 || m.format == kWeightInt8;
+    const int64_t panels = m.gated ? 2 * ceil_div(m.n / 2, kPanel) : ceil_div(m.n, kPanel);
+    // Gated panels come in pairs, and as whole blocks where the output is quantized.
+    const int64_t units = ceil_div(panels, !m.gated ? 1 : args.out_dtype == kQ8 ? 4 : 2);
+    const double products = static_cast<double>(panels * kPanel) * static_cast<double>(m.k);
+    const double bytes = products * weight_bytes(m);
     const double flops = 2 * products * static_cast<double>(args.rows);
-    const double cost_ns =
-        std::max(bytes / kBytesPerNs, flops / (args.dtype == kF32 ? kF32FlopsPerNs : kBf16FlopsPerNs));
+    const double rate = integers ? kIntOpsPerNs : m.format == kWeightF32 ? kF32FlopsPerNs : kBf16FlopsPerNs;
+    const double cost_ns = std::max(bytes / kBytesPerNs, flops / rate);
     const int64_t wanted = kTasksPerThread * threads;
-    args.row_chunks = ceil_div(args.rows, kMaxChunkRows);
-    if (args.row_chunks * panels < wanted) {
-        args.row_chunks = std::max(args.row_chunks, std::min(ceil_div(wanted, panels), args.rows / kMinChunkRows));
+    const int64_t chunk_rows =
+        integers ? std::clamp<int64_t>(kChunkBytes / (ceil_div(m.k, kQBlock) * static_cast<int64_t>(sizeof(QBlock))),
+                                       kMinChunkRows, kMaxChunkRows)
+                 : kMaxChunkRows;
+    args.row_chunks = ceil_div(args.rows, chunk_rows);
+    if (args.row_chunks * units < wanted) {
+        args.row_chunks = std::max(args.row_chunks, std::min(ceil_div(wanted, units), args.rows / kMinChunkRows));
     }
-    args.panel_chunks =
-        std::max(ceil_div(wanted, std::max<int64_t>(args.row_chunks, 1)), static_cast<int64_t>(bytes) / kTaskBytes);
-    args.panel_chunks = std::min(args.panel_chunks, panels);
+    const int64_t task_bytes = integers ? kIntTaskBytes : kTaskBytes;
+    args.panel_chunks = integers ? std::min(static_cast<int64_t>(bytes) / task_bytes, wanted)
+                                 : static_cast<int64_t>(bytes) / task_bytes;
+    args.panel_chunks = std::max<int64_t>(args.panel_chunks, threads);
+    if (args.rows > kMinChunkRows || !integers) {
+        args.panel_chunks = std::max(args.panel_chunks, ceil_div(wanted, std::max<int64_t>(args.row_chunks, 1)));
+    }
+    args.panel_chunks = std::min(ceil_div(args.panel_chunks, threads) * threads, units);
     if (threads == 1) args.panel_chunks = std::min<int64_t>(args.panel_chunks, 1);
     return {table.linear, &args, args.row_chunks * args.panel_chunks, cost_ns};
 }
 
 Launch plan(EmbeddingArgs& args, const KernelTable& table, int /*threads*/) {
     args.tokens_per_task = 4;
-    // Every element lies on a cache line of its own (bf16: every pair).
-    const double cost_ns = static_cast<double>(args.tokens * args.k) * 4;
+    // Every element lies on a cache line of its own (or every few).
+    const double cost_ns = static_cast<double>(args.tokens * args.matrix.k) * 4;
     return {table.embedding, &args, ceil_div(args.tokens, args.tokens_per_task), cost_ns};
+}
+
+Launch plan(TakeRowsArgs& args, const KernelTable& table, int threads) {
+    const double cost_ns = static_cast<double>(args.rows * args.row_bytes) * 0.1;
+    args.rows_per_task = rows_per_task(args.rows, cost_ns, threads);
+    return {table.take_rows, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
+}
+
+Launch plan(QuantizeArgs& args, const KernelTable& table, int threads) {
+    const double cost_ns = static_cast<double>(args.rows * args.width) * 0.4;
+    args.rows_per_task = rows_per_task(args.rows, cost_ns, threads);
+    return {table.quantize, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
 }
 
 Launch plan(NormArgs& args, const KernelTable& table, int threads) {
     const int64_t rows = args.outer * args.inner;
-    const double cost_ns = static_cast<double>(rows * args.hidden) * 0.15;
+    const double cost_ns = static_cast<double>(rows * args.hidden) * (args.out_dtype == kQ8 ? 0.5 : 0.15);
     args.rows_per_task = rows_per_task(rows, cost_ns, threads);
     return {table.norm, &args, ceil_div(rows, args.rows_per_task), cost_ns};
 }
@@ -94,12 +132,6 @@ Launch plan(RotaryArgs& args, const KernelTable& table, int threads) {
     const double cost_ns = static_cast<double>(args.tokens * width) * 0.2;
     args.tokens_per_task = rows_per_task(args.tokens, cost_ns, threads);
     return {table.rotary, &args, ceil_div(args.tokens, args.tokens_per_task), cost_ns};
-}
-
-Launch plan(SiluArgs& args, const KernelTable& table, int threads) {
-    const double cost_ns = static_cast<double>(args.rows * args.width) * 0.4;
-    args.rows_per_task = rows_per_task(args.rows, cost_ns, threads);
-    return {table.silu, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
 }
 
 Launch plan(ArgmaxArgs& args, const KernelTable& table, int /*threads*/) {

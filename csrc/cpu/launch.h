@@ -20,14 +20,16 @@ struct Launch {
 // Throw std::out_of_range where an index points nowhere: it would read or write someone else's memory, and looking at
 // each costs a nanosecond.
 void check(const EmbeddingArgs& args);
+void check(const TakeRowsArgs& args);
 void check(const RotaryArgs& args);
 
 Launch plan(PackArgs& args);
 Launch plan(LinearArgs& args, const KernelTable& table, int threads);
 Launch plan(EmbeddingArgs& args, const KernelTable& table, int threads);
+Launch plan(TakeRowsArgs& args, const KernelTable& table, int threads);
+Launch plan(QuantizeArgs& args, const KernelTable& table, int threads);
 Launch plan(NormArgs& args, const KernelTable& table, int threads);
 Launch plan(RotaryArgs& args, const KernelTable& table, int threads);
-Launch plan(SiluArgs& args, const KernelTable& table, int threads);
 Launch plan(ArgmaxArgs& args, const KernelTable& table, int threads);
 Launch plan(SampleArgs& args, const KernelTable& table, int threads);
 

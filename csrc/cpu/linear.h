@@ -1,9 +1,9 @@
 // Products with packed matrices. One micro-kernel computes R rows by V vectors of outputs, each output in one
-// accumulator that runs over k in order, so a row's bits depend neither on R and V nor on how the work was cut.
-// Included by kernels.cpp only.
+// accumulator that runs over k in order, so a row's bits depend neither on R and V nor on how the work was cut. Those
+// with integer matrices are in linear_int.h. Included by kernels.cpp only.
 #pragma once
 
-#include "simd.h"
+#include "epilogue.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
@@ -12,30 +12,17 @@ namespace {
 // bandwidth of one core.
 constexpr int kPrefetchBytes = 4096;
 
-inline void store_outputs(const LinearArgs& a, int64_t row, int64_t col, Vec v) {
-    if (a.bias) v = add(v, load(a.bias + col));
-    const int64_t valid = a.n - col;
-    if (valid <= 0) return;
-    if (a.out_dtype == kF32) {
-        float* out = static_cast<float*>(a.out) + row * a.out_stride + col;
-        if (valid >= kLanes) {
-            store(out, v);
-        } else {
-            store_n(out, v, static_cast<int>(valid));
-        }
-    } else {
-        uint16_t* out = static_cast<uint16_t*>(a.out) + row * a.out_stride + col;
-        if (valid >= kLanes) {
-            store(out, v);
-        } else {
-            store_n(out, v, static_cast<int>(valid));
-        }
-    }
-}
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA
 
-// Rows row .. row + R - 1, outputs vec * kLanes .. (vec + V) * kLanes - 1.
+#include "linear_int.h"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+// Rows row .. row + R - 1, outputs vec * kLanes .. (vec + V) * kLanes - 1, into rows of y.
 template <class E, int R, int V>
-void linear_tile(const LinearArgs& a, int64_t row, int64_t vec) {
+void linear_tile(const LinearArgs& a, int64_t row, int64_t vec, float* y) {
     using T = typename E::T;
     constexpr int kPanels = V > kVecsPerPanel ? V / kVecsPerPanel : 1;
     constexpr int kVecsEach = V / kPanels;
@@ -43,11 +30,11 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t vec) {
     constexpr int kVecBytes = kVecElements * static_cast<int>(sizeof(T));
     constexpr int kAhead = kPrefetchBytes / kPanels;
 
-    const int64_t steps = (a.k + E::kStep - 1) / E::kStep;
-    const int64_t full_steps = a.k / E::kStep;
+    const int64_t steps = (a.matrix.k + E::kStep - 1) / E::kStep;
+    const int64_t full_steps = a.matrix.k / E::kStep;
     const int64_t panel_elements = steps * kPanel * E::kStep;
-    const T* w =
-        static_cast<const T*>(a.weight) + vec / kVecsPerPanel * panel_elements + vec % kVecsPerPanel * kVecElements;
+    const T* w = static_cast<const T*>(a.matrix.data) + vec / kVecsPerPanel * panel_elements +
+                 vec % kVecsPerPanel * kVecElements;
     const T* x[R];
     for (int r = 0; r < R; ++r) x[r] = static_cast<const T*>(a.x) + (row + r) * a.x_stride;
 
@@ -78,34 +65,44 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t vec) {
         }
     }
     for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < V; ++v) store_outputs(a, row + r, (vec + v) * kLanes, acc[r][v]);
+        for (int v = 0; v < V; ++v) store(y + r * kMaxUnit + v * kLanes, acc[r][v]);
     }
 }
 
 template <class E, int V, int R>
-inline void linear_rows(const LinearArgs& a, int64_t rows, int64_t row, int64_t vec) {
+inline void linear_rows(const LinearArgs& a, int64_t rows, int64_t row, int64_t vec, float* y) {
     if (rows == R) {
-        linear_tile<E, R, V>(a, row, vec);
+        linear_tile<E, R, V>(a, row, vec, y);
     } else if constexpr (R > 1) {
-        linear_rows<E, V, R - 1>(a, rows, row, vec);
+        linear_rows<E, V, R - 1>(a, rows, row, vec, y);
     }
 }
 
-// Each group of V vectors meets every row tile before the next group: its weights stay in the cache meanwhile.
+// `vecs` vectors of outputs, V at a time while there are as many.
+template <class E, int V, int kMaxRows>
+inline void linear_vecs(const LinearArgs& a, int64_t rows, int64_t row, int64_t vec, int64_t vecs, float* y) {
+    int64_t v = 0;
+    for (; v + V <= vecs; v += V) linear_rows<E, V, kMaxRows>(a, rows, row, vec + v, y + v * kLanes);
+    if constexpr (V > 2) {
+        if (v < vecs) linear_vecs<E, V / 2, kMaxRows>(a, rows, row, vec + v, vecs - v, y + v * kLanes);
+    }
+}
+
+// Each unit of vectors meets every row tile before the next: its weights stay in the cache meanwhile.
 template <class E, int V, int kMaxRows>
 void linear_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t vec_begin, int64_t vec_end) {
+    alignas(64) float y[kMaxRows * kMaxUnit];
+    const int64_t unit = unit_vecs(a, V);
     const int64_t rows = row_end - row_begin;
     const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
-    int64_t vec = vec_begin;
-    for (; vec + V <= vec_end; vec += V) {
+    for (int64_t vec = vec_begin; vec < vec_end; vec += unit) {
+        const int64_t vecs = min_of(unit, vec_end - vec);
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t begin = row_begin + rows * t / tiles;
             const int64_t end = row_begin + rows * (t + 1) / tiles;
-            linear_rows<E, V, kMaxRows>(a, end - begin, begin, vec);
+            linear_vecs<E, V, kMaxRows>(a, end - begin, begin, vec, vecs, y);
+            finish(a, {y, kMaxUnit, begin, end - begin, vec * kLanes, vecs * kLanes});
         }
-    }
-    if constexpr (V > 2) {
-        if (vec < vec_end) linear_columns<E, V / 2, kMaxRows>(a, row_begin, row_end, vec, vec_end);
     }
 }
 
@@ -123,45 +120,69 @@ void linear_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64
 
 void linear(const void* args, int64_t task) {
     const LinearArgs& a = *static_cast<const LinearArgs*>(args);
-    const int64_t panels = (a.n + kPanel - 1) / kPanel;
+    const Matrix& m = a.matrix;
+    const int64_t panels = m.gated ? (m.n / 2 + kPanel - 1) / kPanel * 2 : (m.n + kPanel - 1) / kPanel;
+    const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
+    const int64_t units = (panels + unit - 1) / unit;
     const int64_t row_chunk = task / a.panel_chunks;
     const int64_t panel_chunk = task % a.panel_chunks;
     const int64_t row_begin = a.rows * row_chunk / a.row_chunks;
     const int64_t row_end = a.rows * (row_chunk + 1) / a.row_chunks;
-    const int64_t vec_begin = panels * panel_chunk / a.panel_chunks * kVecsPerPanel;
-    const int64_t vec_end = panels * (panel_chunk + 1) / a.panel_chunks * kVecsPerPanel;
-    if (a.dtype == kF32) {
-        linear_block<F32>(a, row_begin, row_end, vec_begin, vec_end);
+    const int64_t panel_begin = units * panel_chunk / a.panel_chunks * unit;
+    const int64_t panel_end = min_of(units * (panel_chunk + 1) / a.panel_chunks * unit, panels);
+    if (m.format == kWeightF32) {
+        linear_block<F32>(a, row_begin, row_end, panel_begin * kVecsPerPanel, panel_end * kVecsPerPanel);
+    } else if (m.format == kWeightBF16) {
+        linear_block<BF16>(a, row_begin, row_end, panel_begin * kVecsPerPanel, panel_end * kVecsPerPanel);
     } else {
-        linear_block<BF16>(a, row_begin, row_end, vec_begin, vec_end);
+        with_format(m,
+                    [&](auto format) { int_block<decltype(format)>(a, row_begin, row_end, panel_begin, panel_end); });
+    }
+}
+
+// Row n of a float matrix: element k goes to f(k, value).
+template <class E, class Function>
+inline void float_row(const Matrix& m, int64_t n, Function f) {
+    using T = typename E::T;
+    const int64_t steps = (m.k + E::kStep - 1) / E::kStep;
+    const T* w = static_cast<const T*>(m.data) + (n / kPanel * steps * kPanel + n % kPanel) * E::kStep;
+    for (int64_t k = 0; k < m.k; ++k) {
+        const T x = w[k / E::kStep * kPanel * E::kStep + k % E::kStep];
+        if constexpr (sizeof(T) == 4) {
+            f(k, x);
+        } else {
+            f(k, float_of_bits(static_cast<uint32_t>(x) << 16));
+        }
     }
 }
 
 // Row token_ids[t] is one lane of one panel: gathered, because a tied embedding is stored only once, packed.
-template <class E>
-void embedding_rows(const EmbeddingArgs& a, int64_t begin, int64_t end) {
-    using T = typename E::T;
-    const int64_t steps = (a.k + E::kStep - 1) / E::kStep;
-    for (int64_t t = begin; t < end; ++t) {
-        const int64_t row = a.token_ids[t];
-        T* out = static_cast<T*>(a.out) + t * a.k;
-        if (row < 0 || row >= a.n) {
-            memset(out, 0, static_cast<size_t>(a.k) * sizeof(T));
-            continue;
-        }
-        const T* w = static_cast<const T*>(a.weight) + (row / kPanel * steps * kPanel + row % kPanel) * E::kStep;
-        for (int64_t k = 0; k < a.k; ++k) out[k] = w[k / E::kStep * kPanel * E::kStep + k % E::kStep];
-    }
-}
-
 void embedding(const void* args, int64_t task) {
     const EmbeddingArgs& a = *static_cast<const EmbeddingArgs*>(args);
+    const Matrix& m = a.matrix;
     const int64_t begin = task * a.tokens_per_task;
     const int64_t end = min_of(begin + a.tokens_per_task, a.tokens);
-    if (a.dtype == kF32) {
-        embedding_rows<F32>(a, begin, end);
-    } else {
-        embedding_rows<BF16>(a, begin, end);
+    for (int64_t t = begin; t < end; ++t) {
+        const int64_t row = a.token_ids[t];
+        const bool valid = row >= 0 && row < m.n;
+        const auto read = [&](auto put) {
+            if (!valid) {
+                for (int64_t k = 0; k < m.k; ++k) put(k, 0.0f);
+            } else if (m.format == kWeightF32) {
+                float_row<F32>(m, row, put);
+            } else if (m.format == kWeightBF16) {
+                float_row<BF16>(m, row, put);
+            } else {
+                with_format(m, [&](auto format) { int_row<decltype(format)>(m, row, put); });
+            }
+        };
+        if (a.out_dtype == kF32) {
+            float* out = static_cast<float*>(a.out) + t * m.k;
+            read([&](int64_t k, float x) { out[k] = a.scale * x; });
+        } else {
+            uint16_t* out = static_cast<uint16_t*>(a.out) + t * m.k;
+            read([&](int64_t k, float x) { out[k] = narrow_scalar(a.scale * x); });
+        }
     }
 }
 

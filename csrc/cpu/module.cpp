@@ -69,41 +69,57 @@ void advise_huge_pages(Address address, size_t bytes) {
 #endif
 }
 
-void pack_linear(Address weight, int64_t stride, int64_t n, int64_t k, int32_t dtype, Address out, size_t out_bytes) {
+void pack_linear(Address weight, int64_t stride, int64_t n, int64_t k, int32_t dtype, Address out, size_t out_bytes,
+                 int64_t panel_step) {
     advise_huge_pages(out, out_bytes);
-    octavo::PackArgs args{at<void>(weight), at<void>(out), stride, n, k, dtype};
+    octavo::PackArgs args{at<void>(weight), at<void>(out), stride, n, k, panel_step, dtype};
     call(octavo::plan(args));
 }
 
-void linear(Address x, int64_t x_stride, int64_t rows, Address weight, Address bias, int64_t k, int64_t n,
-            int32_t dtype, Address out, int32_t out_dtype) {
+void make_matrix(octavo::Matrix* self, Address data, Address bias, int64_t n, int64_t k, float factor, int32_t format,
+                 int32_t group, int32_t minima, int32_t gated) {
+    new (self) octavo::Matrix{at<void>(data), at<float>(bias), n, k, factor, format, group, minima, gated};
+}
+
+void linear(Address x, int64_t x_stride, int64_t rows, const octavo::Matrix& matrix, Address out, int64_t out_stride,
+            int32_t out_dtype, int32_t epilogue, float scale) {
     octavo::LinearArgs args{};
     args.x = at<void>(x);
-    args.weight = at<void>(weight);
-    args.bias = at<float>(bias);
-    args.out = at<void>(out);
     args.x_stride = x_stride;
-    args.out_stride = n;
+    args.matrix = matrix;
+    args.out = at<void>(out);
+    args.out_stride = out_stride;
     args.rows = rows;
-    args.k = k;
-    args.n = n;
-    args.dtype = dtype;
     args.out_dtype = out_dtype;
+    args.epilogue = epilogue;
+    args.scale = scale;
     submit(args);
 }
 
-void embedding(Address token_ids, int64_t tokens, Address weight, int64_t n, int64_t k, int32_t dtype, Address out) {
-    octavo::EmbeddingArgs args{at<int32_t>(token_ids), at<void>(weight), at<void>(out), tokens, n, k, dtype, 0};
+void quantize(Address x, int64_t x_stride, int64_t rows, int64_t width, int32_t dtype, Address out) {
+    octavo::QuantizeArgs args{at<void>(x), at<octavo::QBlock>(out), x_stride, rows, width, dtype, 0};
+    submit(args);
+}
+
+void embedding(Address token_ids, int64_t tokens, const octavo::Matrix& matrix, Address out, int32_t out_dtype,
+               float scale) {
+    octavo::EmbeddingArgs args{at<int32_t>(token_ids), matrix, at<void>(out), tokens, scale, out_dtype, 0};
     if (!Program::recording()) octavo::check(args);
     submit(args);
 }
 
-void norm(Address x, Address residual, Address weight, Address out, int64_t outer, int64_t inner, int64_t hidden,
-          int64_t outer_stride, int64_t inner_stride, int64_t residual_stride, float eps, int32_t dtype,
-          int32_t weight_dtype) {
+void take_rows(Address x, int64_t x_rows, int64_t row_bytes, int64_t stride_bytes, Address indices, int64_t rows,
+               Address out) {
+    octavo::TakeRowsArgs args{
+        at<void>(x), at<int64_t>(indices), at<void>(out), rows, x_rows, row_bytes, stride_bytes, 0};
+    if (!Program::recording()) octavo::check(args);
+    submit(args);
+}
+
+void norm(Address x, Address weight, Address out, int64_t outer, int64_t inner, int64_t hidden, int64_t outer_stride,
+          int64_t inner_stride, float eps, int32_t dtype, int32_t weight_dtype, int32_t out_dtype) {
     octavo::NormArgs args{};
     args.x = at<void>(x);
-    args.residual = at<void>(residual);
     args.weight = at<void>(weight);
     args.out = at<void>(out);
     args.outer = outer;
@@ -111,10 +127,10 @@ void norm(Address x, Address residual, Address weight, Address out, int64_t oute
     args.hidden = hidden;
     args.x_outer_stride = outer_stride;
     args.x_inner_stride = inner_stride;
-    args.residual_stride = residual_stride;
     args.eps = eps;
     args.dtype = dtype;
     args.weight_dtype = weight_dtype;
+    args.out_dtype = out_dtype;
     submit(args);
 }
 
@@ -179,11 +195,6 @@ void paged_attention(Address query, int64_t query_stride, Address key_cache, Add
     call(plan.plan(args, octavo::kernels(), octavo::num_threads()));
 }
 
-void silu_and_mul(Address x, int64_t x_stride, int64_t rows, int64_t width, int32_t dtype, Address out) {
-    octavo::SiluArgs args{at<void>(x), at<void>(out), x_stride, rows, width, dtype, 0};
-    submit(args);
-}
-
 void argmax(Address x, int64_t stride, int64_t rows, int64_t width, Address out) {
     octavo::ArgmaxArgs args{at<float>(x), at<int64_t>(out), stride, width, rows};
     submit(args);
@@ -210,7 +221,17 @@ NB_MODULE(_cpu, m) {
     m.doc() = "Octavo's native CPU kernels over raw addresses; octavo.ops.cpu is the interface for tensors.";
     m.attr("F32") = static_cast<int>(octavo::kF32);
     m.attr("BF16") = static_cast<int>(octavo::kBF16);
+    m.attr("Q8") = static_cast<int>(octavo::kQ8);
+    m.attr("WEIGHT_F32") = static_cast<int>(octavo::kWeightF32);
+    m.attr("WEIGHT_BF16") = static_cast<int>(octavo::kWeightBF16);
+    m.attr("WEIGHT_INT4") = static_cast<int>(octavo::kWeightInt4);
+    m.attr("WEIGHT_INT8") = static_cast<int>(octavo::kWeightInt8);
+    m.attr("STORE") = static_cast<int>(octavo::kStore);
+    m.attr("ADD") = static_cast<int>(octavo::kAdd);
+    m.attr("GATED") = static_cast<int>(octavo::kGated);
     m.attr("PANEL") = octavo::kPanel;
+    m.attr("QBLOCK") = octavo::kQBlock;
+    m.attr("QBLOCK_BYTES") = sizeof(octavo::QBlock);
     m.attr("VALUE_PAD") = octavo::kValuePad;
     m.attr("MAX_HEAD_SIZE") = octavo::kMaxHeadSize;
     m.def("available_isas", &octavo::available_isas);
@@ -239,13 +260,17 @@ NB_MODULE(_cpu, m) {
         .def("profile", &Program::profile);
     m.def("stop_recording", &Program::stop_recording);
     m.def("advise_huge_pages", &advise_huge_pages);
+    nb::class_<octavo::Matrix>(m, "Matrix")
+        .def("__init__", &make_matrix, nb::arg("data"), nb::arg("bias"), nb::arg("n"), nb::arg("k"), nb::arg("factor"),
+             nb::arg("format"), nb::arg("group"), nb::arg("minima"), nb::arg("gated"));
     m.def("pack_linear", &pack_linear);
     m.def("linear", &linear);
+    m.def("quantize", &quantize);
     m.def("embedding", &embedding);
+    m.def("take_rows", &take_rows);
     m.def("norm", &norm);
     m.def("rotary_and_cache", &rotary_and_cache);
     m.def("paged_attention", &paged_attention);
-    m.def("silu_and_mul", &silu_and_mul);
     m.def("argmax", &argmax);
     m.def("sample", &sample);
 }

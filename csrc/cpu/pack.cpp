@@ -57,7 +57,7 @@ void pack_panel(const void* args, int64_t task) {
     const int64_t first_row = task * kPanel;
     const int valid = static_cast<int>(a.n - first_row < kPanel ? a.n - first_row : kPanel);
     const char* rows = static_cast<const char*>(a.weight) + first_row * a.stride * element;
-    char* out = static_cast<char*>(a.out) + task * steps * kPanel * 4;
+    char* out = static_cast<char*>(a.out) + task * a.panel_step * steps * kPanel * 4;
     const int64_t done = valid == kPanel ? transpose_squares(rows, a.stride * element, a.k / per_word, out) : 0;
     transpose_words(rows, a.stride * element, done, a.k / per_word, valid, out);
     if (a.k % per_word != 0) {

@@ -19,7 +19,8 @@ const char* name(const EmbeddingArgs&) { return "embedding"; }
 const char* name(const NormArgs&) { return "norm"; }
 const char* name(const RotaryArgs&) { return "rotary_and_cache"; }
 const char* name(const AttentionArgs&) { return "paged_attention"; }
-const char* name(const SiluArgs&) { return "silu_and_mul"; }
+const char* name(const TakeRowsArgs&) { return "take_rows"; }
+const char* name(const QuantizeArgs&) { return "quantize"; }
 const char* name(const ArgmaxArgs&) { return "argmax"; }
 
 void set_rows(LinearArgs& a, int64_t rows) { a.rows = rows; }
@@ -27,7 +28,8 @@ void set_rows(EmbeddingArgs& a, int64_t rows) { a.tokens = rows; }
 void set_rows(NormArgs& a, int64_t rows) { a.outer = rows; }
 void set_rows(RotaryArgs& a, int64_t rows) { a.tokens = rows; }
 void set_rows(AttentionArgs&, int64_t) {}
-void set_rows(SiluArgs& a, int64_t rows) { a.rows = rows; }
+void set_rows(TakeRowsArgs& a, int64_t rows) { a.rows = rows; }
+void set_rows(QuantizeArgs& a, int64_t rows) { a.rows = rows; }
 void set_rows(ArgmaxArgs& a, int64_t rows) { a.rows = rows; }
 
 }  // namespace
@@ -62,7 +64,7 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                 set_rows(args, rows);
                 names_.push_back(name(args));
                 // The calls of all layers read the same slots.
-                if constexpr (std::is_same_v<A, EmbeddingArgs>) {
+                if constexpr (std::is_same_v<A, EmbeddingArgs> || std::is_same_v<A, TakeRowsArgs>) {
                     check(args);
                 } else if constexpr (std::is_same_v<A, RotaryArgs>) {
                     if (args.slots != checked_slots) check(args);

@@ -18,7 +18,8 @@ enum class Extent : int32_t { kTokens = 0, kSamples = 1 };
 
 class Program {
   public:
-    using Args = std::variant<LinearArgs, EmbeddingArgs, NormArgs, RotaryArgs, AttentionArgs, SiluArgs, ArgmaxArgs>;
+    using Args = std::variant<LinearArgs, QuantizeArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs,
+                              AttentionArgs, ArgmaxArgs>;
 
     Program() = default;
     Program(const Program&) = delete;

@@ -11,6 +11,8 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 namespace octavo::OCTAVO_ISA {
@@ -33,6 +35,26 @@ inline T min_of(T a, T b) {
 template <class T>
 inline T max_of(T a, T b) {
     return a > b ? a : b;
+}
+
+// Calls f(index, lanes) over n elements: whole vectors, then what is left.
+template <class F>
+inline void for_vectors(int64_t n, F f) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+    if (i < n) f(i, static_cast<int>(n - i));
+}
+template <class T>
+inline Vec load_some(const T* p, int lanes) {
+    return lanes == kLanes ? load(p) : load_n(p, lanes);
+}
+template <class T>
+inline void store_some(T* p, Vec v, int lanes) {
+    if (lanes == kLanes) {
+        store(p, v);
+    } else {
+        store_n(p, v, lanes);
+    }
 }
 
 // e^x to about 1 ulp (the polynomial is that of Cephes expf): exactly 1 at 0, exactly 0 where it would be denormal,

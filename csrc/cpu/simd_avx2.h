@@ -5,6 +5,8 @@ constexpr int kLanes = 8;
 constexpr int kTileRows = 5;
 constexpr int kTileRows4 = 2;
 constexpr int kTileRows8 = 1;
+constexpr int kIntRows = 2;
+constexpr int kIntVecs = 2;
 constexpr int kScoreRows = 4;
 constexpr int kScoreVecs = 2;
 constexpr int kValueVecs = 2;
@@ -90,4 +92,47 @@ inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
     acc = fma(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
     return fma(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)), acc);
+}
+
+// Integers: a lane of bytes holds four of them, neighbours along the reduced dimension.
+using Ints = __m256i;
+
+inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline Ints set1_int(int32_t x) { return _mm256_set1_epi32(x); }
+inline Ints set1_bytes(const int8_t* p) {
+    int32_t four;
+    memcpy(&four, p, sizeof(four));
+    return _mm256_set1_epi32(four);
+}
+inline Vec to_float(Ints v) { return _mm256_cvtepi32_ps(v); }
+inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline Ints high_nibbles(Ints v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+inline Vec load_half(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// Adds the four products of unsigned codes and signed bytes in every lane. Four-bit codes cannot saturate vpmaddubsw.
+inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+}
+// The same for codes of eight bits, as even and odd bytes in 16 bits each.
+inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
+    const Ints even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)),
+                                        _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+    const Ints odd = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8));
+    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+// The low bytes of the lanes' bits.
+inline void store_low_bytes(int8_t* p, Vec v) {
+    const Ints low = _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(255));
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+// Sums of each 16 of 64 bytes.
+inline void sum_bytes(const int8_t* p, int32_t* sums) {
+    const Ints ones = _mm256_set1_epi8(1);
+    const Ints zeros = _mm256_setzero_si256();
+    Ints s = _mm256_hadd_epi32(dot_codes4(zeros, ones, load_ints(p)), dot_codes4(zeros, ones, load_ints(p + 32)));
+    s = _mm256_hadd_epi32(s, s);  // 0 2 0 2, 1 3 1 3
+    const __m128i pairs = _mm_unpacklo_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), pairs);
 }

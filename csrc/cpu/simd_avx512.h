@@ -6,6 +6,9 @@ constexpr int kLanes = 16;
 constexpr int kTileRows = 12;
 constexpr int kTileRows4 = 6;
 constexpr int kTileRows8 = 2;
+// Integer tiles: rows, vectors of a panel that are worked on at a time.
+constexpr int kIntRows = 4;
+constexpr int kIntVecs = 2;
 // Attention tiles: rows, vectors of keys, vectors of a value row.
 constexpr int kScoreRows = 6;
 constexpr int kScoreVecs = 4;
@@ -78,4 +81,51 @@ inline Vec load_halves(const float* a, const float* b) {
 inline Pairs load_pair_halves(const uint16_t* a, const uint16_t* b) {
     return _mm512_inserti32x8(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a))),
                               _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
+}
+
+// Integers: a lane of bytes holds four of them, neighbours along the reduced dimension.
+using Ints = __m512i;
+
+inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+inline Ints set1_int(int32_t x) { return _mm512_set1_epi32(x); }
+inline Ints set1_bytes(const int8_t* p) {
+    int32_t four;
+    memcpy(&four, p, sizeof(four));
+    return _mm512_set1_epi32(four);
+}
+inline Vec to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
+inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline Ints high_nibbles(Ints v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+inline Vec load_half(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+// Adds the four products of unsigned codes and signed bytes in every lane. Four-bit codes cannot saturate vpmaddubsw.
+inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {
+#ifdef __AVX512VNNI__
+    return _mm512_dpbusd_epi32(acc, codes, x);
+#else
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1)));
+#endif
+}
+// The same for codes of eight bits, as even and odd bytes in 16 bits each.
+inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
+#ifdef __AVX512VNNI__
+    return _mm512_dpbusd_epi32(acc, codes, x);
+#else
+    const Ints even = _mm512_madd_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(255)),
+                                        _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+    const Ints odd = _mm512_madd_epi16(_mm512_srli_epi16(codes, 8), _mm512_srai_epi16(x, 8));
+    return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+#endif
+}
+// The low bytes of the lanes' bits.
+inline void store_low_bytes(int8_t* p, Vec v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_castps_si512(v)));
+}
+// Sums of each 16 of 64 bytes.
+inline void sum_bytes(const int8_t* p, int32_t* sums) {
+    __m512i s = dot_codes4(_mm512_setzero_si512(), _mm512_set1_epi8(1), load_ints(p));
+    s = _mm512_add_epi32(s, _mm512_shuffle_epi32(s, _MM_PERM_BADC));
+    s = _mm512_add_epi32(s, _mm512_shuffle_epi32(s, _MM_PERM_CDAB));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x1111, s)));
 }

@@ -5,6 +5,8 @@ constexpr int kLanes = 4;
 constexpr int kTileRows = 4;
 constexpr int kTileRows4 = 2;
 constexpr int kTileRows8 = 1;
+constexpr int kIntRows = 2;
+constexpr int kIntVecs = 2;
 constexpr int kScoreRows = 3;
 constexpr int kScoreVecs = 2;
 constexpr int kValueVecs = 2;
@@ -104,4 +106,68 @@ inline Pairs set1_pair(uint32_t bits) { return Pairs{bits, bits, bits, bits}; }
 inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     acc = fma(bits_of<Vec>(a << 16), bits_of<Vec>(b << 16), acc);
     return fma(bits_of<Vec>(a & 0xffff0000u), bits_of<Vec>(b & 0xffff0000u), acc);
+}
+
+// Integers: a lane of bytes holds four of them, neighbours along the reduced dimension.
+inline Ints load_ints(const void* p) {
+    Ints v;
+    memcpy(&v, p, sizeof(v));
+    return v;
+}
+inline Ints set1_int(int32_t x) { return Ints{x, x, x, x}; }
+inline Ints set1_bytes(const int8_t* p) {
+    int32_t four;
+    memcpy(&four, p, sizeof(four));
+    return set1_int(four);
+}
+inline Vec to_float(Ints v) { return __builtin_convertvector(v, Vec); }
+inline Ints low_nibbles(Ints v) { return v & 0x0f0f0f0f; }
+inline Ints high_nibbles(Ints v) { return (v >> 4) & 0x0f0f0f0f; }
+// Exact for denormals too. The scales of packed weights are finite.
+inline Vec load_half(const uint16_t* p) {
+    const Pairs h = {p[0], p[1], p[2], p[3]};
+    const Vec magnitude = bits_of<Vec>((h & 0x7fffu) << 13) * set1(0x1p112f);
+    return bits_of<Vec>(bits_of<Pairs>(magnitude) | ((h & 0x8000u) << 16));
+}
+// Adds the four products of unsigned codes and signed bytes in every lane, as even and odd bytes in 16 bits each.
+inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    // The codes less 128 are signed; the sum of the elements makes up for it.
+    const int8x16_t signed_x = bits_of<int8x16_t>(x);
+    const int8x16_t signed_codes = bits_of<int8x16_t>(codes ^ static_cast<int32_t>(0x80808080u));
+    const int32x4_t rest = vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), signed_x), 7);
+    return bits_of<Ints>(vaddq_s32(vdotq_s32(bits_of<int32x4_t>(acc), signed_codes, signed_x), rest));
+#elif defined(__aarch64__)
+    const int16x8_t c = bits_of<int16x8_t>(codes), b = bits_of<int16x8_t>(x);
+    const int16x8_t even = vmulq_s16(vandq_s16(c, vdupq_n_s16(255)), vshrq_n_s16(vshlq_n_s16(b, 8), 8));
+    const int16x8_t odd = vmulq_s16(vreinterpretq_s16_u16(vshrq_n_u16(vreinterpretq_u16_s16(c), 8)), vshrq_n_s16(b, 8));
+    return bits_of<Ints>(vpadalq_s16(vpadalq_s16(bits_of<int32x4_t>(acc), even), odd));
+#elif defined(__SSE2__)
+    const __m128i c = bits_of<__m128i>(codes), b = bits_of<__m128i>(x);
+    const __m128i even = _mm_madd_epi16(_mm_and_si128(c, _mm_set1_epi16(255)), _mm_srai_epi16(_mm_slli_epi16(b, 8), 8));
+    const __m128i odd = _mm_madd_epi16(_mm_srli_epi16(c, 8), _mm_srai_epi16(b, 8));
+    return acc + bits_of<Ints>(_mm_add_epi32(even, odd));
+#else
+    for (int i = 0; i < 4; ++i) acc += ((codes >> (8 * i)) & 255) * ((x << (24 - 8 * i)) >> 24);
+    return acc;
+#endif
+}
+inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return bits_of<Ints>(vdotq_s32(bits_of<int32x4_t>(acc), bits_of<int8x16_t>(codes), bits_of<int8x16_t>(x)));
+#else
+    return dot_codes8(acc, codes, x);
+#endif
+}
+// The low bytes of the lanes' bits.
+inline void store_low_bytes(int8_t* p, Vec v) {
+    const Ints bits = bits_of<Ints>(v);
+    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(bits[i]);
+}
+// Sums of each 16 of 64 bytes.
+inline void sum_bytes(const int8_t* p, int32_t* sums) {
+    for (int i = 0; i < 4; ++i) {
+        const Ints s = dot_codes4(set1_int(0), set1_int(0x01010101), load_ints(p + i * 16));
+        sums[i] = (s[0] + s[1]) + (s[2] + s[3]);
+    }
 }

@@ -32,8 +32,8 @@ class Attention:
             self.query_norm = weights.take(f"{prefix}q_norm.weight", (config.head_size,))
             self.key_norm = weights.take(f"{prefix}k_norm.weight", (config.head_size,))
 
-    def forward(self, hidden: Tensor, batch: StepBatch, cache: LayerKVCache) -> Tensor:
-        """hidden [T, H] -> [T, H]."""
+    def forward(self, hidden: Tensor, residual: Tensor, batch: StepBatch, cache: LayerKVCache) -> None:
+        """Add the attention of hidden [T, H] to residual [T, H]."""
         config, ops = self.config, self.ops
         qkv = ops.linear(hidden, self.qkv).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_size)
         query = qkv[:, : config.num_heads]
@@ -52,50 +52,43 @@ class Attention:
             config.attention_scale,
             config.sliding_window,
         )
-        return ops.linear(attended, self.output)
+        ops.linear_add(attended, self.output, residual, config.residual_multiplier)
 
 
 class FeedForward:
     """SiLU-gated feed-forward (Shazeer 2020)."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, ops: Ops) -> None:
-        self.ops = ops
+        self.config, self.ops = config, ops
         sizes = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
         fused = "gate_up_proj" if config.fused_projections else None
-        self.gate_up = _stacked_linear(config, weights, prefix, sizes, fused, config.mlp_bias, ops)
+        self.gate_up = _stacked_linear(config, weights, prefix, sizes, fused, config.mlp_bias, ops, gated=True)
         self.down = _linear(
             weights, f"{prefix}down_proj", config.hidden_size, config.intermediate_size, config.mlp_bias, ops
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] -> [T, H]."""
-        return self.ops.linear(self.ops.silu_and_mul(self.ops.linear(hidden, self.gate_up)), self.down)
+    def forward(self, hidden: Tensor, residual: Tensor) -> None:
+        """Add the feed-forward of hidden [T, H] to residual [T, H]."""
+        gated = self.ops.linear_silu_and_mul(hidden, self.gate_up, self.down)
+        self.ops.linear_add(gated, self.down, residual, self.config.residual_multiplier)
 
 
 class DecoderBlock:
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, ops: Ops, rotary: Tensor) -> None:
-        self.ops, self.eps, self.residual_multiplier = ops, config.rms_norm_eps, config.residual_multiplier
+        self.ops, self.eps = ops, config.rms_norm_eps
         self.attention_norm = weights.take(f"{prefix}input_layernorm.weight", (config.hidden_size,))
         self.attention = Attention(config, weights, f"{prefix}self_attn.", ops, rotary)
         self.feed_forward_norm = weights.take(f"{prefix}post_attention_layernorm.weight", (config.hidden_size,))
         self.feed_forward = FeedForward(config, weights, f"{prefix}mlp.", ops)
 
-    def forward(
-        self, hidden: Tensor | None, residual: Tensor, batch: StepBatch, cache: LayerKVCache
-    ) -> tuple[Tensor, Tensor]:
-        """`hidden` [T, H] is what the block before adds to `residual` [T, H]; None in the first block."""
-        if hidden is None:
-            hidden = self.ops.rms_norm(residual, self.attention_norm, self.eps)
-        else:
-            hidden, residual = self.ops.add_rms_norm(hidden, residual, self.attention_norm, self.eps)
-        hidden = self._scaled(self.attention.forward(hidden, batch, cache))
-        hidden, residual = self.ops.add_rms_norm(hidden, residual, self.feed_forward_norm, self.eps)
-        return self._scaled(self.feed_forward.forward(hidden)), residual
-
-    def _scaled(self, hidden: Tensor) -> Tensor:
-        return hidden if self.residual_multiplier == 1.0 else hidden * self.residual_multiplier
+    def forward(self, residual: Tensor, batch: StepBatch, cache: LayerKVCache) -> None:
+        """Add the block's outputs to residual [T, H]."""
+        hidden = self.ops.rms_norm(residual, self.attention_norm, self.eps, self.attention.qkv)
+        self.attention.forward(hidden, residual, batch, cache)
+        hidden = self.ops.rms_norm(residual, self.feed_forward_norm, self.eps, self.feed_forward.gate_up)
+        self.feed_forward.forward(hidden, residual)
 
 
 class Decoder:
@@ -104,7 +97,7 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: Weights, ops: Ops, max_positions: int) -> None:
         self.config, self.ops = config, ops
         shape = (config.vocab_size, config.hidden_size)
-        self.embedding = ops.pack_linear(weights.take("model.embed_tokens.weight", shape), None)
+        self.embedding = ops.pack_linear([weights.take("model.embed_tokens.weight", shape)])
         rotary = rotary_table(config.rope, max_positions)
         unrotated = identity_table(config.rope.rotary_dim, max_positions) if any(config.no_rope_layers) else rotary
         self.blocks = [
@@ -120,7 +113,7 @@ class Decoder:
         self.norm = weights.take("model.norm.weight", (config.hidden_size,))
         self.output = self.embedding
         if not config.tie_word_embeddings:
-            self.output = ops.pack_linear(weights.take("lm_head.weight", shape), None)
+            self.output = ops.pack_linear([weights.take("lm_head.weight", shape)])
 
     def num_weight_bytes(self) -> int:
         """Bytes of the packed matrices."""
@@ -135,10 +128,9 @@ class Decoder:
         residual = self.ops.embedding(batch.token_ids, self.embedding)
         if self.config.embedding_multiplier != 1.0:
             residual = residual * self.config.embedding_multiplier
-        hidden: Tensor | None = None
         for block, cache in zip(self.blocks, caches, strict=True):
-            hidden, residual = block.forward(hidden, residual, batch, cache)
-        return residual if hidden is None else residual + hidden
+            block.forward(residual, batch, cache)
+        return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab_size] float32."""
@@ -151,18 +143,28 @@ class Decoder:
 
 def _linear(weights: Weights, name: str, num_out: int, num_in: int, bias: bool, ops: Ops) -> LinearWeight:
     return ops.pack_linear(
-        weights.take(f"{name}.weight", (num_out, num_in)), weights.take(f"{name}.bias", (num_out,)) if bias else None
+        [weights.take(f"{name}.weight", (num_out, num_in))], weights.take(f"{name}.bias", (num_out,)) if bias else None
     )
 
 
 def _stacked_linear(
-    config: DecoderConfig, weights: Weights, prefix: str, sizes: dict[str, int], fused: str | None, bias: bool, ops: Ops
+    config: DecoderConfig,
+    weights: Weights,
+    prefix: str,
+    sizes: dict[str, int],
+    fused: str | None,
+    bias: bool,
+    ops: Ops,
+    gated: bool = False,
 ) -> LinearWeight:
     """Several projections of the same input as one matrix: their outputs side by side. `fused` names the matrix in
     checkpoints that store it that way."""
     num_in = config.hidden_size
     if fused is not None:
-        return _linear(weights, f"{prefix}{fused}", sum(sizes.values()), num_in, bias, ops)
-    matrix = torch.cat([weights.take(f"{prefix}{name}.weight", (size, num_in)) for name, size in sizes.items()])
-    biases = [weights.take(f"{prefix}{name}.bias", (size,)) for name, size in sizes.items()] if bias else None
-    return ops.pack_linear(matrix, None if biases is None else torch.cat(biases))
+        matrix = weights.take(f"{prefix}{fused}.weight", (sum(sizes.values()), num_in))
+        parts = list(matrix.split(list(sizes.values()))) if gated else [matrix]
+        biases = [weights.take(f"{prefix}{fused}.bias", (sum(sizes.values()),))] if bias else None
+    else:
+        parts = [weights.take(f"{prefix}{name}.weight", (size, num_in)) for name, size in sizes.items()]
+        biases = [weights.take(f"{prefix}{name}.bias", (size,)) for name, size in sizes.items()] if bias else None
+    return ops.pack_linear(parts, None if biases is None else torch.cat(biases), gated)

@@ -12,6 +12,7 @@ Shapes: T tokens of a step in request order, S sequences, H hidden size, D head 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
@@ -34,8 +35,23 @@ class LayerKVCache:
         return self.key.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A weight matrix as a file holds it. `data` [N, row_bytes] uint8 is in the file's own blocks; `format` is the
+    name that GGUF has for them ("Q4_1", "Q6_K", ...), or "INT8"."""
+
+    format: str
+    data: Tensor
+    shape: tuple[int, int]
+
+
 class LinearWeight(Protocol):
-    """A weight matrix [out_features, in_features] in the layout that the backend's products want, with its bias."""
+    """A weight matrix [out_features, in_features] in the layout that the backend's products want, with its bias.
+
+    Integer matrices multiply quantized activations: blocks of 64 elements of a row as int8 with one scale. `rms_norm`
+    and `linear_silu_and_mul` write those for the matrix that consumes them; `linear` and `linear_add` quantize what is
+    not quantized yet.
+    """
 
     @property
     def out_features(self) -> int: ...
@@ -64,25 +80,57 @@ class Program(Protocol):
 class Ops(Protocol):
     """What a backend provides. All tensors are contiguous in their last dimension."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
-        """Pack weight [N, K] and bias [N] (float32 or bfloat16), once, at load."""
+    def pack_linear(
+        self, parts: Sequence[Tensor | QuantizedMatrix], bias: Tensor | None = None, gated: bool = False
+    ) -> LinearWeight:
+        """Pack matrices [N, K] of the same input, once, at load, as one whose outputs are side by side.
+
+        Floats are float32 or bfloat16; `bias` is for all outputs. With `gated` the parts are gate and up.
+        """
         ...
 
     def linear(self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x [T, K] -> x W^T + b: [T, N] in `out_dtype` (default: that of x), accumulated in float32."""
+        """x [T, K] -> x W^T + b: [T, N] in `out_dtype`, accumulated in float32.
+
+        The default is the dtype of x, or float32 where x is quantized."""
         ...
 
-    def embedding(self, token_ids: Tensor, weight: LinearWeight) -> Tensor:
-        """Rows `token_ids` [T] int32 of a packed matrix [V, H] -> [T, H] in the dtype that it was packed from."""
+    def linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor, scale: float = 1.0) -> None:
+        """residual [T, N] += scale * (x W^T + b), in place, in float32, rounded once."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., H] / sqrt(mean(x²) + eps) * weight [H], in float32, rounded once (Zhang & Sennrich 2019)."""
+    def linear_silu_and_mul(
+        self,
+        x: Tensor,
+        gate_up: LinearWeight,
+        consumer: LinearWeight | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [T, K] and a gated matrix -> silu(gate) * up: [T, I], in float32, rounded once.
+
+        Quantized if the `consumer` multiplies quantized activations, else in `out_dtype` as in `linear`."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """-> (rms_norm(x + residual), x + residual). `residual` is overwritten and returned; the sum that is
-        normalised is the rounded one."""
+    def quantize(self, x: Tensor, consumer: LinearWeight) -> Tensor:
+        """x [T, K] as `consumer` multiplies it: x itself, unless the consumer is an integer matrix."""
+        ...
+
+    def embedding(
+        self, token_ids: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None, scale: float = 1.0
+    ) -> Tensor:
+        """Rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale` -> [T, H].
+
+        The default dtype is the one that it was packed from, or float32 for integers."""
+        ...
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x [T, H], rows [N] int64 -> x[rows]: [N, H]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, consumer: LinearWeight | None = None) -> Tensor:
+        """x [..., H] / sqrt(mean(x²) + eps) * weight [H], in float32, rounded once (Zhang & Sennrich 2019).
+
+        Quantized, as [rows, ...], if the `consumer` multiplies quantized activations."""
         ...
 
     def rotary_and_cache(
@@ -122,10 +170,6 @@ class Ops(Protocol):
         With a sliding window W > 0 position p sees keys p - W + 1 .. p. The row's summation order is a function of its
         position alone (online softmax, Milakov & Gimelshein 2018, over fixed tiles of keys).
         """
-        ...
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2I] -> silu(gate) * up: [T, I], in float32, rounded once."""
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:

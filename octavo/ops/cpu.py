@@ -7,6 +7,7 @@ environment chooses the instruction set (OCTAVO_CPU_ISA) and the number of threa
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from octavo import _cpu
 from octavo.errors import ConfigError
-from octavo.ops import LayerKVCache, LinearWeight
-from octavo.ops.cpu_program import Program, empty
+from octavo.ops import LayerKVCache, LinearWeight, QuantizedMatrix
+from octavo.ops.cpu_program import Program, empty, is_recording
 
 _CODES: dict[torch.dtype, int] = {torch.float32: _cpu.F32, torch.bfloat16: _cpu.BF16}
 
@@ -69,83 +70,206 @@ def _code(op: str, *tensors: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix in panels of 32 output channels (csrc/cpu/kernels.h: LinearArgs); a bias is kept in float32."""
+    """A matrix in panels of 32 output channels (docs/kernels.md); a bias is kept in float32, padded as the panels are.
+
+    `matrix` is all that as the kernels take it; it points into `data` and `bias`.
+    """
 
     out_features: int
     in_features: int
-    dtype: torch.dtype
+    gated: bool
+    format: int
     data: Tensor
     bias: Tensor | None
-    code: int = field(repr=False)
-    data_address: int = field(repr=False)
-    bias_address: int = field(repr=False)
+    matrix: _cpu.Matrix = field(repr=False)
 
     @property
     def num_bytes(self) -> int:
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def is_quantized(self) -> bool:
+        return self.format in (_cpu.WEIGHT_INT4, _cpu.WEIGHT_INT8)
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedWeight:
-    code = _code("pack_linear", weight)
-    n, k = weight.shape
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
-    padded_n = -(-n // _cpu.PANEL) * _cpu.PANEL
-    padded_k = k if code == _cpu.F32 else -(-k // 2) * 2
-    data = torch.empty(padded_n * padded_k, dtype=weight.dtype)
-    _cpu.pack_linear(weight.data_ptr(), weight.stride(0), n, k, code, data.data_ptr(), data.nbytes)
-    padded_bias = None
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a quantized row of inputs."""
+        return -(-self.in_features // _cpu.QBLOCK)
+
+
+def packed_weight(
+    data: Tensor, shape: tuple[int, int], format: int, bias: Tensor | None = None, gated: bool = False,
+    group: int = 0, minima: bool = False, factor: float = 1.0,
+) -> PackedWeight:  # fmt: skip
+    """Wrap a packed matrix of `shape` [N, K]. The bias [N] is not packed yet; with `gated` N counts gate and up."""
+    n, k = shape
     if bias is not None:
         assert bias.shape == (n,), f"bias {tuple(bias.shape)} of a matrix with {n} outputs"
-        padded_bias = torch.zeros(padded_n, dtype=torch.float32)
-        padded_bias[:n] = bias
-    bias_address = 0 if padded_bias is None else padded_bias.data_ptr()
-    return PackedWeight(n, k, weight.dtype, data, padded_bias, code, data.data_ptr(), bias_address)
+        # A row of panels for a plain matrix, two that alternate for a gated one.
+        sides = 2 if gated else 1
+        padded = torch.zeros(sides, _num_panels(n // sides) * _cpu.PANEL, dtype=torch.float32)
+        padded[:, : n // sides] = bias.view(sides, -1)
+        bias = padded.view(sides, -1, _cpu.PANEL).transpose(0, 1).contiguous()
+    bias_address = 0 if bias is None else bias.data_ptr()
+    matrix = _cpu.Matrix(data.data_ptr(), bias_address, n, k, factor, format, group, minima, gated)
+    return PackedWeight(n, k, gated, format, data, bias, matrix)
+
+
+def _num_panels(n: int) -> int:
+    return -(-n // _cpu.PANEL)
+
+
+def pack_linear(
+    parts: Sequence[Tensor | QuantizedMatrix], bias: Tensor | None = None, gated: bool = False
+) -> PackedWeight:
+    assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape), "gated parts are gate and up"
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if len(tensors) < len(parts):
+        raise NotImplementedError("integer matrices are packed by octavo.quantization.")
+    return _pack_floats(tensors, bias, gated)
+
+
+def _pack_floats(parts: list[Tensor], bias: Tensor | None, gated: bool) -> PackedWeight:
+    code = _code("pack_linear", *parts)
+    if not gated and any(part.shape[0] % _cpu.PANEL for part in parts[:-1]):
+        parts = [torch.cat(parts)]
+    k = parts[0].shape[1]
+    words = k if code == _cpu.F32 else -(-k // 2)  # of 32 bits, in a row
+    panels = [_num_panels(part.shape[0]) for part in parts]
+    panel_bytes = words * _cpu.PANEL * 4
+    data = torch.empty(sum(panels) * panel_bytes // parts[0].element_size(), dtype=parts[0].dtype)
+    first_panel = 0
+    for part, num_panels in zip(parts, panels, strict=True):
+        assert part.shape[1] == k, f"parts of {k} and {part.shape[1]} inputs"
+        if part.stride(1) != 1:
+            part = part.contiguous()
+        _cpu.pack_linear(
+            part.data_ptr(), part.stride(0), part.shape[0], k, code, data.data_ptr() + first_panel * panel_bytes,
+            data.nbytes - first_panel * panel_bytes, 2 if gated else 1,
+        )  # fmt: skip
+        first_panel += 1 if gated else num_panels
+    format = _cpu.WEIGHT_F32 if code == _cpu.F32 else _cpu.WEIGHT_BF16
+    return packed_weight(data, (sum(part.shape[0] for part in parts), k), format, bias, gated)
+
+
+def quantize(x: Tensor, consumer: LinearWeight) -> Tensor:
+    assert isinstance(consumer, PackedWeight)
+    if not consumer.is_quantized or x.dtype is torch.uint8:
+        return x
+    rows, width = x.shape
+    assert width == consumer.in_features, f"quantize: {width} elements for a matrix of {consumer.in_features}"
+    assert x.stride(1) == 1 or width == 1
+    out = empty((rows, consumer.num_blocks * _cpu.QBLOCK_BYTES), torch.uint8)
+    _cpu.quantize(x.data_ptr(), x.stride(0), rows, width, _code("quantize", x), out.data_ptr())
+    return out
+
+
+_FLOAT_FORMATS = {_cpu.WEIGHT_F32: torch.float32, _cpu.WEIGHT_BF16: torch.bfloat16}
+
+
+def _product(
+    op: str, x: Tensor, weight: PackedWeight, out: Tensor, epilogue: int, out_code: int | None = None,
+    scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Call the kernel: x, as `weight` wants it, into the rows of `out`."""
+    if out_code is None:
+        out_code = _CODES.get(out.dtype)
+        if out_code is None:
+            raise TypeError(f"{op} writes float32 or bfloat16, not {out.dtype}.")
+    if weight.is_quantized:
+        x = quantize(x, weight)
+        assert x.shape[1] == weight.num_blocks * _cpu.QBLOCK_BYTES, f"{op}: quantized for another matrix"
+        x_stride, rest = divmod(x.stride(0), _cpu.QBLOCK_BYTES)
+        assert rest == 0
+    else:
+        expected = _FLOAT_FORMATS[weight.format]
+        if x.dtype is not expected:
+            raise TypeError(f"{op}: the input is {x.dtype} but the matrix is packed as {expected}.")
+        assert x.shape[1] == weight.in_features, f"{op}: {x.shape[1]} inputs for a matrix of {weight.in_features}"
+        x_stride = x.stride(0)
+    assert x.stride(1) == 1 or x.shape[1] == 1
+    out_stride = out.stride(0) if out_code != _cpu.Q8 else out.stride(0) // _cpu.QBLOCK_BYTES
+    _cpu.linear(
+        x.data_ptr(), x_stride, x.shape[0], weight.matrix, out.data_ptr(), out_stride, out_code, epilogue, scale
+    )
+
+
+def _float_output(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    return out_dtype or (torch.float32 if x.dtype is torch.uint8 else x.dtype)
 
 
 def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
     assert isinstance(weight, PackedWeight)
-    dtype = x.dtype
-    if dtype is not weight.dtype:
-        raise TypeError(f"linear: the input is {dtype} but the matrix is packed as {weight.dtype}.")
-    rows, k = x.shape
-    assert k == weight.in_features, f"linear: {k} inputs for a matrix of {weight.in_features}"
-    assert x.stride(1) == 1 or k == 1
-    out_dtype = out_dtype or dtype
-    out_code = _CODES.get(out_dtype)
-    if out_code is None:
-        raise TypeError(f"linear writes float32 or bfloat16, not {out_dtype}.")
-    n = weight.out_features
-    out = empty((rows, n), out_dtype)
-    _cpu.linear(
-        x.data_ptr(), x.stride(0), rows, weight.data_address, weight.bias_address, k, n, weight.code,
-        out.data_ptr(), out_code,
-    )  # fmt: skip
+    assert not weight.gated
+    out = empty((x.shape[0], weight.out_features), _float_output(x, out_dtype))
+    _product("linear", x, weight, out, _cpu.STORE)
     return out
 
 
-def embedding(token_ids: Tensor, weight: LinearWeight) -> Tensor:
+def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor, scale: float = 1.0) -> None:
     assert isinstance(weight, PackedWeight)
+    assert not weight.gated
+    assert residual.shape == (x.shape[0], weight.out_features)
+    assert residual.stride(1) == 1 or weight.out_features == 1
+    _product("linear_add", x, weight, residual, _cpu.ADD, scale=scale)
+
+
+def linear_silu_and_mul(
+    x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    assert isinstance(gate_up, PackedWeight)
+    assert gate_up.gated
+    width = gate_up.out_features // 2
+    if isinstance(consumer, PackedWeight) and consumer.is_quantized:
+        assert consumer.in_features == width
+        out = empty((x.shape[0], consumer.num_blocks * _cpu.QBLOCK_BYTES), torch.uint8)
+        _product("linear_silu_and_mul", x, gate_up, out, _cpu.GATED, _cpu.Q8)
+    else:
+        out = empty((x.shape[0], width), _float_output(x, out_dtype))
+        _product("linear_silu_and_mul", x, gate_up, out, _cpu.GATED)
+    return out
+
+
+def embedding(
+    token_ids: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None, scale: float = 1.0
+) -> Tensor:
+    assert isinstance(weight, PackedWeight)
+    assert not weight.gated
     assert token_ids.dtype is torch.int32
     assert token_ids.is_contiguous()
-    (tokens,) = token_ids.shape
-    out = empty((tokens, weight.in_features), weight.dtype)
-    _cpu.embedding(
-        token_ids.data_ptr(), tokens, weight.data_address, weight.out_features, weight.in_features, weight.code,
-        out.data_ptr(),
-    )  # fmt: skip
+    out_dtype = out_dtype or _FLOAT_FORMATS.get(weight.format, torch.float32)
+    out = empty((token_ids.shape[0], weight.in_features), out_dtype)
+    code = _code("embedding", out)
+    _cpu.embedding(token_ids.data_ptr(), token_ids.shape[0], weight.matrix, out.data_ptr(), code, scale)
     return out
 
 
-def _weight_code(weight: Tensor, hidden: int) -> int:
-    assert weight.shape == (hidden,) and weight.is_contiguous()
-    return _code("rms_norm", weight)
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    assert rows.dtype is torch.int64
+    assert rows.is_contiguous()
+    count, width = x.shape
+    assert x.stride(1) == 1 or width == 1
+    out = empty((rows.shape[0], width), x.dtype)
+    size = x.element_size()
+    _cpu.take_rows(
+        x.data_ptr(), count, width * size, x.stride(0) * size, rows.data_ptr(), rows.shape[0], out.data_ptr()
+    )
+    return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, consumer: LinearWeight | None = None) -> Tensor:
     hidden = x.shape[-1]
-    out = empty(tuple(x.shape), x.dtype)
+    assert weight.shape == (hidden,) and weight.is_contiguous()
+    code = _code("rms_norm", x)
+    if isinstance(consumer, PackedWeight) and consumer.is_quantized:
+        assert consumer.in_features == hidden
+        out = empty((*x.shape[:-1], consumer.num_blocks * _cpu.QBLOCK_BYTES), torch.uint8)
+        out_code = _cpu.Q8
+    else:
+        out = empty(tuple(x.shape), x.dtype)
+        out_code = code
     if x.stride(-1) != 1 or x.dim() > 3:
+        assert not is_recording(), "a copy would not be part of the program"
         x = x.reshape(-1, hidden).contiguous()
     if x.dim() == 2:
         outer, inner, outer_stride, inner_stride = x.shape[0], 1, x.stride(0), 0
@@ -154,23 +278,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     else:
         outer, inner, outer_stride, inner_stride = 1, 1, 0, 0
     _cpu.norm(
-        x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), outer, inner, hidden, outer_stride, inner_stride, 0, eps,
-        _code("rms_norm", x), _weight_code(weight, hidden),
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, hidden, outer_stride, inner_stride, eps, code,
+        _code("rms_norm", weight), out_code,
     )  # fmt: skip
     return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    assert x.dim() == 2
-    assert x.shape == residual.shape
-    assert x.stride(1) == residual.stride(1) == 1
-    rows, hidden = x.shape
-    out = empty(tuple(x.shape), x.dtype)
-    _cpu.norm(
-        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, 1, hidden, x.stride(0), 0,
-        residual.stride(0), eps, _code("add_rms_norm", x, residual), _weight_code(weight, hidden),
-    )  # fmt: skip
-    return out, residual
 
 
 def rotary_and_cache(
@@ -220,17 +331,6 @@ def paged_attention(
         seq_lens.shape[0], query_heads, kv_heads, head_size, cache.key.shape[3], sliding_window, scale,
         _code("paged_attention", query, cache.key, cache.value), out.data_ptr(),
     )  # fmt: skip
-    return out
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    rows, both = gate_up.shape
-    assert both % 2 == 0
-    assert gate_up.stride(1) == 1
-    out = empty((rows, both // 2), gate_up.dtype)
-    _cpu.silu_and_mul(
-        gate_up.data_ptr(), gate_up.stride(0), rows, both // 2, _code("silu_and_mul", gate_up), out.data_ptr()
-    )
     return out
 
 

@@ -27,6 +27,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype) if _recording is None else _recording._pool.empty(shape, dtype)
 
 
+def is_recording() -> bool:
+    return _recording is not None
+
+
 class Program:
     """The native calls of a model's step, replayed by one call for any number of rows up to those it was recorded with.
 

@@ -5,20 +5,25 @@ Every kernel is tested against it. It makes no promise about speed or about bitw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from octavo.ops import LayerKVCache, LinearWeight
+from octavo.ops import LayerKVCache, LinearWeight, QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True)
 class DenseWeight:
-    """An unpacked matrix [out_features, in_features]."""
+    """An unpacked matrix [out_features, in_features]; gate lies before up. Of integers it is what they stand for, but
+    for the minima [out_features, ceil(in_features / 32)], which multiply sums of activations rounded to bfloat16."""
 
     weight: Tensor
-    bias: Tensor | None
+    bias: Tensor | None = None
+    is_quantized: bool = False
+    minima: Tensor | None = None
+    gated: bool = False
 
     @property
     def out_features(self) -> int:
@@ -33,31 +38,86 @@ class DenseWeight:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> DenseWeight:
-    return DenseWeight(weight, bias)
+def pack_linear(
+    parts: Sequence[Tensor | QuantizedMatrix], bias: Tensor | None = None, gated: bool = False
+) -> DenseWeight:
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if len(tensors) < len(parts):
+        raise NotImplementedError("integer matrices are packed by octavo.quantization.")
+    return DenseWeight(torch.cat(tensors), bias, gated=gated)
+
+
+def fake_quantize(x: Tensor) -> Tensor:
+    """x [..., K] as integer matrices see it, in float64: blocks of 64 as int8 times a float32 scale of absmax / 127.
+    A block that is not finite is NaN; one below 2^-100 is zero."""
+    k = x.shape[-1]
+    blocks = torch.nn.functional.pad(x.float(), (0, -k % 64)).unflatten(-1, (-1, 64))
+    absmax = blocks.abs().amax(-1, keepdim=True)
+    q = (blocks * (127 / absmax)).round()
+    out = q.double() * (absmax / 127).double()
+    out = torch.where(absmax < 2.0**-100, 0.0, out)
+    out = torch.where(absmax.isfinite(), out, float("nan"))
+    return out.flatten(-2)[..., :k]
+
+
+def quantize(x: Tensor, consumer: LinearWeight) -> Tensor:
+    assert isinstance(consumer, DenseWeight)
+    return fake_quantize(x) if consumer.is_quantized else x
+
+
+def _product(x: Tensor, weight: LinearWeight) -> Tensor:
+    assert isinstance(weight, DenseWeight)
+    dtype = torch.float64 if weight.is_quantized else torch.float32
+    x = quantize(x, weight).to(dtype)
+    out = x @ weight.weight.to(dtype).T
+    if weight.minima is not None:
+        sums = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32)).sum(-1)
+        out = out + sums.float().bfloat16().to(dtype) @ weight.minima.to(dtype).T
+    return out if weight.bias is None else out + weight.bias.to(dtype)
+
+
+def _float_output(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    return out_dtype or (torch.float32 if x.dtype is torch.float64 else x.dtype)
 
 
 def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    return _product(x, weight).to(_float_output(x, out_dtype))
+
+
+def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor, scale: float = 1.0) -> None:
+    residual.copy_(residual.float() + scale * _product(x, weight))
+
+
+def linear_silu_and_mul(
+    x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    gate, up = _product(x, gate_up).chunk(2, dim=-1)
+    out = torch.nn.functional.silu(gate) * up
+    if isinstance(consumer, DenseWeight) and consumer.is_quantized:
+        return fake_quantize(out)
+    return out.to(_float_output(x, out_dtype))
+
+
+def embedding(
+    token_ids: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None, scale: float = 1.0
+) -> Tensor:
     assert isinstance(weight, DenseWeight)
-    out = x.float() @ weight.weight.float().T
-    if weight.bias is not None:
-        out = out + weight.bias.float()
-    return out.to(out_dtype or x.dtype)
+    rows = weight.weight[token_ids.long()]
+    if weight.minima is not None:
+        rows = rows + weight.minima[token_ids.long()].repeat_interleave(32, 1)[:, : rows.shape[1]]
+    return (rows.float() * scale).to(out_dtype or (torch.float32 if weight.is_quantized else rows.dtype))
 
 
-def embedding(token_ids: Tensor, weight: LinearWeight) -> Tensor:
-    assert isinstance(weight, DenseWeight)
-    return weight.weight[token_ids.long()]
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    return x[rows]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, consumer: LinearWeight | None = None) -> Tensor:
     x32 = x.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    residual.copy_(x.float() + residual.float())
-    return rms_norm(residual, weight, eps), residual
+    out = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()
+    if isinstance(consumer, DenseWeight) and consumer.is_quantized:
+        return fake_quantize(out)
+    return out.to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -110,11 +170,6 @@ def paged_attention(
         scores.masked_fill_(hidden, float("-inf"))
         out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(query.dtype)
     return out.view(num_tokens, num_heads * head_size)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
 def argmax(logits: Tensor) -> Tensor:
