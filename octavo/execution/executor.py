@@ -15,11 +15,14 @@ import torch
 from octavo import ops as ops_module
 from octavo.config import EngineArgs, EngineConfig
 from octavo.errors import ConfigError
+from octavo.execution.graph import StepGraph
 from octavo.execution.model_runner import ModelRunner
+from octavo.execution.step_batch import SequenceTable
 from octavo.loading.weights import available_memory_bytes, check_fits, open_weights
 from octavo.models.decoder import Decoder
 from octavo.models.decoder_config import DecoderConfig
 from octavo.ops import LayerKVCache
+from octavo.sampling.sampler import Sampler
 from octavo.scheduling.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ class LocalExecutor:
         decoder = DecoderConfig.from_hf(config.model.checkpoint.config)
         dtype = _DTYPES[config.model.dtype]
         block_size = config.cache.block_size
-        ops = ops_module.load(config.device)
+        ops = ops_module.load(config.device, config.cpu_threads, config.cpus)
         check_fits(decoder, dtype)
         weights = open_weights(config.model.checkpoint, dtype, config.model.seed)
         model = Decoder(decoder, weights, ops, config.model.max_model_len)
@@ -66,10 +69,13 @@ class LocalExecutor:
         self.num_host_blocks = 0
         if config.scheduler.preemption_mode == "swap":
             self.num_host_blocks = _num_host_blocks(config, block_bytes, self.num_blocks)
-        self.runner = ModelRunner(
-            model, ops, allocate(self.num_blocks), allocate(self.num_host_blocks), config.scheduler,
-            config.model.max_model_len, block_size,
+        caches = allocate(self.num_blocks)
+        table = SequenceTable(
+            config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.model.max_model_len,
+            block_size,
         )  # fmt: skip
+        graph = StepGraph(model, ops, table, caches)
+        self.runner = ModelRunner(graph, table, Sampler(ops), caches, allocate(self.num_host_blocks))
         self.startup = {"weights": loaded - started, "kv_cache": time.perf_counter() - loaded}
         logger.info(
             "%s: %d layers, %s, %.2f GiB of packed weights, loaded in %.2f s",

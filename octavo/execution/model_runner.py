@@ -6,11 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.config import SchedulerConfig
 from octavo.engine.wire import TokenLogprobs
+from octavo.execution.graph import StepGraph
 from octavo.execution.step_batch import SequenceTable, StepBatch
-from octavo.models.decoder import Decoder
-from octavo.ops import LayerKVCache, Ops
+from octavo.ops import LayerKVCache
 from octavo.sampling.batch import SamplingTable
 from octavo.sampling.sampler import Sampler, token_logprobs
 from octavo.scheduling.plan import SampledToken, StepPlan, StepResult
@@ -24,20 +23,18 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
-        ops: Ops,
+        graph: StepGraph,
+        table: SequenceTable,
+        sampler: Sampler,
         caches: list[LayerKVCache],
         host_caches: list[LayerKVCache],
-        config: SchedulerConfig,
-        max_model_len: int,
-        block_size: int,
     ) -> None:
-        self.model = model
+        self.graph = graph
         self.caches = caches
         self.host_caches = host_caches
-        self.table = SequenceTable(config.max_num_seqs, config.max_num_batched_tokens, max_model_len, block_size)
-        self.sampling = SamplingTable(config.max_num_seqs)
-        self.sampler = Sampler(ops)
+        self.table = table
+        self.sampling = SamplingTable(len(table.tokens))
+        self.sampler = sampler
         self._wants_prompt_logprobs: dict[int, int] = {}  # row -> how many
 
     @torch.inference_mode()
@@ -46,9 +43,9 @@ class ModelRunner:
         self._move_blocks(plan)
         self._update_tables(plan)
         batch = self.table.build(plan)
-        hidden = self.model.forward(batch, self.caches)
-        result = self._sample(plan, batch, hidden)
-        result.prompt_logprobs = self._prompt_logprobs(plan, batch, hidden)
+        logits, best = self.graph.run(batch)
+        result = self._sample(plan, logits, best)
+        result.prompt_logprobs = self._prompt_logprobs(plan, batch)
         return result
 
     def _move_blocks(self, plan: StepPlan) -> None:
@@ -75,7 +72,7 @@ class ModelRunner:
         for row, position, block in plan.new_blocks:
             self.table.blocks[row, position] = block
 
-    def _sample(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> StepResult:
+    def _sample(self, plan: StepPlan, logits: Tensor, best: Tensor) -> StepResult:
         """Draw `num_samples` tokens for each row and append the first of them to the row's tokens."""
         num_samples = np.array(plan.num_samples, np.int64)
         if not num_samples.any():
@@ -84,9 +81,8 @@ class ModelRunner:
         lengths = np.repeat(np.array(plan.num_computed, np.int64) + plan.num_tokens, num_samples)
         firsts = np.cumsum(num_samples) - num_samples  # of each row's samples
         forks = np.arange(len(rows)) - np.repeat(firsts, num_samples)
-        logits = self.model.logits(hidden[batch.sample_rows])
         samples = self.sampling.build(rows, forks, lengths, self.table.tokens)
-        tokens, logprobs, errors = self.sampler.sample(logits, samples)
+        tokens, logprobs, errors = self.sampler.sample(logits, best, samples)
         is_first = forks == 0
         self.table.tokens[rows[is_first], lengths[is_first]] = tokens[is_first]
         drawn = [SampledToken(token, entry) for token, entry in zip(tokens.tolist(), logprobs, strict=True)]
@@ -95,7 +91,7 @@ class ModelRunner:
             errors={int(rows[n]): message for n, message in errors.items()},
         )
 
-    def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+    def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch) -> dict[int, list[TokenLogprobs]]:
         """By row that asks for them: the log-probabilities of the prompt tokens that this step's tokens predict."""
         found: dict[int, list[TokenLogprobs]] = {}
         if not self._wants_prompt_logprobs:
@@ -113,8 +109,6 @@ class ModelRunner:
                 first = starts[s] + position - computed
                 predicted = self.table.tokens[row, position + 1 : position + 1 + count].astype(np.int64)
                 entries += token_logprobs(
-                    self.model.logits(hidden[first : first + count]),
-                    predicted,
-                    np.full(count, self._wants_prompt_logprobs[row]),
+                    self.graph.logits_of(first, count), predicted, np.full(count, self._wants_prompt_logprobs[row])
                 )
         return found

@@ -49,6 +49,19 @@ class SequenceTable:
         self._starts = np.zeros(max_num_seqs + 1, np.int32)
         self._seq_lens = np.zeros(max_num_seqs, np.int32)
         self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._sample_rows = np.zeros(max_num_seqs, np.int64)
+
+    def full_batch(self) -> StepBatch:
+        """The whole buffers that batches are views of: what a step is recorded with."""
+        return StepBatch(
+            token_ids=torch.from_numpy(self._token_ids),
+            positions=torch.from_numpy(self._positions),
+            slot_mapping=torch.from_numpy(self._slots),
+            query_start_loc=torch.from_numpy(self._starts),
+            seq_lens=torch.from_numpy(self._seq_lens),
+            block_tables=torch.from_numpy(self._tables),
+            sample_rows=torch.from_numpy(self._sample_rows),
+        )
 
     def admit(self, admission: Admission) -> None:
         row = admission.row

@@ -33,7 +33,7 @@ class Attention:
             self.key_norm = weights.take(f"{prefix}k_norm.weight", (config.head_size,))
 
     def forward(self, hidden: Tensor, residual: Tensor, batch: StepBatch, cache: LayerKVCache) -> None:
-        """Add the attention of hidden [T, H] to residual [T, H]."""
+        """Add to `residual` [T, H] what attention makes of `hidden`, its norm."""
         config, ops = self.config, self.ops
         qkv = ops.linear(hidden, self.qkv).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_size)
         query = qkv[:, : config.num_heads]
@@ -59,7 +59,7 @@ class FeedForward:
     """SiLU-gated feed-forward (Shazeer 2020)."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, ops: Ops) -> None:
-        self.config, self.ops = config, ops
+        self.ops, self.residual_multiplier = ops, config.residual_multiplier
         sizes = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
         fused = "gate_up_proj" if config.fused_projections else None
         self.gate_up = _stacked_linear(config, weights, prefix, sizes, fused, config.mlp_bias, ops, gated=True)
@@ -68,9 +68,9 @@ class FeedForward:
         )
 
     def forward(self, hidden: Tensor, residual: Tensor) -> None:
-        """Add the feed-forward of hidden [T, H] to residual [T, H]."""
+        """Add to `residual` [T, H] what the feed-forward makes of `hidden`, its norm."""
         gated = self.ops.linear_silu_and_mul(hidden, self.gate_up, self.down)
-        self.ops.linear_add(gated, self.down, residual, self.config.residual_multiplier)
+        self.ops.linear_add(gated, self.down, residual, self.residual_multiplier)
 
 
 class DecoderBlock:
@@ -84,7 +84,7 @@ class DecoderBlock:
         self.feed_forward = FeedForward(config, weights, f"{prefix}mlp.", ops)
 
     def forward(self, residual: Tensor, batch: StepBatch, cache: LayerKVCache) -> None:
-        """Add the block's outputs to residual [T, H]."""
+        """residual [T, H], in place."""
         hidden = self.ops.rms_norm(residual, self.attention_norm, self.eps, self.attention.qkv)
         self.attention.forward(hidden, residual, batch, cache)
         hidden = self.ops.rms_norm(residual, self.feed_forward_norm, self.eps, self.feed_forward.gate_up)
@@ -97,7 +97,8 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: Weights, ops: Ops, max_positions: int) -> None:
         self.config, self.ops = config, ops
         shape = (config.vocab_size, config.hidden_size)
-        self.embedding = ops.pack_linear([weights.take("model.embed_tokens.weight", shape)])
+        self.dtype = weights.dtype
+        self.embedding = ops.pack_linear([weights.take_matrix("model.embed_tokens.weight", shape)])
         rotary = rotary_table(config.rope, max_positions)
         unrotated = identity_table(config.rope.rotary_dim, max_positions) if any(config.no_rope_layers) else rotary
         self.blocks = [
@@ -110,10 +111,11 @@ class Decoder:
             )
             for i in range(config.num_layers)
         ]
-        self.norm = weights.take("model.norm.weight", (config.hidden_size,))
+        # Granite divides its logits: the norm before the output matrix may as well.
+        self.norm = weights.take("model.norm.weight", (config.hidden_size,)).float() / config.logits_divisor
         self.output = self.embedding
         if not config.tie_word_embeddings:
-            self.output = ops.pack_linear([weights.take("lm_head.weight", shape)])
+            self.output = ops.pack_linear([weights.take_matrix("lm_head.weight", shape)])
 
     def num_weight_bytes(self) -> int:
         """Bytes of the packed matrices."""
@@ -125,25 +127,21 @@ class Decoder:
 
     def forward(self, batch: StepBatch, caches: list[LayerKVCache]) -> Tensor:
         """-> hidden [T, H] before the final norm."""
-        residual = self.ops.embedding(batch.token_ids, self.embedding)
-        if self.config.embedding_multiplier != 1.0:
-            residual = residual * self.config.embedding_multiplier
+        residual = self.ops.embedding(batch.token_ids, self.embedding, self.dtype, self.config.embedding_multiplier)
         for block, cache in zip(self.blocks, caches, strict=True):
             block.forward(residual, batch, cache)
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab_size] float32."""
-        normed = self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
-        logits = self.ops.linear(normed, self.output, torch.float32)
-        if self.config.logits_divisor != 1.0:
-            logits /= self.config.logits_divisor
-        return logits
+        normed = self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.output)
+        return self.ops.linear(normed, self.output, torch.float32)
 
 
 def _linear(weights: Weights, name: str, num_out: int, num_in: int, bias: bool, ops: Ops) -> LinearWeight:
     return ops.pack_linear(
-        [weights.take(f"{name}.weight", (num_out, num_in))], weights.take(f"{name}.bias", (num_out,)) if bias else None
+        [weights.take_matrix(f"{name}.weight", (num_out, num_in))],
+        weights.take(f"{name}.bias", (num_out,)) if bias else None,
     )
 
 
@@ -157,14 +155,13 @@ def _stacked_linear(
     ops: Ops,
     gated: bool = False,
 ) -> LinearWeight:
-    """Several projections of the same input as one matrix: their outputs side by side. `fused` names the matrix in
-    checkpoints that store it that way."""
-    num_in = config.hidden_size
+    """Several projections of the same input as one matrix: their outputs side by side, or `gated`. `fused` names the
+    matrix in checkpoints that store it that way."""
+    num_in, num_out = config.hidden_size, sum(sizes.values())
     if fused is not None:
-        matrix = weights.take(f"{prefix}{fused}.weight", (sum(sizes.values()), num_in))
-        parts = list(matrix.split(list(sizes.values()))) if gated else [matrix]
-        biases = [weights.take(f"{prefix}{fused}.bias", (sum(sizes.values()),))] if bias else None
-    else:
-        parts = [weights.take(f"{prefix}{name}.weight", (size, num_in)) for name, size in sizes.items()]
-        biases = [weights.take(f"{prefix}{name}.bias", (size,)) for name, size in sizes.items()] if bias else None
+        matrix = weights.take_matrix(f"{prefix}{fused}.weight", (num_out, num_in))
+        parts = [matrix[: num_out // 2], matrix[num_out // 2 :]] if gated else [matrix]
+        return ops.pack_linear(parts, weights.take(f"{prefix}{fused}.bias", (num_out,)) if bias else None, gated)
+    parts = [weights.take_matrix(f"{prefix}{name}.weight", (size, num_in)) for name, size in sizes.items()]
+    biases = [weights.take(f"{prefix}{name}.bias", (size,)) for name, size in sizes.items()] if bias else None
     return ops.pack_linear(parts, None if biases is None else torch.cat(biases), gated)

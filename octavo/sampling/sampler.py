@@ -30,16 +30,19 @@ class Sampler:
         self.ops = ops
 
     def sample(
-        self, logits: Tensor, batch: SamplingBatch
+        self, logits: Tensor, best: Tensor, batch: SamplingBatch
     ) -> tuple[NDArray[np.int64], list[TokenLogprobs | None], dict[int, str]]:
-        """logits [N, V] float32, which are overwritten -> tokens [N], their log-probabilities where asked for, and what
-        went wrong by sample: a caller's processor failed, or nothing was left to choose from."""
+        """logits [N, V] float32, which are overwritten, and their argmax [N] int64 -> tokens [N], their
+        log-probabilities where asked for, and what went wrong by sample: a caller's processor failed, or nothing was
+        left to choose from."""
         wanted = np.flatnonzero(batch.num_logprobs >= 0)
         raw = logits[torch.from_numpy(wanted)] if len(wanted) else None  # before penalties, as the model said
-        errors = process_logits(logits, batch.special) if batch.special else {}
-        best = self.ops.argmax(logits)
+        errors = {}
+        if batch.special:
+            errors = process_logits(logits, batch.special)
+            best = self.ops.argmax(logits)
         is_finite = logits.gather(1, best[:, None])[:, 0].isfinite().numpy()
-        tokens: NDArray[np.int64] = best.numpy()
+        tokens: NDArray[np.int64] = best.numpy().copy()
         rows = np.flatnonzero(batch.temperature > 0)
         if len(rows):
             chosen = logits if len(rows) == len(tokens) else logits[torch.from_numpy(rows)]
