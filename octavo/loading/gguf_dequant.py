@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from octavo.loading.gguf import GGUFFile
+from octavo.loading.gguf import GGUFFile, TensorType
 from octavo.loading.gguf_config import NamedTensor
 
 # Elements unpacked at once: the most that torch's elementwise kernels do without starting threads (GRAIN_SIZE in
@@ -19,23 +19,32 @@ from octavo.loading.gguf_config import NamedTensor
 # for the slower one: 135M elements on two cores take 0.3 s, idle or busy; at 2^18, 0.16 s idle and up to 4 s busy.
 _CHUNK_ELEMENTS = 1 << 15
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def packed_rows(file: GGUFFile, tensor: NamedTensor) -> Tensor:
+    """The tensor's bytes [rows, bytes of a row], uint8, in the order of the model. They alias the mapped file unless
+    rows had to be moved."""
+    info = tensor.info
+    num_rows = info.shape[0] if len(info.shape) > 1 or tensor.rotary_heads else 1
+    packed = torch.frombuffer(file.data, dtype=torch.uint8, count=info.num_bytes, offset=info.offset)
+    packed = packed.view(num_rows, -1)
+    return _to_half_rotary(packed, tensor.rotary_heads) if tensor.rotary_heads else packed
 
 
 def dequantize(file: GGUFFile, tensor: NamedTensor, dtype: torch.dtype) -> Tensor:
     """The tensor's values in `dtype`, in its own shape. Unquantized tensors of that type alias the mapped file."""
-    info = tensor.info
-    num_rows = info.shape[0] if len(info.shape) > 1 or tensor.rotary_heads else 1
-    # packed: [num_rows, bytes of a row]
-    packed = torch.frombuffer(file.data, dtype=torch.uint8, count=info.num_bytes, offset=info.offset)
-    packed = packed.view(num_rows, -1)
-    if tensor.rotary_heads:
-        packed = _to_half_rotary(packed, tensor.rotary_heads)
-    if plain := _PLAIN.get(info.type.name):
-        return packed.view(plain).to(dtype).view(info.shape)
-    unpack = _UNPACKERS[info.type.name]
-    blocks = packed.view(-1, info.type.block_bytes)
-    num_blocks, block_size = blocks.shape[0], info.type.block_size
+    packed = packed_rows(file, tensor)
+    if plain := PLAIN_TYPES.get(tensor.info.type.name):
+        return packed.view(plain).to(dtype).view(tensor.info.shape)
+    return dequantize_rows(tensor.info.type, packed, dtype).view(tensor.info.shape)
+
+
+def dequantize_rows(tensor_type: TensorType, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of blocks, uint8 [N, bytes of a row], as values [N, K]."""
+    unpack = _UNPACKERS[tensor_type.name]
+    blocks = packed.reshape(-1, tensor_type.block_bytes)
+    num_blocks, block_size = blocks.shape[0], tensor_type.block_size
     out = torch.empty(num_blocks, block_size, dtype=dtype)
     step = min(num_blocks, _CHUNK_ELEMENTS // block_size)
     values = out if dtype == torch.float32 else torch.empty(step, block_size, dtype=torch.float32)
@@ -46,7 +55,7 @@ def dequantize(file: GGUFFile, tensor: NamedTensor, dtype: torch.dtype) -> Tenso
         else:
             unpack(chunk, values[: chunk.shape[0]])
             out[start : start + step].copy_(values[: chunk.shape[0]])
-    return out.view(info.shape)
+    return out.view(packed.shape[0], -1)
 
 
 def _to_half_rotary(rows: Tensor, num_heads: int) -> Tensor:

@@ -37,12 +37,21 @@ class LayerKVCache:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A weight matrix as a file holds it. `data` [N, row_bytes] uint8 is in the file's own blocks; `format` is the
-    name that GGUF has for them ("Q4_1", "Q6_K", ...), or "INT8"."""
+    """A matrix [N, K] as a file holds it, waiting to be packed. `octavo.quantization` knows the formats.
+
+    `format` is a block format under GGUF's name ("Q4_1", "Q6_K", ...), whose `data` is uint8 [N, bytes of a row]; or
+    "INT8", whose `data` is floats [N, K] that are quantized as they are packed. Rows may be any distance apart. `data`
+    may alias a mapped file: never write.
+    """
 
     format: str
     data: Tensor
     shape: tuple[int, int]
+
+    def rows(self, start: int, end: int) -> QuantizedMatrix:
+        """These rows as a matrix of their own, over the same memory."""
+        assert 0 <= start <= end <= self.shape[0]
+        return QuantizedMatrix(self.format, self.data[start:end], (end - start, self.shape[1]))
 
 
 class LinearWeight(Protocol):

@@ -1,0 +1,418 @@
+#include "pack_int.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace octavo {
+
+namespace {
+
+constexpr int kScales = 4;  // of a block, at the finest: one for 16 elements
+constexpr int kMinima = 2;
+
+template <class T>
+T load(const void* from) {
+    T value;
+    std::memcpy(&value, from, sizeof(T));
+    return value;
+}
+
+uint32_t bits_of(float value) { return load<uint32_t>(&value); }
+
+float float_of(uint32_t bits) { return load<float>(&bits); }
+
+float half_to_float(uint16_t half) {
+    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, mantissa = half & 1023;
+    if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(mantissa) * 0x1p-24f));
+    return float_of(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
+}
+
+// To nearest even, as all conversions here.
+uint16_t float_to_half(float value) {
+    const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude >= bits_of(65536.0f)) return static_cast<uint16_t>(sign | (magnitude > 0x7f800000 ? 0x7e00 : 0x7c00));
+    if (magnitude < bits_of(0x1p-14f)) {
+        // Below the normal numbers: from 0.5 on, floats lie as far apart as these halves, so the addition rounds.
+        return static_cast<uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
+    }
+    return static_cast<uint16_t>(sign | (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13);
+}
+
+uint16_t float_to_bf16(float value) {
+    const uint32_t bits = bits_of(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// A source reads 64 elements of a row, of which the first `valid` exist (0 elsewhere). `read_scales` finds
+// scales by 16 elements and, if kHasMinima, minima by 32; `read_codes` finds codes. An element is
+// scale * code + minimum, or scale * (code - kZero). Both are called for one block after the other.
+
+// 32 elements in `kBytes` bytes: float16 scale, float16 minimum if there is one, then `Codes`.
+template <bool kMinimum, int kCodeZero, int kCodeBits, int kCodeBytes>
+struct Blocks32 {
+    static constexpr bool kHasMinima = kMinimum;
+    static constexpr int kZero = kCodeZero, kBits = kCodeBits, kElements = 32;
+    static constexpr int kHeader = kMinimum ? 4 : 2, kBytes = kHeader + kCodeBytes;
+
+    static void read_scales(const uint8_t* row, int64_t block, int valid, float* scales, float* minima) {
+        for (int i = 0; 32 * i < valid; ++i) {
+            const uint8_t* from = row + (2 * block + i) * kBytes;
+            scales[2 * i] = scales[2 * i + 1] = half_to_float(load<uint16_t>(from));
+            if (kMinimum) minima[i] = half_to_float(load<uint16_t>(from + 2));
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int valid, const float*, uint8_t* codes) {
+        for (int i = 0; 32 * i < valid; ++i) {
+            const uint8_t* from = row + (2 * block + i) * kBytes + kHeader;
+            uint8_t* out = codes + 32 * i;
+            if (kBits == 8) {
+                for (int e = 0; e < 32; ++e) out[e] = from[e] ^ 0x80;
+                continue;
+            }
+            const uint8_t* nibbles = kBits == 5 ? from + 4 : from;
+            for (int e = 0; e < 16; ++e) {
+                out[e] = nibbles[e] & 15;
+                out[e + 16] = nibbles[e] >> 4;
+            }
+            if (kBits == 5) {
+                for (int byte = 0; byte < 4; ++byte) add_fifth_bits(from[byte], out + 8 * byte);
+            }
+        }
+    }
+
+    // Bit i of `bits` is bit 4 of code i.
+    static void add_fifth_bits(uint64_t bits, uint8_t* codes) {
+        const uint64_t spread = bits * 0x0101010101010101 & 0x8040201008040201;  // byte i: bit i or nothing
+        const uint64_t fifth = (spread + 0x7f7f7f7f7f7f7f7f) >> 3 & 0x1010101010101010;
+        const uint64_t both = load<uint64_t>(codes) | fifth;
+        std::memcpy(codes, &both, 8);
+    }
+};
+
+using Q4_0 = Blocks32<false, 8, 4, 16>;
+using Q4_1 = Blocks32<true, 0, 4, 16>;
+using Q5_0 = Blocks32<false, 16, 5, 20>;
+using Q5_1 = Blocks32<true, 0, 5, 20>;
+using Q8_0 = Blocks32<false, 128, 8, 32>;
+
+// Q4_K and Q5_K: 256 elements; float16 units of the scales and of the minima, eight of each in 12 bytes, fifth bits,
+// then nibbles, of which 32 bytes make 64 elements.
+template <int kCodeBits>
+struct BlocksK {
+    static constexpr bool kHasMinima = true;
+    static constexpr int kZero = 0, kBits = kCodeBits, kElements = 256;
+    static constexpr int kFifth = 16, kNibbles = kBits == 5 ? 48 : 16, kBytes = kNibbles + 128;
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float* minima) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const float unit = half_to_float(load<uint16_t>(from)), minimum = half_to_float(load<uint16_t>(from + 2));
+        const uint8_t* packed = from + 4;
+        for (int i = 0; i < 2; ++i) {
+            // The first four of each have six bits of a byte; the last four share bytes 8 to 11, and the top two bits
+            // of bytes 0 to 7.
+            const int group = static_cast<int>(block % 4) * 2 + i;
+            int scale = packed[group] & 63, below = packed[group + 4] & 63;
+            if (group >= 4) {
+                scale = (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4;
+                below = packed[group + 4] >> 4 | packed[group] >> 6 << 4;
+            }
+            scales[2 * i] = scales[2 * i + 1] = unit * static_cast<float>(scale);
+            minima[i] = -(minimum * static_cast<float>(below));
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int, const float*, uint8_t* codes) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const int quarter = static_cast<int>(block % 4);
+        const uint8_t* nibbles = from + kNibbles + 32 * quarter;
+        for (int e = 0; e < 32; ++e) {
+            codes[e] = nibbles[e] & 15;
+            codes[e + 32] = nibbles[e] >> 4;
+        }
+        if (kBits == 5) {
+            const uint8_t* fifth = from + kFifth;  // bit g of byte e belongs to element e of group g
+            for (int e = 0; e < 32; ++e) {
+                const int two = fifth[e] >> (2 * quarter);
+                codes[e] = static_cast<uint8_t>(codes[e] | (two & 1) << 4);
+                codes[e + 32] = static_cast<uint8_t>(codes[e + 32] | (two & 2) << 3);
+            }
+        }
+    }
+};
+
+using Q4_K = BlocksK<4>;
+using Q5_K = BlocksK<5>;
+
+// 256 elements: 128 bytes of nibbles and 64 of top bits, 16 signed scales, and their float16 unit. Of each half of 128
+// elements, runs 0 and 1 (of 32) are low nibbles, 2 and 3 high ones, and the four share 32 bytes of top bits.
+struct Q6_K {
+    static constexpr bool kHasMinima = false;
+    static constexpr int kZero = 32, kBits = 6, kElements = 256, kBytes = 210;
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const float unit = half_to_float(load<uint16_t>(from + 208));
+        for (int i = 0; i < kScales; ++i) {
+            scales[i] = unit * static_cast<float>(static_cast<int8_t>(from[192 + block % 4 * 4 + i]));
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int, const float*, uint8_t* codes) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const int half = static_cast<int>(block % 4) / 2, shift = static_cast<int>(block % 2) * 4;
+        const uint8_t *nibbles = from + 64 * half, *top = from + 128 + 32 * half;
+        for (int e = 0; e < 32; ++e) {
+            const int two = top[e] >> shift;
+            codes[e] = static_cast<uint8_t>((nibbles[e] >> shift & 15) | (two & 3) << 4);
+            codes[e + 32] = static_cast<uint8_t>((nibbles[e + 32] >> shift & 15) | (two & 12) << 2);
+        }
+    }
+};
+
+// Floats, quantized here: the scale of 32 elements is their largest magnitude over 127. A scale is NaN where there is
+// a NaN or an infinity, so that the output is NaN as well.
+template <class Element>
+struct Floats {
+    static constexpr bool kHasMinima = false;
+    static constexpr int kZero = 128, kBits = 8, kElements = 1, kBytes = sizeof(Element);
+
+    static void read_scales(const uint8_t* row, int64_t block, int valid, float* scales, float*) {
+        float values[kQBlock];
+        read(row, block, valid, values);
+        for (int i = 0; i < 2; ++i) {
+            int32_t largest = 0;  // magnitudes compare as the integers that their bits are
+            for (int e = 0; e < 32; ++e) {
+                const int32_t magnitude = load<int32_t>(values + 32 * i + e) & 0x7fffffff;
+                largest = magnitude > largest ? magnitude : largest;
+            }
+            const bool finite = largest < 0x7f800000;
+            scales[2 * i] = scales[2 * i + 1] =
+                finite ? float_of(static_cast<uint32_t>(largest)) / 127 : float_of(0x7fc00000);
+        }
+    }
+
+    // `scales` as they were rounded.
+    static void read_codes(const uint8_t* row, int64_t block, int valid, const float* scales, uint8_t* codes) {
+        float values[kQBlock];
+        read(row, block, valid, values);
+        for (int i = 0; i < 2; ++i) {
+            const float scale = scales[2 * i];
+            const float inverse = scale > 0 && scale <= 0x1p127f ? 1 / scale : 0;
+            // The sum rounds to an integer, which is the last bits of the float. Scales that lost bits to float16 are
+            // too small by less than half, so the integer is far from overflowing.
+            constexpr float kRound = 0x1.8p23f;
+            float sums[32];
+            for (int e = 0; e < 32; ++e) sums[e] = values[32 * i + e] * inverse + kRound;
+            int32_t steps[32];
+            std::memcpy(steps, sums, sizeof(steps));
+            for (int e = 0; e < 32; ++e) {
+                const int32_t step = steps[e] - static_cast<int32_t>(bits_of(kRound));
+                const int32_t below = step < 127 ? step : 127;
+                codes[32 * i + e] = static_cast<uint8_t>((below > -127 ? below : -127) + kZero);
+            }
+        }
+    }
+
+  private:
+    static void read(const uint8_t* row, int64_t block, int valid, float* values) {
+        Element stored[kQBlock] = {};
+        std::memcpy(stored, row + block * kQBlock * kBytes, static_cast<size_t>(valid) * kBytes);
+        for (int e = 0; e < kQBlock; ++e) values[e] = stored[e].value();
+    }
+};
+
+struct F32Element {
+    float bits;
+    float value() const { return bits; }
+};
+
+struct F16Element {
+    uint16_t bits;
+    float value() const { return half_to_float(bits); }
+};
+
+struct BF16Element {
+    uint16_t bits;
+    float value() const { return float_of(static_cast<uint32_t>(bits) << 16); }
+};
+
+// 32 outputs by 64 elements, before they are laid out.
+struct PanelBlock {
+    alignas(64) uint8_t codes[kPanel][kQBlock];
+    uint16_t scales[kScales][kPanel];
+    uint16_t minima[kPanel][kMinima];
+};
+
+// One row's share of a block.
+template <class Source>
+void read_row(const Matrix& to, const uint8_t* row, int64_t block, int lane, PanelBlock& out) {
+    const int valid = static_cast<int>(std::min<int64_t>(to.k - block * kQBlock, kQBlock));
+    const int zero = to.format == kWeightInt4 ? 8 : 128;
+    const float inverse = 1 / to.factor;
+    float scales[kScales] = {}, minima[kMinima] = {}, rounded[kScales];
+    Source::read_scales(row, block, valid, scales, minima);
+    for (int i = 0; i < kScales; ++i) {
+        out.scales[i][lane] = float_to_half(scales[i] * inverse);
+        rounded[i] = half_to_float(out.scales[i][lane]) * to.factor;
+    }
+    uint8_t* codes = out.codes[lane];
+    Source::read_codes(row, block, valid, rounded, codes);
+    for (int i = 0; i < kMinima; ++i) {
+        const float scale = scales[2 * i];
+        int shift = Source::kZero;  // from the source's codes, whose zero is here, to codes whose zero is `zero`
+        float minimum = 0;
+        if (Source::kHasMinima) {
+            if (to.format == kWeightInt4) {
+                shift = 8;
+            } else {
+                // Eight bits have room to shift the codes so that hardly any minimum remains to be rounded.
+                const float steps = -minima[i] / scale;
+                shift = steps > -96 ? (steps < 128 ? static_cast<int>(std::lrintf(steps)) : 128) : -96;
+                if (scale == 0 || !(std::fabs(steps) < 0x1p30f)) shift = 0;
+            }
+            minimum = minima[i] + static_cast<float>(shift) * scale;
+        }
+        out.minima[lane][i] = float_to_bf16(minimum * inverse);
+        if (32 * i >= valid) {
+            std::memset(codes + 32 * i, zero, 32);
+        } else if (shift != zero) {
+            for (int e = 0; e < 32; ++e) codes[32 * i + e] = static_cast<uint8_t>(codes[32 * i + e] + zero - shift);
+        }
+    }
+}
+
+// Lays lanes [begin, end) out; the others keep what they have.
+void write_block(const Matrix& to, const PanelBlock& block, int begin, int end, uint8_t* out) {
+    for (int step = 0; step < kQBlock / 4; ++step) {
+        if (to.format == kWeightInt4 && step % 2) continue;
+        for (int lane = begin; lane < end; ++lane) {
+            const uint8_t* codes = block.codes[lane] + 4 * step;
+            uint32_t word = load<uint32_t>(codes);
+            if (to.format == kWeightInt4) word |= load<uint32_t>(codes + 4) << 4;
+            std::memcpy(out + 4 * lane, &word, 4);
+        }
+        out += 4 * kPanel;
+    }
+    const size_t lanes = static_cast<size_t>(end - begin);
+    for (int group = 0; group < kQBlock / to.group; ++group) {
+        std::memcpy(out + 2 * begin, block.scales[group * to.group / 16] + begin, 2 * lanes);
+        out += 2 * kPanel;
+    }
+    if (to.minima) std::memcpy(out + 4 * begin, block.minima[begin], 4 * lanes);
+}
+
+template <class Source>
+void pack_part_panel(const void* args, int64_t task) {
+    const PackPartArgs& a = *static_cast<const PackPartArgs*>(args);
+    const int64_t panel = a.to.gated ? 2 * task + a.first_row : a.first_row / kPanel + task;
+    // The first row of the source that lies in the panel, and its lane.
+    const int64_t row = a.to.gated ? task * kPanel : std::max<int64_t>(panel * kPanel - a.first_row, 0);
+    const int begin = a.to.gated ? 0 : static_cast<int>(a.first_row + row - panel * kPanel);
+    const int end = static_cast<int>(std::min<int64_t>(begin + a.rows - row, kPanel));
+    const int64_t blocks = (a.to.k + kQBlock - 1) / kQBlock, block_bytes = packed_block_bytes(a.to);
+    uint8_t* out = static_cast<uint8_t*>(const_cast<void*>(a.to.data)) + panel * blocks * block_bytes;
+    PanelBlock gathered;
+    for (int64_t block = 0; block < blocks; ++block) {
+        for (int lane = begin; lane < end; ++lane) {
+            read_row<Source>(a.to, a.source + (row + lane - begin) * a.stride, block, lane, gathered);
+        }
+        write_block(a.to, gathered, begin, end, out + block * block_bytes);
+    }
+}
+
+template <class Source>
+void find_max_scale(const void* args, int64_t task) {
+    const MaxScaleArgs& a = *static_cast<const MaxScaleArgs*>(args);
+    float largest = 0;
+    for (int64_t row = task * kPanel; row < std::min((task + 1) * kPanel, a.rows); ++row) {
+        for (int64_t block = 0; block * kQBlock < a.k; ++block) {
+            float scales[kScales] = {}, minima[kMinima] = {};
+            const int valid = static_cast<int>(std::min<int64_t>(a.k - block * kQBlock, kQBlock));
+            Source::read_scales(a.source + row * a.stride, block, valid, scales, minima);
+            for (const float scale : scales) {
+                const float magnitude = std::fabs(scale);
+                if (magnitude > largest && magnitude <= 0x1.fffffep127f) largest = magnitude;
+            }
+        }
+    }
+    a.largest[task] = largest;
+}
+
+// What is known of a source format.
+struct Source {
+    Kernel pack, max_scale;
+    int bits, group, elements, bytes;
+    bool minima;
+};
+
+template <class S>
+constexpr Source source_of(int group) {
+    return {pack_part_panel<S>, find_max_scale<S>, S::kBits, group, S::kElements, S::kBytes, S::kHasMinima};
+}
+
+// By SourceFormat.
+constexpr Source kSources[kNumSourceFormats] = {
+    source_of<Floats<F32Element>>(32),
+    source_of<Floats<F16Element>>(32),
+    source_of<Floats<BF16Element>>(32),
+    source_of<Q4_0>(32),
+    source_of<Q4_1>(32),
+    source_of<Q5_0>(32),
+    source_of<Q5_1>(32),
+    source_of<Q8_0>(32),
+    source_of<Q4_K>(32),
+    source_of<Q5_K>(32),
+    source_of<Q6_K>(16),
+};
+
+// Checks that rows of k elements can be of the format and `stride` bytes apart.
+const Source& checked_source(int32_t format, int64_t k, int64_t stride) {
+    if (format < 0 || format >= kNumSourceFormats) {
+        throw std::invalid_argument("there is no source format " + std::to_string(format) + ".");
+    }
+    const Source& source = kSources[format];
+    if (k <= 0 || k % source.elements != 0 || stride < k / source.elements * source.bytes) {
+        throw std::invalid_argument(std::string(kSourceNames[format]) + " rows of " + std::to_string(k) +
+                                    " elements do not fit into " + std::to_string(stride) + " bytes.");
+    }
+    return source;
+}
+
+}  // namespace
+
+int64_t packed_block_bytes(const Matrix& matrix) {
+    const int64_t codes = matrix.format == kWeightInt4 ? kQBlock / 2 : kQBlock;
+    return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
+}
+
+Launch plan_pack_part(PackPartArgs& args) {
+    const Source& source = checked_source(args.source_format, args.to.k, args.stride);
+    const int bits = args.to.format == kWeightInt4 ? 4 : args.to.format == kWeightInt8 ? 8 : 0;
+    if (bits < source.bits || args.to.group > source.group || (args.to.group != 16 && args.to.group != 32) ||
+        (source.minima && !args.to.minima)) {
+        throw std::invalid_argument(std::string(kSourceNames[args.source_format]) + " does not fit into " +
+                                    std::to_string(bits) + " bits, groups of " + std::to_string(args.to.group) +
+                                    " and " + (args.to.minima ? "minima." : "no minima."));
+    }
+    const int64_t outputs = args.to.gated ? args.to.n / 2 : args.to.n;
+    const int64_t end = args.to.gated ? args.rows : args.first_row + args.rows;
+    if (args.rows < 0 || args.first_row < 0 || (args.to.gated && args.first_row > 1) || end > outputs) {
+        throw std::invalid_argument("rows " + std::to_string(args.first_row) + " to " + std::to_string(end) +
+                                    " are not in a matrix of " + std::to_string(outputs) + ".");
+    }
+    const int64_t first = args.to.gated ? 0 : args.first_row / kPanel;
+    const int64_t tasks = args.rows ? (end + kPanel - 1) / kPanel - first : 0;
+    return {source.pack, &args, tasks, static_cast<double>(args.rows * args.to.k)};
+}
+
+Launch plan_max_scale(MaxScaleArgs& args) {
+    const Source& source = checked_source(args.source_format, args.k, args.stride);
+    return {source.max_scale, &args, (args.rows + kPanel - 1) / kPanel, static_cast<double>(args.rows * args.k) / 4};
+}
+
+}  // namespace octavo

@@ -1,0 +1,95 @@
+"""Blocks of every GGUF format made by hand, and a reader of packed matrices that shares no code with the packer."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import torch
+
+from octavo.ops import QuantizedMatrix
+from octavo.ops.cpu_pack import PackedIntegers
+
+# Bytes of a block, its elements, and where its float16 numbers lie.
+BLOCKS = {
+    "Q4_0": (18, 32, (0,)),
+    "Q4_1": (20, 32, (0, 2)),
+    "Q5_0": (22, 32, (0,)),
+    "Q5_1": (24, 32, (0, 2)),
+    "Q8_0": (34, 32, (0,)),
+    "Q4_K": (144, 256, (0, 2)),
+    "Q5_K": (176, 256, (0, 2)),
+    "Q6_K": (210, 256, (208,)),
+}
+# What a float16 can be at its worst.
+EXTREMES = np.array(
+    [0.0, -0.0, 65504.0, -65504.0, 2.0**-14, -(2.0**-14), 2.0**-24, -(2.0**-24), 1023 * 2.0**-24, 1.0, -1.0, 2.0**-15],
+    np.float16,
+)
+
+
+def random_matrix(name: str, rows: int, num_in: int, seed: int = 0, extreme: bool = False) -> QuantizedMatrix:
+    """Blocks of random bytes, whose float16 numbers are of the size of weights, or `extreme`."""
+    rng = np.random.default_rng([seed, rows, num_in, *name.encode()])
+    block_bytes, elements, halves = BLOCKS[name]
+    assert num_in % elements == 0
+    packed = rng.integers(0, 256, (rows * num_in // elements, block_bytes), dtype=np.uint8)
+    for offset in halves:
+        scales = rng.standard_normal(len(packed)).astype(np.float16) * np.float16(0.01)
+        if extreme:
+            scales = rng.choice(EXTREMES, len(packed))
+        packed[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return QuantizedMatrix(name, torch.from_numpy(packed.reshape(rows, -1)), (rows, num_in))
+
+
+def values_of(matrix: QuantizedMatrix) -> np.ndarray:
+    """The matrix according to the gguf package."""
+    return gguf.dequantize(matrix.data.numpy(), gguf.GGMLQuantizationType[matrix.format])
+
+
+def read_packed(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
+    """-> (products, minima): scale * (code - z) and minimum of each element, times the factor.
+
+    Written after the description of the layout: [panel][64 elements][codes, scales, minima]. Float64 throughout.
+    """
+    layout = packed.layout
+    blocks = -(-packed.num_in // 64)
+    code_bytes, zero = (1024, 8) if layout.bits == 4 else (2048, 128)
+    groups = 64 // layout.group
+    block_bytes = code_bytes + groups * 64 + (128 if layout.minima else 0)
+    memory = packed.data.numpy().reshape(-1, blocks, block_bytes)
+    panels = len(memory)
+    raw = memory[:, :, :code_bytes]
+    codes = np.zeros((panels, 32, blocks, 64), np.int64)
+    for lane in range(32):
+        vector, place = divmod(lane, 16)
+        for k in range(64):
+            if layout.bits == 4:
+                step, i = divmod(k, 4)
+                byte = raw[:, :, (step // 2 * 2 + vector) * 64 + place * 4 + i]
+                codes[:, lane, :, k] = byte >> 4 if step % 2 else byte & 15
+            else:
+                step, i = divmod(k, 4)
+                codes[:, lane, :, k] = raw[:, :, (step * 2 + vector) * 64 + place * 4 + i]
+    scale_bytes = np.ascontiguousarray(memory[:, :, code_bytes : code_bytes + groups * 64])
+    scales = scale_bytes.view(np.float16).reshape(panels, blocks, groups, 32).astype(np.float64)
+    scales = scales.transpose(0, 3, 1, 2).repeat(layout.group, axis=3)
+    minima = np.zeros((panels, 32, blocks, 64))
+    if layout.minima:
+        stored = np.ascontiguousarray(memory[:, :, -128:]).view(np.uint16).astype(np.uint32) << 16
+        halves = stored.view(np.float32).reshape(panels, blocks, 32, 2).transpose(0, 2, 1, 3)
+        minima[:] = halves.repeat(32, axis=3)
+    products = packed.factor * scales * (codes - zero)
+    minima *= packed.factor
+    return _outputs(packed, products), _outputs(packed, minima)
+
+
+def _outputs(packed: PackedIntegers, panels: np.ndarray) -> np.ndarray:
+    """[panel, 32, blocks, 64] -> [N, K] in the order of the parts."""
+    rows = panels.reshape(len(panels), 32, -1)
+    assert not rows[:, :, packed.num_in :].any(), "what pads k weighs nothing"
+    rows = rows[:, :, : packed.num_in]
+    if not packed.gated:
+        assert not rows.reshape(-1, packed.num_in)[packed.num_out :].any(), "what pads the outputs weighs nothing"
+        return rows.reshape(-1, packed.num_in)[: packed.num_out]
+    half = packed.num_out // 2
+    return np.concatenate([rows[which::2].reshape(-1, packed.num_in)[:half] for which in (0, 1)])

@@ -1,0 +1,198 @@
+"""Packed integer matrices against the gguf package's values of the same blocks, through a reader of their memory."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from octavo import _cpu
+from octavo.ops import QuantizedMatrix
+from octavo.ops.cpu_pack import PackedIntegers, pack_quantized
+from octavo.quantization import Layout, common_layout, dequantize, layout_of
+from tests.quantization.blocks import BLOCKS, random_matrix, read_packed, values_of
+
+_EXACT = ("Q4_0", "Q5_0", "Q8_0")  # float16 scales and no minima: nothing to round
+
+
+def _check(packed: PackedIntegers, expected: np.ndarray, exact: bool) -> None:
+    """The packed values are the expected ones but for the rounding of scales to 11 bits and of minima to 8."""
+    products, minima = read_packed(packed)
+    expected = expected.astype(np.float64)
+    assert products.shape == expected.shape
+    if exact:
+        assert np.array_equal(products + minima, expected)
+        return
+    # Half a last bit of scale and of minimum; scales below float16's normal numbers have absolute bits.
+    largest = 32 if packed.layout.bits == 4 else 256
+    tiny = packed.factor * 2.0**-25 * largest if packed.factor != 1 else 0
+    allowed = np.abs(products) * 2.0**-11 + np.abs(minima) * 2.0**-8 + tiny
+    # What was shifted out of the minimum into the codes was rounded in float32.
+    allowed += np.abs(expected) * 2.0**-20 + np.abs(products) * 2.0**-20
+    wrong = np.abs(products + minima - expected) > allowed
+    assert not wrong.any(), (np.argwhere(wrong)[:3], (products + minima)[wrong][:3], expected[wrong][:3])
+
+
+@pytest.mark.parametrize("extreme", [False, True])
+@pytest.mark.parametrize(("rows", "blocks"), [(32, 1), (1, 3), (37, 5), (96, 2)])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_format_is_packed_to_its_own_values(name: str, rows: int, blocks: int, extreme: bool) -> None:
+    # Blocks of 32 make rows of which some are no multiple of 64.
+    matrix = random_matrix(name, rows, blocks * BLOCKS[name][1], extreme=extreme)
+    packed = pack_quantized([matrix])
+    assert packed.layout == layout_of(name)
+    assert (packed.factor == 1) == (not name.endswith("_K")) or extreme
+    assert packed.data.nbytes == packed.layout.packed_bytes(*matrix.shape)
+    _check(packed, values_of(matrix), name in _EXACT)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_1"])
+def test_the_rounding_of_minima_is_far_below_a_step(name: str) -> None:
+    """Blocks as quantizers make them: the minimum is about half of all steps below zero."""
+    rng = np.random.default_rng(0)
+    matrix = random_matrix(name, 64, 512)
+    blocks = matrix.data.numpy().reshape(-1, BLOCKS[name][0])
+    steps = rng.uniform(0.01, 0.02, len(blocks)).astype(np.float16)
+    minima = (-steps * 2.0 ** int(name[1]) * rng.uniform(0.4, 0.6, len(blocks))).astype(np.float16)
+    blocks[:, :4] = np.stack([steps, minima], axis=1).view(np.uint8)
+    products, packed_minima = read_packed(pack_quantized([matrix]))
+    error = np.abs(products + packed_minima - values_of(matrix))
+    assert error.max() < 0.01 * steps.max()
+
+
+# Superset layouts
+
+
+def _stacked(names: Sequence[str], rows: Sequence[int], num_in: int, gated: bool = False) -> PackedIntegers:
+    parts = [random_matrix(name, n, num_in, seed=i) for i, (name, n) in enumerate(zip(names, rows, strict=True))]
+    packed = pack_quantized(parts, gated)
+    assert packed.layout == common_layout(layout_of(name) for name in names)
+    _check(packed, np.concatenate([values_of(part) for part in parts]), all(name in _EXACT for name in names))
+    return packed
+
+
+@pytest.mark.parametrize("other", BLOCKS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_any_two_formats_share_a_layout(name: str, other: str) -> None:
+    _stacked([name, other], [40, 24], 256)
+
+
+def test_the_widest_layout_is_that_of_four_bits_with_minima_beside_six() -> None:
+    assert _stacked(["Q4_K", "Q4_K", "Q6_K"], [64, 32, 32], 512).layout == Layout(8, 16, True)
+
+
+@pytest.mark.parametrize("rows", [(32, 64, 32), (17, 5, 3), (1, 1, 1), (33, 31, 40), (100, 7, 64)])
+def test_parts_of_any_number_of_rows_are_stacked(rows: tuple[int, ...]) -> None:
+    _stacked(["Q4_1", "Q4_1", "Q4_0"], rows, 96)
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 96, 100])
+@pytest.mark.parametrize("names", [("Q4_1", "Q4_1"), ("Q8_0", "Q5_1")])
+def test_gate_and_up_alternate(names: tuple[str, str], rows: int) -> None:
+    packed = _stacked(names, [rows, rows], 160, gated=True)
+    assert packed.gated
+    assert packed.data.nbytes == 2 * packed.layout.packed_bytes(rows, 160)
+
+
+def test_rows_may_lie_apart() -> None:
+    """A part of a larger matrix, such as the gate of a fused gate_up_proj, and rows with bytes between them."""
+    whole = random_matrix("Q4_0", 70, 128)
+    values = values_of(whole)
+    _check(pack_quantized([whole.rows(10, 43)]), values[10:43], True)
+    _check(pack_quantized([whole.rows(35, 70), whole.rows(0, 35)], gated=True), np.roll(values, 35, axis=0), True)
+    wide = torch.zeros(70, whole.data.shape[1] + 13, dtype=torch.uint8)
+    wide[:, : whole.data.shape[1]] = whole.data
+    apart = QuantizedMatrix("Q4_0", wide[:, : whole.data.shape[1]], whole.shape)
+    _check(pack_quantized([apart]), values, True)
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    matrix = random_matrix("Q5_K", 200, 512)
+    threads = _cpu.num_threads()
+    found = []
+    for n in (1, 3):
+        _cpu.set_num_threads(n)
+        found.append(pack_quantized([matrix]).data)
+    _cpu.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+# INT8
+
+
+def _floats(values: torch.Tensor) -> QuantizedMatrix:
+    return QuantizedMatrix("INT8", values, (values.shape[0], values.shape[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(32, 64), (5, 33), (70, 576), (3, 1), (64, 95)])
+def test_floats_are_quantized_by_32(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.exp(3 * torch.randn(shape[0], 1, generator=generator))
+    values = (torch.randn(shape, generator=generator) * 0.02 * spread).to(dtype)
+    packed = pack_quantized([_floats(values)])
+    assert packed.layout == Layout(8, 32, False)
+    products, _ = read_packed(packed)
+    found = torch.from_numpy(products)
+    # Half a step, and the rounding of the scale.
+    padded = torch.nn.functional.pad(values.double(), (0, -shape[1] % 32)).view(shape[0], -1, 32)
+    step = (padded.abs().amax(-1, keepdim=True) / 127).expand_as(padded).flatten(1)[:, : shape[1]]
+    assert ((found - values.double()).abs() <= step * (0.5 + 127 * 2.0**-11)).all()
+    # The same as in torch, but for ties that fall the other way in float32.
+    reference = dequantize(_floats(values)).double()
+    assert ((found - reference).abs() <= 1.01 * step).all()
+    assert (found == reference).double().mean() > 0.99
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-35, 1e-5, 3e38])
+def test_floats_of_any_magnitude_are_quantized(magnitude: float) -> None:
+    values = torch.linspace(-1, 1, 64 * 3).view(3, 64) * magnitude
+    values[1] = 0
+    products, _ = read_packed(pack_quantized([_floats(values)]))
+    assert np.all(np.abs(products - values.double().numpy()) <= magnitude / 127)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_floats_that_are_not_finite_spoil_their_own_group_alone(bad: float) -> None:
+    values = torch.randn(40, 128, generator=torch.Generator().manual_seed(0))
+    values[7, 40] = bad
+    products, _ = read_packed(pack_quantized([_floats(values)]))
+    # The packed scale of the group is NaN, whatever the code.
+    spoiled = np.isnan(products)
+    assert spoiled[7, 32:64].sum() >= 31
+    spoiled[7, 32:64] = False
+    assert not spoiled.any()
+    assert np.abs(np.delete(products - values.numpy(), 7, axis=0)).max() < 0.02
+
+
+def test_float_parts_are_stacked_with_blocks() -> None:
+    values = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)) * 0.02
+    blocks = random_matrix("Q6_K", 40, 256)
+    products, _ = read_packed(pack_quantized([blocks, _floats(values)]))
+    assert np.abs(products[:40] - values_of(blocks)).max() < 1e-3 * np.abs(products[:40]).max()
+    assert np.abs(products[40:] - values.numpy()).max() < 0.001
+
+
+# What the native packer refuses
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    memory = torch.zeros(1 << 16, dtype=torch.uint8)
+    address = memory.data_ptr()
+
+    def pack(name: str, *, bits: int = 8, group: int = 32, minima: bool = True, gated: bool = False, first: int = 0,
+             stride: int = 1000, rows: int = 2, k: int = 256) -> None:  # fmt: skip
+        _cpu.pack_part(
+            address, 4, k, 1.0, bits, group, minima, gated, first, address, _cpu.SOURCE_FORMATS[name], stride, rows
+        )
+
+    for name, bits, group, minima in [("Q8_0", 4, 32, True), ("Q4_1", 4, 32, False), ("Q6_K", 8, 32, True)]:
+        with pytest.raises(ValueError, match=f"{name} does not fit into {bits} bits"):
+            pack(name, bits=bits, group=group, minima=minima)
+    with pytest.raises(ValueError, match="Q4_K rows of 96 elements do not fit"):
+        pack("Q4_K", k=96)
+    with pytest.raises(ValueError, match="Q8_0 rows of 256 elements do not fit into 271 bytes"):
+        pack("Q8_0", stride=271)
+    for options in ({"first": 3}, {"rows": 5}, {"gated": True, "rows": 3}, {"gated": True, "first": 2}):
+        with pytest.raises(ValueError, match="are not in a matrix of"):
+            pack("Q8_0", **options)
