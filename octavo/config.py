@@ -24,6 +24,7 @@ PreemptionMode = Literal["recompute", "swap"]
 DEFAULT_MAX_BATCHED_TOKENS = 2048
 # What a model's generation_config.json may say for requests that leave it out.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_QUANTIZATIONS = ("gguf", "int8")
 GIB = 1 << 30
 
 
@@ -37,8 +38,15 @@ class EngineArgs(Flags):
     revision: str | None = flag(None, "Branch, tag or commit on the hub.")
     download_dir: str | None = flag(None, "Where downloads are kept; default: the hub's own cache.")
     load_format: LoadFormat = flag("auto", "Format of the weights; 'dummy' makes seeded random ones.")
-    dtype: Dtype = flag("auto", "Type of weights and activations; auto is bfloat16, or float32 for float32 models.")
-    quantization: str | None = flag(None, "Weight quantization; 'gguf' for GGUF files. Others are not built yet.")
+    dtype: Dtype = flag(
+        "auto",
+        "Type of weights and activations; auto is bfloat16, or float32 for float32 models. GGUF's quantized weights "
+        "stay as they are in bfloat16; float32 expands them and computes with float32 throughout, for reference.",
+    )
+    quantization: str | None = flag(
+        None, "How weights are held: 'int8' quantizes weights of floats as they are loaded; 'gguf' is for GGUF files, "
+        "which need no flag. Default: as the model's files have them.",
+    )  # fmt: skip
     generation_config: Literal["auto", "none", "vllm"] = flag(
         "auto", "Where sampling defaults come from: the model's generation_config, or ('none', 'vllm') Octavo's own."
     )
@@ -107,10 +115,10 @@ class EngineArgs(Flags):
             tokenizer=self.tokenizer,
         )
         decoder = DecoderConfig.from_hf(checkpoint.config)
-        if self.quantization not in (None, checkpoint.format if checkpoint.format == "gguf" else None):
+        if self.quantization == "gguf" and checkpoint.format != "gguf":
             raise ConfigError(
-                f"--quantization {self.quantization} is not built yet for {checkpoint.format} weights; leave it out to "
-                "serve the weights in --dtype."
+                f"--quantization gguf is for GGUF files, but {checkpoint.name} has {checkpoint.format} weights; leave "
+                "it out to serve them in --dtype, or use int8."
             )
         max_model_len = self.max_model_len or decoder.max_position_embeddings
         if max_model_len > decoder.max_position_embeddings:
@@ -133,6 +141,7 @@ class EngineArgs(Flags):
                 max_model_len=max_model_len,
                 vocab_size=decoder.vocab_size,
                 seed=self.seed,
+                quantization=self.quantization,
                 chat_template=self.chat_template,
                 default_sampling_params=self._default_sampling_params(checkpoint),
             ),
@@ -175,6 +184,11 @@ class EngineArgs(Flags):
             raise ConfigError("--device cuda is not built yet; use --device cpu.")
         if self.dtype == "float16":
             raise ConfigError("--dtype float16 is not built for CPUs; use bfloat16 or float32.")
+        if self.quantization not in (None, *_QUANTIZATIONS):
+            raise ConfigError(
+                f"--quantization {self.quantization} is not built yet; {' and '.join(_QUANTIZATIONS)} are. Leave it "
+                "out to serve the weights as they are."
+            )
         if self.kv_cache_dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not built yet; use auto.")
         if self.trust_remote_code:
@@ -232,6 +246,7 @@ class ModelConfig:
     max_model_len: int
     vocab_size: int
     seed: int | None
+    quantization: str | None = None  # "gguf" or "int8"
     chat_template: str | None = None  # a file or a template, in the place of the model's own
     default_sampling_params: dict[str, Any] = field(default_factory=dict)  # for fields that a request leaves out
 

@@ -121,7 +121,8 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not built yet"),
         ({"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "both must be the same"),
         ({"trust_remote_code": True}, "--trust-remote-code is not built yet"),
-        ({"quantization": "awq"}, "--quantization awq is not built yet for dummy weights"),
+        ({"quantization": "awq"}, "--quantization awq is not built yet; gguf and int8 are"),
+        ({"quantization": "gguf"}, "--quantization gguf is for GGUF files, but .* has dummy weights"),
         ({"max_model_len": 513}, "--max-model-len 513 is more than the model's 512 positions"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 100},

@@ -50,8 +50,9 @@ class LocalExecutor:
         dtype = _DTYPES[config.model.dtype]
         block_size = config.cache.block_size
         ops = ops_module.load(config.device, config.cpu_threads, config.cpus)
-        check_fits(decoder, dtype)
-        weights = open_weights(config.model.checkpoint, dtype, config.model.seed)
+        checkpoint, quantization = config.model.checkpoint, config.model.quantization
+        check_fits(checkpoint, decoder, dtype, quantization)
+        weights = open_weights(checkpoint, dtype, config.model.seed, quantization)
         model = Decoder(decoder, weights, ops, config.model.max_model_len)
         weights.check_all_taken()
         weights.close()

@@ -1,4 +1,4 @@
-"""Named tensors of a checkpoint, one at a time and in the type that the model computes in.
+"""Named tensors of a checkpoint, one at a time: in the type that the model computes in, or as quantized matrices.
 
 Files stay memory-mapped until a tensor is taken, so that loading needs room for the model once. Names and shapes are
 Hugging Face's whatever the format. The executor calls `check_fits`; the model takes what its configuration names.
@@ -20,8 +20,11 @@ from torch import Tensor
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.gguf import read_gguf
-from octavo.loading.gguf_config import named_tensors
-from octavo.loading.gguf_dequant import dequantize
+from octavo.loading.gguf_config import NamedTensor, named_tensors
+from octavo.loading.gguf_dequant import PLAIN_TYPES, dequantize, packed_rows
+from octavo.ops import QuantizedMatrix
+from octavo.quantization import int8, layout_of
+from octavo.quantization.layout import BLOCK, PANEL
 
 if TYPE_CHECKING:  # octavo.models imports this module
     from octavo.models.decoder_config import DecoderConfig
@@ -41,35 +44,73 @@ class Weights(Protocol):
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor in the type asked of `open_weights`. Raises `LoadError` if it is absent or of another shape."""
 
+    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | QuantizedMatrix:
+        """A matrix that is going to be packed: as `take` gives it, or with fewer bits where `open_weights` says so."""
+
     def check_all_taken(self) -> None:
         """Raise `LoadError` if the checkpoint has weights that the model did not ask for: it would compute nonsense."""
 
     def close(self) -> None: ...
 
 
-def open_weights(checkpoint: Checkpoint, dtype: torch.dtype, seed: int | None = None) -> Weights:
-    """Open a checkpoint's weights. `seed` is that of dummy weights; without one they differ from run to run."""
+def open_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, seed: int | None = None, quantization: str | None = None
+) -> Weights:
+    """Open a checkpoint's weights. `seed` is that of dummy weights; without one they differ from run to run.
+
+    Matrices of GGUF files keep their few bits, unless `dtype` is float32: that is the reference, which computes with
+    what the blocks stand for. With `quantization` "int8" matrices of floats are to be quantized as they are packed.
+    """
     if checkpoint.format == "dummy":
         from octavo.models.decoder_config import DecoderConfig
 
-        return DummyWeights(DecoderConfig.from_hf(checkpoint.config), dtype, seed)
+        return DummyWeights(DecoderConfig.from_hf(checkpoint.config), dtype, seed, quantization)
     tied = bool(checkpoint.config.get("tie_word_embeddings"))
     if checkpoint.format == "gguf":
-        return GGUFWeights(checkpoint.weight_files, dtype, tied)
+        return GGUFWeights(checkpoint.weight_files, dtype, tied, quantization)
     if checkpoint.format == "pt":
-        return PtWeights(checkpoint.weight_files, dtype, tied)
-    return SafetensorsWeights(checkpoint.weight_files, dtype, tied)
+        return PtWeights(checkpoint.weight_files, dtype, tied, quantization)
+    return SafetensorsWeights(checkpoint.weight_files, dtype, tied, quantization)
 
 
-def check_fits(decoder: DecoderConfig, dtype: torch.dtype, available_bytes: int | None = None) -> None:
+def check_fits(
+    checkpoint: Checkpoint,
+    decoder: DecoderConfig,
+    dtype: torch.dtype,
+    quantization: str | None = None,
+    available_bytes: int | None = None,
+) -> None:
     """Raise `LoadError` if the model's weights exceed the memory that is free (by default, to this process)."""
-    needed = decoder.num_weight_parameters() * dtype.itemsize
+    needed, kind = weight_bytes(checkpoint, decoder, dtype, quantization)
     available = available_memory_bytes() if available_bytes is None else available_bytes
     if needed > available:
         raise LoadError(
-            f"the model needs {needed / GIB:.2f} GiB of memory for its weights in {str(dtype).removeprefix('torch.')}, "
+            f"the model needs {needed / GIB:.2f} GiB of memory for its weights in {kind}, "
             f"and {available / GIB:.2f} GiB are free; free some, choose a smaller --dtype or a smaller model."
         )
+
+
+def weight_bytes(
+    checkpoint: Checkpoint, decoder: DecoderConfig, dtype: torch.dtype, quantization: str | None = None
+) -> tuple[int, str]:
+    """Bytes that the model's matrices take once they are packed, and in what they are held."""
+    kind = str(dtype).removeprefix("torch.")
+    if quantization == "int8":
+        num_bytes = decoder.num_weight_parameters() * int8.LAYOUT.packed_bytes(PANEL, BLOCK) // (PANEL * BLOCK)
+        return num_bytes, "int8"
+    if checkpoint.format != "gguf" or dtype is torch.float32:
+        return decoder.num_weight_parameters() * dtype.itemsize, kind
+    num_bytes, formats = 0, dict[str, None]()
+    for info in read_gguf(checkpoint.weight_files[0]).tensors.values():
+        if len(info.shape) != 2:
+            continue
+        is_float = info.type.name in PLAIN_TYPES
+        formats[kind if is_float else info.type.name] = None
+        num_out, num_in = info.shape
+        num_bytes += (
+            num_out * num_in * dtype.itemsize if is_float else layout_of(info.type.name).packed_bytes(*info.shape)
+        )
+    return num_bytes, " and ".join(formats)
 
 
 def available_memory_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
@@ -141,13 +182,32 @@ class _FileWeights:
             )
 
 
-class SafetensorsWeights(_FileWeights):
+class _FloatWeights(_FileWeights):
+    """What the formats share that hold floats only."""
+
+    _dtype: torch.dtype
+    _quantization: str | None
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor as the file has it."""
+        raise NotImplementedError
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return _float_tensor(self._stored(name, shape), name, self._source).to(self._dtype).contiguous()
+
+    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | QuantizedMatrix:
+        if self._quantization == "int8":
+            return _to_int8(_float_tensor(self._stored(name, shape), name, self._source))
+        return self.take(name, shape)
+
+
+class SafetensorsWeights(_FloatWeights):
     """Safetensors files, memory-mapped."""
 
-    def __init__(self, files: list[str], dtype: torch.dtype, tied: bool) -> None:
+    def __init__(self, files: list[str], dtype: torch.dtype, tied: bool, quantization: str | None) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self._dtype = dtype
+        self._dtype, self._quantization = dtype, quantization
         self._files: dict[str, Any] = {}  # name of a tensor -> the open file that has it
         for path in files:
             try:
@@ -158,50 +218,70 @@ class SafetensorsWeights(_FileWeights):
                 raise LoadError(f"{path} is damaged or truncated ({e}); fetch it again.") from None
         super().__init__(list(self._files), tied, os.path.dirname(files[0]))
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         file = self._files.get(name)
         self._taking(name, shape, None if file is None else tuple(file.get_slice(name).get_shape()))
         assert file is not None
-        return _as_dtype(file.get_tensor(name), name, self._dtype, self._source)
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
     def close(self) -> None:
         self._files = {}
 
 
-class PtWeights(_FileWeights):
+class PtWeights(_FloatWeights):
     """PyTorch's own .bin files: archives of tensors, read without running any code from them."""
 
-    def __init__(self, files: list[str], dtype: torch.dtype, tied: bool) -> None:
-        self._dtype = dtype
+    def __init__(self, files: list[str], dtype: torch.dtype, tied: bool, quantization: str | None) -> None:
+        self._dtype, self._quantization = dtype, quantization
         self._tensors: dict[str, Tensor] = {}
         for path in files:
             self._tensors.update(_load_pt(path))
         super().__init__(list(self._tensors), tied, os.path.dirname(files[0]))
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._tensors.get(name)
         self._taking(name, shape, None if tensor is None else tuple(tensor.shape))
         assert tensor is not None
-        return _as_dtype(tensor, name, self._dtype, self._source)
+        return tensor
 
     def close(self) -> None:
         self._tensors = {}
 
 
 class GGUFWeights(_FileWeights):
-    """A GGUF file, dequantized tensor by tensor."""
+    """A GGUF file, whose matrices of few bits stay as they are unless the model computes in float32."""
 
-    def __init__(self, files: list[str], dtype: torch.dtype, tied: bool) -> None:
-        self._dtype = dtype
+    def __init__(self, files: list[str], dtype: torch.dtype, tied: bool, quantization: str | None) -> None:
+        self._dtype, self._quantization = dtype, quantization
         self._file = read_gguf(files[0])
         self._tensors = {t.hf_name: t for t in named_tensors(self._file)}
         super().__init__(list(self._tensors), tied, files[0])
+        quantized = {t.info.type.name for t in self._tensors.values()} - set(PLAIN_TYPES)
+        if quantization == "int8" and quantized:
+            raise LoadError(
+                f"--quantization int8 quantizes weights of floats, but {files[0]} is quantized already "
+                f"({', '.join(sorted(quantized))}); leave the flag out to serve it as it is."
+            )
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return dequantize(self._file, self._tensor(name, shape), self._dtype)
+
+    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | QuantizedMatrix:
+        tensor = self._tensor(name, shape)
+        tensor_type = tensor.info.type.name
+        if plain := PLAIN_TYPES.get(tensor_type):
+            if self._quantization == "int8":
+                return _to_int8(packed_rows(self._file, tensor).view(plain))
+        elif self._dtype is not torch.float32:
+            return QuantizedMatrix(tensor_type, packed_rows(self._file, tensor), shape)
+        return dequantize(self._file, tensor, self._dtype)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> NamedTensor:
         tensor = self._tensors.get(name)
         self._taking(name, shape, None if tensor is None else tensor.info.shape)
         assert tensor is not None
-        return dequantize(self._file, tensor, self._dtype)
+        return tensor
 
     def close(self) -> None:
         # The mapping goes with the last tensor that aliases it; closing it by hand would pull it from under them.
@@ -216,9 +296,12 @@ class DummyWeights:
     # Elements drawn at once: the values are drawn in float32 whatever the type, so that types differ by rounding only.
     _CHUNK = 1 << 20
 
-    def __init__(self, decoder: DecoderConfig, dtype: torch.dtype, seed: int | None) -> None:
+    def __init__(
+        self, decoder: DecoderConfig, dtype: torch.dtype, seed: int | None, quantization: str | None = None
+    ) -> None:
         self._decoder = decoder
         self._dtype = dtype
+        self._quantization = quantization
         self._seed = int.from_bytes(os.urandom(4)) if seed is None else seed
 
     def __contains__(self, name: str) -> bool:
@@ -264,6 +347,10 @@ class DummyWeights:
                 list(pool.map(fill, starts))
         return out
 
+    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | QuantizedMatrix:
+        tensor = self.take(name, shape)
+        return _to_int8(tensor) if self._quantization == "int8" else tensor
+
     def check_all_taken(self) -> None:
         """There is nothing that could be left."""
 
@@ -287,10 +374,19 @@ def _load_pt(path: str) -> dict[str, Tensor]:
     return loaded
 
 
-def _as_dtype(tensor: Tensor, name: str, dtype: torch.dtype, source: str) -> Tensor:
+def _float_tensor(tensor: Tensor, name: str, source: str) -> Tensor:
+    """The tensor itself, if it holds floats that mean something by themselves."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
         stored = str(tensor.dtype).removeprefix("torch.")
         raise LoadError(
             f"{source}: tensor {name} is stored as {stored}; quantized checkpoints of this kind are not built yet."
         )
-    return tensor.to(dtype).contiguous()
+    return tensor
+
+
+def _to_int8(tensor: Tensor) -> QuantizedMatrix:
+    """Nothing is computed here: the packer quantizes as it reads."""
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        tensor = tensor.float()
+    num_out, num_in = tensor.shape
+    return QuantizedMatrix(int8.FORMAT, tensor.contiguous(), (num_out, num_in))

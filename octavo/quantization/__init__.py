@@ -14,10 +14,7 @@ from octavo.ops import QuantizedMatrix
 from octavo.quantization import gguf, int8
 from octavo.quantization.layout import Layout, common_layout
 
-__all__ = ["METHODS", "Layout", "common_layout", "dequantize", "layout_of"]
-
-# What --quantization takes.
-METHODS = ("gguf", "int8")
+__all__ = ["Layout", "common_layout", "dequantize", "layout_of"]
 
 
 def layout_of(matrix_format: str) -> Layout:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import psutil
 import pytest
@@ -16,8 +17,10 @@ from safetensors.torch import save_file
 from octavo.errors import LoadError
 from octavo.loading import weights as weights_module
 from octavo.loading.checkpoint import Checkpoint, resolve
-from octavo.loading.weights import GIB, available_memory_bytes, check_fits, open_weights
+from octavo.loading.weights import GIB, available_memory_bytes, check_fits, open_weights, weight_bytes
 from octavo.models.decoder_config import DecoderConfig
+from octavo.ops import QuantizedMatrix
+from octavo.quantization import dequantize
 
 Write = Callable[..., Path]
 HfTensors = Callable[..., dict[str, torch.Tensor]]
@@ -167,6 +170,100 @@ def test_a_pt_file_that_would_run_code_is_refused(hf_folder: Path) -> None:
     assert "\n" not in str(e.value)
 
 
+# Matrices
+
+
+@pytest.fixture
+def mixed_gguf(tmp_path: Path, write_gguf: Write, gguf_tensors: Callable[..., dict[str, np.ndarray]]) -> Path:
+    """The tiny model with matrices in several formats, as files of small models have them."""
+    tensors, types = gguf_tensors(), {}
+    for name, value in tensors.items():
+        if value.ndim == 2:
+            kind = {"attn_v": "Q8_0", "ffn_down": "Q5_1", "attn_output": "F16"}.get(name.split(".")[-2], "Q4_1")
+            types[name] = gguf.GGMLQuantizationType[kind]
+            tensors[name] = gguf.quantize(value, types[name])
+    return write_gguf(tmp_path / "mixed.gguf", tensors, types=types)
+
+
+def test_matrices_of_gguf_files_keep_their_bits(mixed_gguf: Path, hf_tensors: HfTensors) -> None:
+    checkpoint = resolve(str(mixed_gguf))
+    weights, reference = (open_weights(checkpoint, dtype) for dtype in (torch.bfloat16, torch.float32))
+    formats = set()
+    for name, tensor in hf_tensors().items():
+        expected = reference.take(name, tuple(tensor.shape))
+        if tensor.dim() == 1:
+            assert torch.equal(weights.take(name, tuple(tensor.shape)), expected.bfloat16())
+            continue
+        matrix = weights.take_matrix(name, (tensor.shape[0], tensor.shape[1]))
+        if "o_proj" in name:
+            assert isinstance(matrix, torch.Tensor)
+            assert torch.equal(matrix, expected.bfloat16())
+        else:
+            assert isinstance(matrix, QuantizedMatrix)
+            formats.add(matrix.format)
+            assert matrix.shape == tensor.shape
+            assert torch.equal(dequantize(matrix), expected), name  # rows of q and k in order
+        # In float32 they are what the blocks stand for.
+        assert torch.equal(reference.take_matrix(name, (tensor.shape[0], tensor.shape[1])), expected)
+    weights.check_all_taken()
+    assert formats == {"Q4_1", "Q8_0", "Q5_1"}
+    with pytest.raises(LoadError, match=r"down_proj\.weight has the shape \[64, 96\]; .* makes it \[96, 64\]"):
+        weights.take_matrix("model.layers.0.mlp.down_proj.weight", (96, 64))
+    with pytest.raises(LoadError, match=r"no tensor lm_head\.weight"):
+        weights.take_matrix("lm_head.weight", (32, 64))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("file_format", ["safetensors", "pt", "gguf", "dummy"])
+def test_int8_hands_the_stored_floats_to_the_packer(
+    file_format: str, stored: torch.dtype, hf_folder: Path, hf_tensors: HfTensors, write_gguf: Write,
+    gguf_tensors: Callable[..., dict[str, np.ndarray]], hf_config: dict[str, Any],
+) -> None:  # fmt: skip
+    (hf_folder / "model.safetensors").unlink()
+    tensors = {name: tensor.to(stored) for name, tensor in hf_tensors().items()}
+    if file_format == "safetensors":
+        save_file(tensors, hf_folder / "model.safetensors")
+    elif file_format == "pt":
+        torch.save(tensors, hf_folder / "pytorch_model.bin")
+    elif file_format == "gguf":
+        kind = {torch.float16: "F16", torch.bfloat16: "BF16"}.get(stored, "F32")
+        raw = {n: gguf.quantize(t, gguf.GGMLQuantizationType[kind]) for n, t in gguf_tensors().items()}
+        types = dict.fromkeys(raw, gguf.GGMLQuantizationType[kind])
+        write_gguf(hf_folder / "m.gguf", raw, types=types)
+    checkpoint = resolve(str(hf_folder), load_format="dummy" if file_format == "dummy" else "auto")
+    weights = open_weights(checkpoint, torch.bfloat16, 0, "int8")
+    plain = open_weights(checkpoint, torch.bfloat16, 0)
+    for name, tensor in hf_tensors().items():
+        if tensor.dim() == 1:
+            assert torch.equal(weights.take(name, tuple(tensor.shape)), plain.take(name, tuple(tensor.shape)))
+            continue
+        matrix = weights.take_matrix(name, (tensor.shape[0], tensor.shape[1]))
+        expected = plain.take_matrix(name, (tensor.shape[0], tensor.shape[1]))
+        assert isinstance(matrix, QuantizedMatrix)
+        assert isinstance(expected, torch.Tensor)
+        assert matrix.format == "INT8"
+        assert matrix.shape == tensor.shape
+        assert torch.equal(matrix.data.bfloat16(), expected)
+    weights.check_all_taken()
+
+
+def test_int8_of_a_quantized_file_is_refused(mixed_gguf: Path) -> None:
+    with pytest.raises(LoadError, match=r"--quantization int8 .* is quantized already \(Q4_1, Q5_1, Q8_0\)"):
+        open_weights(resolve(str(mixed_gguf)), torch.bfloat16, quantization="int8")
+
+
+def test_the_default_model_stays_in_its_98_megabytes(default_checkpoint: Checkpoint) -> None:
+    decoder = DecoderConfig.from_hf(default_checkpoint.config)
+    parameters = decoder.num_weight_parameters()
+    num_bytes, kind = weight_bytes(default_checkpoint, decoder, torch.bfloat16)
+    assert kind == "Q8_0 and Q4_1"  # the embedding takes eight bits
+    assert num_bytes < 100e6
+    assert weight_bytes(default_checkpoint, decoder, torch.float32) == (parameters * 4, "float32")
+    assert weight_bytes(default_checkpoint, decoder, torch.bfloat16, "int8") == (parameters * 34 // 32, "int8")
+    with pytest.raises(LoadError, match=r"needs 0\.09 GiB of memory for its weights in Q8_0 and Q4_1"):
+        check_fits(default_checkpoint, decoder, torch.bfloat16, None, 1 << 20)
+
+
 # Dummy weights
 
 
@@ -231,11 +328,13 @@ def test_dummy_weights_have_what_a_checkpoint_of_the_configuration_would_have(
 def test_a_model_larger_than_memory_is_refused_with_both_sizes(hf_config: dict[str, Any]) -> None:
     big = hf_config | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "head_dim": 128,
                        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
-    decoder = DecoderConfig.from_hf(big)
+    decoder, checkpoint = DecoderConfig.from_hf(big), Checkpoint("d", "dummy", "", [], "", big)
     with pytest.raises(LoadError, match=r"needs 129\.46 GiB .* in bfloat16, and 64\.00 GiB are free"):
-        check_fits(decoder, torch.bfloat16, 64 * GIB)
-    check_fits(decoder, torch.bfloat16, 130 * GIB)
-    check_fits(DecoderConfig.from_hf(hf_config), torch.float32)
+        check_fits(checkpoint, decoder, torch.bfloat16, None, 64 * GIB)
+    check_fits(checkpoint, decoder, torch.bfloat16, None, 130 * GIB)
+    with pytest.raises(LoadError, match=r"needs 68\.77 GiB .* in int8"):
+        check_fits(checkpoint, decoder, torch.bfloat16, "int8", 64 * GIB)
+    check_fits(checkpoint, DecoderConfig.from_hf(hf_config), torch.float32)
 
 
 @pytest.mark.parametrize(
