@@ -13,8 +13,8 @@
 
 #include "dispatch.h"
 #include "launch.h"
-#include "program.h"
 #include "pack_int.h"
+#include "program.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -77,37 +77,6 @@ void pack_linear(Address weight, int64_t stride, int64_t n, int64_t k, int32_t d
     advise_huge_pages(out, out_bytes);
     octavo::PackArgs args{at<void>(weight), at<void>(out), stride, n, k, panel_step, dtype};
     call(octavo::plan(args));
-}
-
-octavo::Matrix integer_matrix(Address data, int64_t n, int64_t k, float factor, int32_t bits, int32_t group,
-                              int32_t minima, int32_t gated) {
-    const int32_t format = bits == 4 ? octavo::kWeightInt4 : octavo::kWeightInt8;
-    return {at<void>(data), nullptr, n, k, factor, format, group, minima, gated};
-}
-
-int64_t integer_matrix_bytes(int64_t n, int64_t k, int32_t bits, int32_t group, bool minima, bool gated) {
-    const octavo::Matrix matrix = integer_matrix(0, n, k, 1, bits, group, minima, gated);
-    const int64_t sides = gated ? 2 : 1;
-    const int64_t panels = sides * ((n / sides + octavo::kPanel - 1) / octavo::kPanel);
-    return panels * ((k + octavo::kQBlock - 1) / octavo::kQBlock) * octavo::packed_block_bytes(matrix);
-}
-
-void pack_part(Address data, int64_t n, int64_t k, float factor, int32_t bits, int32_t group, bool minima, bool gated,
-               int64_t first_row, Address source, int32_t source_format, int64_t stride, int64_t rows) {
-    octavo::PackPartArgs args{integer_matrix(data, n, k, factor, bits, group, minima, gated),
-                              at<uint8_t>(source),
-                              stride,
-                              rows,
-                              first_row,
-                              source_format};
-    call(octavo::plan_pack_part(args));
-}
-
-float max_scale(Address source, int32_t source_format, int64_t stride, int64_t rows, int64_t k) {
-    std::vector<float> largest(static_cast<size_t>((rows + octavo::kPanel - 1) / octavo::kPanel));
-    octavo::MaxScaleArgs args{at<uint8_t>(source), stride, rows, k, source_format, largest.data()};
-    call(octavo::plan_max_scale(args));
-    return largest.empty() ? 0.0f : *std::max_element(largest.begin(), largest.end());
 }
 
 void make_matrix(octavo::Matrix* self, Address data, Address bias, int64_t n, int64_t k, float factor, int32_t format,
@@ -249,6 +218,37 @@ void sample(Address logits, int64_t stride, int64_t rows, int64_t width, Address
     call(octavo::plan(args, octavo::kernels(), octavo::num_threads()));
 }
 
+octavo::Matrix integer_matrix(Address data, int64_t n, int64_t k, float factor, int32_t bits, int32_t group,
+                              int32_t minima, int32_t gated) {
+    const int32_t format = bits == 4 ? octavo::kWeightInt4 : octavo::kWeightInt8;
+    return {at<void>(data), nullptr, n, k, factor, format, group, minima, gated};
+}
+
+int64_t integer_matrix_bytes(int64_t n, int64_t k, int32_t bits, int32_t group, bool minima, bool gated) {
+    const octavo::Matrix matrix = integer_matrix(0, n, k, 1, bits, group, minima, gated);
+    const int64_t sides = gated ? 2 : 1;
+    const int64_t panels = sides * ((n / sides + octavo::kPanel - 1) / octavo::kPanel);
+    return panels * ((k + octavo::kQBlock - 1) / octavo::kQBlock) * octavo::packed_block_bytes(matrix);
+}
+
+void pack_part(Address data, int64_t n, int64_t k, float factor, int32_t bits, int32_t group, bool minima, bool gated,
+               int64_t first_row, Address source, int32_t source_format, int64_t stride, int64_t rows) {
+    octavo::PackPartArgs args{integer_matrix(data, n, k, factor, bits, group, minima, gated),
+                              at<uint8_t>(source),
+                              stride,
+                              rows,
+                              first_row,
+                              source_format};
+    call(octavo::plan(args));
+}
+
+float max_scale(Address source, int32_t source_format, int64_t stride, int64_t rows, int64_t k) {
+    std::vector<float> largest(static_cast<size_t>((rows + octavo::kPanel - 1) / octavo::kPanel));
+    octavo::MaxScaleArgs args{at<uint8_t>(source), stride, rows, k, source_format, largest.data()};
+    call(octavo::plan(args));
+    return largest.empty() ? 0.0f : *std::max_element(largest.begin(), largest.end());
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -268,9 +268,6 @@ NB_MODULE(_cpu, m) {
     m.attr("QBLOCK_BYTES") = sizeof(octavo::QBlock);
     m.attr("VALUE_PAD") = octavo::kValuePad;
     m.attr("MAX_HEAD_SIZE") = octavo::kMaxHeadSize;
-    nb::dict sources;
-    for (int i = 0; i < octavo::kNumSourceFormats; ++i) sources[octavo::kSourceNames[i]] = i;
-    m.attr("SOURCE_FORMATS") = sources;
     m.def("available_isas", &octavo::available_isas);
     m.def("isa", [] { return std::string(octavo::kernels().name); });
     m.def("set_isa", &octavo::set_isa);
@@ -301,9 +298,6 @@ NB_MODULE(_cpu, m) {
         .def("__init__", &make_matrix, nb::arg("data"), nb::arg("bias"), nb::arg("n"), nb::arg("k"), nb::arg("factor"),
              nb::arg("format"), nb::arg("group"), nb::arg("minima"), nb::arg("gated"));
     m.def("pack_linear", &pack_linear);
-    m.def("integer_matrix_bytes", &integer_matrix_bytes);
-    m.def("pack_part", &pack_part);
-    m.def("max_scale", &max_scale);
     m.def("linear", &linear);
     m.def("quantize", &quantize);
     m.def("embedding", &embedding);
@@ -313,4 +307,10 @@ NB_MODULE(_cpu, m) {
     m.def("paged_attention", &paged_attention);
     m.def("argmax", &argmax);
     m.def("sample", &sample);
+    nb::dict sources;
+    for (int i = 0; i < octavo::kNumSourceFormats; ++i) sources[octavo::kSourceNames[i]] = i;
+    m.attr("SOURCE_FORMATS") = sources;
+    m.def("integer_matrix_bytes", &integer_matrix_bytes);
+    m.def("pack_part", &pack_part);
+    m.def("max_scale", &max_scale);
 }

@@ -390,7 +390,7 @@ int64_t packed_block_bytes(const Matrix& matrix) {
     return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
 }
 
-Launch plan_pack_part(PackPartArgs& args) {
+Launch plan(PackPartArgs& args) {
     const Source& source = checked_source(args.source_format, args.to.k, args.stride);
     const int bits = args.to.format == kWeightInt4 ? 4 : args.to.format == kWeightInt8 ? 8 : 0;
     if (bits < source.bits || args.to.group > source.group || (args.to.group != 16 && args.to.group != 32) ||
@@ -410,7 +410,7 @@ Launch plan_pack_part(PackPartArgs& args) {
     return {source.pack, &args, tasks, static_cast<double>(args.rows * args.to.k)};
 }
 
-Launch plan_max_scale(MaxScaleArgs& args) {
+Launch plan(MaxScaleArgs& args) {
     const Source& source = checked_source(args.source_format, args.k, args.stride);
     return {source.max_scale, &args, (args.rows + kPanel - 1) / kPanel, static_cast<double>(args.rows * args.k) / 4};
 }

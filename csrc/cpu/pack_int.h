@@ -36,7 +36,7 @@ struct PackPartArgs {
 };
 
 // Throws std::invalid_argument where the matrix has no room for what the source holds (5 bits in 4, minima in none).
-Launch plan_pack_part(PackPartArgs& args);
+Launch plan(PackPartArgs& args);
 
 // The largest finite scale in these rows, from which the factor of a matrix is chosen. Results are by 32 rows.
 struct MaxScaleArgs {
@@ -46,7 +46,7 @@ struct MaxScaleArgs {
     float* largest;
 };
 
-Launch plan_max_scale(MaxScaleArgs& args);
+Launch plan(MaxScaleArgs& args);
 
 // Bytes of 32 outputs by 64 elements of k.
 int64_t packed_block_bytes(const Matrix& matrix);

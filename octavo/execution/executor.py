@@ -53,7 +53,7 @@ class LocalExecutor:
         checkpoint, quantization = config.model.checkpoint, config.model.quantization
         check_fits(checkpoint, decoder, dtype, quantization)
         weights = open_weights(checkpoint, dtype, config.model.seed, quantization)
-        model = Decoder(decoder, weights, ops, config.model.max_model_len)
+        model = Decoder(decoder, weights, ops, config.model.max_model_len, dtype)
         weights.check_all_taken()
         weights.close()
         loaded = time.perf_counter()

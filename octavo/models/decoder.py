@@ -6,6 +6,8 @@ that a checkpoint is never in memory twice.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from octavo.execution.step_batch import StepBatch
 from octavo.layers.rotary import identity_table, rotary_table
 from octavo.loading.weights import Weights
 from octavo.models.decoder_config import DecoderConfig
-from octavo.ops import LayerKVCache, LinearWeight, Ops
+from octavo.ops import LayerKVCache, LinearWeight, Ops, rows_of
 
 
 class Attention:
@@ -35,7 +37,9 @@ class Attention:
     def forward(self, hidden: Tensor, residual: Tensor, batch: StepBatch, cache: LayerKVCache) -> None:
         """Add to `residual` [T, H] what attention makes of `hidden`, its norm."""
         config, ops = self.config, self.ops
-        qkv = ops.linear(hidden, self.qkv).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_size)
+        qkv = ops.linear(hidden, self.qkv, residual.dtype).view(
+            -1, config.num_heads + 2 * config.num_kv_heads, config.head_size
+        )
         query = qkv[:, : config.num_heads]
         key = qkv[:, config.num_heads : config.num_heads + config.num_kv_heads]
         value = qkv[:, config.num_heads + config.num_kv_heads :]
@@ -94,10 +98,11 @@ class DecoderBlock:
 class Decoder:
     """token ids -> hidden states -> logits."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, ops: Ops, max_positions: int) -> None:
-        self.config, self.ops = config, ops
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, ops: Ops, max_positions: int, dtype: torch.dtype
+    ) -> None:
+        self.config, self.ops, self.dtype = config, ops, dtype
         shape = (config.vocab_size, config.hidden_size)
-        self.dtype = weights.dtype
         self.embedding = ops.pack_linear([weights.take_matrix("model.embed_tokens.weight", shape)])
         rotary = rotary_table(config.rope, max_positions)
         unrotated = identity_table(config.rope.rotary_dim, max_positions) if any(config.no_rope_layers) else rotary
@@ -160,7 +165,8 @@ def _stacked_linear(
     num_in, num_out = config.hidden_size, sum(sizes.values())
     if fused is not None:
         matrix = weights.take_matrix(f"{prefix}{fused}.weight", (num_out, num_in))
-        parts = [matrix[: num_out // 2], matrix[num_out // 2 :]] if gated else [matrix]
+        bounds = [0, num_out // 2, num_out] if gated else [0, num_out]
+        parts = [rows_of(matrix, begin, end) for begin, end in pairwise(bounds)]
         return ops.pack_linear(parts, weights.take(f"{prefix}{fused}.bias", (num_out,)) if bias else None, gated)
     parts = [weights.take_matrix(f"{prefix}{name}.weight", (size, num_in)) for name, size in sizes.items()]
     biases = [weights.take(f"{prefix}{name}.bias", (size,)) for name, size in sizes.items()] if bias else None

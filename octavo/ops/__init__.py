@@ -11,8 +11,8 @@ Shapes: T tokens of a step in request order, S sequences, H hidden size, D head 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
@@ -52,6 +52,11 @@ class QuantizedMatrix:
         """These rows as a matrix of their own, over the same memory."""
         assert 0 <= start <= end <= self.shape[0]
         return QuantizedMatrix(self.format, self.data[start:end], (end - start, self.shape[1]))
+
+
+def rows_of(matrix: Tensor | QuantizedMatrix, start: int, end: int) -> Tensor | QuantizedMatrix:
+    """Rows start .. end - 1 of a matrix, over the same memory."""
+    return matrix.rows(start, end) if isinstance(matrix, QuantizedMatrix) else matrix[start:end]
 
 
 class LinearWeight(Protocol):

@@ -16,7 +16,9 @@ from torch import Tensor
 from octavo import _cpu
 from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache, LinearWeight, QuantizedMatrix
+from octavo.ops.cpu_pack import pack_quantized
 from octavo.ops.cpu_program import Program, empty, is_recording
+from octavo.quantization import dequantize
 
 _CODES: dict[torch.dtype, int] = {torch.float32: _cpu.F32, torch.bfloat16: _cpu.BF16}
 
@@ -124,9 +126,19 @@ def pack_linear(
 ) -> PackedWeight:
     assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape), "gated parts are gate and up"
     tensors = [part for part in parts if isinstance(part, Tensor)]
-    if len(tensors) < len(parts):
-        raise NotImplementedError("integer matrices are packed by octavo.quantization.")
+    matrices = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    if not tensors:
+        return _pack_integers(matrices, bias, gated)
+    if matrices:  # some of a file's matrices were not worth fewer bits: those next to them follow
+        tensors = [dequantize(p, tensors[0].dtype) if isinstance(p, QuantizedMatrix) else p for p in parts]
     return _pack_floats(tensors, bias, gated)
+
+
+def _pack_integers(parts: list[QuantizedMatrix], bias: Tensor | None, gated: bool) -> PackedWeight:
+    packed = pack_quantized(parts, gated)
+    layout, shape = packed.layout, (packed.num_out, packed.num_in)
+    format = _cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8
+    return packed_weight(packed.data, shape, format, bias, gated, layout.group, layout.minima, packed.factor)
 
 
 def _pack_floats(parts: list[Tensor], bias: Tensor | None, gated: bool) -> PackedWeight:
