@@ -38,7 +38,8 @@ class StepGraph:
         if num_samples <= capacity:
             return self._logits[:num_samples], self._best[:num_samples]
         pieces = [(self._logits.clone(), self._best.clone())]
-        for rows in batch.sample_rows[capacity:].split(capacity):
+        for first in range(capacity, num_samples, capacity):
+            rows = batch.sample_rows[first : first + capacity]
             self._sample_rows[: len(rows)] = rows
             self._program.run(0, 0, len(rows))
             pieces.append((self._logits[: len(rows)].clone(), self._best[: len(rows)].clone()))

@@ -54,7 +54,8 @@ def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
             _cpu.set_threads(num_threads, cpus or [])
         except (ValueError, TypeError) as error:
             raise ConfigError(f"--cpu-threads {num_threads}: {error}") from None
-    return _cpu.num_threads()
+    found: int = _cpu.num_threads()
+    return found
 
 
 def _code(op: str, *tensors: Tensor) -> int:
@@ -96,7 +97,8 @@ class PackedWeight:
     @property
     def num_blocks(self) -> int:
         """Blocks of a quantized row of inputs."""
-        return -(-self.in_features // _cpu.QBLOCK)
+        blocks: int = -(-self.in_features // _cpu.QBLOCK)
+        return blocks
 
 
 def packed_weight(
@@ -118,7 +120,8 @@ def packed_weight(
 
 
 def _num_panels(n: int) -> int:
-    return -(-n // _cpu.PANEL)
+    panels: int = -(-n // _cpu.PANEL)
+    return panels
 
 
 def pack_linear(

@@ -62,7 +62,8 @@ class Program:
 
     def profile(self, num_tokens: int, num_seqs: int, num_samples: int) -> list[tuple[str, float]]:
         """Replay call by call: the name of each and the nanoseconds that it took."""
-        return self._native.profile(num_tokens, num_seqs, num_samples)
+        times: list[tuple[str, float]] = self._native.profile(num_tokens, num_seqs, num_samples)
+        return times
 
 
 class _BufferPool:

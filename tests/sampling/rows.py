@@ -51,7 +51,7 @@ def sample(rows: list[Row]) -> Samples:
         table.admit(Admission(place, known, len(row.prompt), [], row.params, row.stop_token_ids, row.seed, row.index))
     lengths = np.array([len(row.prompt) + len(row.output) for row in rows], np.int64)
     batch = table.build(places, np.zeros(len(rows), np.int64), lengths, tokens)
-    drawn, logprobs, errors = Sampler(ops.load("cpu")).sample(torch.stack([row.logits for row in rows]), batch)
+    drawn, logprobs, errors = _draw(torch.stack([row.logits for row in rows]), batch)
     return Samples(drawn.tolist(), logprobs, errors)
 
 

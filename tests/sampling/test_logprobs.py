@@ -15,10 +15,9 @@ from octavo import ops
 from octavo.config import SchedulerConfig
 from octavo.engine.wire import EngineRequest, TokenLogprobs
 from octavo.execution.model_runner import ModelRunner
-from octavo.execution.step_batch import StepBatch
+from octavo.execution.step_batch import SequenceTable, StepBatch
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.ops import LayerKVCache
-from octavo.sampling.sampler import token_logprobs
+from octavo.sampling.sampler import Sampler, token_logprobs
 from octavo.sampling_params import SamplingParams
 from octavo.scheduling.scheduler import Scheduler
 from tests.sampling.rows import Row, sample
@@ -92,12 +91,15 @@ class TableModel:
 
     def __init__(self) -> None:
         self.table = torch.randn(V, V, generator=torch.Generator().manual_seed(3))
+        self.token_ids = torch.empty(0, dtype=torch.int64)
 
-    def forward(self, batch: StepBatch, caches: list[LayerKVCache]) -> Tensor:
-        return batch.token_ids.clone()[:, None]
+    def run(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        self.token_ids = batch.token_ids.long()
+        logits = self.table[self.token_ids[batch.sample_rows]]
+        return logits, logits.argmax(-1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.table[hidden[:, 0].long()]
+    def logits_of(self, first: int, count: int) -> Tensor:
+        return self.table[self.token_ids[first : first + count]]
 
 
 def run_requests(
@@ -109,7 +111,8 @@ def run_requests(
         preemption_mode="recompute", check_invariants=True,
     )  # fmt: skip
     scheduler = Scheduler(config, KVCacheManager(num_blocks, 4, 0, True))
-    runner = ModelRunner(cast(Any, TableModel()), ops.load("cpu"), [], [], config, 128, 4)
+    table = SequenceTable(config.max_num_seqs, budget, 128, 4)
+    runner = ModelRunner(cast(Any, TableModel()), table, Sampler(ops.load("cpu")), [], [])
     for name, one in params.items():
         scheduler.add(EngineRequest(name, prompts[name], one, [], one.max_tokens or 1, 0.0))
     tokens: dict[str, dict[int, list[int]]] = {name: {} for name in params}
