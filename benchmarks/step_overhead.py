@@ -1,0 +1,218 @@
+"""Prints what everything around the model costs: microseconds of a decode step by part, at several numbers of streams.
+
+    python benchmarks/step_overhead.py [--streams 1,16,64,256] [--steps 200] [--sampled] [--profile 64]
+
+Scheduler, tables, sampler, wire and detokenizer are the engine's own; only the model computes nothing and the choice of
+a token is read off a text. Each figure is the median over the steps. `core` adds up what a step waits for in a server,
+`LLM` what it waits for in `LLM.generate`; `front end` runs beside the next step, in the server's own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import itertools
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.config import EngineArgs, EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.engine.input_processor import InputProcessor
+from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.wire import StepOutputs, decode_core_message, encode_message
+from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
+from octavo.execution.model_runner import ModelRunner
+from octavo.execution.step_batch import StepBatch
+from octavo.loading.tokenizer import load_tokenizer
+from octavo.metrics.prometheus import EngineMetrics
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.scheduling.plan import StepPlan, StepResult
+
+TEXT = """Once upon a time a printer folded one large sheet three times, cut its edges, and had eight leaves: an octavo.
+The reader of 1532 could carry it under his arm — unlike the great folios of the cathedral, it was "portable". Prices
+fell from 12 to 3 shillings; naïve buyers, façades of learning and all, asked for more. `for page in book: read(page)`"""
+
+
+class Parts:
+    """Times of the parts of a step, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        times = self.seconds.setdefault(name, [])
+
+        def run(*args: Any, **more: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args, **more)
+            times.append(time.perf_counter() - begin)
+            return result
+
+        return run
+
+    def median_us(self, name: str) -> float:
+        return 1e6 * statistics.median(self.seconds[name])
+
+
+class NoModel:
+    """Takes a batch and gives logits in which nothing is special."""
+
+    def __init__(self, vocab_size: int, max_num_seqs: int, max_num_tokens: int) -> None:
+        self._hidden = torch.zeros(max_num_tokens, 1)
+        self._logits = torch.zeros(max_num_seqs, vocab_size)
+
+    def forward(self, batch: StepBatch, caches: object) -> Tensor:
+        return self._hidden[: batch.num_tokens]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._logits[: hidden.shape[0]]
+
+
+class ReadOps:
+    """The operations of the sampler; every sequence reads the same text, from a place of its own."""
+
+    def __init__(self, token_ids: list[int], max_num_seqs: int) -> None:
+        places = torch.arange(len(token_ids))[:, None] + 7 * torch.arange(max_num_seqs)
+        self._steps = itertools.cycle(torch.tensor(token_ids)[places % len(token_ids)].unbind())
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return next(self._steps)[: logits.shape[0]].clone()
+
+    def sample(self, logits: Tensor, *settings: Tensor) -> Tensor:
+        return self.argmax(logits)
+
+
+class NoExecutor:
+    """Runs the model runner of the engine over `NoModel`."""
+
+    def __init__(self, config: EngineConfig, token_ids: list[int]) -> None:
+        max_num_seqs = config.scheduler.max_num_seqs
+        model: Any = NoModel(config.model.vocab_size, max_num_seqs, config.scheduler.max_num_batched_tokens)
+        ops: Any = ReadOps(token_ids, max_num_seqs)
+        self.runner = ModelRunner(
+            model, ops, [], [], config.scheduler, config.model.max_model_len, config.cache.block_size
+        )
+        self.num_blocks = max_num_seqs * -(-config.model.max_model_len // config.cache.block_size)
+        self.num_host_blocks = 0
+        self.startup: dict[str, float] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.runner.execute(plan)
+
+
+def make_executor(config: EngineConfig, tokenizer: Any) -> NoExecutor:
+    return NoExecutor(config, tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids)
+
+
+def bench(num_streams: int, num_steps: int, sampled: bool, profile: bool) -> dict[str, float]:
+    """Microseconds by part."""
+    args = EngineArgs(max_model_len=2048, max_num_seqs=max(num_streams, 1), enable_prefix_caching=True)
+    config = args.create_engine_config()
+    tokenizer = load_tokenizer(config.model.checkpoint)
+    text = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids
+    executor = NoExecutor(config, text)
+    runner = executor.runner
+    core = EngineCore(config, executor)
+    inputs = InputProcessor(config, tokenizer)
+    metrics = EngineMetrics("bench", config.model.max_model_len)
+    outputs = OutputProcessor(tokenizer, metrics)
+    outputs_of_llm = OutputProcessor(tokenizer)
+    params = SamplingParams(
+        max_tokens=1500,
+        ignore_eos=True,
+        temperature=0.7 if sampled else 0.0,
+        top_p=0.9 if sampled else 1.0,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    writer = ChunkWriter(
+        response_id="cmpl-0", kind="text_completion", created=0, model="bench", fingerprint="fp", wants_usage=False
+    )
+    for i in range(num_streams):
+        _, request = inputs.process({"prompt_token_ids": [i + 1, *text[:40]]}, params, str(i))
+        core.add(request)
+        outputs.add(request, None)
+        _, request = inputs.process({"prompt_token_ids": [i + 1, *text[:40]]}, params, str(i))
+        request.params.output_kind = RequestOutputKind.FINAL_ONLY
+        outputs_of_llm.add(request, None)
+
+    def write(results: list[Any]) -> list[bytes]:
+        return [
+            writer.text(completion.index, b'"text":' + encode_json(completion.text))
+            for result in results
+            for completion in result.outputs
+        ]
+
+    def step() -> None:
+        made: StepOutputs = core.step()
+        data = encode(made)
+        received = decode(data)
+        outputs_of_llm.process(made.outputs)
+        results, _ = process(received.outputs)
+        write_chunks(results)
+        metrics.record_step(received.stats)
+
+    parts = Parts()
+    encode, decode = parts.timed("encode", encode_message), parts.timed("decode", decode_core_message)
+    process, write_chunks = parts.timed("text", outputs.process), parts.timed("chunks", write)
+    while core.scheduler.take_stats().num_running < num_streams:  # prompts
+        outputs_of_llm.process(core.step().outputs)
+    for _ in range(20):
+        step()
+    scheduler: Any = core.scheduler
+    tables: Any = runner.table
+    whole: Any = core
+    any_runner: Any = runner
+    scheduler.schedule = parts.timed("schedule", scheduler.schedule)
+    tables.build = parts.timed("batch", tables.build)
+    any_runner.execute = parts.timed("execute", runner.execute)
+    scheduler.update = parts.timed("update", scheduler.update)
+    scheduler.take_stats = parts.timed("stats", scheduler.take_stats)
+    whole.step = parts.timed("step", core.step)
+    outputs_of_llm.process = parts.timed("LLM text", outputs_of_llm.process)  # type: ignore[method-assign]
+    for times in parts.seconds.values():
+        times.clear()
+    profiler = cProfile.Profile()
+    if profile:
+        profiler.enable()
+    for _ in range(num_steps):
+        step()
+    if profile:
+        profiler.disable()
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+    found = {name: parts.median_us(name) for name in parts.seconds}
+    found["sample"] = found.pop("execute") - found["batch"]
+    found["core"] = found["step"] + found["encode"]
+    found["LLM"] = found.pop("step") + found["LLM text"]
+    found["front end"] = found["decode"] + found["text"] + found["chunks"]
+    return found
+
+
+COLUMNS = (
+    ["schedule", "batch", "sample", "update", "stats", "encode", "core"]
+    + ["LLM text", "LLM"]
+    + ["decode", "text", "chunks", "front end"]
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", default="1,16,64,256")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--sampled", action="store_true", help="temperature and top_p instead of greedy")
+    parser.add_argument("--profile", action="store_true", help="print where Python spends the time of each run")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'streams':>7}" + "".join(f"{name:>10}" for name in COLUMNS) + "   (microseconds a step)")
+    for streams in map(int, args.streams.split(",")):
+        found = bench(streams, args.steps, args.sampled, args.profile)
+        print(f"{streams:>7}" + "".join(f"{found[name]:>10.1f}" for name in COLUMNS), flush=True)
+
+
+if __name__ == "__main__":
+    main()
