@@ -23,6 +23,7 @@ class Sequence:
     seed: int
     index: int = 0  # which completion of its request
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
+    stop_reasons: dict[int, int | None] = field(default_factory=dict)  # tokens that end it -> what is then reported
     num_computed_tokens: int = 0  # tokens whose keys and values are in the cache
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as computed
@@ -69,6 +70,7 @@ class Sequence:
             request=self.request,
             key=self.key,
             seed=self.seed,
+            stop_reasons=self.stop_reasons,
             index=index,
             token_ids=list(self.token_ids),
             num_computed_tokens=self.num_computed_tokens,

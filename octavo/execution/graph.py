@@ -21,30 +21,18 @@ class StepGraph:
         self._model = model
         self._program = ops.new_program()
         largest = table.full_batch()
-        self._sample_rows = largest.sample_rows
         with torch.inference_mode():
             with self._program.record(per_sample=False):
                 self._hidden = model.forward(largest, caches)
             with self._program.record(per_sample=True):
-                self._logits = model.logits(ops.take_rows(self._hidden, self._sample_rows))
+                self._logits = model.logits(ops.take_rows(self._hidden, largest.sample_rows))
                 self._best = ops.argmax(self._logits)
 
     def run(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         """-> logits [N, V] float32 and their argmax [N] int64 for the N sample rows; valid until the next step."""
         num_samples = len(batch.sample_rows)
-        capacity = len(self._sample_rows)
-        self._sample_rows[:num_samples] = batch.sample_rows[:capacity]
-        self._program.run(batch.num_tokens, len(batch.seq_lens), min(num_samples, capacity))
-        if num_samples <= capacity:
-            return self._logits[:num_samples], self._best[:num_samples]
-        pieces = [(self._logits.clone(), self._best.clone())]
-        for first in range(capacity, num_samples, capacity):
-            rows = batch.sample_rows[first : first + capacity]
-            self._sample_rows[: len(rows)] = rows
-            self._program.run(0, 0, len(rows))
-            pieces.append((self._logits[: len(rows)].clone(), self._best[: len(rows)].clone()))
-        logits, best = zip(*pieces, strict=True)
-        return torch.cat(logits), torch.cat(best)
+        self._program.run(batch.num_tokens, len(batch.seq_lens), num_samples)
+        return self._logits[:num_samples], self._best[:num_samples]
 
     def logits_of(self, first: int, count: int) -> Tensor:
         """Logits [count, V] of the step's tokens first .. first + count - 1."""

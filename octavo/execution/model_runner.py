@@ -12,7 +12,7 @@ from octavo.execution.step_batch import SequenceTable, StepBatch
 from octavo.ops import LayerKVCache
 from octavo.sampling.batch import SamplingTable
 from octavo.sampling.sampler import Sampler, token_logprobs
-from octavo.scheduling.plan import SampledToken, StepPlan, StepResult
+from octavo.scheduling.plan import StepPlan, StepResult
 
 # Rows of prompt log-probabilities computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
 _PROMPT_LOGPROB_ROWS = 256
@@ -44,7 +44,7 @@ class ModelRunner:
         self._update_tables(plan)
         batch = self.table.build(plan)
         logits, best = self.graph.run(batch)
-        result = self._sample(plan, logits, best)
+        result = self._sample(logits, best)
         result.prompt_logprobs = self._prompt_logprobs(plan, batch)
         return result
 
@@ -72,23 +72,16 @@ class ModelRunner:
         for row, position, block in plan.new_blocks:
             self.table.blocks[row, position] = block
 
-    def _sample(self, plan: StepPlan, logits: Tensor, best: Tensor) -> StepResult:
-        """Draw `num_samples` tokens for each row and append the first of them to the row's tokens."""
-        num_samples = np.array(plan.num_samples, np.int64)
-        if not num_samples.any():
-            return StepResult(tokens=[[] for _ in plan.rows])
-        rows = np.repeat(np.array(plan.rows, np.int64), num_samples)
-        lengths = np.repeat(np.array(plan.num_computed, np.int64) + plan.num_tokens, num_samples)
-        firsts = np.cumsum(num_samples) - num_samples  # of each row's samples
-        forks = np.arange(len(rows)) - np.repeat(firsts, num_samples)
-        samples = self.sampling.build(rows, forks, lengths, self.table.tokens)
-        tokens, logprobs, errors = self.sampler.sample(logits, best, samples)
-        is_first = forks == 0
-        self.table.tokens[rows[is_first], lengths[is_first]] = tokens[is_first]
-        drawn = [SampledToken(token, entry) for token, entry in zip(tokens.tolist(), logprobs, strict=True)]
+    def _sample(self, logits: Tensor, best: Tensor) -> StepResult:
+        """Draw the plan's samples and append the first of each row to the row's tokens."""
+        samples = self.table.samples
+        if not len(samples.rows):
+            return StepResult(tokens=[])
+        settings = self.sampling.build(samples.rows, samples.forks, samples.lengths, self.table.tokens)
+        tokens, logprobs, errors = self.sampler.sample(logits, best, settings)
+        self.table.append(tokens)
         return StepResult(
-            tokens=[drawn[first : first + n] for first, n in zip(firsts.tolist(), plan.num_samples, strict=True)],
-            errors={int(rows[n]): message for n, message in errors.items()},
+            tokens.tolist(), logprobs, errors={int(samples.rows[n]): message for n, message in errors.items()}
         )
 
     def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch) -> dict[int, list[TokenLogprobs]]:

@@ -34,8 +34,20 @@ class StepBatch:
         return self.token_ids.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The N samples that a step draws, parallel to `StepBatch.sample_rows`. Fork 0 of a row continues the row."""
+
+    rows: NDArray[np.int64]
+    forks: NDArray[np.int64]
+    lengths: NDArray[np.int64]  # tokens of the row before the sample
+
+
 class SequenceTable:
-    """Tokens [max_num_seqs, max_model_len] and block tables [max_num_seqs, max_blocks] of the running sequences."""
+    """Tokens [max_num_seqs, max_model_len + 1] and blocks [max_num_seqs, max_blocks] of the running sequences.
+
+    The other arrays are a step's: `StepBatch` describes them, `build` fills their beginnings. They never move.
+    """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
@@ -43,25 +55,21 @@ class SequenceTable:
         # np.zeros commits no memory until a row is used.
         self.tokens: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.blocks: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self._token_ids = np.zeros(max_num_batched_tokens, np.int32)
-        self._positions = np.zeros(max_num_batched_tokens, np.int64)
-        self._slots = np.zeros(max_num_batched_tokens, np.int64)
-        self._starts = np.zeros(max_num_seqs + 1, np.int32)
-        self._seq_lens = np.zeros(max_num_seqs, np.int32)
-        self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self._sample_rows = np.zeros(max_num_seqs, np.int64)
+        self.token_ids = np.zeros(max_num_batched_tokens, np.int32)
+        self.positions = np.zeros(max_num_batched_tokens, np.int64)
+        self.slot_mapping = np.zeros(max_num_batched_tokens, np.int64)
+        self.query_start_loc = np.zeros(max_num_seqs + 1, np.int32)
+        self.seq_lens = np.zeros(max_num_seqs, np.int32)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.sample_rows = np.zeros(max_num_seqs, np.int64)
+        self._numbers = np.arange(max(max_num_batched_tokens, max_num_seqs) + 1)
+        self._sizes: tuple[int, int, int] | None = None  # of the last batch; most steps have those of the step before
+        self._batch: StepBatch
+        self.samples: Samples  # of the last batch
 
     def full_batch(self) -> StepBatch:
-        """The whole buffers that batches are views of: what a step is recorded with."""
-        return StepBatch(
-            token_ids=torch.from_numpy(self._token_ids),
-            positions=torch.from_numpy(self._positions),
-            slot_mapping=torch.from_numpy(self._slots),
-            query_start_loc=torch.from_numpy(self._starts),
-            seq_lens=torch.from_numpy(self._seq_lens),
-            block_tables=torch.from_numpy(self._tables),
-            sample_rows=torch.from_numpy(self._sample_rows),
-        )
+        """The whole arrays that batches are the beginnings of: what a step is recorded with."""
+        return self._views(len(self.token_ids), len(self.seq_lens), len(self.sample_rows))
 
     def admit(self, admission: Admission) -> None:
         row = admission.row
@@ -72,30 +80,58 @@ class SequenceTable:
         """Gather the scheduled rows of a plan whose admissions and new blocks have been applied."""
         rows = np.array(plan.rows, np.int64)
         computed = np.array(plan.num_computed, np.int64)
-        counts = np.array(plan.num_tokens, np.int64)
-        num_seqs, num_tokens = len(rows), int(counts.sum())
-        starts = self._starts[: num_seqs + 1]
-        np.cumsum(counts, out=starts[1:])
-        seq_lens = self._seq_lens[:num_seqs]
-        seq_lens[:] = computed + counts
-        row_of = np.repeat(rows, counts)
-        positions = self._positions[:num_tokens]
-        positions[:] = np.arange(num_tokens) + np.repeat(computed - starts[:-1], counts)
-        token_ids = self._token_ids[:num_tokens]
-        token_ids[:] = self.tokens[row_of, positions]
-        slots = self._slots[:num_tokens]
-        slots[:] = self.blocks[row_of, positions // self.block_size]
+        num_seqs, num_tokens = len(rows), plan.total_tokens
+        starts = self.query_start_loc[: num_seqs + 1]
+        positions = self.positions[:num_tokens]
+        if num_tokens == num_seqs:  # one token each
+            starts[:] = self._numbers[: num_seqs + 1]
+            seq_lens = computed + 1
+            row_of = rows
+            positions[:] = computed
+        else:
+            counts = np.array(plan.num_tokens, np.int64)
+            np.cumsum(counts, out=starts[1:])
+            seq_lens = computed + counts
+            row_of = np.repeat(rows, counts)
+            positions[:] = self._numbers[:num_tokens] + np.repeat(computed - starts[:-1], counts)
+        self.seq_lens[:num_seqs] = seq_lens
+        self.token_ids[:num_tokens] = self.tokens[row_of, positions]
+        places, offsets = np.divmod(positions, self.block_size)
+        slots = self.slot_mapping[:num_tokens]
+        slots[:] = self.blocks[row_of, places]
         slots *= self.block_size
-        slots += positions % self.block_size
+        slots += offsets
         width = -(-int(seq_lens.max()) // self.block_size)
-        tables = self._tables[:num_seqs]
-        tables[:, :width] = self.blocks[rows, :width]
-        return StepBatch(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(slots),
-            query_start_loc=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(seq_lens),
-            block_tables=torch.from_numpy(tables),
-            sample_rows=torch.from_numpy(np.repeat(starts[1:].astype(np.int64) - 1, plan.num_samples)),
-        )
+        self.block_tables[:num_seqs, :width] = self.blocks[:, :width].take(rows, 0)
+        last_tokens = starts[1:] - 1
+        if plan.num_samples.count(1) == num_seqs:
+            self.samples = Samples(rows, np.zeros_like(rows), seq_lens)
+        else:
+            num_samples = np.array(plan.num_samples, np.int64)
+            last_tokens = np.repeat(last_tokens, num_samples)
+            firsts = np.repeat(np.cumsum(num_samples) - num_samples, num_samples)
+            forks = self._numbers[: len(firsts)] - firsts
+            self.samples = Samples(np.repeat(rows, num_samples), forks, np.repeat(seq_lens, num_samples))
+        self.sample_rows[: len(last_tokens)] = last_tokens
+        return self._views(num_tokens, num_seqs, len(last_tokens))
+
+    def append(self, tokens: NDArray[np.int64]) -> None:
+        """Continue the rows of the last batch with what was sampled. Forks bring their tokens when they are admitted."""
+        samples = self.samples
+        continues = samples.forks == 0
+        self.tokens[samples.rows[continues], samples.lengths[continues]] = tokens[continues]
+
+    def _views(self, num_tokens: int, num_seqs: int, num_samples: int) -> StepBatch:
+        sizes = num_tokens, num_seqs, num_samples
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._batch = StepBatch(
+                token_ids=torch.from_numpy(self.token_ids[:num_tokens]),
+                positions=torch.from_numpy(self.positions[:num_tokens]),
+                slot_mapping=torch.from_numpy(self.slot_mapping[:num_tokens]),
+                query_start_loc=torch.from_numpy(self.query_start_loc[: num_seqs + 1]),
+                seq_lens=torch.from_numpy(self.seq_lens[:num_seqs]),
+                block_tables=torch.from_numpy(self.block_tables[:num_seqs]),
+                sample_rows=torch.from_numpy(self.sample_rows[:num_samples]),
+            )
+        return self._batch

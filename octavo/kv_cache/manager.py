@@ -83,9 +83,11 @@ class KVCacheManager:
         write_at = seq.num_computed_tokens // self.block_size
         copies = write_at < len(table) and self.pool.ref_counts[table[write_at]] > 1
         num_new = self.blocks_for(num_tokens) - len(table)
+        changed: list[tuple[int, int]] = []
+        if num_new <= 0 and not copies:
+            return changed
         if max(num_new, 0) + copies > self.pool.num_free:
             return None
-        changed: list[tuple[int, int]] = []
         if copies:
             fresh = self.pool.allocate()
             self.moves.copy.append((table[write_at], fresh))

@@ -30,19 +30,21 @@ class Sampler:
         self.ops = ops
 
     def sample(
-        self, logits: Tensor, best: Tensor, batch: SamplingBatch
-    ) -> tuple[NDArray[np.int64], list[TokenLogprobs | None], dict[int, str]]:
+        self, logits: Tensor, best: Tensor, batch: SamplingBatch | None
+    ) -> tuple[NDArray[np.int64], list[TokenLogprobs | None] | None, dict[int, str]]:
         """logits [N, V] float32, which are overwritten, and their argmax [N] int64 -> tokens [N], their
-        log-probabilities where asked for, and what went wrong by sample: a caller's processor failed, or nothing was
-        left to choose from."""
+        log-probabilities if any are asked for, and what went wrong by sample: a caller's processor failed, or nothing
+        was left to choose from. Without a batch the tokens are the most likely ones."""
+        if batch is None:
+            return best.numpy(), None, _nothing_to_choose(logits, best)
         wanted = np.flatnonzero(batch.num_logprobs >= 0)
         raw = logits[torch.from_numpy(wanted)] if len(wanted) else None  # before penalties, as the model said
         errors = {}
         if batch.special:
             errors = process_logits(logits, batch.special)
             best = self.ops.argmax(logits)
-        is_finite = logits.gather(1, best[:, None])[:, 0].isfinite().numpy()
-        tokens: NDArray[np.int64] = best.numpy().copy()
+        errors = _nothing_to_choose(logits, best) | errors
+        tokens: NDArray[np.int64] = best.numpy()
         rows = np.flatnonzero(batch.temperature > 0)
         if len(rows):
             chosen = logits if len(rows) == len(tokens) else logits[torch.from_numpy(rows)]
@@ -54,15 +56,21 @@ class Sampler:
                 torch.from_numpy(batch.min_p[rows]),
                 torch.from_numpy(uniform(batch.seed[rows], batch.index[rows], batch.position[rows])),
             ).numpy()
-        # Masks that leave nothing, and logits that are not numbers, end their own request and nothing else.
-        for n in np.flatnonzero(~is_finite).tolist():
-            errors.setdefault(n, _NOTHING_TO_CHOOSE)
+        if raw is None:
+            return tokens, None, errors
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if raw is not None:
-            found = token_logprobs(raw, tokens[wanted], batch.num_logprobs[wanted])
-            for n, entry in zip(wanted.tolist(), found, strict=True):
-                logprobs[n] = entry
+        found = token_logprobs(raw, tokens[wanted], batch.num_logprobs[wanted])
+        for n, entry in zip(wanted.tolist(), found, strict=True):
+            logprobs[n] = entry
         return tokens, logprobs, errors
+
+
+def _nothing_to_choose(logits: Tensor, best: Tensor) -> dict[int, str]:
+    """Masks that leave nothing, and logits that are not numbers, end their own request and nothing else."""
+    is_finite = np.isfinite(logits.numpy()[np.arange(len(best)), best.numpy()])
+    if is_finite.all():
+        return {}
+    return dict.fromkeys(np.flatnonzero(~is_finite).tolist(), _NOTHING_TO_CHOOSE)
 
 
 def token_logprobs(logits: Tensor, tokens: NDArray[np.int64], num_top: NDArray[np.int64]) -> list[TokenLogprobs]:

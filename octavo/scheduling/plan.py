@@ -41,15 +41,10 @@ class StepPlan:
 
 
 @dataclass(slots=True)
-class SampledToken:
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass(slots=True)
 class StepResult:
-    """What a step produced, parallel to `StepPlan.rows`."""
+    """What a step produced. `tokens` has `num_samples` entries for each row of the plan, one row after the other."""
 
-    tokens: list[list[SampledToken]]  # num_samples each
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None  # parallel to `tokens`; None when nobody asks for them
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: its prompt positions so far
     errors: dict[int, str] = field(default_factory=dict)  # by row: a logits processor of that request failed

@@ -19,7 +19,7 @@ from octavo.engine.wire import EngineRequest, EngineStats, SequenceOutput
 from octavo.errors import RequestError
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import Sequence
-from octavo.scheduling.plan import Admission, SampledToken, StepPlan, StepResult
+from octavo.scheduling.plan import Admission, StepPlan, StepResult
 
 _scheduling_order = attrgetter("key", "index")
 
@@ -75,6 +75,7 @@ class Scheduler:
             request=request,
             key=(priority, self._arrivals),
             seed=self._random.getrandbits(64) if seed is None else seed % 2**64,
+            stop_reasons=_stop_reasons(request),
             token_ids=list(request.prompt_token_ids),
             num_pending_forks=request.params.num_sequences - 1,
         )
@@ -109,8 +110,10 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             i += 1
-            # One token is kept back for each sequence behind, so that a long prompt never stalls the decodes.
-            num_tokens = min(seq.num_lacking_tokens, max(1, budget - (len(self.running) - i)))
+            num_tokens = seq.num_lacking_tokens
+            if num_tokens > 1:
+                # One token is kept back for each sequence behind, so that a long prompt never stalls the decodes.
+                num_tokens = min(num_tokens, max(1, budget - (len(self.running) - i)))
             while (changed := self.cache.grow(seq, seq.num_computed_tokens + num_tokens)) is None:
                 preempted = True
                 victim = self.running.pop()
@@ -196,11 +199,13 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Account for a finished step: tokens computed and sampled, forks, ends. Returns what is new, by sequence."""
         outputs: list[SequenceOutput] = []
-        for seq, row, num_tokens, sampled in zip(
-            self._scheduled, plan.rows, plan.num_tokens, result.tokens, strict=True
+        place = 0  # in result.tokens
+        for seq, row, num_tokens, num_samples in zip(
+            self._scheduled, plan.rows, plan.num_tokens, plan.num_samples, strict=True
         ):
+            first, place = place, place + num_samples
             if row in result.errors:
-                outputs.append(self._output(seq, [], finish_reason="error", error=result.errors[row]))
+                outputs.append(self._output(seq, [], "error", error=result.errors[row]))
                 self._drop(seq)
                 continue
             self._stats.num_computed_tokens += num_tokens
@@ -208,12 +213,14 @@ class Scheduler:
             self.cache.register_computed(seq)
             if row in result.prompt_logprobs:
                 # A preempted prompt starts over: what it reported before is replaced by the same values.
-                first = seq.num_computed_tokens - num_tokens
-                seq.prompt_logprobs[first:] = result.prompt_logprobs[row]
-            if sampled:
+                position = seq.num_computed_tokens - num_tokens
+                seq.prompt_logprobs[position:] = result.prompt_logprobs[row]
+            if num_samples == 1:
+                outputs.append(self._append(seq, result, first))
+            elif num_samples:
                 siblings = [seq, *self._start_forks(seq)]
-                for sibling, token in zip(siblings, sampled, strict=True):
-                    outputs.append(self._append(sibling, token))
+                outputs += [self._append(sibling, result, first + i) for i, sibling in enumerate(siblings)]
+        assert place == len(result.tokens), f"{place} tokens were to be sampled and {len(result.tokens)} came"
         self._scheduled = []
         if self.config.check_invariants:
             self.check()
@@ -249,15 +256,18 @@ class Scheduler:
             assert self.cache.pool.num_used == self.cache.host_pool.num_used == 0, "blocks are in use when idle"
 
     def _num_unfilled_slots(self) -> int:
-        """Slots of referenced blocks that hold no token. Only a table's last block can have any; forks may share it."""
+        """Slots of referenced blocks that hold no token. Only the end of a block table can have any."""
         size = self.cache.block_size
-        unfilled: dict[int, int] = {}
-        for seq in self.running:
-            for position in range(seq.num_computed_tokens // size, len(seq.block_table)):
-                block = seq.block_table[position]
-                empty = min(size, (position + 1) * size - seq.num_computed_tokens)
-                unfilled[block] = min(empty, unfilled.get(block, size))
-        return sum(unfilled.values())
+        unfilled = sum([len(seq.block_table) * size - seq.num_computed_tokens for seq in self.running])
+        if self._num_live > len(self._requests):  # forks, which may still share the block that they write to next
+            seen: set[int] = set()
+            for seq in self.running:
+                num_full, num_in_last = divmod(seq.num_computed_tokens, size)
+                if num_in_last:
+                    block = seq.block_table[num_full]
+                    unfilled -= size - num_in_last if block in seen else 0
+                    seen.add(block)
+        return unfilled
 
     def _start_forks(self, seq: Sequence) -> list[Sequence]:
         """The prompt of `seq` has been computed: start its siblings, which share all its blocks."""
@@ -273,49 +283,41 @@ class Scheduler:
         seq.num_pending_forks = 0
         return forks
 
-    def _append(self, seq: Sequence, token: SampledToken) -> SequenceOutput:
+    def _append(self, seq: Sequence, result: StepResult, place: int) -> SequenceOutput:
         """Add a sampled token and end the sequence if it was the last one."""
-        seq.token_ids.append(token.token_id)
+        token = result.tokens[place]
+        seq.token_ids.append(token)
         self._stats.num_generation_tokens += 1
-        finish_reason, stop_reason = self._finish_reason(seq)
-        output = self._output(
-            seq,
-            [token.token_id],
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            logprobs=None if token.logprobs is None else [token.logprobs],
-        )
+        num_output = seq.num_output_tokens
+        finish_reason: str | None = None
+        stop_reason: int | None = None
+        if token in seq.stop_reasons and num_output >= seq.params.min_tokens:
+            finish_reason, stop_reason = "stop", seq.stop_reasons[token]
+        elif num_output >= seq.request.max_tokens:
+            finish_reason = "length"
+        output = self._output(seq, [token], finish_reason, stop_reason)
+        if result.logprobs is not None and (logprobs := result.logprobs[place]) is not None:
+            output.logprobs = [logprobs]
         if finish_reason is not None:
             self._drop(seq)
         return output
 
     @staticmethod
-    def _finish_reason(seq: Sequence) -> tuple[str | None, int | None]:
-        request, params = seq.request, seq.params
-        token = seq.token_ids[-1]
-        if seq.num_output_tokens >= params.min_tokens:
-            if token in params.stop_token_ids:
-                return "stop", token
-            if token in request.eos_token_ids and not params.ignore_eos:
-                return "stop", None
-        if seq.num_output_tokens >= request.max_tokens:
-            return "length", None
-        return None, None
-
-    @staticmethod
-    def _output(seq: Sequence, token_ids: list[int], **more: object) -> SequenceOutput:
-        output = SequenceOutput(
-            seq.request.request_id,
-            seq.index,
-            token_ids,
-            num_cached_tokens=seq.num_cached_tokens,
-            num_preemptions=seq.num_preemptions,
-            first_scheduled_time=seq.first_scheduled_time,
-            **more,  # type: ignore[arg-type]
-        )
+    def _output(
+        seq: Sequence,
+        token_ids: list[int],
+        finish_reason: str | None,
+        stop_reason: int | None = None,
+        error: str | None = None,
+    ) -> SequenceOutput:
+        prompt_logprobs = None
         if seq.prompt_logprobs:
-            output.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
-        return output
+            prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
+        # By position: msgspec takes twice as long to match names, and this happens for every token.
+        return SequenceOutput(
+            seq.request.request_id, seq.index, token_ids, finish_reason, stop_reason, None, prompt_logprobs,
+            seq.num_cached_tokens, seq.num_preemptions, seq.first_scheduled_time, error,
+        )  # fmt: skip
 
     def _preempt(self, seq: Sequence) -> None:
         """Take the blocks of a running sequence, already off the running list, and queue it at its old place."""
@@ -354,3 +356,10 @@ class Scheduler:
 
     def _push_waiting(self, seq: Sequence) -> None:
         heapq.heappush(self._waiting, (seq.key, seq.index, seq))
+
+
+def _stop_reasons(request: EngineRequest) -> dict[int, int | None]:
+    """The tokens that end a request, and what is reported as the reason: end-of-sequence goes without saying."""
+    end_of_sequence = [] if request.params.ignore_eos else request.eos_token_ids
+    stop_token_ids = request.params.stop_token_ids
+    return dict.fromkeys(end_of_sequence) | dict(zip(stop_token_ids, stop_token_ids, strict=True))

@@ -80,7 +80,9 @@ def histories(draw: st.DrawFn) -> list[tuple[StepPlan, dict[int, list[int]], dic
             plan.rows.append(row)
             plan.num_computed.append(computed)
             plan.num_tokens.append(count)
-            plan.num_samples.append(draw(st.integers(0, 3)))
+            # A sample has a row, or will have one when it becomes a fork.
+            num_free = MAX_SEQS - sum(plan.num_samples) - (len(rows) - i - 1)
+            plan.num_samples.append(draw(st.integers(0, min(3, num_free))))
         history.append((plan, {r: list(t) for r, t in tokens.items()}, {r: list(b) for r, b in blocks.items()}))
     return history
 

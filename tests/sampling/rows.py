@@ -51,8 +51,9 @@ def sample(rows: list[Row]) -> Samples:
         table.admit(Admission(place, known, len(row.prompt), [], row.params, row.stop_token_ids, row.seed, row.index))
     lengths = np.array([len(row.prompt) + len(row.output) for row in rows], np.int64)
     batch = table.build(places, np.zeros(len(rows), np.int64), lengths, tokens)
-    drawn, logprobs, errors = _draw(torch.stack([row.logits for row in rows]), batch)
-    return Samples(drawn.tolist(), logprobs, errors)
+    logits = torch.stack([row.logits for row in rows])
+    drawn, logprobs, errors = Sampler(ops.load("cpu")).sample(logits, logits.argmax(-1), batch)
+    return Samples(drawn.tolist(), logprobs or [None] * len(rows), errors)
 
 
 def dice(row: Row) -> float:

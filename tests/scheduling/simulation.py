@@ -22,7 +22,7 @@ from octavo.execution.step_batch import SequenceTable
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import Sequence
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.plan import Admission, SampledToken, StepPlan, StepResult
+from octavo.scheduling.plan import Admission, StepPlan, StepResult
 from octavo.scheduling.scheduler import Scheduler
 
 VOCAB_SIZE = 48
@@ -391,7 +391,7 @@ class Device:
                 watched = self.simulation.requests[sequences[row].request.request_id]
                 if watched.fails_at is not None and watched.fails_at == num_output:
                     result.errors[row] = FAILURE
-            result.tokens.append([SampledToken(token) for token in drawn])
+            result.tokens += drawn
             if admission.params.prompt_logprobs is not None and len(admission.token_ids) == admission.num_prompt_tokens:
                 end = min(computed + count, admission.num_prompt_tokens - 1)
                 predicted = self.table.tokens[row, computed + 1 : max(end, computed) + 1].tolist()

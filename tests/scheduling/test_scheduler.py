@@ -12,7 +12,7 @@ from octavo.errors import RequestError
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import Sequence
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.plan import SampledToken, StepPlan, StepResult
+from octavo.scheduling.plan import StepPlan, StepResult
 from octavo.scheduling.scheduler import Scheduler
 
 EOS = 0
@@ -51,7 +51,7 @@ def request(
 
 
 def result_of(plan: StepPlan, token: int = 7) -> StepResult:
-    return StepResult(tokens=[[SampledToken(token)] * count for count in plan.num_samples])
+    return StepResult(tokens=[token] * sum(plan.num_samples))
 
 
 def step(s: Scheduler, token: int = 7) -> list[SequenceOutput]:
@@ -230,7 +230,7 @@ def test_forks_share_the_blocks_of_their_prompt_and_run_on_their_own() -> None:
     s.add(request("a", 10, n=3))
     plan = s.schedule()
     assert (plan.num_tokens, plan.num_samples) == ([10], [3])
-    outputs = s.update(plan, StepResult(tokens=[[SampledToken(1), SampledToken(2), SampledToken(3)]]))
+    outputs = s.update(plan, StepResult(tokens=[1, 2, 3]))
     assert [(output.index, output.token_ids) for output in outputs] == [(0, [1]), (1, [2]), (2, [3])]
     assert s.cache.pool.num_used == 3, "one prompt"
     plan = s.schedule()
