@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from octavo.config import EngineConfig
 from octavo.engine.core_process import CoreProcessArgs
@@ -32,9 +31,10 @@ class CoreClient:
     def __init__(self, config: EngineConfig) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-")  # goes with this object, or at exit
         self._context = zmq.Context()
+        self._reading_loop: asyncio.AbstractEventLoop | None = None
         self._sender = self._context.socket(zmq.PUSH)
         self._sender.setsockopt(zmq.SNDHWM, 0)  # a send never blocks the event loop
-        self._receiver = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+        self._receiver = self._context.socket(zmq.PULL)
         self._receiver.setsockopt(zmq.RCVHWM, 0)
         core_input, core_output = f"ipc://{self._folder.name}/in", f"ipc://{self._folder.name}/out"
         self._sender.bind(core_input)
@@ -59,20 +59,40 @@ class CoreClient:
             raise EngineDeadError(f"the engine core cannot be reached ({e}).") from None
 
     async def receive(self, handle: Callable[[CoreMessage], None]) -> None:
-        """Hand every message to `handle` until cancelled or until the process has ended and its last words are read."""
+        """Hand every message to `handle` until cancelled or until the process has ended and its last words are read.
+
+        All messages that are there are handled at one wakeup. What `handle` raises ends this.
+        """
+        loop = asyncio.get_running_loop()
+        failed: asyncio.Future[None] = loop.create_future()
+
+        def read() -> None:
+            try:
+                while not failed.done():
+                    handle(decode_core_message(self._receiver.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                pass
+            except Exception as e:
+                failed.set_exception(e)
+
         ended = asyncio.ensure_future(_wait_for_exit(self.process))
+        self._reading_loop = loop
+        loop.add_reader(self._receiver.fileno(), read)
         try:
-            while True:
-                data = asyncio.ensure_future(self._receiver.recv())
-                await asyncio.wait((data, ended), return_when=asyncio.FIRST_COMPLETED)
-                if not data.done():
-                    with contextlib.suppress(asyncio.TimeoutError):
-                        handle(decode_core_message(await asyncio.wait_for(data, 0.2)))
-                        continue
-                    return
-                handle(decode_core_message(data.result()))
+            read()  # ZeroMQ's descriptor tells only of what comes after one has looked
+            await asyncio.wait((failed, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not failed.done():
+                await asyncio.wait((failed,), timeout=0.2)
+            if failed.done():
+                failed.result()
         finally:
+            self._stop_reading()
             ended.cancel()
+
+    def _stop_reading(self) -> None:
+        if self._reading_loop is not None and not self._reading_loop.is_closed():
+            self._reading_loop.remove_reader(self._receiver.fileno())
+        self._reading_loop = None
 
     def close(self) -> None:
         """End the process and free the sockets. May be called twice."""
@@ -85,7 +105,7 @@ class CoreClient:
             logger.warning("the engine core did not exit within %.0f s and is killed", _EXIT_GRACE_S)
             self.process.kill()
             self.process.wait()
-        # The context knows only the sockets that it made itself; with the receiver open it would wait forever.
+        self._stop_reading()
         self._sender.close(linger=0)
         self._receiver.close(linger=0)
         self._context.term()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -15,8 +16,86 @@ _MAX_CHARACTER_TOKENS = 4
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-class IncrementalDetokenizer:
-    """The text of one sequence, grown token by token.
+class Detokenizer(Protocol):
+    """The text of one sequence, grown token by token or by many at once."""
+
+    def add(self, token_ids: list[int]) -> str:
+        """The text that these tokens complete."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back, if the sequence ends within a character."""
+        ...
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer,
+    prompt_token_ids: list[int],
+    skip_special_tokens: bool = True,
+    spaces_between_special_tokens: bool = True,
+) -> Detokenizer:
+    """The detokenizer for a sequence that follows a prompt."""
+    table = _token_bytes(tokenizer, skip_special_tokens)
+    if table is not None:
+        return ByteDetokenizer(table, prompt_token_ids)
+    return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies, where a token is the same bytes whatever its neighbours are."""
+
+    def __init__(self, table: _TokenBytes, prompt_token_ids: list[int]) -> None:
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.add(prompt_token_ids[-_MAX_CHARACTER_TOKENS:])  # a prompt may end within a character
+
+    def add(self, token_ids: list[int]) -> str:
+        table = self._table
+        return self._decode(b"".join([table[token] for token in token_ids]))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of each token, worked out when it is first seen. Tokens that are not shown have none."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+
+    def __missing__(self, token: int) -> bytes:
+        piece = None if token in self._hidden else self._tokenizer.id_to_token(token)
+        try:
+            found = bytes([GPT2_BYTES[char] for char in piece or ""])
+        except KeyError:  # an added token, which stands for itself
+            found = str(piece).encode()
+        self[token] = found
+        return found
+
+
+def _gpt2_bytes() -> dict[str, int]:
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+# Byte-level vocabularies write each byte as a printable character.
+GPT2_BYTES = _gpt2_bytes()
+
+
+@lru_cache(maxsize=8)
+def _token_bytes(tokenizer: Tokenizer, skip_special_tokens: bool) -> _TokenBytes | None:
+    """None if the tokenizer is not byte-level."""
+    from tokenizers import decoders
+
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return None
+    return _TokenBytes(tokenizer, _added_tokens(tokenizer)[1] if skip_special_tokens else frozenset())
+
+
+class WindowDetokenizer:
+    """For any vocabulary.
 
     A window of tokens that have been turned to text is decoded with and without the new ones; the difference is the
     new text, held back while it ends within a character.
@@ -26,7 +105,7 @@ class IncrementalDetokenizer:
         self,
         tokenizer: Tokenizer,
         prompt_token_ids: list[int],
-        skip_special_tokens: bool,
+        skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
@@ -34,26 +113,25 @@ class IncrementalDetokenizer:
         self._pending = prompt_token_ids[-_CONTEXT_TOKENS:]
         self._num_read = len(self._pending)
         self._read_text = self._decode(self._pending)
-        self._added = _added_tokens(tokenizer)
+        self._added, self._special = _added_tokens(tokenizer)
         self._glues_added_tokens = not (skip_special_tokens or spaces_between_special_tokens)
         self._last_token = prompt_token_ids[-1] if prompt_token_ids else -1
 
     def add(self, token_ids: list[int]) -> str:
-        """The text that these tokens complete."""
-        return "".join(self._add(token) for token in token_ids)
+        if self._glues_added_tokens:
+            return "".join([self._add_glued(token) for token in token_ids])
+        if self._skip_special_tokens:
+            # They have no text and no effect on their neighbours' text: the window need not grow by them.
+            token_ids = [token for token in token_ids if token not in self._special]
+        return self._add(token_ids) if token_ids else ""
 
     def flush(self) -> str:
-        """What was held back, if the sequence ends within a character."""
         text = self._decode(self._pending)[len(self._read_text) :]
         self._read_text += text
         return text
 
-    def _add(self, token: int) -> str:
-        added = self._added.get(token)
-        if added is not None and added.special and self._skip_special_tokens:
-            return ""  # it has no text and no effect on its neighbours' text: the window need not grow by it
-        last_token, self._last_token = self._last_token, token
-        self._pending.append(token)
+    def _add(self, token_ids: list[int]) -> str:
+        self._pending += token_ids
         text = self._decode(self._pending)
         tail: list[int] = []
         if text.endswith(_INCOMPLETE):
@@ -69,11 +147,17 @@ class IncrementalDetokenizer:
         elif len(text) <= len(self._read_text):
             return ""
         new = text[len(self._read_text) :]
-        window = self._pending[self._num_read : len(self._pending) - len(tail)]
+        window = self._pending[self._num_read : len(self._pending) - len(tail)][-_CONTEXT_TOKENS:]
         self._num_read = len(window)
         self._read_text = self._decode(window)
         self._pending = window + tail
-        if self._glues_added_tokens and added is not None and last_token in self._added and new == " " + added.content:
+        return new
+
+    def _add_glued(self, token: int) -> str:
+        last_token, self._last_token = self._last_token, token
+        new = self._add([token])
+        added = self._added.get(token)
+        if added is not None and last_token in self._added and new == " " + added.content:
             return new[1:]
         return new
 
@@ -81,10 +165,11 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
-@lru_cache(maxsize=4)  # it is copied out of the tokenizer at each call
-def _added_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
+@lru_cache(maxsize=4)  # they are copied out of the tokenizer at each call
+def _added_tokens(tokenizer: Tokenizer) -> tuple[dict[int, AddedToken], frozenset[int]]:
+    """All of them, and which of them are special."""
     added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
-    return added
+    return added, frozenset(token for token, its in added.items() if its.special)
 
 
 class StopStrings:

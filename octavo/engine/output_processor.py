@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from octavo.engine.detokenizer import IncrementalDetokenizer, StopStrings
+from octavo.engine.detokenizer import Detokenizer, StopStrings, make_detokenizer
 from octavo.engine.wire import Abort, EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
 from octavo.sampling_params import RequestOutputKind
@@ -31,13 +31,15 @@ class _Completion:
         self.num_held_back = 0
         self.num_sent_chars = 0
         self.num_sent_tokens = 0
+        self._num_readable = 0  # tokens that belong to the text
+        self._num_read = 0  # those of them that are in it
         self.is_end_sent = False
         self.last_token_time: float | None = None
         self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._min_tokens = params.min_tokens
-        self._detokenizer: IncrementalDetokenizer | None = None
+        self._detokenizer: Detokenizer | None = None
         if params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(
+            self._detokenizer = make_detokenizer(
                 tokenizer.backend_tokenizer,
                 request.prompt_token_ids,
                 params.skip_special_tokens,
@@ -48,32 +50,49 @@ class _Completion:
 
     def add(self, output: SequenceOutput) -> bool:
         """Take in new tokens. True if a stop string ended the sequence before the core did."""
-        for i, token in enumerate(output.token_ids):
-            self.token_ids.append(token)
-            if output.logprobs is not None:
-                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + output.logprobs[i].logprobs[0]
-            is_stop_token = output.finish_reason == "stop" and i == len(output.token_ids) - 1
-            if self._detokenizer is None or (is_stop_token and not self._shows_stop_token):
-                continue
-            new = self._detokenizer.add([token])
-            self.text += new
-            if self._stop is not None and self._is_stopped_by_text(len(new)):
-                return output.finish_reason is None
+        num_before = len(self.token_ids)
+        is_stopped = self._take(output)
+        if output.logprobs is not None:
+            for entry in output.logprobs[: len(self.token_ids) - num_before]:
+                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + entry.logprobs[0]
+        return is_stopped
+
+    def _take(self, output: SequenceOutput) -> bool:
+        num_hidden = int(output.finish_reason == "stop" and not self._shows_stop_token)
+        if self._stop is None:  # the text is read when it is asked for
+            self.token_ids += output.token_ids
+            self._num_readable = len(self.token_ids) - num_hidden
+        else:
+            end = len(self.token_ids) + len(output.token_ids) - num_hidden
+            for token in output.token_ids:
+                self.token_ids.append(token)
+                self._num_readable = min(len(self.token_ids), end)
+                if self._is_stopped_by_text(self._read()):
+                    return output.finish_reason is None
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
             self.stop_reason = output.stop_reason
             self.num_held_back = 0
+            self._read()
             if self._detokenizer is not None:
                 rest = self._detokenizer.flush()
                 self.text += rest
-                if rest and self._stop is not None:
-                    self._is_stopped_by_text(len(rest))
+                self._is_stopped_by_text(len(rest))
         elif self._stop is not None:
             self.num_held_back = self._stop.num_held_back(self.text)
         return False
 
+    def _read(self) -> int:
+        """Bring the text up to date. Returns how many characters are new."""
+        if self._detokenizer is None or self._num_read == self._num_readable:
+            return 0
+        new = self._detokenizer.add(self.token_ids[self._num_read : self._num_readable])
+        self._num_read = self._num_readable
+        self.text += new
+        return len(new)
+
     def _is_stopped_by_text(self, num_new: int) -> bool:
-        if self._stop is None or len(self.token_ids) < self._min_tokens:
+        if self._stop is None or not num_new or len(self.token_ids) < self._min_tokens:
             return False
         if (found := self._stop.find(self.text, num_new)) is None:
             return False
@@ -85,6 +104,7 @@ class _Completion:
 
     def output(self, is_delta: bool) -> CompletionOutput:
         """Everything that may be shown, or what is new of it."""
+        self._read()
         shown = len(self.text) - self.num_held_back
         chars = self.num_sent_chars if is_delta else 0
         tokens = self.num_sent_tokens if is_delta else 0
@@ -115,16 +135,19 @@ class _Request:
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.num_cached_tokens = 0
         self.error: str | None = None
-
-    @property
-    def is_final_only(self) -> bool:
-        """Whether its caller sees nothing before its end. Which completions are the best is not known earlier."""
-        params = self.request.params
-        return params.output_kind is RequestOutputKind.FINAL_ONLY or params.num_sequences > params.n
+        params = request.params
+        self.is_delta = params.output_kind is RequestOutputKind.DELTA
+        # Which completions are the best is known only at the end.
+        self.is_ranked = params.num_sequences > params.n
+        self.is_final_only = self.is_ranked or params.output_kind is RequestOutputKind.FINAL_ONLY
 
     @property
     def is_finished(self) -> bool:
-        return self.error is not None or all(c.finish_reason is not None for c in self.completions)
+        if self.error is None:
+            for completion in self.completions:
+                if completion.finish_reason is None:
+                    return False
+        return True
 
 
 class RequestFailed:
@@ -158,7 +181,7 @@ class OutputProcessor:
                 completion.num_held_back = 0
         state.metrics.finished_time = time.monotonic()
         self._record_finished(state)
-        return self._output(state)
+        return self._output(state, is_finished=True)
 
     def process(self, outputs: list[SequenceOutput]) -> tuple[list[RequestOutput | RequestFailed], list[Abort]]:
         """Take in a step. Returns what callers should see, one entry a request at most, and the sequences that stop
@@ -180,12 +203,15 @@ class OutputProcessor:
             if completion.finish_reason is not None:
                 continue  # ended by a stop string; the core did not know yet
             touched[output.request_id] = state
-            if state.metrics.first_token_time is None:
-                first_latencies_s.append(now - state.metrics.arrival_time)
+            times = state.metrics
+            if times.first_token_time is None:
+                first_latencies_s.append(now - times.arrival_time)
+                self._begin(state, output, now)
             elif completion.last_token_time is not None:
                 latencies_s.append(now - completion.last_token_time)
-            completion.last_token_time = now
-            self._update_request(state, output, now)
+            completion.last_token_time = times.last_token_time = now
+            if output.num_preemptions > times.num_preemptions:
+                times.num_preemptions = output.num_preemptions
             if completion.add(output):
                 aborts.append(Abort(output.request_id, output.index))
             if completion.logprobs is not None and output.logprobs is not None:
@@ -196,26 +222,24 @@ class OutputProcessor:
             self.metrics.record_tokens(latencies_s)
         results: list[RequestOutput | RequestFailed] = []
         for request_id, state in touched.items():
-            if state.is_finished:
+            is_finished = state.is_finished
+            if is_finished:
                 state.metrics.finished_time = now
                 del self.requests[request_id]
                 self._record_finished(state)
             if state.error is not None:
                 aborts.append(Abort(request_id))
                 results.append(RequestFailed(state.shown_id, state.error))
-            elif state.is_finished or not state.is_final_only:
-                results.append(self._output(state))
+            elif is_finished or not state.is_final_only:
+                results.append(self._output(state, is_finished))
         return results, aborts
 
-    def _update_request(self, state: _Request, output: SequenceOutput, now: float) -> None:
-        metrics = state.metrics
-        metrics.first_scheduled_time = output.first_scheduled_time
-        metrics.num_preemptions = max(metrics.num_preemptions, output.num_preemptions)
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-        metrics.last_token_time = now
+    def _begin(self, state: _Request, output: SequenceOutput, now: float) -> None:
+        """The first token of a request brings what is known since its prompt was scheduled."""
+        state.metrics.first_token_time = now
+        state.metrics.first_scheduled_time = output.first_scheduled_time
         state.num_cached_tokens = output.num_cached_tokens
-        if state.request.params.prompt_logprobs is not None and state.prompt_logprobs is None:
+        if state.request.params.prompt_logprobs is not None:
             state.prompt_logprobs = [None, *map(self._position, output.prompt_logprobs or ())]
 
     def _record_finished(self, state: _Request) -> None:
@@ -227,16 +251,14 @@ class OutputProcessor:
             state.metrics, len(state.request.prompt_token_ids), num_generated, state.request.params, reason
         )
 
-    def _output(self, state: _Request) -> RequestOutput:
-        params = state.request.params
-        is_delta = params.output_kind is RequestOutputKind.DELTA
+    def _output(self, state: _Request, is_finished: bool) -> RequestOutput:
         completions = state.completions
-        if params.num_sequences > params.n:
+        if state.is_ranked:
             ranked = sorted(completions, key=lambda c: c.cumulative_logprob or 0.0, reverse=True)
-            completions = ranked[: params.n]
+            completions = ranked[: state.request.params.n]
             for index, completion in enumerate(completions):
                 completion.index = index
-        elif is_delta:
+        elif state.is_delta:
             completions = [
                 c
                 for c in completions
@@ -246,8 +268,8 @@ class OutputProcessor:
             request_id=state.shown_id,
             prompt=state.prompt,
             prompt_token_ids=state.request.prompt_token_ids,
-            outputs=[completion.output(is_delta) for completion in completions],
-            finished=state.is_finished,
+            outputs=[completion.output(state.is_delta) for completion in completions],
+            finished=is_finished,
             prompt_logprobs=state.prompt_logprobs,
             metrics=state.metrics,
             num_cached_tokens=state.num_cached_tokens,

@@ -116,7 +116,7 @@ class SequenceTable:
         return self._views(num_tokens, num_seqs, len(last_tokens))
 
     def append(self, tokens: NDArray[np.int64]) -> None:
-        """Continue the rows of the last batch with what was sampled. Forks bring their tokens when they are admitted."""
+        """Continue the rows of the last batch. Forks bring their tokens when they are admitted."""
         samples = self.samples
         continues = samples.forks == 0
         self.tokens[samples.rows[continues], samples.lengths[continues]] = tokens[continues]

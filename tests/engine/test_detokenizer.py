@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from octavo.engine.detokenizer import IncrementalDetokenizer, StopStrings
+from octavo.engine.detokenizer import ByteDetokenizer, StopStrings, WindowDetokenizer, make_detokenizer
 
 VOCAB_SIZE = 49152
 NUM_SPECIAL = 17
@@ -31,49 +31,65 @@ def backend(tokenizer: Any) -> Tokenizer:
     return tokenizer.backend_tokenizer
 
 
+@pytest.fixture(params=[make_detokenizer, WindowDetokenizer], ids=["chosen", "window"])
+def make(request: pytest.FixtureRequest) -> Any:
+    """The detokenizer that fits the vocabulary, and the one that fits all."""
+    return request.param
+
+
+def test_byte_level_vocabularies_get_the_detokenizer_of_their_own(backend: Tokenizer) -> None:
+    assert isinstance(make_detokenizer(backend, []), ByteDetokenizer)
+    assert isinstance(make_detokenizer(metaspace_tokenizer(), []), WindowDetokenizer)
+
+
 def grow(
-    backend: Tokenizer, tokens: list[int], prompt: list[int] | None = None, skip: bool = True, spaces: bool = True
+    make: Any,
+    backend: Tokenizer,
+    tokens: list[int],
+    prompt: list[int] | None = None,
+    skip: bool = True,
+    spaces: bool = True,
 ) -> list[str]:
     """What each token adds, and what the end adds."""
-    detokenizer = IncrementalDetokenizer(backend, prompt or [], skip, spaces)
+    detokenizer = make(backend, prompt or [], skip, spaces)
     return [*(detokenizer.add([token]) for token in tokens), detokenizer.flush()]
 
 
 @generated
 @given(tokens=token_lists, skip=st.booleans())
 def test_any_tokens_give_the_text_that_decoding_them_at_once_gives(
-    backend: Tokenizer, tokens: list[int], skip: bool
+    make: Any, backend: Tokenizer, tokens: list[int], skip: bool
 ) -> None:
-    assert "".join(grow(backend, tokens, skip=skip)) == backend.decode(tokens, skip_special_tokens=skip)
+    assert "".join(grow(make, backend, tokens, skip=skip)) == backend.decode(tokens, skip_special_tokens=skip)
 
 
 @generated
 @given(prompt=token_lists, tokens=token_lists, skip=st.booleans())
 def test_the_prompt_is_context_and_no_part_of_the_text(
-    backend: Tokenizer, prompt: list[int], tokens: list[int], skip: bool
+    make: Any, backend: Tokenizer, prompt: list[int], tokens: list[int], skip: bool
 ) -> None:
     before = backend.decode(prompt, skip_special_tokens=skip)
     if before.endswith("\ufffd"):
         return  # the prompt ends within a character, whose other half nobody can place
     whole = backend.decode(prompt + tokens, skip_special_tokens=skip)
-    assert before + "".join(grow(backend, tokens, prompt, skip)) == whole
+    assert before + "".join(grow(make, backend, tokens, prompt, skip)) == whole
 
 
 @generated
 @given(tokens=token_lists, cuts=st.lists(st.integers(0, 40), max_size=5))
 def test_several_tokens_at_once_are_the_same_as_one_at_a_time(
-    backend: Tokenizer, tokens: list[int], cuts: list[int]
+    make: Any, backend: Tokenizer, tokens: list[int], cuts: list[int]
 ) -> None:
-    detokenizer = IncrementalDetokenizer(backend, [], True)
+    detokenizer = make(backend, [], True)
     ends = [*sorted(cuts), len(tokens)]
     parts = [detokenizer.add(tokens[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
     assert "".join([*parts, detokenizer.flush()]) == backend.decode(tokens, skip_special_tokens=True)
 
 
-def test_no_half_of_a_character_is_ever_shown(backend: Tokenizer) -> None:
+def test_no_half_of_a_character_is_ever_shown(make: Any, backend: Tokenizer) -> None:
     tokens = backend.encode(TEXT).ids
     assert any("\ufffd" in backend.decode([token]) for token in tokens), "some characters take several tokens"
-    pieces = grow(backend, tokens)
+    pieces = grow(make, backend, tokens)
     assert "\ufffd" not in "".join(pieces)
     assert "".join(pieces) == TEXT
     shown = ""
@@ -84,26 +100,32 @@ def test_no_half_of_a_character_is_ever_shown(backend: Tokenizer) -> None:
         assert shown == so_far or so_far.endswith("\ufffd"), "nothing is held back for longer than its character"
 
 
-def test_an_emoji_comes_with_its_last_token_and_its_beginning_alone_with_the_end(backend: Tokenizer) -> None:
+def test_an_emoji_comes_with_its_last_token_and_its_beginning_alone_with_the_end(make: Any, backend: Tokenizer) -> None:
     tokens = backend.encode("👩").ids
     assert len(tokens) > 1
-    assert grow(backend, tokens) == [""] * (len(tokens) - 1) + ["👩", ""]
-    assert "".join(grow(backend, tokens[:-1])) == "\ufffd"
-    assert "".join(grow(backend, [*tokens[:-1], *backend.encode("a").ids])) == "\ufffda"
+    assert grow(make, backend, tokens) == [""] * (len(tokens) - 1) + ["👩", ""]
+    assert "".join(grow(make, backend, tokens[:-1])) == "\ufffd"
+    assert "".join(grow(make, backend, [*tokens[:-1], *backend.encode("a").ids])) == "\ufffda"
 
 
-def test_special_tokens_are_hidden_or_shown(backend: Tokenizer) -> None:
+def test_a_character_that_the_prompt_begins_comes_when_it_is_complete(backend: Tokenizer) -> None:
+    first, *rest = backend.encode("👩").ids
+    assert "".join(grow(make_detokenizer, backend, rest, prompt=[*backend.encode("Hi ").ids, first])) == "👩"
+
+
+def test_special_tokens_are_hidden_or_shown(make: Any, backend: Tokenizer) -> None:
     tokens = backend.encode("<|im_start|>assistant\nHi there<|im_end|>").ids
-    assert "".join(grow(backend, tokens, skip=True)) == "assistant\nHi there"
-    assert "".join(grow(backend, tokens, skip=False)) == "<|im_start|>assistant\nHi there<|im_end|>"
+    assert "".join(grow(make, backend, tokens, skip=True)) == "assistant\nHi there"
+    assert "".join(grow(make, backend, tokens, skip=False)) == "<|im_start|>assistant\nHi there<|im_end|>"
 
 
-def test_hidden_tokens_do_not_pile_up(backend: Tokenizer) -> None:
+def test_hidden_tokens_do_not_pile_up(make: Any, backend: Tokenizer) -> None:
     """With ignore_eos a model may say nothing but end-of-sequence: each token must not cost more than the last."""
-    detokenizer = IncrementalDetokenizer(backend, [], True)
+    detokenizer = make(backend, [], True)
     hello, world = backend.encode("Hello world").ids
     assert detokenizer.add([hello, *[2] * 1000]) == "Hello"
-    assert len(detokenizer._pending) < 5
+    if isinstance(detokenizer, WindowDetokenizer):
+        assert len(detokenizer._pending) < 5
     assert detokenizer.add([world]) == " world"
 
 
@@ -118,19 +140,19 @@ def metaspace_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def test_blanks_of_sentencepiece_vocabularies_are_kept_between_words_only() -> None:
+def test_blanks_of_sentencepiece_vocabularies_are_kept_between_words_only(make: Any) -> None:
     tokenizer = metaspace_tokenizer()
     hello, world, blank = 3, 4, 5
-    assert grow(tokenizer, [hello, world, world]) == ["Hello", " world", " world", ""]
-    assert grow(tokenizer, [world], prompt=[1, hello]) == [" world", ""]
-    assert grow(tokenizer, [hello, 2, 2, world]) == ["Hello", "", "", " world", ""]
-    assert "".join(grow(tokenizer, [hello, blank, world])) == "Hello  world"
+    assert grow(make, tokenizer, [hello, world, world]) == ["Hello", " world", " world", ""]
+    assert grow(make, tokenizer, [world], prompt=[1, hello]) == [" world", ""]
+    assert grow(make, tokenizer, [hello, 2, 2, world]) == ["Hello", "", "", " world", ""]
+    assert "".join(grow(make, tokenizer, [hello, blank, world])) == "Hello  world"
 
 
-def test_characters_of_byte_tokens_come_whole() -> None:
+def test_characters_of_byte_tokens_come_whole(make: Any) -> None:
     tokenizer = metaspace_tokenizer()
     tokens = [8 + byte for byte in "é👩".encode()]
-    assert grow(tokenizer, [3, *tokens, 7]) == ["Hello", "", "é", "", "", "", "👩", "!", ""]
+    assert grow(make, tokenizer, [3, *tokens, 7]) == ["Hello", "", "é", "", "", "", "👩", "!", ""]
 
 
 def byte_tokenizer(*more: bytes) -> Tokenizer:
@@ -147,29 +169,30 @@ def byte_tokenizer(*more: bytes) -> Tokenizer:
 @generated
 @example(tokens=[0x80, 0xE2, 0x82, 256, 0x9F, 0x98, 0x80])
 @given(tokens=st.lists(st.sampled_from([0x61, 0x80, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 256, 257]), max_size=30))
-def test_bytes_that_are_no_text_give_what_decoding_them_at_once_gives(tokens: list[int]) -> None:
+def test_bytes_that_are_no_text_give_what_decoding_them_at_once_gives(make: Any, tokens: list[int]) -> None:
     """Tokens 256 and 257 end one character and begin the next."""
     tokenizer = byte_tokenizer(b"\xac\xf0", b"\x9f\x98")
-    assert "".join(grow(tokenizer, tokens)) == tokenizer.decode(tokens)
+    assert "".join(grow(make, tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
-def test_bytes_that_are_no_text_are_not_held_back_for_good() -> None:
+def test_bytes_that_are_no_text_are_not_held_back_for_good(make: Any) -> None:
     tokenizer = byte_tokenizer()
-    detokenizer = IncrementalDetokenizer(tokenizer, [], True)
+    detokenizer = make(tokenizer, [], True)
     shown = detokenizer.add([0x80] * 1000)
     assert 990 < len(shown) <= 1000
-    assert len(detokenizer._pending) < 10
+    if isinstance(detokenizer, WindowDetokenizer):
+        assert len(detokenizer._pending) < 10
     assert shown + detokenizer.add([0x61]) == "\ufffd" * 1000 + "a"
 
 
-def test_spaces_between_added_tokens_are_left_out_on_request() -> None:
+def test_spaces_between_added_tokens_are_left_out_on_request(make: Any) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))  # without a decoder: joined by spaces
     tokenizer.add_special_tokens([AddedToken("<x>"), AddedToken("<y>")])
     tokenizer.add_tokens([AddedToken("<z>")])
     tokens = [0, 2, 3, 4, 1, 2]
-    assert "".join(grow(tokenizer, tokens, skip=False)) == "a <x> <y> <z> b <x>"
-    assert "".join(grow(tokenizer, tokens, skip=False, spaces=False)) == "a <x><y><z> b <x>"
-    assert "".join(grow(tokenizer, tokens, skip=True, spaces=False)) == "a <z> b"
+    assert "".join(grow(make, tokenizer, tokens, skip=False)) == "a <x> <y> <z> b <x>"
+    assert "".join(grow(make, tokenizer, tokens, skip=False, spaces=False)) == "a <x><y><z> b <x>"
+    assert "".join(grow(make, tokenizer, tokens, skip=True, spaces=False)) == "a <z> b"
 
 
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4, unique=True)

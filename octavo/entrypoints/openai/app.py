@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 
 from octavo.entrypoints.openai import chat, completions, health, models
 from octavo.entrypoints.openai.errors import add_error_handlers
@@ -13,16 +14,23 @@ from octavo.entrypoints.openai.gate import Gate
 from octavo.entrypoints.openai.protocol import ErrorResponse
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.entrypoints.openai.state import ServerState
+from octavo.entrypoints.openai.streaming import SERVER_SEND
 from octavo.version import __version__
 
 if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncLLMEngine
 
 
+class _App(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SERVER_SEND] = send
+        await super().__call__(scope, receive, send)
+
+
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> FastAPI:
     """The application of a server that answers with `engine`, which need not be ready yet."""
     state = ServerState(engine, args)
-    app = FastAPI(
+    app = _App(
         title="Octavo", version=__version__, responses={code: {"model": ErrorResponse} for code in ("4XX", "5XX")}
     )
     app.state.octavo = state

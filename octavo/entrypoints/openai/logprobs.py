@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from octavo.engine.detokenizer import GPT2_BYTES
 from octavo.entrypoints.openai.protocol import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -109,18 +110,9 @@ def token_bytes(text: str, piece: Callable[[], str | None]) -> bytes:
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes([int(name[3:5], 16)])
     try:
-        return bytes(_GPT2_BYTES[char] for char in name)
+        return bytes(GPT2_BYTES[char] for char in name)
     except KeyError:
         return text.encode()
-
-
-def _gpt2_bytes() -> dict[str, int]:
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_GPT2_BYTES = _gpt2_bytes()
 
 
 def _best_first(position: PositionLogprobs) -> list[tuple[int, Logprob]]:

@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+SERVER_SEND = "octavo.server_send"  # where a scope holds the `send` that no middleware has wrapped
 
 
 class ChunkWriter:
@@ -89,18 +90,19 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await run_until_disconnect(self._send(send), receive)
+        await run_until_disconnect(self._send(send, scope.get(SERVER_SEND, send)), receive)
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, send_body: Send) -> None:
+        """The middlewares change headers and let bodies pass, each at the cost of a coroutine: bodies go past them."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for events in self._events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
+                await send_body({"type": "http.response.body", "body": events, "more_body": True})
         except Exception as error:
-            await send({"type": "http.response.body", "body": stream_error_event(error), "more_body": True})
+            await send_body({"type": "http.response.body", "body": stream_error_event(error), "more_body": True})
         finally:
             await self._events.aclose()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
