@@ -1,6 +1,6 @@
 """Prints what the native kernels reach: GB/s and GFLOP/s of the products of SmolLM2-135M, and attention's times.
 
-    python benchmarks/kernels.py [--dtype bfloat16|float32] [--only linear|attention|call] [--seconds 0.2]
+    python benchmarks/kernels.py [--dtype bfloat16|float32|Q4_1|...] [--only linear|attention|call] [--seconds 0.2]
 
 Weights and caches rotate through more memory than the caches of a processor hold, as they do in a model's step. Each
 figure is the best of several runs, since other programs can only make a run slower.
@@ -19,6 +19,8 @@ from octavo.ops import LayerKVCache, cpu
 
 SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)]
 ROWS = [1, 6, 16, 64, 256]
+# (bits, group, minima) of matrices that come from these formats.
+INTEGERS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q8_0": (8, 32, False), "Q6_K": (8, 16, False)}
 ROTATED_BYTES = 200e6
 CPU = torch.device("cpu")
 
@@ -36,22 +38,54 @@ def best_time_s(call: Callable[[int], object], seconds: float, batch: int = 1) -
     return best
 
 
-def bench_linear(dtype: torch.dtype, seconds: float) -> None:
-    print(f"\nlinear, {dtype}\n{'K':>6}{'N':>7}" + "".join(f"{f'{r} rows':>22}" for r in ROWS))
+def random_integers(n: int, k: int, bits: int, group: int, minima: bool, gated: bool) -> cpu.PackedWeight:
+    """A packed matrix of random codes, all of whose scales and minima are one small number."""
+    blocks, code_bytes = -(-k // _cpu.QBLOCK), _cpu.PANEL * _cpu.QBLOCK * bits // 8
+    scale_bytes = _cpu.PANEL * (_cpu.QBLOCK // group) * 2
+    block = torch.full((code_bytes + scale_bytes + _cpu.PANEL * 4 * minima,), 0x20, dtype=torch.uint8)
+    data = block.repeat(-(-n // _cpu.PANEL) * blocks, 1)
+    data[:, :code_bytes] = torch.randint(256, (1, code_bytes), dtype=torch.uint8)
+    form = _cpu.WEIGHT_INT4 if bits == 4 else _cpu.WEIGHT_INT8
+    return cpu.packed_weight(data.flatten(), (n, k), form, None, gated, group, minima)
+
+
+def bench_linear(name: str, seconds: float) -> None:
+    """As in a model's step: one replay over many matrices, inputs of integer matrices quantized already. The last line
+    is all matrices of the model in turn, as tokens per second; its output matrix has 8 bits where others have 4."""
+    print(f"\nlinear, {name}\n{'K':>6}{'N':>7}" + "".join(f"{f'{r} rows':>22}" for r in ROWS))
+
+    def make(k: int, n: int, name: str = name) -> cpu.PackedWeight:
+        gated = n == 3072
+        if name in INTEGERS:
+            return random_integers(n, k, *INTEGERS[name], gated=gated)
+        return cpu.pack_linear(torch.randn(n, k).to(getattr(torch, name)).chunk(2 if gated else 1), None, gated)
+
+    def replay(packed: list[cpu.PackedWeight]) -> list[float]:
+        """Seconds of one replay at each number of rows."""
+        program = cpu.new_program()
+        inputs = {}
+        for k in {weight.in_features for weight in packed}:
+            x = torch.randn(max(ROWS), k)
+            inputs[k] = cpu.quantize(x, make(k, 32)) if name in INTEGERS else x.to(getattr(torch, name))
+        with program.record(per_sample=False):
+            for weight in packed:
+                multiply = cpu.linear_silu_and_mul if weight.gated else cpu.linear
+                multiply(inputs[weight.in_features], weight, out_dtype=torch.float32)
+        return [best_time_s(lambda _, rows=rows: program.run(rows, 0, 0), seconds) for rows in ROWS]
+
     for k, n in SHAPES:
-        weight = torch.randn(n, k).to(dtype)
-        copies = max(1, round(ROTATED_BYTES / weight.nbytes))
-        packed = [cpu.pack_linear(weight, None) for _ in range(copies)]
+        packed = [make(k, n)]
+        num_bytes = packed[0].num_bytes
+        copies = max(1, round(ROTATED_BYTES / num_bytes))
+        packed += [make(k, n) for _ in range(copies - 1)]
         line = f"{k:>6}{n:>7}"
-        for rows in ROWS:
-            x = torch.randn(rows, k).to(dtype)
-            taken = best_time_s(
-                lambda i: cpu.linear(x, packed[i % copies]),  # noqa: B023
-                seconds,
-                batch=min(copies, 20),
-            )
-            line += f"{weight.nbytes / taken / 1e9:>9.1f} GB/s{2 * rows * k * n / taken / 1e9:>6.0f} GF"
+        for rows, taken in zip(ROWS, replay(packed), strict=True):
+            line += f"{num_bytes * copies / taken / 1e9:>9.1f} GB/s{2 * rows * k * n * copies / taken / 1e9:>6.0f} GF"
         print(line, flush=True)
+    packed = [make(k, n) for _ in range(30) for k, n in SHAPES[:4]]
+    packed.append(make(*SHAPES[4], name={"Q4_0": "Q8_0", "Q4_1": "Q8_0"}.get(name, name)))
+    times = replay(packed)
+    print("        model" + "".join(f"{rows / t:>16.0f} tok/s" for rows, t in zip(ROWS, times, strict=True)))
 
 
 def bench_attention(dtype: torch.dtype, seconds: float, kv_heads: int = 3, ratio: int = 3, head_size: int = 64) -> None:
@@ -88,16 +122,14 @@ def bench_attention(dtype: torch.dtype, seconds: float, kv_heads: int = 3, ratio
 
 def bench_calls(dtype: torch.dtype, seconds: float) -> None:
     print(f"\none row, {dtype}: time of a call, Python included")
-    hidden, gate_up = torch.randn(1, 576).to(dtype), torch.randn(1, 3072).to(dtype)
+    hidden = torch.randn(1, 576).to(dtype)
     weight, logits = torch.ones(576).to(dtype), torch.randn(1, 49152)
-    small = cpu.pack_linear(torch.randn(32, 32).to(dtype), None)
+    small = cpu.pack_linear([torch.randn(32, 32).to(dtype)])
     x = torch.randn(1, 32).to(dtype)
     for name, call in {
         "torch.empty alone": lambda i: torch.empty((1, 576), dtype=dtype),
         "linear 32 x 32": lambda i: cpu.linear(x, small),
         "rms_norm 576": lambda i: cpu.rms_norm(hidden, weight, 1e-5),
-        "add_rms_norm 576": lambda i: cpu.add_rms_norm(hidden, hidden, weight, 1e-5),
-        "silu_and_mul 1536": lambda i: cpu.silu_and_mul(gate_up),
         "argmax 49152": lambda i: cpu.argmax(logits),
     }.items():
         print(f"{name:>20}: {best_time_s(call, seconds, 200) * 1e6:6.2f} us", flush=True)
@@ -107,27 +139,29 @@ def bench_packing(dtype: torch.dtype) -> None:
     weights = [torch.randn(n, k).to(dtype) for k, n in SHAPES[:4] * 30 + SHAPES[4:]]
     total = sum(w.nbytes for w in weights)
     begin = time.perf_counter()
-    packed = [cpu.pack_linear(w, None) for w in weights]
+    packed = [cpu.pack_linear([w]) for w in weights]
     taken = time.perf_counter() - begin
     print(f"\npacking {len(packed)} matrices of {dtype}, {total / 1e6:.0f} MB: {taken * 1e3:.0f} ms")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: both")
+    dtypes = ["bfloat16", "float32"]
+    parser.add_argument("--dtype", choices=[*dtypes, *INTEGERS], help="default: all")
     parser.add_argument("--only", choices=["linear", "attention", "call", "pack"])
     parser.add_argument("--seconds", type=float, default=0.2, help="time for one figure")
     args = parser.parse_args()
     print(f"{_cpu.isa()}, {_cpu.num_threads()} threads")
-    for name in [args.dtype] if args.dtype else ["bfloat16", "float32"]:
-        dtype = getattr(torch, name)
-        if args.only in (None, "pack"):
-            bench_packing(dtype)
-        if args.only in (None, "call"):
-            bench_calls(dtype, args.seconds)
+    for name in [args.dtype] if args.dtype else [*dtypes, *INTEGERS]:
+        if name in dtypes:
+            dtype = getattr(torch, name)
+            if args.only in (None, "pack"):
+                bench_packing(dtype)
+            if args.only in (None, "call"):
+                bench_calls(dtype, args.seconds)
         if args.only in (None, "linear"):
-            bench_linear(dtype, args.seconds)
-        if args.only in (None, "attention"):
+            bench_linear(name, args.seconds)
+        if name in dtypes and args.only in (None, "attention"):
             bench_attention(dtype, args.seconds)
 
 
