@@ -97,8 +97,7 @@ class PackedWeight:
     @property
     def num_blocks(self) -> int:
         """Blocks of a quantized row of inputs."""
-        blocks: int = -(-self.in_features // _cpu.QBLOCK)
-        return blocks
+        return int(-(-self.in_features // _cpu.QBLOCK))
 
 
 def packed_weight(
@@ -120,8 +119,7 @@ def packed_weight(
 
 
 def _num_panels(n: int) -> int:
-    panels: int = -(-n // _cpu.PANEL)
-    return panels
+    return int(-(-n // _cpu.PANEL))
 
 
 def pack_linear(

@@ -53,8 +53,10 @@ def fake_quantize(x: Tensor) -> Tensor:
     k = x.shape[-1]
     blocks = torch.nn.functional.pad(x.float(), (0, -k % 64)).unflatten(-1, (-1, 64))
     absmax = blocks.abs().amax(-1, keepdim=True)
-    q = (blocks * (127 / absmax)).round()
-    out = q.double() * (absmax / 127).double()
+    # Two tensors are truly divided; a number over a tensor is a product with the reciprocal.
+    largest = torch.full_like(absmax, 127)
+    q = (blocks * (largest / absmax)).round()
+    out = q.double() * (absmax / largest).double()
     out = torch.where(absmax < 2.0**-100, 0.0, out)
     out = torch.where(absmax.isfinite(), out, float("nan"))
     return out.flatten(-2)[..., :k]

@@ -24,8 +24,8 @@ def test_linear_is_the_reference_product(
 ) -> None:
     x, weight = random(rows, rows, k, dtype=dtype), random(k, n, k, dtype=dtype)
     b = random(n, n, dtype=dtype) if bias else None
-    actual = cpu.linear(x, cpu.pack_linear(weight, b), out_dtype)
-    assert_near(actual, torch_ref.linear(x, torch_ref.pack_linear(weight, b), out_dtype))
+    actual = cpu.linear(x, cpu.pack_linear([weight], b), out_dtype)
+    assert_near(actual, torch_ref.linear(x, torch_ref.pack_linear([weight], b), out_dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,18 +33,71 @@ def test_linear_reads_strided_rows_and_no_element_beyond_them(isa: str, dtype: t
     wide = torch.full((9, 80), float("nan"), dtype=dtype)
     wide[:, 3:40] = random(0, 9, 37, dtype=dtype)
     weight = random(1, 50, 37, dtype=dtype)
-    expected = torch_ref.linear(wide[:, 3:40], torch_ref.pack_linear(weight, None))
-    assert_near(cpu.linear(wide[:, 3:40], cpu.pack_linear(weight, None)), expected)
+    expected = torch_ref.linear(wide[:, 3:40], torch_ref.pack_linear([weight]))
+    assert_near(cpu.linear(wide[:, 3:40], cpu.pack_linear([weight])), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pack_linear_takes_any_strides(isa: str, dtype: torch.dtype) -> None:
     weight = random(0, 70, 90, dtype=dtype)
     x = random(1, 4, 33, dtype=dtype)
-    part = cpu.linear(x, cpu.pack_linear(weight[5:60, 7:40], None))
-    assert_same_bits(part, cpu.linear(x, cpu.pack_linear(weight[5:60, 7:40].contiguous(), None)))
+    part = cpu.linear(x, cpu.pack_linear([weight[5:60, 7:40]]))
+    assert_same_bits(part, cpu.linear(x, cpu.pack_linear([weight[5:60, 7:40].contiguous()])))
     transposed = weight.T.contiguous().T[5:60, 7:40]
-    assert_same_bits(part, cpu.linear(x, cpu.pack_linear(transposed, None)))
+    assert_same_bits(part, cpu.linear(x, cpu.pack_linear([transposed])))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated
+@given(
+    rows=row_counts, k=sizes, n=sizes, bias=st.booleans(), residual_dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1.0, 0.22]),
+)  # fmt: skip
+def test_linear_add_adds_to_the_residual_in_place(
+    isa: str, dtype: torch.dtype, rows: int, k: int, n: int, bias: bool, residual_dtype: torch.dtype, scale: float
+) -> None:
+    x, weight = random(rows, rows, k, dtype=dtype), random(k, n, k, dtype=dtype)
+    b = random(n, n) if bias else None
+    wide = random(5, rows, n + 3, dtype=residual_dtype)
+    residual, beyond = wide[:, :n], wide[:, n:].clone()
+    expected = residual.clone()
+    cpu.linear_add(x, cpu.pack_linear([weight], b), residual, scale)
+    torch_ref.linear_add(x, torch_ref.pack_linear([weight], b), expected, scale)
+    assert_near(residual, expected)
+    assert_same_bits(wide[:, n:], beyond)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated
+@given(rows=row_counts, k=sizes, width=sizes, bias=st.booleans(), out_dtype=st.sampled_from([None, *DTYPES]))
+def test_linear_silu_and_mul_gates_what_it_multiplies(
+    isa: str, dtype: torch.dtype, rows: int, k: int, width: int, bias: bool, out_dtype: torch.dtype | None
+) -> None:
+    x, parts = random(rows, rows, k, dtype=dtype), [random(k + i, width, k, dtype=dtype) for i in range(2)]
+    b = random(width, 2 * width, dtype=dtype) if bias else None
+    actual = cpu.linear_silu_and_mul(x, cpu.pack_linear(parts, b, gated=True), out_dtype=out_dtype)
+    expected = torch_ref.linear_silu_and_mul(x, torch_ref.pack_linear(parts, b, gated=True), out_dtype=out_dtype)
+    assert_near(actual, expected)
+
+
+def test_silu_is_accurate_over_its_whole_range(isa: str) -> None:
+    gate = torch.cat([torch.linspace(-87, 100, 20000), torch.tensor([-1e4, -100.0, 0.0, 1e4])])[:, None]
+    # One input: times 1 for the gate, and a bias of 1 for up.
+    identity = cpu.pack_linear([torch.ones(1, 1), torch.zeros(1, 1)], torch.tensor([0.0, 1.0]), gated=True)
+    exact = torch.nn.functional.silu(gate.double())
+    torch.testing.assert_close(cpu.linear_silu_and_mul(gate, identity).double(), exact, rtol=1e-6, atol=1e-36)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(64, 32, 32), (48, 16, 16), (5, 1, 40)])
+def test_parts_lie_side_by_side(isa: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    x = random(0, 7, 50, dtype=dtype)
+    parts = [random(i + 1, size, 50, dtype=dtype) for i, size in enumerate(sizes)]
+    bias = random(9, sum(sizes))
+    stacked = cpu.pack_linear(parts, bias)
+    assert (stacked.out_features, stacked.in_features) == (sum(sizes), 50)
+    each = [cpu.linear(x, cpu.pack_linear([p], b)) for p, b in zip(parts, bias.split(sizes), strict=True)]
+    assert_same_bits(cpu.linear(x, stacked), torch.cat(each, dim=1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,7 +106,7 @@ def test_a_row_of_linear_has_the_same_bits_in_every_batch(
     isa: str, threads: None, dtype: torch.dtype, k: int, n: int
 ) -> None:
     x = random(0, 200, k, dtype=dtype)
-    weight = cpu.pack_linear(random(1, n, k, dtype=dtype), random(2, n, dtype=dtype))
+    weight = cpu.pack_linear([random(1, n, k, dtype=dtype)], random(2, n, dtype=dtype))
     _cpu.set_threads(1)
     alone = torch.cat([cpu.linear(row[None], weight) for row in x])
     for num_threads in (1, 2, 3):
@@ -64,8 +117,29 @@ def test_a_row_of_linear_has_the_same_bits_in_every_batch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_the_fused_products_has_the_same_bits_in_every_batch(
+    isa: str, threads: None, dtype: torch.dtype
+) -> None:
+    x, residual = random(0, 100, 130, dtype=dtype), random(1, 100, 100, dtype=dtype)
+    plain = cpu.pack_linear([random(2, 100, 130, dtype=dtype)])
+    gate_up = cpu.pack_linear([random(i, 100, 130, dtype=dtype) for i in (3, 4)], gated=True)
+
+    def both(begin: int, end: int) -> torch.Tensor:
+        out = residual[begin:end].clone()
+        cpu.linear_add(x[begin:end], plain, out, 0.5)
+        return torch.cat([out, cpu.linear_silu_and_mul(x[begin:end], gate_up)], dim=1)
+
+    _cpu.set_threads(1)
+    alone = torch.cat([both(i, i + 1) for i in range(100)])
+    for num_threads in (1, 2, 3):
+        _cpu.set_threads(num_threads)
+        for rows in (2, 3, 5, 7, 12, 13, 100):
+            assert_same_bits(both(0, rows), alone[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_of_no_rows_is_empty(isa: str, dtype: torch.dtype) -> None:
-    weight = cpu.pack_linear(random(0, 40, 16, dtype=dtype), None)
+    weight = cpu.pack_linear([random(0, 40, 16, dtype=dtype)])
     assert cpu.linear(torch.empty(0, 16, dtype=dtype), weight).shape == (0, 40)
     assert cpu.embedding(torch.empty(0, dtype=torch.int32), weight).shape == (0, 16)
 
@@ -75,12 +149,15 @@ def test_linear_of_no_rows_is_empty(isa: str, dtype: torch.dtype) -> None:
 @given(k=sizes, n=sizes, tokens=st.integers(1, 60))
 def test_embedding_gives_back_the_exact_rows(isa: str, dtype: torch.dtype, k: int, n: int, tokens: int) -> None:
     table = random(k, n, k, dtype=dtype)
+    weight = cpu.pack_linear([table])
     ids = torch.randint(0, n, (tokens,), generator=torch.Generator().manual_seed(n), dtype=torch.int32)
-    assert_same_bits(cpu.embedding(ids, cpu.pack_linear(table, None)), table[ids.long()])
+    assert_same_bits(cpu.embedding(ids, weight), table[ids.long()])
+    for out_dtype in DTYPES:
+        assert_same_bits(cpu.embedding(ids, weight, out_dtype), table[ids.long()].to(out_dtype))
 
 
 def test_packed_weights_report_their_shape_and_size() -> None:
-    weight = cpu.pack_linear(random(0, 33, 65, dtype=torch.bfloat16), random(0, 33))
+    weight = cpu.pack_linear([random(0, 33, 65, dtype=torch.bfloat16)], random(0, 33))
     assert (weight.out_features, weight.in_features) == (33, 65)
     assert weight.num_bytes == 64 * 66 * 2 + 64 * 4
 
@@ -92,15 +169,15 @@ def test_bfloat16_outputs_round_to_nearest_even_as_torch_does(isa: str) -> None:
         dtype=torch.int32,
     )
     values = bits.view(torch.float32)[:, None]
-    out = cpu.linear(values, cpu.pack_linear(torch.ones(1, 1), None), torch.bfloat16)
+    out = cpu.linear(values, cpu.pack_linear([torch.ones(1, 1)]), torch.bfloat16)
     assert_same_bits(out, values.to(torch.bfloat16))
 
 
 def test_linear_refuses_mixed_and_unknown_dtypes() -> None:
-    weight = cpu.pack_linear(random(0, 4, 4), None)
+    weight = cpu.pack_linear([random(0, 4, 4)])
     with pytest.raises(TypeError, match=r"packed as torch\.float32"):
         cpu.linear(random(0, 2, 4, dtype=torch.bfloat16), weight)
     with pytest.raises(TypeError, match="writes float32 or bfloat16"):
         cpu.linear(random(0, 2, 4), weight, torch.float16)
     with pytest.raises(TypeError, match="float32 or bfloat16"):
-        cpu.pack_linear(random(0, 4, 4).half(), None)
+        cpu.pack_linear([random(0, 4, 4).half()])

@@ -71,7 +71,7 @@ def test_the_number_of_threads_is_checked(threads: None) -> None:
 
 @pytest.fixture
 def product() -> tuple[torch.Tensor, cpu.PackedWeight, torch.Tensor]:
-    x, weight = random(0, 64, 512), cpu.pack_linear(random(1, 512, 512), None)
+    x, weight = random(0, 64, 512), cpu.pack_linear([random(1, 512, 512)])
     return x, weight, cpu.linear(x, weight)
 
 
@@ -115,7 +115,7 @@ import os, threading, torch
 from octavo import _cpu
 from octavo.ops import cpu
 _cpu.set_threads(3)
-x, weight = torch.randn(64, 512), cpu.pack_linear(torch.randn(512, 512), None)
+x, weight = torch.randn(64, 512), cpu.pack_linear([torch.randn(512, 512)])
 expected = cpu.linear(x, weight)
 done = threading.Event()
 def work():

@@ -1,0 +1,202 @@
+"""Quantized rows and their products with integer matrices, against matrices packed by plain indexing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from int_matrices import FORMATS, Format, pack, random_matrix, reference
+from kernel_cases import DTYPES, assert_near, assert_same_bits, generated, generated_few, random
+from torch import Tensor
+
+from octavo import _cpu
+from octavo.ops import cpu, torch_ref
+
+sizes = st.one_of(st.integers(1, 140), st.sampled_from([192, 200, 577]))
+# Every row-tile height and its neighbours, and enough rows for several chunks of rows.
+row_counts = st.one_of(st.integers(1, 14), st.sampled_from([64, 100, 300]))
+formats = st.sampled_from(FORMATS)
+BLOCK = 64
+
+
+def quantized_blocks(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Native quantized rows [T, blocks * 104] -> int8 [T, blocks, 64], scales, sums as bf16, start values."""
+    blocks = x.unflatten(1, (-1, _cpu.QBLOCK_BYTES))
+    fields = blocks.split([64, 4, 4, 32], dim=-1)
+    q, scale, sums, starts = (
+        f.contiguous().view(t)
+        for f, t in zip(fields, (torch.int8, torch.float32, torch.bfloat16, torch.int32), strict=True)
+    )
+    return q, scale[..., 0], sums, starts
+
+
+def dequantized(x: Tensor, k: int) -> Tensor:
+    q, scale, _, _ = quantized_blocks(x)
+    return (q.double() * scale.double()[..., None]).flatten(1)[:, :k]
+
+
+def consumer(k: int) -> cpu.PackedWeight:
+    return pack(random_matrix(0, 1, k, (8, 32, False)))
+
+
+def awkward_rows(seed: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Random rows of many magnitudes with some blocks of zeros and of next to nothing."""
+    x = random(seed, rows, k) * 10.0 ** torch.randint(-20, 20, (rows, 1), generator=torch.Generator().manual_seed(seed))
+    x[::3, : k // 2] = 0
+    x[1::3, k // 2 :] *= 1e-38
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated
+@given(rows=st.integers(1, 40), k=sizes)
+def test_quantize_is_the_reference_to_the_bit(isa: str, dtype: torch.dtype, rows: int, k: int) -> None:
+    x = awkward_rows(k, rows, k, dtype)
+    quantized = cpu.quantize(x, consumer(k))
+    assert torch.equal(dequantized(quantized, k), torch_ref.fake_quantize(x))
+    q, scale, sums, starts = quantized_blocks(quantized)
+    assert not q.flatten(1)[:, k:].any()
+    by16 = q.int().unflatten(-1, (4, 16)).sum(-1)
+    by32 = by16.unflatten(-1, (2, 2)).sum(-1)
+    assert torch.equal(starts, torch.cat([-8 * by32, -128 * by32, -128 * by16], dim=-1).int())
+    assert torch.equal(sums, (scale[..., None] * by32.float()).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_spoils_its_own_block_and_row_alone(isa: str, dtype: torch.dtype, poison: float) -> None:
+    x = random(0, 5, 200, dtype=dtype)
+    clean = dequantized(cpu.quantize(x, consumer(200)), 200)
+    x[2, 70] = poison
+    spoilt = dequantized(cpu.quantize(x, consumer(200)), 200)
+    assert spoilt[2, 64:128].isnan().all()
+    assert torch.equal(spoilt[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+    for form in FORMATS:
+        out = cpu.linear(x, pack(random_matrix(1, 40, 200, form)))
+        assert out[2].isnan().all()
+        assert out[[0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated_few
+@given(rows=st.integers(1, 30), k=sizes)
+def test_rms_norm_quantizes_what_it_has_not_rounded(isa: str, dtype: torch.dtype, rows: int, k: int) -> None:
+    x, weight = random(rows, rows, k, dtype=dtype), random(7, k)
+    actual = dequantized(cpu.rms_norm(x, weight, 1e-5, consumer(k)), k)
+    # Where the reference's sums differ in the last bit an element may fall to the other side of a half.
+    exact = torch_ref.rms_norm(x.float(), weight, 1e-5)
+    _, scale, _, _ = quantized_blocks(cpu.rms_norm(x, weight, 1e-5, consumer(k)))
+    assert ((actual - exact).abs() <= scale.repeat_interleave(BLOCK, 1)[:, :k] * 0.5001).all()
+    assert_near(scale * 127, torch.nn.functional.pad(exact, (0, -k % BLOCK)).unflatten(1, (-1, BLOCK)).abs().amax(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated
+@given(form=formats, rows=row_counts, k=sizes, n=sizes, bias=st.booleans(), out=st.sampled_from(DTYPES))
+def test_integer_linear_is_the_reference_product(
+    isa: str, dtype: torch.dtype, form: Format, rows: int, k: int, n: int, bias: bool, out: torch.dtype
+) -> None:
+    x, matrix, b = random(rows, rows, k, dtype=dtype), random_matrix(k, n, k, form, 0.25), random(n, n)
+    b = b if bias else None
+    assert_near(cpu.linear(x, pack(matrix, b), out), torch_ref.linear(x, reference(matrix, b), out))
+    quantized = cpu.quantize(x, pack(matrix))
+    assert_same_bits(cpu.linear(quantized, pack(matrix, b), out), cpu.linear(x, pack(matrix, b), out))
+
+
+def test_integer_sums_are_exact_at_their_extremes(isa: str) -> None:
+    """All codes and elements at their largest: nothing saturates."""
+    for form in FORMATS:
+        for code in (-1, 1):
+            matrix = random_matrix(0, 33, 256, form)
+            matrix.codes.fill_({4: 7, 8: 127}[form[0]] if code > 0 else {4: -8, 8: -128}[form[0]])
+            matrix.scales.fill_(1)
+            if matrix.minima is not None:
+                matrix.minima.zero_()
+            for sign in (-1.0, 1.0):
+                x = torch.full((3, 256), 127 * sign)
+                assert torch.equal(cpu.linear(x, pack(matrix)), torch_ref.linear(x, reference(matrix)))
+
+
+@generated
+@given(form=formats, rows=row_counts, k=sizes, n=sizes, scale=st.sampled_from([1.0, 0.22]))
+def test_integer_linear_add_is_the_reference(isa: str, form: Format, rows: int, k: int, n: int, scale: float) -> None:
+    x, matrix = random(rows, rows, k), random_matrix(k, n, k, form)
+    for dtype in DTYPES:
+        residual = random(5, rows, n, dtype=dtype)
+        expected = residual.clone()
+        cpu.linear_add(x, pack(matrix), residual, scale)
+        torch_ref.linear_add(x, reference(matrix), expected, scale)
+        assert_near(residual, expected)
+
+
+@generated
+@given(form=formats, rows=row_counts, k=sizes, width=sizes, bias=st.booleans())
+def test_integer_linear_silu_and_mul_is_the_reference(
+    isa: str, form: Format, rows: int, k: int, width: int, bias: bool
+) -> None:
+    x, gate, up = random(rows, rows, k), *(random_matrix(k + i, width, k, form) for i in range(2))
+    b = random(width, 2 * width) if bias else None
+    gate_up = pack(gate, b, up)
+    expected = torch_ref.linear_silu_and_mul(x, reference(gate, b, up))
+    actual = cpu.linear_silu_and_mul(x, gate_up)
+    assert_near(actual, expected)
+    assert_near(cpu.linear_silu_and_mul(x, gate_up, out_dtype=torch.bfloat16), expected.bfloat16())
+    # Quantized rows are those of the float32 outputs, bit for bit.
+    down = consumer(width)
+    assert torch.equal(cpu.linear_silu_and_mul(x, gate_up, down), cpu.quantize(actual, down))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float_products_write_quantized_rows_for_an_integer_consumer(isa: str, dtype: torch.dtype) -> None:
+    for rows, width in [(1, 100), (5, 64), (30, 200)]:
+        x = random(0, rows, 70, dtype=dtype)
+        gate_up = cpu.pack_linear([random(i, width, 70, dtype=dtype) for i in (1, 2)], gated=True)
+        outputs = cpu.linear_silu_and_mul(x, gate_up, out_dtype=torch.float32)
+        quantized = cpu.linear_silu_and_mul(x, gate_up, consumer(width))
+        assert torch.equal(quantized, cpu.quantize(outputs, consumer(width)))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_row_of_integer_products_has_the_same_bits_in_every_batch(isa: str, threads: None, form: Format) -> None:
+    k, n, total = 330, 200, 100
+    x, residual = random(0, total, k), random(1, total, n)
+    plain = pack(random_matrix(2, n, k, form), random(3, n))
+    gate_up = pack(random_matrix(4, n, k, form), None, random_matrix(5, n, k, form))
+
+    def all_outputs(begin: int, end: int) -> list[Tensor]:
+        added = residual[begin:end].clone()
+        quantized = cpu.rms_norm(x[begin:end], torch.ones(k), 1e-5, plain)
+        cpu.linear_add(x[begin:end], plain, added, 0.5)
+        outputs = [quantized, cpu.linear_silu_and_mul(quantized, gate_up, consumer(n))]
+        return [*outputs, *(f.view(torch.uint8) for f in (added, cpu.linear(quantized, plain)))]
+
+    _cpu.set_threads(1)
+    alone = [torch.cat(rows) for rows in zip(*(all_outputs(i, i + 1) for i in range(total)), strict=True)]
+    for num_threads in (1, 2, 3):
+        _cpu.set_threads(num_threads)
+        for begin, end in [(0, 2), (1, 4), (0, 4), (3, 8), (0, 6), (5, 12), (0, 9), (7, 20), (0, total)]:
+            for actual, expected in zip(all_outputs(begin, end), alone, strict=True):
+                assert torch.equal(actual, expected[begin:end])
+
+
+@generated
+@given(form=formats, k=sizes, n=sizes, tokens=st.integers(1, 30))
+def test_embedding_reads_rows_of_integer_matrices(isa: str, form: Format, k: int, n: int, tokens: int) -> None:
+    matrix = random_matrix(k, n, k, form, 0.5)
+    ids = torch.randint(0, n, (tokens,), generator=torch.Generator().manual_seed(n), dtype=torch.int32)
+    for dtype in DTYPES:
+        expected = torch_ref.embedding(ids, reference(matrix), torch.float32).to(dtype)
+        assert_same_bits(cpu.embedding(ids, pack(matrix), dtype), expected)
+
+
+def test_no_rows_are_no_work(isa: str) -> None:
+    weight = pack(random_matrix(0, 40, 100, FORMATS[0]))
+    assert cpu.linear(torch.empty(0, 100), weight).shape == (0, 40)
+    assert cpu.quantize(torch.empty(0, 100), weight).shape == (0, 2 * _cpu.QBLOCK_BYTES)
+
+
+def test_rows_quantized_for_another_width_are_refused() -> None:
+    weight = pack(random_matrix(0, 40, 200, FORMATS[0]))
+    with pytest.raises(AssertionError, match="another matrix"):
+        cpu.linear(cpu.quantize(random(0, 2, 100), consumer(100)), weight)
