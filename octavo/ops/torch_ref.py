@@ -51,7 +51,7 @@ def fake_quantize(x: Tensor) -> Tensor:
     """x [..., K] as integer matrices see it, in float64: blocks of 64 as int8 times a float32 scale of absmax / 127.
     A block that is not finite is NaN; one below 2^-100 is zero."""
     k = x.shape[-1]
-    blocks = torch.nn.functional.pad(x.float(), (0, -k % 64)).unflatten(-1, (-1, 64))
+    blocks = torch.nn.functional.pad(x.float(), (0, -k % 64)).reshape(*x.shape[:-1], -1, 64)
     absmax = blocks.abs().amax(-1, keepdim=True)
     # Two tensors are truly divided; a number over a tensor is a product with the reciprocal.
     largest = torch.full_like(absmax, 127)
@@ -73,7 +73,7 @@ def _product(x: Tensor, weight: LinearWeight) -> Tensor:
     x = quantize(x, weight).to(dtype)
     out = x @ weight.weight.to(dtype).T
     if weight.minima is not None:
-        sums = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32)).sum(-1)
+        sums = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).reshape(len(x), -1, 32).sum(-1)
         out = out + sums.float().bfloat16().to(dtype) @ weight.minima.to(dtype).T
     return out if weight.bias is None else out + weight.bias.to(dtype)
 
