@@ -92,8 +92,8 @@ def bench_attention(dtype: torch.dtype, seconds: float, kv_heads: int = 3, ratio
     print(f"\nattention, {dtype}, {kv_heads} x {ratio} heads of {head_size}")
     element = 2 if dtype is torch.bfloat16 else 4
     for num_seqs, queries, context in [
-        (1, 1, 512), (1, 1, 4096), (1, 1, 32768), (16, 1, 512), (16, 1, 4096), (1, 128, 128), (1, 512, 512),
-        (1, 512, 4096), (1, 2048, 2048),
+        (1, 1, 192), (1, 1, 512), (1, 1, 2048), (1, 1, 8192), (1, 1, 32768), (16, 1, 192), (16, 1, 512), (16, 1, 4096),
+        (64, 1, 192), (64, 1, 1024), (1, 128, 128), (1, 512, 512), (1, 512, 4096), (1, 2048, 2048),
     ]:  # fmt: skip
         per_seq = -(-context // 16)
         cache_bytes = num_seqs * context * kv_heads * head_size * 2 * element

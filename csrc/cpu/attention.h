@@ -1,7 +1,8 @@
 // Attention over the paged cache with an online softmax (Milakov & Gimelshein 2018). What makes a row's bits a function
-// of its position alone: keys are met in tiles of 64 and partitions of 512 at fixed positions of the sequence, a
-// partition starts from nothing, partitions are merged in order, and a key that a row may not see is never multiplied
-// in, whatever its slot holds. Included by kernels.cpp only.
+// of its position alone: keys are met in tiles of 64 within partitions at fixed positions of the sequence, a partition
+// starts from nothing, partitions are merged in order, and a key that a row may not see is never multiplied in,
+// whatever its slot holds. In bf16, weights are rounded to bf16 to meet the values in pairs of keys; their sum is not
+// rounded. Included by kernels.cpp only.
 #pragma once
 
 #include "simd.h"
@@ -12,8 +13,40 @@ namespace {
 constexpr int kGroupKeys = 8;  // The smallest block: keys that are sure to lie together.
 constexpr int kTileGroups = kKeyTile / kGroupKeys;
 
+// To the second-level cache: it takes far more requests at once than the first, which a task's own loads then meet.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// 2^x for weights (x <= 0): exactly 1 at 0, exactly 0 below -126.5, NaN for NaN. The polynomials are minimax fits of
+// 2^r on [-1/2, 1/2] through 1 at 0: relative errors of 9e-8, and 3e-6 where the weight is rounded to bf16 anyway.
+template <class E>
+inline Vec pow2(Vec x) {
+    const Vec magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer.
+    const Vec clamped = max(set1(-127.0f), x);
+    const Vec t = add(clamped, magic);
+    const Vec r = sub(clamped, sub(t, magic));
+    Vec p;
+    if constexpr (E::kStep == 1) {
+        p = fma(set1(1.326472749e-3f), r, set1(9.671512642e-3f));
+        p = fma(p, r, set1(5.550733742e-2f));
+        p = fma(p, r, set1(2.402224209e-1f));
+        p = fma(p, r, set1(6.931469776e-1f));
+    } else {
+        p = fma(set1(9.582853121e-3f), r, set1(5.590642482e-2f));
+        p = fma(p, r, set1(2.402409861e-1f));
+        p = fma(p, r, set1(6.931241934e-1f));
+    }
+    return mul(fma(p, r, set1(1.0f)), pow2_of_magic(t));
+}
+
+inline void store_weights(float* p, Vec v) { store(p, v); }
+inline void store_weights(uint16_t* p, Vec v) { store_own(p, v); }
+
+// The lanes of value vectors that keep only the first or only the second key of a pair.
+inline Pairs keep_first(Pairs v) { return and_pairs(v, set1_pair(0x0000ffffu)); }
+inline Pairs keep_second(Pairs v) { return and_pairs(v, set1_pair(0xffff0000u)); }
+
 // One (sequence, key/value head) and the cache layout:
-// keys [block][kv_head][D / step][block_size][step], values [block][kv_head][block_size][padded D].
+// keys [block][kv_head][D / step][block_size][step], values [block][kv_head][block_size / step][padded D][step].
 template <class E>
 struct Head {
     using T = typename E::T;
@@ -21,8 +54,8 @@ struct Head {
     const T* values;
     const int32_t* table;
     int64_t key_block, value_block;  // Elements from one block to the next.
-    int64_t value_stride;
-    int32_t block_size, steps;
+    int64_t value_stride;            // Elements from one key, or pair of keys, to the next.
+    int32_t block_size, block_shift, steps;
 };
 
 // Where the keys and values of each group of a tile lie, and the tile to fetch meanwhile: blocks are scattered, so
@@ -40,10 +73,10 @@ template <class E>
 inline void find_tile(const Head<E>& h, int tile_begin, int first, int last, TileRefs<E>& refs) {
     for (int g = 0; g < kTileGroups; ++g) {
         const int position = tile_begin + g * kGroupKeys;
-        const int64_t block = h.table[min_of(max_of(position, first), last) / h.block_size];
-        const int64_t offset = position % h.block_size;
+        const int64_t block = h.table[min_of(max_of(position, first), last) >> h.block_shift];
+        const int64_t offset = position & (h.block_size - 1);
         refs.keys[g] = h.keys + block * h.key_block + offset * E::kStep;
-        refs.values[g] = h.values + block * h.value_block + offset * h.value_stride;
+        refs.values[g] = h.values + block * h.value_block + offset / E::kStep * h.value_stride;
     }
 }
 
@@ -68,7 +101,7 @@ inline void score_steps(int steps, const typename E::T* const* query, Vec (&acc)
     }
 }
 
-template <class E, int R, int V, bool kFetch>
+template <class E, int R, int V>
 inline void score_vectors(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int vec,
                           float* scores) {
     using T = typename E::T;
@@ -79,9 +112,7 @@ inline void score_vectors(const Head<E>& h, const TileRefs<E>& refs, const typen
         k[v] = refs.keys[key / kGroupKeys] + key % kGroupKeys * E::kStep;
         ahead[v] = refs.next->keys[key / kGroupKeys] + key % kGroupKeys * E::kStep;
     }
-    const auto fetch = [&](int v, int i) {
-        if (kFetch) __builtin_prefetch(ahead[v] + i * stride);
-    };
+    const auto fetch = [&](int v, int i) { prefetch(ahead[v] + i * stride); };
     const auto whole = [&](int v, int i) { return E::load_lanes(k[v] + i * stride); };
     Vec acc[R][V];
 #ifdef OCTAVO_ISA_AVX512
@@ -102,114 +133,160 @@ inline void score_vectors(const Head<E>& h, const TileRefs<E>& refs, const typen
 }
 
 // Scores of R rows against vectors [begin, end) of the tile's keys; other lanes of `scores` keep what they held.
-template <class E, int R, bool kFetch>
+template <class E, int R>
 inline void score_tile(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int begin, int end,
                        float* scores) {
     int vec = begin;
     for (; vec + kScoreVecs <= end; vec += kScoreVecs) {
-        score_vectors<E, R, kScoreVecs, kFetch>(h, refs, query, vec, scores);
+        score_vectors<E, R, kScoreVecs>(h, refs, query, vec, scores);
     }
     if constexpr (kScoreVecs > 2) {
-        for (; vec + 2 <= end; vec += 2) score_vectors<E, R, 2, kFetch>(h, refs, query, vec, scores);
+        for (; vec + 2 <= end; vec += 2) score_vectors<E, R, 2>(h, refs, query, vec, scores);
     }
-    for (; vec < end; ++vec) score_vectors<E, R, 1, kFetch>(h, refs, query, vec, scores);
+    for (; vec < end; ++vec) score_vectors<E, R, 1>(h, refs, query, vec, scores);
 }
 
-// A row's softmax within a partition: the maximum so far, and by lane the sum of exponentials relative to it.
-struct RowState {
-    float max;
-    float sums[kLanes];
+// The rows of one task: what each may see, and its state within the current partition. Scores and `max` are bare
+// products; `exponent` is what takes their differences to powers of two.
+template <class E>
+struct Rows {
+    int count;
+    int64_t padded;  // Elements of a row of `out`.
+    float exponent;
+    int first[kQueryRows], last[kQueryRows];  // Key positions that the row sees.
+    const typename E::T* query[kQueryRows];
+    float max[kQueryRows + kLanes];  // Of the scores so far. Read in whole vectors.
+    float sums[kQueryRows][kLanes];  // By lane, of the weights relative to it.
+    alignas(64) float out[kQueryRows * kMaxHeadSize];
 };
 
-// Turns the scores of keys [begin, end) of the tile into weights (0 for all others in its vectors), in place. Returns
-// the factor by which what was summed up before must shrink.
-inline float soften(RowState& state, float* scores, int begin, int end, float scale) {
-    const int vec_begin = begin / kLanes;
-    const int vec_end = (end + kLanes - 1) / kLanes;
+// Turns the scores of keys [begin[r], end[r]) of each row into weights relative to the new maximum (0 for all others in
+// their vectors). shrink[r] is the factor by which what was summed up before must shrink.
+template <class E, int R>
+inline void soften(Rows<E>& rows, int row, float* scores, typename E::T* weights, const int* begin, const int* end,
+                   float* shrink) {
+    static_assert(R <= kLanes, "maxima of the rows share a vector");
     const Vec lowest = set1(-__builtin_inff());
-    const Vec scales = set1(scale);
-    Vec highest = lowest;
-    for (int v = vec_begin; v < vec_end; ++v) {
-        const int base = v * kLanes;
-        const Vec s =
-            keep_lanes(mul(load(scores + base), scales), max_of(begin - base, 0), min_of(end - base, kLanes), lowest);
-        store(scores + base, s);
-        highest = max(highest, s);
+    alignas(64) float highest[kLanes] = {};
+    for (int r = 0; r < R; ++r) {
+        float* s = scores + r * kKeyTile;
+        Vec v = set1(rows.max[row + r]);
+        for (int base = begin[r] / kLanes * kLanes; base < end[r]; base += kLanes) {
+            Vec x = load(s + base);
+            if (base < begin[r] || base + kLanes > end[r]) {
+                x = keep_lanes(x, max_of(begin[r] - base, 0), min_of(end[r] - base, kLanes), lowest);
+                store(s + base, x);
+            }
+            v = max(v, x);
+        }
+        highest[r] = reduce_max(v);
     }
-    const float new_max = max_of(state.max, reduce_max(highest));
-    const float shrink = new_max == state.max ? 1.0f : exp(state.max - new_max);
-    const Vec shift = set1(new_max);
-    Vec sum = zero();
-    for (int v = vec_begin; v < vec_end; ++v) {
-        const int base = v * kLanes;
-        // A hidden key's -inf becomes exactly 0; no lane is left to arithmetic on garbage.
-        const Vec p = keep_lanes(exp(sub(load(scores + base), shift)), max_of(begin - base, 0),
-                                 min_of(end - base, kLanes), zero());
-        store(scores + base, p);
-        sum = add(sum, p);
+    // Where all scores so far are -inf there is nothing to be relative to: weights are 0, and so is their sum.
+    const Vec exponent = set1(rows.exponent);
+    const Vec now = load(highest);
+    const Vec shift = select_greater(now, lowest, now, zero());
+    alignas(64) float shifts[kLanes];
+    store(shifts, shift);
+    store(shrink, pow2<E>(mul(sub(load(rows.max + row), shift), exponent)));
+    for (int r = 0; r < R; ++r) {
+        const float* s = scores + r * kKeyTile;
+        typename E::T* w = weights + r * kKeyTile;
+        const Vec relative = set1(shifts[r]);
+        Vec sum = zero();
+        for (int base = begin[r] / kLanes * kLanes; base < end[r]; base += kLanes) {
+            const Vec p = pow2<E>(mul(sub(load(s + base), relative), exponent));
+            store_weights(w + base, p);
+            sum = add(sum, p);
+        }
+        if (begin[r] < end[r]) {
+            rows.max[row + r] = highest[r];
+            store(rows.sums[row + r], fma(load(rows.sums[row + r]), set1(shrink[r]), sum));
+        }
     }
-    store(state.sums, fma(load(state.sums), set1(shrink), sum));
-    state.max = new_max;
-    return shrink;
 }
 
-// out[r] += weights[r][key] * value[key] over keys [begin, end), key by key.
-template <class E, int R, int V, bool kFetch>
-inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const float* weights, int begin, int end,
-                              float* out, int64_t out_stride, int64_t column) {
+// out[r] = shrink[r] * out[r] + weights[r][key] * value[key] over keys [begin, end), step by step. Of a pair that begin
+// or end cut through, the key outside is hidden.
+template <class E, int R, int V>
+inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* weights, int begin,
+                              int end, float* out, int64_t out_stride, int64_t column, const float* shrink) {
+    using T = typename E::T;
     Vec acc[R][V];
     for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < V; ++v) acc[r][v] = load(out + r * out_stride + column + v * kLanes);
+        const Vec factor = set1(shrink[r]);
+        for (int v = 0; v < V; ++v) acc[r][v] = mul(load(out + r * out_stride + column + v * kLanes), factor);
     }
-    for (int key = begin; key < end;) {
-        const typename E::T* value = refs.values[key / kGroupKeys] + key % kGroupKeys * h.value_stride + column;
-        const typename E::T* ahead = refs.next->values[key / kGroupKeys] + key % kGroupKeys * h.value_stride + column;
-        const int group_end = min_of((key / kGroupKeys + 1) * kGroupKeys, end);
-        for (; key < group_end; ++key, value += h.value_stride, ahead += h.value_stride) {
-            Vec vv[V];
-            for (int v = 0; v < V; ++v) {
-                vv[v] = load(value + v * kLanes);
-                if (kFetch && v * kLanes * sizeof(*ahead) % 64 == 0) __builtin_prefetch(ahead + v * kLanes);
-            }
-            for (int r = 0; r < R; ++r) {
-                const Vec p = set1(weights[r * kKeyTile + key]);
-                for (int v = 0; v < V; ++v) acc[r][v] = fma(p, vv[v], acc[r][v]);
-            }
+    const auto add_step = [&](int key, const T* value, const T* ahead, auto keep) {
+        typename E::Lanes lanes[V];
+        for (int v = 0; v < V; ++v) {
+            lanes[v] = keep(E::load_lanes(value + v * kLanes * E::kStep));
+            if (v * kLanes * E::kStep * sizeof(T) % 64 == 0) prefetch(ahead + v * kLanes * E::kStep);
         }
+        for (int r = 0; r < R; ++r) {
+            const typename E::Lanes p = E::broadcast(weights + r * kKeyTile + key);
+            for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], p, lanes[v]);
+        }
+    };
+    const auto offset = [&](int key) { return key % kGroupKeys / E::kStep * h.value_stride + column * E::kStep; };
+    const auto add_half = [&](int key, auto keep) {
+        add_step(key, refs.values[key / kGroupKeys] + offset(key), refs.next->values[key / kGroupKeys] + offset(key),
+                 keep);
+    };
+    if constexpr (E::kStep == 2) {
+        if (begin % 2 != 0) {
+            add_half(begin - 1, [](Pairs v) { return keep_second(v); });
+            ++begin;
+        }
+    }
+    const int end_whole = end / E::kStep * E::kStep;
+    for (int key = begin; key < end_whole;) {
+        const T* value = refs.values[key / kGroupKeys] + offset(key);
+        const T* ahead = refs.next->values[key / kGroupKeys] + offset(key);
+        const int group_end = min_of((key / kGroupKeys + 1) * kGroupKeys, end_whole);
+        for (; key < group_end; key += E::kStep, value += h.value_stride, ahead += h.value_stride) {
+            add_step(key, value, ahead, [](typename E::Lanes v) { return v; });
+        }
+    }
+    if constexpr (E::kStep == 2) {
+        if (end_whole != end) add_half(end_whole, [](Pairs v) { return keep_first(v); });
     }
     for (int r = 0; r < R; ++r) {
         for (int v = 0; v < V; ++v) store(out + r * out_stride + column + v * kLanes, acc[r][v]);
     }
 }
 
-template <class E, int R, bool kFetch>
-inline void add_values(const Head<E>& h, const TileRefs<E>& refs, const float* weights, int begin, int end, float* out,
-                       int64_t out_stride) {
-    if (begin >= end) return;
-    int64_t column = 0;
-    for (; column + kValueVecs * kLanes <= out_stride; column += kValueVecs * kLanes) {
-        add_value_vectors<E, R, kValueVecs, kFetch>(h, refs, weights, begin, end, out, out_stride, column);
+template <class E, int R, int V = kValueVecs>
+inline void add_value_columns(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* weights, int begin,
+                              int end, float* out, int64_t out_stride, int64_t column, int64_t vecs,
+                              const float* shrink) {
+    if constexpr (V > 1) {
+        if (vecs < V) {
+            add_value_columns<E, R, V - 1>(h, refs, weights, begin, end, out, out_stride, column, vecs, shrink);
+            return;
+        }
     }
-    for (; column < out_stride; column += kLanes) {
-        add_value_vectors<E, R, 1, kFetch>(h, refs, weights, begin, end, out, out_stride, column);
+    add_value_vectors<E, R, V>(h, refs, weights, begin, end, out, out_stride, column, shrink);
+}
+
+// The columns in about equal shares of at most kValueVecs vectors.
+template <class E, int R>
+inline void add_values(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* weights, int begin, int end,
+                       float* out, int64_t out_stride, const float* shrink) {
+    const int64_t vecs = out_stride / kLanes;
+    const int64_t shares = (vecs + kValueVecs - 1) / kValueVecs;
+    for (int64_t i = 0, done = 0; i < shares; ++i) {
+        const int64_t width = (vecs - done + shares - i - 1) / (shares - i);
+        add_value_columns<E, R>(h, refs, weights, begin, end, out, out_stride, done * kLanes, width, shrink);
+        done += width;
     }
 }
 
-// The rows of one task: what each may see, and its state within the current partition.
-template <class E>
-struct Rows {
-    int count;
-    int64_t padded;                           // Elements of a row of `out`.
-    int first[kQueryRows], last[kQueryRows];  // Key positions that the row sees.
-    const typename E::T* query[kQueryRows];
-    RowState state[kQueryRows];
-    alignas(64) float out[kQueryRows * kMaxHeadSize];
-};
-
 // R rows (from `row`) against the keys of one tile.
-template <class E, int R, bool kFetch>
-void attend_tile(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int row, int tile_begin, float scale) {
+template <class E, int R>
+void attend_tile(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int row, int tile_begin) {
     alignas(64) float scores[R * kKeyTile];
+    alignas(64) typename E::T weights[R * kKeyTile];
+    alignas(64) float shrink[kLanes];
     int begin[R], end[R];  // Keys of this tile that each row sees.
     int lowest = kKeyTile, highest = 0, common_begin = 0, common_end = kKeyTile;
     for (int r = 0; r < R; ++r) {
@@ -226,56 +303,56 @@ void attend_tile(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int r
         common_end = min_of(common_end, end[r]);
     }
     if (lowest >= highest) return;
-    score_tile<E, R, kFetch>(h, refs, rows.query + row, lowest / kLanes, (highest + kLanes - 1) / kLanes, scores);
+    score_tile<E, R>(h, refs, rows.query + row, lowest / kLanes, (highest + kLanes - 1) / kLanes, scores);
+    soften<E, R>(rows, row, scores, weights, begin, end, shrink);
+    // Steps that all rows see are added for all at once; those at the edges, in the same order, row by row. Only where
+    // all rows begin or end at the same key may a pair be cut there for all.
     float* out = rows.out + row * rows.padded;
-    for (int r = 0; r < R; ++r) {
-        if (begin[r] == end[r]) continue;
-        const float shrink = soften(rows.state[row + r], scores + r * kKeyTile, begin[r], end[r], scale);
-        if (shrink == 1.0f) continue;
-        float* o = out + r * rows.padded;
-        for (int64_t i = 0; i < rows.padded; i += kLanes) store(o + i, mul(load(o + i), set1(shrink)));
-    }
-    // Keys that all rows see are added for all at once; those at the edges, in the same order, row by row.
+    if (common_begin != lowest) common_begin = (common_begin + E::kStep - 1) / E::kStep * E::kStep;
+    if (common_end != highest) common_end = common_end / E::kStep * E::kStep;
     const bool shared = common_begin < common_end;
-    for (int r = 0; r < R; ++r) {
-        const int until = shared ? common_begin : end[r];
-        add_values<E, 1, false>(h, refs, scores + r * kKeyTile, begin[r], until, out + r * rows.padded, rows.padded);
-    }
+    const auto add_row = [&](int r, int from, int until) {
+        if (from >= until) return;
+        add_values<E, 1>(h, refs, weights + r * kKeyTile, from, until, out + r * rows.padded, rows.padded, shrink + r);
+        shrink[r] = 1.0f;
+    };
+    for (int r = 0; r < R; ++r) add_row(r, begin[r], shared ? common_begin : end[r]);
     if (!shared) return;
-    add_values<E, R, kFetch>(h, refs, scores, common_begin, common_end, out, rows.padded);
+    add_values<E, R>(h, refs, weights, common_begin, common_end, out, rows.padded, shrink);
     for (int r = 0; r < R; ++r) {
-        add_values<E, 1, false>(h, refs, scores + r * kKeyTile, common_end, end[r], out + r * rows.padded, rows.padded);
+        shrink[r] = 1.0f;
+        add_row(r, common_end, end[r]);
     }
 }
 
-template <class E, int R, bool kFetch>
-inline void attend_rows(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int row, int count, int tile_begin,
-                        float scale) {
+template <class E, int R>
+inline void attend_rows(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int row, int count, int tile_begin) {
     if (count == R) {
-        attend_tile<E, R, kFetch>(h, refs, rows, row, tile_begin, scale);
+        attend_tile<E, R>(h, refs, rows, row, tile_begin);
     } else if constexpr (R > 1) {
-        attend_rows<E, R - 1, kFetch>(h, refs, rows, row, count, tile_begin, scale);
+        attend_rows<E, R - 1>(h, refs, rows, row, count, tile_begin);
     }
 }
 
+// All rows against the keys of one partition. `after` is the tile to fetch during the last one.
 template <class E>
-void attend_partition(const Head<E>& h, Rows<E>& rows, int partition, float scale) {
+void attend_partition(const Head<E>& h, Rows<E>& rows, int partition, const TileRefs<E>& after) {
     int first = rows.first[0], last = rows.last[0];
     for (int r = 0; r < rows.count; ++r) {
         first = min_of(first, rows.first[r]);
         last = max_of(last, rows.last[r]);
-        rows.state[r].max = -__builtin_inff();
-        store(rows.state[r].sums, zero());
+        rows.max[r] = -__builtin_inff();
+        store(rows.sums[r], zero());
     }
     memset(rows.out, 0, static_cast<size_t>(rows.count * rows.padded) * sizeof(float));
-    first = max_of(first, partition * kKeyPartition);
-    last = min_of(last, (partition + 1) * kKeyPartition - 1);
+    first = max_of(first, partition_begin(partition));
+    last = min_of(last, partition_begin(partition + 1) - 1);
     const int groups = (rows.count + kScoreRows - 1) / kScoreRows;
     TileRefs<E> refs[2];
     const int first_tile = first / kKeyTile * kKeyTile;
     find_tile(h, first_tile, first, last, refs[0]);
     for (int tile = first_tile, turn = 0; tile <= last; tile += kKeyTile, turn ^= 1) {
-        refs[turn].next = &refs[turn];
+        refs[turn].next = &after;
         if (tile + kKeyTile <= last) {
             find_tile(h, tile + kKeyTile, first, last, refs[turn ^ 1]);
             refs[turn].next = &refs[turn ^ 1];
@@ -283,135 +360,180 @@ void attend_partition(const Head<E>& h, Rows<E>& rows, int partition, float scal
         for (int g = 0; g < groups; ++g) {
             const int begin = rows.count * g / groups;
             const int count = rows.count * (g + 1) / groups - begin;
-            if (g == 0) {
-                attend_rows<E, kScoreRows, true>(h, refs[turn], rows, begin, count, tile, scale);
-            } else {
-                attend_rows<E, kScoreRows, false>(h, refs[turn], rows, begin, count, tile, scale);
-            }
+            attend_rows<E, kScoreRows>(h, refs[turn], rows, begin, count, tile);
         }
     }
 }
 
-// A row over one or more partitions. `sum` is 0 while it has seen no key.
-struct Partial {
-    float max, sum;
+// Rows over one or more partitions. A sum is 0 while its row has seen no key.
+struct Partials {
+    float* max;
+    float* sum;
     float* out;
 };
 
-inline void merge(Partial& total, const Partial& part, int64_t padded) {
-    if (part.sum == 0.0f) return;
-    if (total.sum == 0.0f) {
-        total.max = part.max;
-        total.sum = part.sum;
-        memcpy(total.out, part.out, static_cast<size_t>(padded) * sizeof(float));
-        return;
-    }
-    const float highest = max_of(total.max, part.max);
-    const float a = exp(total.max - highest);
-    const float b = exp(part.max - highest);
-    total.max = highest;
-    total.sum = total.sum * a + part.sum * b;
-    for (int64_t i = 0; i < padded; i += kLanes) {
-        store(total.out + i, add(mul(load(total.out + i), set1(a)), mul(load(part.out + i), set1(b))));
+// Adds the next partition's results to those of the partitions before it.
+template <class E>
+void merge(const Partials& total, const Partials& part, int count, int64_t padded, float exponent) {
+    for (int row = 0; row < count; row += kLanes) {
+        const int n = min_of(count - row, kLanes);
+        const Vec before = load_n(total.max + row, n);
+        const Vec now = load_n(part.max + row, n);
+        const Vec highest = max(before, now);
+        float a[kLanes], b[kLanes], maxima[kLanes];
+        store(a, pow2<E>(mul(sub(before, highest), set1(exponent))));
+        store(b, pow2<E>(mul(sub(now, highest), set1(exponent))));
+        store(maxima, highest);
+        for (int r = 0; r < n; ++r) {
+            const int i = row + r;
+            float* out = total.out + i * padded;
+            const float* more = part.out + i * padded;
+            if (part.sum[i] == 0.0f) continue;
+            if (total.sum[i] == 0.0f) {
+                total.max[i] = part.max[i];
+                total.sum[i] = part.sum[i];
+                memcpy(out, more, static_cast<size_t>(padded) * sizeof(float));
+                continue;
+            }
+            total.max[i] = maxima[r];
+            total.sum[i] = total.sum[i] * a[r] + part.sum[i] * b[r];
+            const Vec va = set1(a[r]), vb = set1(b[r]);
+            for (int64_t j = 0; j < padded; j += kLanes) {
+                store(out + j, add(mul(load(out + j), va), mul(load(more + j), vb)));
+            }
+        }
     }
 }
 
+// Partial results of a split lie as [kv_head][partition], each [row] maxima, [row] sums, [row][padded] weighted values.
+inline Partials partials_at(const AttentionSchedule& schedule, const AttentionSplit& split, int kv_head, int partition,
+                            int64_t padded) {
+    const int64_t index = static_cast<int64_t>(kv_head) * split.num_parts + partition - split.part_begin;
+    float* p = schedule.partials + split.offset + index * split.num_rows * (padded + 2);
+    return {p, p + split.num_rows, p + 2 * split.num_rows};
+}
+
+// The results of the partition that `rows` is in.
 template <class E>
-void write_row(const AttentionArgs& a, const AttentionTask& task, int kv_head, int r, const Partial& row) {
+void take_partials(const Rows<E>& rows, const Partials& to) {
+    memcpy(to.max, rows.max, static_cast<size_t>(rows.count) * sizeof(float));
+    for (int r = 0; r < rows.count; ++r) to.sum[r] = reduce_add(load(rows.sums[r]));
+    if (to.out != rows.out) memcpy(to.out, rows.out, static_cast<size_t>(rows.count * rows.padded) * sizeof(float));
+}
+
+template <class E>
+void write_rows(const AttentionArgs& a, const AttentionTask& task, int kv_head, const Rows<E>& rows,
+                const Partials& total) {
     const int ratio = a.query_heads / a.kv_heads;
-    const int index = task.row_begin + r;
-    const int64_t token = a.query_start[task.seq] + index / ratio;
-    const int64_t head = static_cast<int64_t>(kv_head) * ratio + index % ratio;
-    typename E::T* out = static_cast<typename E::T*>(a.out) + (token * a.query_heads + head) * a.head_size;
-    const Vec sum = set1(row.sum);
-    int i = 0;
-    for (; i + kLanes <= a.head_size; i += kLanes) store(out + i, div(load(row.out + i), sum));
-    if (i < a.head_size) store_n(out + i, div(load(row.out + i), sum), a.head_size - i);
-}
-
-// Partial results of a split lie as [kv_head][partition][row][2 + padded]: maximum, sum, weighted values.
-inline Partial partial_at(const AttentionArgs& a, const AttentionSplit& split, int kv_head, int partition, int row,
-                          int64_t padded) {
-    const int64_t index =
-        (static_cast<int64_t>(kv_head) * split.num_parts + partition - split.part_begin) * split.num_rows + row;
-    float* p = a.partials + split.offset + index * (padded + 2);
-    return Partial{p[0], p[1], p + 2};
+    for (int r = 0; r < rows.count; ++r) {
+        const int index = task.row_begin + r;
+        const int64_t token = task.first_token + index / ratio;
+        const int64_t head = static_cast<int64_t>(kv_head) * ratio + index % ratio;
+        typename E::T* out = static_cast<typename E::T*>(a.out) + (token * a.query_heads + head) * a.head_size;
+        const float* row = total.out + r * rows.padded;
+        const Vec sum = set1(total.sum[r]);
+        int i = 0;
+        for (; i + kLanes <= a.head_size; i += kLanes) store(out + i, div(load(row + i), sum));
+        if (i < a.head_size) store_n(out + i, div(load(row + i), sum), a.head_size - i);
+    }
 }
 
 template <class E>
-void attention_task(const AttentionArgs& a, const AttentionTask& task, int kv_head) {
+Head<E> find_head(const AttentionArgs& a, const AttentionTask& task, int kv_head) {
     using T = typename E::T;
-    Rows<E> rows;
-    rows.count = task.row_end - task.row_begin;
-    rows.padded = (a.head_size + kValuePad - 1) / kValuePad * kValuePad;
-
+    const int64_t padded = (a.head_size + kValuePad - 1) / kValuePad * kValuePad;
     Head<E> h;
     h.steps = a.head_size / E::kStep;
     h.block_size = a.block_size;
-    h.value_stride = rows.padded;
+    h.block_shift = __builtin_ctz(static_cast<unsigned>(a.block_size));
+    h.value_stride = padded * E::kStep;
     h.key_block = static_cast<int64_t>(a.kv_heads) * a.head_size * a.block_size;
-    h.value_block = static_cast<int64_t>(a.kv_heads) * rows.padded * a.block_size;
+    h.value_block = static_cast<int64_t>(a.kv_heads) * padded * a.block_size;
     h.keys = static_cast<const T*>(a.key_cache) + kv_head * (h.key_block / a.kv_heads);
     h.values = static_cast<const T*>(a.value_cache) + kv_head * (h.value_block / a.kv_heads);
     h.table = a.block_tables + task.seq * a.table_stride;
+    return h;
+}
 
+// The first key that a token of a task's sequence sees.
+inline int first_key(const AttentionArgs& a, const AttentionTask& task, int token) {
+    return a.window > 0 ? max_of(task.first_position + token - a.window + 1, 0) : 0;
+}
+
+// The first tile of a task: threads mostly take tasks in turn, so the one before fetches it.
+template <class E>
+void find_first_tile(const AttentionArgs& a, int64_t task_number, TileRefs<E>& refs) {
+    const AttentionTask& task = a.schedule->tasks[task_number / a.kv_heads];
+    const Head<E> h = find_head<E>(a, task, static_cast<int>(task_number % a.kv_heads));
     const int ratio = a.query_heads / a.kv_heads;
-    const int query_start = a.query_start[task.seq];
-    const int first_position = a.seq_lens[task.seq] - (a.query_start[task.seq + 1] - query_start);
+    const int first = max_of(first_key(a, task, task.row_begin / ratio), partition_begin(task.part_begin));
+    const int last = task.first_position + (task.row_end - 1) / ratio;
+    find_tile(h, first / kKeyTile * kKeyTile, first, last, refs);
+}
+
+template <class E>
+void attention_task(const AttentionArgs& a, int64_t task_number) {
+    using T = typename E::T;
+    const AttentionSchedule& schedule = *a.schedule;
+    const AttentionTask& task = schedule.tasks[task_number / a.kv_heads];
+    const int kv_head = static_cast<int>(task_number % a.kv_heads);
+    const int ratio = a.query_heads / a.kv_heads;
+    const Head<E> h = find_head<E>(a, task, kv_head);
+    Rows<E> rows;
+    rows.count = task.row_end - task.row_begin;
+    rows.padded = h.value_stride / E::kStep;
+    rows.exponent = a.scale * 1.44269504f;  // log2(e): weights are powers of two.
     for (int r = 0; r < rows.count; ++r) {
-        const int index = task.row_begin + r;
-        const int position = first_position + index / ratio;
-        rows.last[r] = position;
-        rows.first[r] = a.window > 0 ? max_of(position - a.window + 1, 0) : 0;
-        const int64_t head = static_cast<int64_t>(kv_head) * ratio + index % ratio;
+        const int token = (task.row_begin + r) / ratio;
+        const int64_t head = static_cast<int64_t>(kv_head) * ratio + (task.row_begin + r) % ratio;
+        rows.last[r] = task.first_position + token;
+        rows.first[r] = first_key(a, task, token);
         rows.query[r] =
-            static_cast<const T*>(a.query) + (query_start + index / ratio) * a.query_stride + head * a.head_size;
+            static_cast<const T*>(a.query) + (task.first_token + token) * a.query_stride + head * a.head_size;
     }
+    TileRefs<E> after;
+    find_first_tile(a, min_of(task_number + 1, schedule.num_tasks - 1), after);
 
     if (task.split >= 0) {
-        const AttentionSplit& split = a.splits[task.split];
+        const AttentionSplit& split = schedule.splits[task.split];
         for (int p = task.part_begin; p < task.part_end; ++p) {
-            attend_partition(h, rows, p, a.scale);
-            for (int r = 0; r < rows.count; ++r) {
-                float* out = partial_at(a, split, kv_head, p, r, rows.padded).out;
-                out[-2] = rows.state[r].max;
-                out[-1] = reduce_add(load(rows.state[r].sums));
-                memcpy(out, rows.out + r * rows.padded, static_cast<size_t>(rows.padded) * sizeof(float));
-            }
+            attend_partition(h, rows, p, after);
+            take_partials(rows, partials_at(schedule, split, kv_head, p, rows.padded));
         }
-        int32_t* remaining = a.remaining + static_cast<int64_t>(task.split) * a.kv_heads + kv_head;
+        int32_t* remaining = schedule.remaining + static_cast<int64_t>(task.split) * a.kv_heads + kv_head;
         if (__atomic_sub_fetch(remaining, 1, __ATOMIC_ACQ_REL) != 0) return;
-        for (int r = 0; r < rows.count; ++r) {
-            Partial total{0, 0, rows.out};
-            for (int p = split.part_begin; p < split.part_begin + split.num_parts; ++p) {
-                merge(total, partial_at(a, split, kv_head, p, r, rows.padded), rows.padded);
-            }
-            write_row<E>(a, task, kv_head, r, total);
+        *remaining = split.num_tasks;
+        const Partials total = partials_at(schedule, split, kv_head, split.part_begin, rows.padded);
+        for (int p = split.part_begin + 1; p < split.part_begin + split.num_parts; ++p) {
+            const Partials part = partials_at(schedule, split, kv_head, p, rows.padded);
+            merge<E>(total, part, rows.count, rows.padded, rows.exponent);
         }
+        write_rows(a, task, kv_head, rows, total);
         return;
     }
 
     alignas(64) float total_out[kQueryRows * kMaxHeadSize];
-    Partial total[kQueryRows];
-    for (int r = 0; r < rows.count; ++r) total[r] = Partial{0, 0, total_out + r * rows.padded};
+    float max[2][kQueryRows], sum[2][kQueryRows];
+    const Partials part{max[0], sum[0], rows.out};
+    const Partials total = task.part_end - task.part_begin == 1 ? part : Partials{max[1], sum[1], total_out};
     for (int p = task.part_begin; p < task.part_end; ++p) {
-        attend_partition(h, rows, p, a.scale);
-        for (int r = 0; r < rows.count; ++r) {
-            const Partial part{rows.state[r].max, reduce_add(load(rows.state[r].sums)), rows.out + r * rows.padded};
-            merge(total[r], part, rows.padded);
+        attend_partition(h, rows, p, after);
+        if (p == task.part_begin) {
+            take_partials(rows, total);
+        } else {
+            take_partials(rows, part);
+            merge<E>(total, part, rows.count, rows.padded, rows.exponent);
         }
     }
-    for (int r = 0; r < rows.count; ++r) write_row<E>(a, task, kv_head, r, total[r]);
+    write_rows(a, task, kv_head, rows, total);
 }
 
 void attention(const void* args, int64_t task) {
     const AttentionArgs& a = *static_cast<const AttentionArgs*>(args);
-    const AttentionTask& t = a.tasks[task / a.kv_heads];
-    const int kv_head = static_cast<int>(task % a.kv_heads);
     if (a.dtype == kF32) {
-        attention_task<F32>(a, t, kv_head);
+        attention_task<F32>(a, task);
     } else {
-        attention_task<BF16>(a, t, kv_head);
+        attention_task<BF16>(a, task);
     }
 }
 

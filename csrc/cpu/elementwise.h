@@ -110,9 +110,9 @@ void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
                 T* slot = key_block + (i * a.block_size + offset) * E::kStep;
                 for (int j = 0; j < E::kStep; ++j) slot[j] = rotated[i * E::kStep + j];
             }
-            T* value_slot =
-                static_cast<T*>(a.value_cache) + ((block * a.kv_heads + g) * a.block_size + offset) * padded;
-            memcpy(value_slot, value, static_cast<size_t>(d) * sizeof(T));
+            T* value_slot = static_cast<T*>(a.value_cache) + (block * a.kv_heads + g) * padded * a.block_size +
+                            offset / E::kStep * E::kStep * padded + offset % E::kStep;
+            for (int64_t i = 0; i < d; ++i) value_slot[i * E::kStep] = value[i];
         }
     }
 }

@@ -1,6 +1,7 @@
 // What the native kernels look like from outside: one argument struct and one plain function per operation, and the
 // table of them that every instruction set provides. Nothing here depends on Python, on the thread pool or on an
-// instruction set; this header is compiled with every set of flags, so it holds plain data only, no inline code.
+// instruction set; this header is compiled with every set of flags, so it holds plain data only, no inline code
+// but static functions.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +16,15 @@ enum DType : int32_t { kF32 = 0, kBF16 = 1, kQ8 = 2 };
 constexpr int kPanel = 32;
 // Keys whose scores are computed together; tiles start at multiples of this position in the sequence.
 constexpr int kKeyTile = 64;
-// Keys that are reduced together; partitions start at multiples of this position and are merged in order.
+// Keys that are reduced together: partitions of the key positions, merged in order. They start at 0, 128, 256 and then
+// at every multiple of 512: short sequences, too, can be shared out evenly, and long ones have little to merge.
 constexpr int kKeyPartition = 512;
+static constexpr int partition_of(int position) {
+    return position < 128 ? 0 : position < 256 ? 1 : 2 + position / kKeyPartition;
+}
+static constexpr int partition_begin(int partition) {
+    return partition <= 2 ? 128 * partition : (partition - 2) * kKeyPartition;
+}
 // Query rows (token, head of one key/value group) that one attention task serves.
 constexpr int kQueryRows = 32;
 constexpr int kMaxHeadSize = 512;
@@ -139,15 +147,27 @@ struct RotaryArgs {
 };
 
 // Rows [row_begin, row_end) of a sequence for each key/value head, over partitions [part_begin, part_end). Row r is
-// head r % ratio of the group for query token r / ratio. `split` numbers the set of tasks that share rows, or is -1.
+// head r % ratio of the group for query token r / ratio; token 0 is row first_token of the batch and stands at
+// first_position. `split` numbers the set of tasks that share rows, or is -1.
 struct AttentionTask {
-    int32_t seq, row_begin, row_end, part_begin, part_end, split;
+    int32_t seq, first_token, first_position;
+    int32_t row_begin, row_end, part_begin, part_end, split;
 };
 
 // Rows whose partitions are shared out among tasks: where their partial results lie, in floats.
 struct AttentionSplit {
     int64_t offset;
-    int32_t part_begin, num_parts, num_rows;
+    int32_t part_begin, num_parts, num_rows, num_tasks;
+};
+
+// What the lengths of a step decide, for any number of calls over them (one a layer) that do not overlap.
+struct AttentionSchedule {
+    const AttentionTask* tasks;  // Each stands for kv_heads tasks.
+    const AttentionSplit* splits;
+    float* partials;
+    // [split][kv_head]: tasks that have not finished yet. The last one merges, and sets it back for the next call.
+    int32_t* remaining;
+    int64_t num_tasks;
 };
 
 struct AttentionArgs {
@@ -161,12 +181,7 @@ struct AttentionArgs {
     int64_t query_stride, table_stride, max_blocks;
     int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, dtype;
     float scale;
-    // Filled by AttentionPlan.
-    const AttentionTask* tasks;
-    const AttentionSplit* splits;
-    float* partials;
-    int32_t* remaining;  // [split][kv_head]: tasks that have not finished yet; the last one merges.
-    int64_t num_tasks;
+    const AttentionSchedule* schedule;  // Filled in by AttentionPlan.
 };
 
 struct ArgmaxArgs {

@@ -3,6 +3,7 @@
 #include "launch.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -25,6 +26,8 @@ constexpr int64_t kMinChunkRows = 48;
 // Of an integer product: the same two, as bytes of weights and of quantized rows.
 constexpr int64_t kIntTaskBytes = 32 * 1024;
 constexpr int64_t kChunkBytes = 256 * 1024;
+// The least that is worth a task of its own where a row's keys are shared out.
+constexpr double kLeastAttentionNs = 1000;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -142,14 +145,15 @@ Launch plan(SampleArgs& args, const KernelTable& table, int /*threads*/) {
     return {table.sample, &args, args.rows, static_cast<double>(args.rows * args.width) * 2};
 }
 
-Launch AttentionPlan::plan(AttentionArgs& args, const KernelTable& table, int threads) {
+void AttentionPlan::plan(const AttentionArgs& args, int threads) {
     costed_.clear();
     tasks_.clear();
     splits_.clear();
+    cost_ns_ = 0;
     const int64_t ratio = args.query_heads / args.kv_heads;
-    const int64_t padded = ceil_div(args.head_size, kValuePad) * kValuePad;
-    int64_t partial_floats = 0;
-    int64_t total_cost = 0;
+    const double bytes_per_key = static_cast<double>(2 * args.head_size * size_of(args.dtype));
+    const double flops_per_row = static_cast<double>(4 * args.head_size);
+    const double flops_per_ns = args.dtype == kF32 ? kF32FlopsPerNs : kBf16FlopsPerNs;
     for (int32_t s = 0; s < args.num_seqs; ++s) {
         const int64_t num_queries = args.query_start[s + 1] - args.query_start[s];
         const int64_t seq_len = args.seq_lens[s];
@@ -160,57 +164,94 @@ Launch AttentionPlan::plan(AttentionArgs& args, const KernelTable& table, int th
                                         " keys and a table of " + std::to_string(args.max_blocks) + " blocks of " +
                                         std::to_string(args.block_size) + ".");
         }
+        AttentionTask task{};
+        task.seq = s;
+        task.first_token = args.query_start[s];
+        task.first_position = static_cast<int32_t>(seq_len - num_queries);
         const int64_t rows = num_queries * ratio;
         const int64_t chunks = ceil_div(rows, kQueryRows);
         for (int64_t c = 0; c < chunks; ++c) {
-            const int64_t begin = rows * c / chunks;
-            const int64_t end = rows * (c + 1) / chunks;
-            const int64_t last = seq_len - num_queries + (end - 1) / ratio;
-            const int64_t first_row = seq_len - num_queries + begin / ratio;
+            task.row_begin = static_cast<int32_t>(rows * c / chunks);
+            task.row_end = static_cast<int32_t>(rows * (c + 1) / chunks);
+            const int64_t last = task.first_position + (task.row_end - 1) / ratio;
+            const int64_t first_row = task.first_position + task.row_begin / ratio;
             const int64_t first = args.window > 0 ? std::max<int64_t>(first_row - args.window + 1, 0) : 0;
-            const int64_t part_begin = first / kKeyPartition;
-            const int64_t part_end = last / kKeyPartition + 1;
-            AttentionTask task{s,
-                               static_cast<int32_t>(begin),
-                               static_cast<int32_t>(end),
-                               static_cast<int32_t>(part_begin),
-                               static_cast<int32_t>(part_end),
-                               -1};
-            const int64_t cost = (end - begin) * (last - first + 64);
-            total_cost += cost;
-            // A long row that is alone in its sequence (a decode) is shared out; a prefill has tasks enough.
-            if (threads == 1 || chunks > 1 || part_end - part_begin == 1) {
-                costed_.push_back({cost, task});
-                continue;
-            }
-            task.split = static_cast<int32_t>(splits_.size());
-            const int64_t num_parts = part_end - part_begin;
-            splits_.push_back(
-                {partial_floats, task.part_begin, static_cast<int32_t>(num_parts), static_cast<int32_t>(end - begin)});
-            partial_floats += args.kv_heads * num_parts * (end - begin) * (padded + 2);
-            for (int64_t p = part_begin; p < part_end; ++p) {
-                task.part_begin = static_cast<int32_t>(p);
-                task.part_end = static_cast<int32_t>(p + 1);
-                costed_.push_back({cost / num_parts, task});
-            }
+            task.part_begin = partition_of(static_cast<int>(first));
+            task.part_end = partition_of(static_cast<int>(last)) + 1;
+            const double row_ns = (task.row_end - task.row_begin) * flops_per_row / flops_per_ns;
+            const double cost_ns =
+                static_cast<double>(last - first + 1) * std::max(bytes_per_key / kBytesPerNs, row_ns);
+            cost_ns_ += cost_ns * args.kv_heads;
+            task.split = -1;
+            costed_.push_back({cost_ns, first, last + 1, task});
         }
     }
+    if (threads > 1) share_out(args, threads);
     // Longest first: the short ones fill the gaps at the end.
-    std::stable_sort(costed_.begin(), costed_.end(),
-                     [](const CostedTask& a, const CostedTask& b) { return a.cost > b.cost; });
+    std::sort(costed_.begin(), costed_.end(), [](const CostedTask& a, const CostedTask& b) {
+        if (a.cost_ns != b.cost_ns) return a.cost_ns > b.cost_ns;
+        if (a.task.seq != b.task.seq) return a.task.seq < b.task.seq;
+        if (a.task.row_begin != b.task.row_begin) return a.task.row_begin < b.task.row_begin;
+        return a.task.part_begin < b.task.part_begin;
+    });
     for (const CostedTask& c : costed_) tasks_.push_back(c.task);
     remaining_.resize(splits_.size() * static_cast<size_t>(args.kv_heads));
     for (size_t i = 0; i < remaining_.size(); ++i) {
-        remaining_[i] = splits_[i / static_cast<size_t>(args.kv_heads)].num_parts;
+        remaining_[i] = splits_[i / static_cast<size_t>(args.kv_heads)].num_tasks;
+    }
+    schedule_.tasks = tasks_.data();
+    schedule_.splits = splits_.data();
+    schedule_.partials = partials_.data();
+    schedule_.remaining = remaining_.data();
+    schedule_.num_tasks = static_cast<int64_t>(tasks_.size()) * args.kv_heads;
+}
+
+// Cuts tasks that would keep a thread busy while others have run out of work: the long rows of few sequences.
+void AttentionPlan::share_out(const AttentionArgs& args, int threads) {
+    const int64_t padded = ceil_div(args.head_size, kValuePad) * kValuePad;
+    const double wanted_ns = std::max(cost_ns_ / (kTasksPerThread * threads), kLeastAttentionNs);
+    // Equal pieces come out even if the threads divide their number.
+    const int64_t unit = threads / std::gcd<int64_t>(threads, args.kv_heads);
+    const size_t num_whole = costed_.size();
+    int64_t partial_floats = 0;
+    for (size_t i = 0; i < num_whole; ++i) {
+        const CostedTask whole = costed_[i];
+        const int64_t num_parts = whole.task.part_end - whole.task.part_begin;
+        int64_t pieces = static_cast<int64_t>(whole.cost_ns / wanted_ns);
+        if (pieces < 2 && num_whole > 1) continue;
+        pieces = std::min(ceil_div(std::max<int64_t>(pieces, 1), unit) * unit, num_parts);
+        if (pieces < 2) continue;
+        CostedTask piece = whole;
+        piece.task.split = static_cast<int32_t>(splits_.size());
+        AttentionSplit split{partial_floats, whole.task.part_begin, static_cast<int32_t>(num_parts),
+                             whole.task.row_end - whole.task.row_begin, 0};
+        partial_floats += args.kv_heads * num_parts * split.num_rows * (padded + 2);
+        const int64_t keys = whole.end - whole.first;
+        const auto keys_until = [&](int part) {
+            return std::clamp<int64_t>(partition_begin(part) - whole.first, 0, keys);
+        };
+        for (int part = whole.task.part_begin; part < whole.task.part_end; ++split.num_tasks) {
+            const int64_t share_end = keys * (split.num_tasks + 1) / pieces;
+            piece.task.part_begin = part++;
+            // A partition goes to the piece that holds its middle.
+            while (part < whole.task.part_end && (keys_until(part) + keys_until(part + 1)) / 2 < share_end) ++part;
+            piece.task.part_end = part;
+            const int64_t piece_keys = keys_until(part) - keys_until(piece.task.part_begin);
+            piece.cost_ns = whole.cost_ns * static_cast<double>(piece_keys) / static_cast<double>(keys);
+            if (split.num_tasks == 0) {
+                costed_[i] = piece;
+            } else {
+                costed_.push_back(piece);
+            }
+        }
+        splits_.push_back(split);
     }
     if (partials_.size() < static_cast<size_t>(partial_floats)) partials_.resize(static_cast<size_t>(partial_floats));
-    args.tasks = tasks_.data();
-    args.splits = splits_.data();
-    args.partials = partials_.data();
-    args.remaining = remaining_.data();
-    args.num_tasks = static_cast<int64_t>(tasks_.size()) * args.kv_heads;
-    const double cost_ns = static_cast<double>(total_cost * args.kv_heads * args.head_size) * 0.05;
-    return {table.attention, &args, args.num_tasks, cost_ns};
+}
+
+Launch AttentionPlan::launch(AttentionArgs& args, const KernelTable& table) const {
+    args.schedule = &schedule_;
+    return {table.attention, &args, schedule_.num_tasks, cost_ns_};
 }
 
 }  // namespace octavo

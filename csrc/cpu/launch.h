@@ -33,18 +33,31 @@ Launch plan(RotaryArgs& args, const KernelTable& table, int threads);
 Launch plan(ArgmaxArgs& args, const KernelTable& table, int threads);
 Launch plan(SampleArgs& args, const KernelTable& table, int threads);
 
-// The tasks of one attention call and the memory that they share. Reused from call to call, so that a decode step
-// allocates nothing.
+// The attention tasks of a step and the memory that they share. Planned once a step, from lengths alone, then launched
+// for every layer; memory is kept from step to step, so that a decode step allocates nothing. The schedule that the
+// arguments point to has a fixed address: arguments that were filled in once stay good for every later plan.
 class AttentionPlan {
   public:
-    // Throws std::invalid_argument where lengths and tables contradict each other.
-    Launch plan(AttentionArgs& args, const KernelTable& table, int threads);
+    AttentionPlan() = default;
+    AttentionPlan(const AttentionPlan&) = delete;
+    AttentionPlan& operator=(const AttentionPlan&) = delete;
+
+    // Reads the lengths, the head counts, the sizes and the window in `args`, no tensors. Throws std::invalid_argument
+    // where lengths and tables contradict each other.
+    void plan(const AttentionArgs& args, int threads);
+    // One call over what was planned. Launches of one plan may follow each other but not overlap.
+    Launch launch(AttentionArgs& args, const KernelTable& table) const;
 
   private:
     struct CostedTask {
-        int64_t cost;
+        double cost_ns;
+        int64_t first, end;  // Keys that its rows see.
         AttentionTask task;
     };
+    void share_out(const AttentionArgs& args, int threads);
+
+    AttentionSchedule schedule_{};
+    double cost_ns_ = 0;
     std::vector<CostedTask> costed_;
     std::vector<AttentionTask> tasks_;
     std::vector<AttentionSplit> splits_;

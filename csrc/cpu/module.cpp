@@ -195,7 +195,8 @@ void paged_attention(Address query, int64_t query_stride, Address key_cache, Add
         return;
     }
     static thread_local octavo::AttentionPlan plan;
-    call(plan.plan(args, octavo::kernels(), octavo::num_threads()));
+    plan.plan(args, octavo::num_threads());
+    call(plan.launch(args, octavo::kernels()));
 }
 
 void argmax(Address x, int64_t stride, int64_t rows, int64_t width, Address out) {

@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 #include <type_traits>
@@ -32,6 +33,12 @@ void set_rows(TakeRowsArgs& a, int64_t rows) { a.rows = rows; }
 void set_rows(QuantizeArgs& a, int64_t rows) { a.rows = rows; }
 void set_rows(ArgmaxArgs& a, int64_t rows) { a.rows = rows; }
 
+bool are_planned_alike(const AttentionArgs& a, const AttentionArgs& b) {
+    return a.query_start == b.query_start && a.seq_lens == b.seq_lens && a.max_blocks == b.max_blocks &&
+           a.query_heads == b.query_heads && a.kv_heads == b.kv_heads && a.head_size == b.head_size &&
+           a.block_size == b.block_size && a.window == b.window && a.dtype == b.dtype;
+}
+
 }  // namespace
 
 Program* Program::recording() { return recording_into; }
@@ -45,14 +52,24 @@ void Program::start_recording(Program* program, Extent extent) {
 void Program::stop_recording() { recording_into = nullptr; }
 
 void Program::add(const Args& args) {
-    const bool attends = std::holds_alternative<AttentionArgs>(args);
-    calls_.push_back({args, recording_extent, attends ? std::make_unique<AttentionPlan>() : nullptr});
+    AttentionPlan* attention = nullptr;
+    if (const AttentionArgs* a = std::get_if<AttentionArgs>(&args)) {
+        for (const Call& call : calls_) {
+            const AttentionArgs* other = std::get_if<AttentionArgs>(&call.args);
+            if (other != nullptr && are_planned_alike(*a, *other)) attention = call.attention;
+        }
+        if (attention == nullptr) {
+            attention = attention_plans_.emplace_back(std::make_unique<AttentionPlan>()).get();
+        }
+    }
+    calls_.push_back({args, recording_extent, attention});
 }
 
 void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
     const KernelTable& table = kernels();
     const int threads = num_threads();
     const void* checked_slots = nullptr;
+    std::vector<const AttentionPlan*> planned;
     launches_.clear();
     names_.clear();
     for (Call& call : calls_) {
@@ -72,7 +89,11 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                 }
                 if constexpr (std::is_same_v<A, AttentionArgs>) {
                     args.num_seqs = seqs;
-                    launches_.push_back(call.attention->plan(args, table, threads));
+                    if (std::find(planned.begin(), planned.end(), call.attention) == planned.end()) {
+                        call.attention->plan(args, threads);
+                        planned.push_back(call.attention);
+                    }
+                    launches_.push_back(call.attention->launch(args, table));
                 } else {
                     launches_.push_back(octavo::plan(args, table, threads));
                 }

@@ -43,11 +43,12 @@ class Program {
     struct Call {
         Args args;
         Extent extent;
-        std::unique_ptr<AttentionPlan> attention;  // the tasks of an attention call
+        AttentionPlan* attention;  // of an attention call: shared with the layers that look alike
     };
     void plan(int64_t tokens, int32_t seqs, int64_t samples);
 
     std::vector<Call> calls_;
+    std::vector<std::unique_ptr<AttentionPlan>> attention_plans_;
     std::vector<Launch> launches_;
     std::vector<const char*> names_;
 };

@@ -59,6 +59,7 @@ inline void store(uint16_t* p, Vec v) {
     const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
+inline void store_own(uint16_t* p, Vec v) { store(p, v); }
 inline Vec load_n(const uint16_t* p, int n) {
     uint16_t buffer[kLanes] = {};
     memcpy(buffer, p, static_cast<size_t>(n) * sizeof(uint16_t));
@@ -88,6 +89,7 @@ inline Vec pow2_of_magic(Vec t) {
 
 inline Pairs load_pairs(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline Pairs set1_pair(uint32_t bits) { return _mm256_set1_epi32(static_cast<int>(bits)); }
+inline Pairs and_pairs(Pairs a, Pairs b) { return _mm256_and_si256(a, b); }
 inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
     acc = fma(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);

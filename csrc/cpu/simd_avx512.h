@@ -50,6 +50,15 @@ inline __m256i narrow(Vec v) {
 }
 inline Vec load(const uint16_t* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline void store(uint16_t* p, Vec v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
+// Where rounding need not be that of every instruction set.
+inline void store_own(uint16_t* p, Vec v) {
+#ifdef __AVX512BF16__
+    const __m256i r = (__m256i)_mm512_cvtneps_pbh(v);
+#else
+    const __m256i r = narrow(v);
+#endif
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), r);
+}
 inline Vec load_n(const uint16_t* p, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
 inline void store_n(uint16_t* p, Vec v, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(v)); }
 
@@ -64,6 +73,7 @@ inline Vec pow2_of_magic(Vec t) {
 
 inline Pairs load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
 inline Pairs set1_pair(uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
+inline Pairs and_pairs(Pairs a, Pairs b) { return _mm512_and_si512(a, b); }
 inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
 #ifdef __AVX512BF16__
     return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);

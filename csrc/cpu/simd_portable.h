@@ -77,6 +77,7 @@ inline void store(uint16_t* p, Vec v) {
     const Pairs r = (nan & 0x7fc0u) | (~nan & rounded);
     for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint16_t>(r[i]);
 }
+inline void store_own(uint16_t* p, Vec v) { store(p, v); }
 inline Vec load_n(const uint16_t* p, int n) {
     uint16_t buffer[kLanes] = {};
     memcpy(buffer, p, static_cast<size_t>(n) * sizeof(uint16_t));
@@ -103,6 +104,7 @@ inline Pairs load_pairs(const uint16_t* p) {
     return v;
 }
 inline Pairs set1_pair(uint32_t bits) { return Pairs{bits, bits, bits, bits}; }
+inline Pairs and_pairs(Pairs a, Pairs b) { return a & b; }
 inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     acc = fma(bits_of<Vec>(a << 16), bits_of<Vec>(b << 16), acc);
     return fma(bits_of<Vec>(a & 0xffff0000u), bits_of<Vec>(b & 0xffff0000u), acc);

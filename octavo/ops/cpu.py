@@ -385,7 +385,7 @@ def allocate_kv_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
 ) -> LayerKVCache:
     """Keys lie as [block, kv_head, D / step, block_size, step] so that keys are the lanes of a score vector; `step` is
-    1 in float32 and 2 in bfloat16. Values lie as [block, kv_head, block_size, D rounded up to 16]."""
+    1 in float32 and 2 in bfloat16. Values lie as [block, kv_head, block_size / step, D rounded up to 16, step]."""
     if dtype not in _CODES:
         raise TypeError(f"the KV cache holds float32 or bfloat16, not {dtype}.")
     if block_size not in (8, 16, 32):
@@ -395,7 +395,7 @@ def allocate_kv_cache(
     padded = -(-head_size // _cpu.VALUE_PAD) * _cpu.VALUE_PAD
     step = 1 if dtype is torch.float32 else 2
     key = torch.empty((num_blocks, num_kv_heads, head_size // step, block_size, step), dtype=dtype, device=device)
-    value = torch.empty((num_blocks, num_kv_heads, block_size, padded), dtype=dtype, device=device)
+    value = torch.empty((num_blocks, num_kv_heads, block_size // step, padded, step), dtype=dtype, device=device)
     for tensor in (key, value):
         _cpu.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return LayerKVCache(key, value)

@@ -54,7 +54,8 @@ def test_mixed_batches_match_the_reference_whatever_unused_slots_hold(
     batch = [(i, max(length - queries, 0), length) for i, (length, queries) in enumerate(lengths)]
     native = PagedBatch(cpu, heads, dtype, block_size, sequences, rotary_size=rotary_size)
     reference = reference_batch(heads, dtype, block_size, sequences, rotary_size=rotary_size)
-    assert_near(native.attend(batch, window), reference.attend(batch, window))
+    # Weights are rounded to bfloat16, each by up to 2^-9.
+    assert_near(native.attend(batch, window), reference.attend(batch, window), bfloat16_atol=2**-9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
