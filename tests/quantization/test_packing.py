@@ -111,9 +111,9 @@ def test_threads_do_not_change_a_bit() -> None:
     threads = _cpu.num_threads()
     found = []
     for n in (1, 3):
-        _cpu.set_num_threads(n)
+        _cpu.set_threads(n)
         found.append(pack_quantized([matrix]).data)
-    _cpu.set_num_threads(threads)
+    _cpu.set_threads(threads)
     assert torch.equal(*found)
 
 
