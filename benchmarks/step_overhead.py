@@ -101,7 +101,8 @@ class NoModel:
     def sample(self) -> StepResult:
         samples = self.table.samples
         settings = self.sampling.build(samples.rows, samples.forks, samples.lengths, self.table.tokens)
-        tokens, logprobs, _ = self.sampler.sample(self._logits[: len(samples.rows)], settings)
+        logits = self._logits[: len(samples.rows)]
+        tokens, logprobs, _ = self.sampler.sample(logits, self.sampler.ops.argmax(logits), settings)
         self.table.append(tokens)
         return StepResult(tokens.tolist(), logprobs)
 
