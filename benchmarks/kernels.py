@@ -43,7 +43,9 @@ def random_integers(n: int, k: int, bits: int, group: int, minima: bool, gated: 
     blocks, code_bytes = -(-k // _cpu.QBLOCK), _cpu.PANEL * _cpu.QBLOCK * bits // 8
     scale_bytes = _cpu.PANEL * (_cpu.QBLOCK // group) * 2
     block = torch.full((code_bytes + scale_bytes + _cpu.PANEL * 4 * minima,), 0x20, dtype=torch.uint8)
-    data = block.repeat(-(-n // _cpu.PANEL) * blocks, 1)
+    data = torch.empty((-(-n // _cpu.PANEL) * blocks, block.numel()), dtype=torch.uint8)
+    _cpu.advise_huge_pages(data.data_ptr(), data.nbytes)
+    data[:] = block
     data[:, :code_bytes] = torch.randint(256, (1, code_bytes), dtype=torch.uint8)
     form = _cpu.WEIGHT_INT4 if bits == 4 else _cpu.WEIGHT_INT8
     return cpu.packed_weight(data.flatten(), (n, k), form, None, gated, group, minima)
@@ -51,7 +53,8 @@ def random_integers(n: int, k: int, bits: int, group: int, minima: bool, gated: 
 
 def bench_linear(name: str, seconds: float) -> None:
     """As in a model's step: one replay over many matrices, inputs of integer matrices quantized already. The last line
-    is all matrices of the model in turn, as tokens per second; its output matrix has 8 bits where others have 4."""
+    is all matrices of the model in turn, as tokens per second; its output matrix has 8 bits where others have 4, and
+    multiplies one row of a prompt (64 rows and more)."""
     print(f"\nlinear, {name}\n{'K':>6}{'N':>7}" + "".join(f"{f'{r} rows':>22}" for r in ROWS))
 
     def make(k: int, n: int, name: str = name) -> cpu.PackedWeight:
@@ -60,18 +63,21 @@ def bench_linear(name: str, seconds: float) -> None:
             return random_integers(n, k, *INTEGERS[name], gated=gated)
         return cpu.pack_linear(torch.randn(n, k).to(getattr(torch, name)).chunk(2 if gated else 1), None, gated)
 
-    def replay(packed: list[cpu.PackedWeight]) -> list[float]:
+    def replay(packed: list[cpu.PackedWeight], output: list[cpu.PackedWeight]) -> list[float]:
         """Seconds of one replay at each number of rows."""
         program = cpu.new_program()
         inputs = {}
         for k in {weight.in_features for weight in packed}:
             x = torch.randn(max(ROWS), k)
             inputs[k] = cpu.quantize(x, make(k, 32)) if name in INTEGERS else x.to(getattr(torch, name))
-        with program.record(per_sample=False):
-            for weight in packed:
-                multiply = cpu.linear_silu_and_mul if weight.gated else cpu.linear
-                multiply(inputs[weight.in_features], weight, out_dtype=torch.float32)
-        return [best_time_s(lambda _, rows=rows: program.run(rows, 0, 0), seconds) for rows in ROWS]
+        for part, per_sample in ((packed, False), (output, True)):
+            with program.record(per_sample):
+                for weight in part:
+                    multiply = cpu.linear_silu_and_mul if weight.gated else cpu.linear
+                    multiply(inputs[weight.in_features], weight, out_dtype=torch.float32)
+        return [
+            best_time_s(lambda _, rows=rows: program.run(rows, 0, rows if rows < 64 else 1), seconds) for rows in ROWS
+        ]
 
     for k, n in SHAPES:
         packed = [make(k, n)]
@@ -79,12 +85,11 @@ def bench_linear(name: str, seconds: float) -> None:
         copies = max(1, round(ROTATED_BYTES / num_bytes))
         packed += [make(k, n) for _ in range(copies - 1)]
         line = f"{k:>6}{n:>7}"
-        for rows, taken in zip(ROWS, replay(packed), strict=True):
+        for rows, taken in zip(ROWS, replay(packed, []), strict=True):
             line += f"{num_bytes * copies / taken / 1e9:>9.1f} GB/s{2 * rows * k * n * copies / taken / 1e9:>6.0f} GF"
         print(line, flush=True)
     packed = [make(k, n) for _ in range(30) for k, n in SHAPES[:4]]
-    packed.append(make(*SHAPES[4], name={"Q4_0": "Q8_0", "Q4_1": "Q8_0"}.get(name, name)))
-    times = replay(packed)
+    times = replay(packed, [make(*SHAPES[4], name={"Q4_0": "Q8_0", "Q4_1": "Q8_0"}.get(name, name))])
     print("        model" + "".join(f"{rows / t:>16.0f} tok/s" for rows, t in zip(ROWS, times, strict=True)))
 
 
