@@ -1,0 +1,42 @@
+"""Packed weights predict text as well as the floats they stand for; benchmarks/perplexity.py is the whole of it."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from benchmarks.perplexity import measure, quantize, requantize
+from octavo.loading.checkpoint import resolve
+from tests.quantization.blocks import BLOCKS
+
+WINDOW = 512
+
+
+def test_the_default_models_weights_lose_less_than_one_percent() -> None:
+    tokens = 4 * WINDOW
+    expected, _ = measure("", "float32", tokens, WINDOW)
+    found, _ = measure("", "bfloat16", tokens, WINDOW)
+    assert 5 < expected < 50, "the text is one that the model understands"
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "int8", "BF16"])
+def test_other_formats_of_the_same_weights_lose_less_than_one_percent(name: str, tmp_path: Path) -> None:
+    tokens = 16 * WINDOW
+    stored = "BF16" if name == "int8" else name
+    path = str(requantize(resolve("").path, tmp_path / "m.gguf", stored))
+    expected, _ = measure(path, "float32", tokens, WINDOW)
+    found, _ = measure(path, "bfloat16", tokens, WINDOW, "int8" if name == "int8" else None)
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "BF16", "F32"])
+def test_the_quantizers_of_the_benchmark_are_what_the_formats_mean(name: str) -> None:
+    values = (np.random.default_rng(0).standard_normal((8, 512)) * 0.03).astype(np.float32)
+    values[0] = 0
+    read = gguf.dequantize(quantize(values, name), gguf.GGMLQuantizationType[name])
+    error = np.sqrt(np.mean((read - values) ** 2)) / 0.03
+    assert np.all(read[0] == 0)
+    assert error < {"Q4": 0.1, "Q5": 0.05, "Q6": 0.025, "Q8": 0.01, "BF": 0.002, "F3": 1e-9}[name[:2]]
