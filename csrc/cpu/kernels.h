@@ -41,7 +41,7 @@ constexpr int kQBlock = 64;
 // see, because codes stand for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones).
 struct QBlock {
     int8_t q[kQBlock];
-    float scale;
+    float scale[2];      // of each 32 elements
     uint16_t sums[2];    // bf16: scale times the sum of each 32 elements, to be multiplied by minima
     int32_t start4[2];   // -8 times the sum of each 32 elements
     int32_t start8[2];   // -128 times the same

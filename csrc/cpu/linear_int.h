@@ -53,7 +53,6 @@ void int_tile(const char* w, int64_t blocks, const QBlock* rows, int64_t x_strid
         for (int i = 0; i < fetch.lines; ++i, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
 #pragma GCC unroll 8
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
-            Vec t[R][V];
 #pragma GCC unroll 4
             for (int g = 0; g < F::kGroups; ++g) {
                 Ints sum[R][V];
@@ -92,13 +91,13 @@ void int_tile(const char* w, int64_t blocks, const QBlock* rows, int64_t x_strid
                 for (int v = 0; v < V; ++v) {
                     const Vec d = load_half(scales + (v0 + v) * kLanes);
                     for (int r = 0; r < R; ++r) {
-                        t[r][v] = g == 0 ? mul(d, to_float(sum[r][v])) : fma(d, to_float(sum[r][v]), t[r][v]);
+                        const Vec scaled = mul(d, set1(x[r][b].scale[g * F::kGroup / 32]));
+                        acc[r][v0 + v] = fma(scaled, to_float(sum[r][v]), acc[r][v0 + v]);
                     }
                 }
             }
             for (int v = 0; v < V; ++v) {
                 const uint16_t* minima = reinterpret_cast<const uint16_t*>(w + F::kCodeBytes + F::kScaleBytes);
-                for (int r = 0; r < R; ++r) acc[r][v0 + v] = fma(t[r][v], set1(x[r][b].scale), acc[r][v0 + v]);
                 if constexpr (F::kMinima) {
                     const Pairs m = load_pairs(minima + (v0 + v) * kLanes * 2);
                     for (int r = 0; r < R; ++r) {

@@ -17,28 +17,29 @@ inline uint16_t narrow_scalar(float x) {
 // One block from kQBlock floats. A block that is not finite yields NaN in all that it is multiplied with. One below
 // 2^-100 is zero: the quotient would overflow.
 inline void quantize_block(const float* x, QBlock& out) {
-    constexpr int kVecs = kQBlock / kLanes;
+    constexpr int kVecs = kQBlock / 2 / kLanes;
     const Vec infinity = set1(__builtin_inff());
-    Vec v[kVecs];
-    Vec highest = zero();
-    for (int i = 0; i < kVecs; ++i) {
-        v[i] = load(x + i * kLanes);
-        const Vec magnitude = max(v[i], sub(zero(), v[i]));
-        highest = max(highest, select_greater(infinity, magnitude, magnitude, infinity));
-    }
-    const float absmax = reduce_max(highest);
-    if (!(absmax >= 0x1p-100f && absmax < __builtin_inff())) {
-        memset(&out, 0, sizeof(out));
-        if (absmax >= 0x1p-100f) {
-            out.scale = __builtin_nanf("");
-            out.sums[0] = out.sums[1] = 0x7fc0;
-        }
-        return;
-    }
-    const Vec inverse = set1(127.0f / absmax);
     const Vec magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, found in the low bits.
-    for (int i = 0; i < kVecs; ++i) store_low_bytes(out.q + i * kLanes, add(mul(v[i], inverse), magic));
-    out.scale = absmax / 127.0f;
+    for (int half = 0; half < 2; ++half) {
+        Vec v[kVecs];
+        Vec highest = zero();
+        for (int i = 0; i < kVecs; ++i) {
+            v[i] = load(x + half * (kQBlock / 2) + i * kLanes);
+            const Vec magnitude = max(v[i], sub(zero(), v[i]));
+            highest = max(highest, select_greater(infinity, magnitude, magnitude, infinity));
+        }
+        const float absmax = reduce_max(highest);
+        if (absmax >= 0x1p-100f && absmax < __builtin_inff()) {
+            const Vec inverse = set1(127.0f / absmax);
+            for (int i = 0; i < kVecs; ++i) {
+                store_low_bytes(out.q + half * (kQBlock / 2) + i * kLanes, add(mul(v[i], inverse), magic));
+            }
+            out.scale[half] = absmax / 127.0f;
+        } else {
+            memset(out.q + half * (kQBlock / 2), 0, kQBlock / 2);
+            out.scale[half] = absmax >= 0x1p-100f ? __builtin_nanf("") : 0.0f;
+        }
+    }
     int32_t sums[4];
     sum_bytes(out.q, sums);
     for (int i = 0; i < 4; ++i) out.start16[i] = -128 * sums[i];
@@ -46,7 +47,7 @@ inline void quantize_block(const float* x, QBlock& out) {
         const int32_t sum = sums[2 * i] + sums[2 * i + 1];
         out.start4[i] = -8 * sum;
         out.start8[i] = -128 * sum;
-        out.sums[i] = narrow_scalar(out.scale * static_cast<float>(sum));
+        out.sums[i] = narrow_scalar(out.scale[i] * static_cast<float>(sum));
     }
 }
 

@@ -62,7 +62,7 @@ def rows_of(matrix: Tensor | QuantizedMatrix, start: int, end: int) -> Tensor | 
 class LinearWeight(Protocol):
     """A weight matrix [out_features, in_features] in the layout that the backend's products want, with its bias.
 
-    Integer matrices multiply quantized activations: blocks of 64 elements of a row as int8 with one scale. `rms_norm`
+    Integer matrices multiply quantized activations: each 32 elements of a row as int8 with one scale. `rms_norm`
     and `linear_silu_and_mul` write those for the matrix that consumes them; `linear` and `linear_add` quantize what is
     not quantized yet.
     """

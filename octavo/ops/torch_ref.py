@@ -48,10 +48,10 @@ def pack_linear(
 
 
 def fake_quantize(x: Tensor) -> Tensor:
-    """x [..., K] as integer matrices see it, in float64: blocks of 64 as int8 times a float32 scale of absmax / 127.
+    """x [..., K] as integer matrices see it, in float64: 32 at a time as int8 times a float32 scale, absmax / 127.
     A block that is not finite is NaN; one below 2^-100 is zero."""
     k = x.shape[-1]
-    blocks = torch.nn.functional.pad(x.float(), (0, -k % 64)).reshape(*x.shape[:-1], -1, 64)
+    blocks = torch.nn.functional.pad(x.float(), (0, -k % 32)).reshape(*x.shape[:-1], -1, 32)
     absmax = blocks.abs().amax(-1, keepdim=True)
     # Two tensors are truly divided; a number over a tensor is a product with the reciprocal.
     largest = torch.full_like(absmax, 127)

@@ -17,18 +17,18 @@ sizes = st.one_of(st.integers(1, 140), st.sampled_from([192, 200, 577]))
 # Every row-tile height and its neighbours, and enough rows for several chunks of rows.
 row_counts = st.one_of(st.integers(1, 14), st.sampled_from([64, 100, 300]))
 formats = st.sampled_from(FORMATS)
-BLOCK = 64
+GROUP = 32  # elements with one scale
 
 
 def quantized_blocks(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Native quantized rows [T, blocks * 104] -> int8 [T, blocks, 64], scales, sums as bf16, start values."""
+    """Native quantized rows [T, blocks * 108] -> int8 [T, blocks, 2, 32], scales, sums as bf16, start values."""
     blocks = x.unflatten(1, (-1, _cpu.QBLOCK_BYTES))
-    fields = blocks.split([64, 4, 4, 32], dim=-1)
+    fields = blocks.split([64, 8, 4, 32], dim=-1)
     q, scale, sums, starts = (
         f.contiguous().view(t)
         for f, t in zip(fields, (torch.int8, torch.float32, torch.bfloat16, torch.int32), strict=True)
     )
-    return q, scale[..., 0], sums, starts
+    return q.unflatten(-1, (2, GROUP)), scale, sums, starts
 
 
 def dequantized(x: Tensor, k: int) -> Tensor:
@@ -57,10 +57,10 @@ def test_quantize_is_the_reference_to_the_bit(isa: str, dtype: torch.dtype, rows
     assert torch.equal(dequantized(quantized, k), torch_ref.fake_quantize(x))
     q, scale, sums, starts = quantized_blocks(quantized)
     assert not q.flatten(1)[:, k:].any()
-    by16 = q.int().unflatten(-1, (4, 16)).sum(-1)
+    by16 = q.int().flatten(-2).unflatten(-1, (4, 16)).sum(-1)
     by32 = by16.unflatten(-1, (2, 2)).sum(-1)
     assert torch.equal(starts, torch.cat([-8 * by32, -128 * by32, -128 * by16], dim=-1).int())
-    assert torch.equal(sums, (scale[..., None] * by32.float()).bfloat16())
+    assert torch.equal(sums, (scale * by32.float()).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,7 +70,8 @@ def test_what_is_not_finite_spoils_its_own_block_and_row_alone(isa: str, dtype: 
     clean = dequantized(cpu.quantize(x, consumer(200)), 200)
     x[2, 70] = poison
     spoilt = dequantized(cpu.quantize(x, consumer(200)), 200)
-    assert spoilt[2, 64:128].isnan().all()
+    assert spoilt[2, 64:96].isnan().all()
+    assert spoilt[2, 96:].isfinite().all()
     assert torch.equal(spoilt[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
     for form in FORMATS:
         out = cpu.linear(x, pack(random_matrix(1, 40, 200, form)))
@@ -87,8 +88,9 @@ def test_rms_norm_quantizes_what_it_has_not_rounded(isa: str, dtype: torch.dtype
     # Where the reference's sums differ in the last bit an element may fall to the other side of a half.
     exact = torch_ref.rms_norm(x.float(), weight, 1e-5)
     _, scale, _, _ = quantized_blocks(cpu.rms_norm(x, weight, 1e-5, consumer(k)))
-    assert ((actual - exact).abs() <= scale.repeat_interleave(BLOCK, 1)[:, :k] * 0.5001).all()
-    assert_near(scale * 127, torch.nn.functional.pad(exact, (0, -k % BLOCK)).unflatten(1, (-1, BLOCK)).abs().amax(-1))
+    assert ((actual - exact).abs() <= scale.flatten(1).repeat_interleave(GROUP, 1)[:, :k] * 0.5001).all()
+    largest = torch.nn.functional.pad(exact, (0, -k % 64)).unflatten(1, (-1, GROUP)).abs().amax(-1)
+    assert_near(scale.flatten(1) * 127, largest)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
