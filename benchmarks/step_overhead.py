@@ -1,6 +1,6 @@
 """Prints what everything around the model costs: microseconds of a decode step by part, at several numbers of streams.
 
-    python benchmarks/step_overhead.py [--streams 1,16,64,256] [--steps 200] [--sampled] [--profile 64]
+    python benchmarks/step_overhead.py [--streams 1,16,64,256] [--steps 200] [--weights-mb 80] [--sampled] [--profile]
 
 Scheduler, tables, sampler, wire and detokenizer are the engine's own; only the model computes nothing and the choice of
 a token is read off a text. Each figure is the median over the steps. `core` adds up what a step waits for in a server,
@@ -15,9 +15,10 @@ import itertools
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +38,7 @@ from octavo.scheduling.plan import StepPlan, StepResult
 
 TEXT = """Once upon a time a printer folded one large sheet three times, cut its edges, and had eight leaves: an octavo.
 The reader of 1532 could carry it under his arm — unlike the great folios of the cathedral, it was "portable". Prices
-fell from 12 to 3 shillings; naïve buyers, façades of learning and all, asked for more. `for page in book: read(page)`"""
+fell from 12 to 3 shillings; naïve buyers, façades of learning and all, asked for more. `for page in book: read()`"""
 
 
 class Parts:
@@ -66,19 +67,27 @@ class ReadOps:
 
     def __init__(self, token_ids: list[int], max_num_seqs: int) -> None:
         places = torch.arange(len(token_ids))[:, None] + 7 * torch.arange(max_num_seqs)
-        self._steps = itertools.cycle(torch.tensor(token_ids)[places % len(token_ids)].unbind())
+        self._steps = torch.tensor(token_ids)[places % len(token_ids)]
+        self._slices: dict[int, Iterator[Tensor]] = {}  # made once: an operation of torch would be the dearest part
 
     def argmax(self, logits: Tensor) -> Tensor:
-        return next(self._steps)[: logits.shape[0]].clone()
+        num_seqs = len(logits)
+        if num_seqs not in self._slices:
+            self._slices[num_seqs] = itertools.cycle(self._steps[:, :num_seqs].contiguous().unbind())
+        return next(self._slices[num_seqs])
 
     def sample(self, logits: Tensor, *settings: Tensor) -> Tensor:
         return self.argmax(logits)
 
 
 class NoModel:
-    """An executor with the tables and the sampler of the engine, and logits in which nothing is special."""
+    """An executor with the tables and the sampler of the engine, and logits in which nothing is special.
 
-    def __init__(self, config: EngineConfig, token_ids: list[int]) -> None:
+    It reads as many bytes as a model has weights, so that Python finds its own things as little in the caches as it
+    does between two real steps: they take several times as long then.
+    """
+
+    def __init__(self, config: EngineConfig, token_ids: list[int], num_weight_bytes: int = 0) -> None:
         limits, max_model_len, block_size = config.scheduler, config.model.max_model_len, config.cache.block_size
         self.table = SequenceTable(limits.max_num_seqs, limits.max_num_batched_tokens, max_model_len, block_size)
         self.sampling = SamplingTable(limits.max_num_seqs)
@@ -87,7 +96,9 @@ class NoModel:
         self.num_blocks = limits.max_num_seqs * -(-max_model_len // block_size)
         self.num_host_blocks = 0
         self.startup: dict[str, float] = {}
-        self._logits = torch.zeros(limits.max_num_seqs, config.model.vocab_size)
+        self._vocab_size = config.model.vocab_size
+        self._logits = torch.zeros(0, self._vocab_size)
+        self._weights = np.ones(num_weight_bytes // 8)
 
     def execute(self, plan: StepPlan) -> StepResult:
         for admission in plan.admissions:
@@ -96,13 +107,19 @@ class NoModel:
         for row, position, block in plan.new_blocks:
             self.table.blocks[row, position] = block
         self.table.build(plan)
+        self.compute()
         return self.sample()
+
+    def compute(self) -> None:
+        self._weights.sum()
 
     def sample(self) -> StepResult:
         samples = self.table.samples
         settings = self.sampling.build(samples.rows, samples.forks, samples.lengths, self.table.tokens)
-        logits = self._logits[: len(samples.rows)]
-        tokens, logprobs, _ = self.sampler.sample(logits, self.sampler.ops.argmax(logits), settings)
+        if len(self._logits) != len(samples.rows):
+            self._logits = torch.zeros(len(samples.rows), self._vocab_size)
+        best = self.sampler.ops.argmax(self._logits)
+        tokens, logprobs, _ = self.sampler.sample(self._logits, best, settings)
         self.table.append(tokens)
         return StepResult(tokens.tolist(), logprobs)
 
@@ -111,13 +128,13 @@ def make_executor(config: EngineConfig, tokenizer: Any) -> NoModel:
     return NoModel(config, tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids)
 
 
-def bench(num_streams: int, num_steps: int, sampled: bool, profile: bool) -> dict[str, float]:
+def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool, profile: bool) -> dict[str, float]:
     """Microseconds by part."""
     args = EngineArgs(max_model_len=2048, max_num_seqs=max(num_streams, 1), enable_prefix_caching=True)
     config = args.create_engine_config()
     tokenizer = load_tokenizer(config.model.checkpoint)
     text = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids
-    executor = NoModel(config, text)
+    executor = NoModel(config, text, num_weight_bytes)
     core = EngineCore(config, executor)
     inputs = InputProcessor(config, tokenizer)
     metrics = EngineMetrics("bench", config.model.max_model_len)
@@ -170,11 +187,12 @@ def bench(num_streams: int, num_steps: int, sampled: bool, profile: bool) -> dic
     anything: Any = executor
     scheduler.schedule = parts.timed("schedule", scheduler.schedule)
     tables.build = parts.timed("batch", tables.build)
-    anything.execute = parts.timed("execute", executor.execute)
+    anything.sample = parts.timed("sample", executor.sample)
+    anything.compute = parts.timed("compute", executor.compute)
     scheduler.update = parts.timed("update", scheduler.update)
     scheduler.take_stats = parts.timed("stats", scheduler.take_stats)
     whole.step = parts.timed("step", core.step)
-    outputs_of_llm.process = parts.timed("LLM text", outputs_of_llm.process)  # type: ignore[method-assign]
+    outputs_of_llm.process = parts.timed("LLM_text", outputs_of_llm.process)  # type: ignore[method-assign]
     for times in parts.seconds.values():
         times.clear()
     profiler = cProfile.Profile()
@@ -186,31 +204,29 @@ def bench(num_streams: int, num_steps: int, sampled: bool, profile: bool) -> dic
         profiler.disable()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
     found = {name: parts.median_us(name) for name in parts.seconds}
-    found["sample"] = found.pop("execute") - found["batch"]  # and the admissions and new blocks of the plan
-    found["core"] = found["step"] + found["encode"]
-    found["LLM"] = found.pop("step") + found["LLM text"]
-    found["front end"] = found["decode"] + found["text"] + found["chunks"]
+    step_us = found["step"] - found["compute"]
+    found["core"] = step_us + found["encode"]
+    found["LLM"] = step_us + found["LLM_text"]
+    found["front_end"] = found["decode"] + found["text"] + found["chunks"]
     return found
 
 
-COLUMNS = (
-    ["schedule", "batch", "sample", "update", "stats", "encode", "core"]
-    + ["LLM text", "LLM"]
-    + ["decode", "text", "chunks", "front end"]
-)  # fmt: skip
+CORE = ("schedule", "batch", "sample", "update", "stats", "encode", "core")
+COLUMNS = (*CORE, "LLM_text", "LLM", "decode", "text", "chunks", "front_end")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="1,16,64,256")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--weights-mb", type=float, default=80, help="read in each step; 0 leaves the caches alone")
     parser.add_argument("--sampled", action="store_true", help="temperature and top_p instead of greedy")
     parser.add_argument("--profile", action="store_true", help="print where Python spends the time of each run")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'streams':>7}" + "".join(f"{name:>10}" for name in COLUMNS) + "   (microseconds a step)")
     for streams in map(int, args.streams.split(",")):
-        found = bench(streams, args.steps, args.sampled, args.profile)
+        found = bench(streams, args.steps, round(args.weights_mb * 1e6), args.sampled, args.profile)
         print(f"{streams:>7}" + "".join(f"{found[name]:>10.1f}" for name in COLUMNS), flush=True)
 
 

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from octavo.config import EngineConfig
-from octavo.engine.core_process import CoreProcessArgs
+from octavo.engine.core_process import CoreProcessArgs, is_readable
 from octavo.engine.wire import CoreMessage, FrontendMessage, decode_core_message, encode_message
 from octavo.errors import EngineDeadError
 
@@ -68,10 +68,8 @@ class CoreClient:
 
         def read() -> None:
             try:
-                while not failed.done():
-                    handle(decode_core_message(self._receiver.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                pass
+                while not failed.done() and is_readable(self._receiver):
+                    handle(decode_core_message(self._receiver.recv()))
             except Exception as e:
                 failed.set_exception(e)
 

@@ -71,11 +71,8 @@ def _run(args: CoreProcessArgs, receiver: zmq.Socket[bytes], sender: zmq.Socket[
     while True:
         if not core.has_work:
             _handle(core, receiver.recv())
-        while True:
-            try:
-                _handle(core, receiver.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                break
+        while is_readable(receiver):
+            _handle(core, receiver.recv())
         # A step without work still tells the front end that aborts have emptied the engine.
         sender.send(encode_message(core.step()))
 
@@ -86,6 +83,11 @@ def _handle(core: EngineCore, data: bytes) -> None:
             core.add(request)
         case Abort(request_id, index):
             core.abort(request_id, index)
+
+
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message waits. A non-blocking receive would say so with an exception, which costs ten times as much."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _exit_with_parent() -> None:

@@ -1,7 +1,7 @@
 """The messages between a front end (tokenizer, text, HTTP) and an engine core, which may live in another process.
 
 Plain msgspec structs, encoded as MessagePack; never pickle. A `FrontendMessage` goes to the core, a `CoreMessage`
-comes back.
+comes back. Structs that are made for each token hold no cycles, and the garbage collector is told not to look at them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Abort(msgspec.Struct, tag="abort"):
     index: int | None = None
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities at one position: the chosen token first, then the most likely ones, best first."""
 
     token_ids: list[int]
@@ -40,7 +40,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     chosen_rank: int  # 1 for the most likely
 
 
-class SequenceOutput(msgspec.Struct, array_like=True):
+class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     """What one step added to one sequence of a request."""
 
     request_id: str
@@ -56,7 +56,7 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     error: str | None = None  # one line, when finish_reason is "error"
 
 
-class EngineStats(msgspec.Struct, array_like=True):
+class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """The state after a step (gauges) and what the step did (increments)."""
 
     num_running: int = 0

@@ -63,6 +63,7 @@ class SequenceTable:
         self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.sample_rows = np.zeros(max_num_seqs, np.int64)
         self._numbers = np.arange(max(max_num_batched_tokens, max_num_seqs) + 1)
+        self._no_forks = np.zeros(max_num_seqs, np.int64)
         self._sizes: tuple[int, int, int] | None = None  # of the last batch; most steps have those of the step before
         self._batch: StepBatch
         self.samples: Samples  # of the last batch
@@ -98,14 +99,15 @@ class SequenceTable:
         self.token_ids[:num_tokens] = self.tokens[row_of, positions]
         places, offsets = np.divmod(positions, self.block_size)
         slots = self.slot_mapping[:num_tokens]
-        slots[:] = self.blocks[row_of, places]
-        slots *= self.block_size
+        np.multiply(self.blocks[row_of, places], self.block_size, out=slots)
         slots += offsets
-        width = -(-int(seq_lens.max()) // self.block_size)
+        width = -(
+            -(max(plan.num_computed) + max(plan.num_tokens)) // self.block_size
+        )  # of the longest, or a little more
         self.block_tables[:num_seqs, :width] = self.blocks[:, :width].take(rows, 0)
         last_tokens = starts[1:] - 1
         if plan.num_samples.count(1) == num_seqs:
-            self.samples = Samples(rows, np.zeros_like(rows), seq_lens)
+            self.samples = Samples(rows, self._no_forks[:num_seqs], seq_lens)
         else:
             num_samples = np.array(plan.num_samples, np.int64)
             last_tokens = np.repeat(last_tokens, num_samples)
@@ -117,9 +119,11 @@ class SequenceTable:
 
     def append(self, tokens: NDArray[np.int64]) -> None:
         """Continue the rows of the last batch. Forks bring their tokens when they are admitted."""
-        samples = self.samples
-        continues = samples.forks == 0
-        self.tokens[samples.rows[continues], samples.lengths[continues]] = tokens[continues]
+        rows, lengths, forks = self.samples.rows, self.samples.lengths, self.samples.forks
+        if forks.any():
+            continues = forks == 0
+            rows, lengths, tokens = rows[continues], lengths[continues], tokens[continues]
+        self.tokens[rows, lengths] = tokens
 
     def _views(self, num_tokens: int, num_seqs: int, num_samples: int) -> StepBatch:
         sizes = num_tokens, num_seqs, num_samples

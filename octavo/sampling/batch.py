@@ -119,7 +119,7 @@ class SamplingTable:
         self._index = np.zeros(max_num_seqs, np.uint64)
         self._num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self._num_logprobs = np.zeros(max_num_seqs, np.int64)
-        self._is_plain = np.zeros(max_num_seqs, bool)
+        self._demanding: set[int] = set()  # rows that ask for more than the most likely token
 
     def admit(self, admission: Admission) -> None:
         row, params = admission.row, admission.params
@@ -133,7 +133,8 @@ class SamplingTable:
         self._index[row] = admission.index
         self._num_prompt_tokens[row] = admission.num_prompt_tokens
         self._num_logprobs[row] = (params.logprobs or 0) if params.wants_logprobs else -1
-        self._is_plain[row] = params.temperature == 0 and not params.wants_logprobs and not self._is_special[row]
+        is_demanding = params.temperature > 0 or params.wants_logprobs or self._is_special[row]
+        (self._demanding.add if is_demanding else self._demanding.discard)(row)
 
     def build(
         self, rows: NDArray[np.int64], forks: NDArray[np.int64], lengths: NDArray[np.int64], tokens: NDArray[np.int32]
@@ -141,7 +142,7 @@ class SamplingTable:
         """Gather the samples of `rows` [N]: `forks` counts the samples drawn from one row, `lengths` are the tokens
         that each row has, `tokens` [max_num_seqs, max_model_len + 1] the table of them. None when all that they ask for
         is the most likely token."""
-        if self._is_plain[rows].all():
+        if self._demanding.isdisjoint(rows.tolist()):
             return None
         return SamplingBatch(
             temperature=self._temperature[rows],

@@ -5,6 +5,8 @@ Both are row-wise operations of the backend, so a sample is a function of its lo
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -67,10 +69,10 @@ class Sampler:
 
 def _nothing_to_choose(logits: Tensor, best: Tensor) -> dict[int, str]:
     """Masks that leave nothing, and logits that are not numbers, end their own request and nothing else."""
-    is_finite = np.isfinite(logits.numpy()[np.arange(len(best)), best.numpy()])
-    if is_finite.all():
+    highest = logits.numpy()[np.arange(len(best)), best.numpy()].tolist()
+    if math.isfinite(sum(highest)):
         return {}
-    return dict.fromkeys(np.flatnonzero(~is_finite).tolist(), _NOTHING_TO_CHOOSE)
+    return {n: _NOTHING_TO_CHOOSE for n, logit in enumerate(highest) if not math.isfinite(logit)}
 
 
 def token_logprobs(logits: Tensor, tokens: NDArray[np.int64], num_top: NDArray[np.int64]) -> list[TokenLogprobs]:

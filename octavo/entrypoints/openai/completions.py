@@ -126,13 +126,14 @@ class _Job:
         )
         # Nothing but text, which is what most chunks are.
         plain = body.logprobs is None and not body.echo and not body.only_prompt and not body.wants_continuous_usage
+        num_choices = body.num_choices
         outputs = merge(self._generators)
         try:
             async for prompt_index, output in outputs:
                 prompt = self._note(prompt_index, output)
                 events = []
                 for completion in output.outputs:
-                    index = prompt_index * body.num_choices + completion.index
+                    index = prompt_index * num_choices + completion.index
                     if plain and completion.finish_reason is None:
                         self._num_completion += len(completion.token_ids)
                         if completion.text:
