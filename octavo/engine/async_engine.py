@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
-from octavo.engine.core_client import CoreClient
+from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.wire import Abort, CoreMessage, EngineRequest, EngineStats, Failed, Ready, StepOutputs
@@ -60,14 +60,17 @@ class _Stream:
 class AsyncLLMEngine:
     """Many requests at once over one engine core.
 
-    Make it with `from_engine_args`. All coroutines belong to one event loop, that of the first call.
+    Make it with `from_engine_args`; servers start the `core` before they have a configuration. All coroutines belong to
+    one event loop, that of the first call.
     """
 
-    def __init__(self, config: EngineConfig, *, metrics: EngineMetrics | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, metrics: EngineMetrics | None = None, core: CoreProcess | None = None
+    ) -> None:
         self.config = config
         self.metrics = metrics
         self.stats = EngineStats()  # of the core's last step
-        self._core = CoreClient(config)
+        self._core = CoreClient(config, core)
         try:
             # The core loads its model meanwhile.
             self.tokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
@@ -219,6 +222,8 @@ class AsyncLLMEngine:
             case Ready():
                 self._ready = message
                 if self.metrics is not None:
+                    self.metrics.record_startup("core", message.startup)
+                    self.metrics.record_memory(weights=message.weight_bytes, kv_cache=message.cache_bytes)
                     self.metrics.record_cache_config(
                         block_size=message.block_size,
                         num_gpu_blocks=message.num_blocks,

@@ -16,8 +16,14 @@ import msgspec
 import zmq
 
 from octavo.config import EngineConfig
-from octavo.engine.core_process import CoreProcessArgs, is_readable
-from octavo.engine.wire import CoreMessage, FrontendMessage, decode_core_message, encode_message
+from octavo.engine.wire import (
+    CoreMessage,
+    CoreProcessArgs,
+    FrontendMessage,
+    decode_core_message,
+    encode_message,
+    is_readable,
+)
 from octavo.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -25,10 +31,33 @@ logger = logging.getLogger(__name__)
 _EXIT_GRACE_S = 5.0
 
 
+class CoreProcess:
+    """A core that has been started and imports what it needs, while its parent makes the configuration."""
+
+    def __init__(self) -> None:
+        # Threads of torch's own that wait by spinning would take the cores from the native kernels'.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+        command = [sys.executable, "-m", "octavo.engine.core_process", str(time.monotonic())]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+
+    def configure(self, args: CoreProcessArgs) -> None:
+        """Tell it what to serve."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at once; `CoreClient.receive` will tell
+            self.process.stdin.write(msgspec.json.encode(args) + b"\n")
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """End it although it is only starting."""
+        self.process.communicate()  # which closes its standard input
+
+
 class CoreClient:
     """A running core process. `send` may be called from the event loop's thread only."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, core: CoreProcess | None = None) -> None:
+        core = core or CoreProcess()
+        self.process = core.process
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-")  # goes with this object, or at exit
         self._context = zmq.Context()
         self._reading_loop: asyncio.AbstractEventLoop | None = None
@@ -40,16 +69,7 @@ class CoreClient:
         self._sender.bind(core_input)
         self._receiver.bind(core_output)
         log_level = logging.getLogger("octavo").getEffectiveLevel()
-        args = CoreProcessArgs(config, core_input, core_output, time.monotonic(), log_level)
-        # Threads of torch's own that wait by spinning would take the cores from the native kernels'.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "octavo.engine.core_process"], stdin=subprocess.PIPE, env=environment
-        )
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once; `wait` will tell
-            self.process.stdin.write(msgspec.json.encode(args) + b"\n")
-            self.process.stdin.flush()
+        core.configure(CoreProcessArgs(config, core_input, core_output, log_level))
 
     def send(self, message: FrontendMessage) -> None:
         """Raises `EngineDeadError` if there is no core to receive it."""

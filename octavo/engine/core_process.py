@@ -1,46 +1,55 @@
-"""The engine core as a process: `python -m octavo.engine.core_process`, started by `AsyncLLMEngine`.
+"""The engine core as a process: `python -m octavo.engine.core_process`, started by `core_client.CoreProcess`.
 
-Its standard input brings one line of JSON (`CoreProcessArgs`) and then stays open: when it closes, the parent has gone
-and so does the core. Messages go over two ZeroMQ sockets. The loop is a single thread; while it has work it looks for
+It imports torch at once, which takes most of a start, and meanwhile its parent finds out what there is to serve. Then
+its standard input brings one line of JSON (`CoreProcessArgs`) and stays open: when it closes, the parent has gone and
+so does the core. Messages go over two ZeroMQ sockets. The loop is a single thread; while it has work it looks for
 messages between steps, otherwise it sleeps until one comes.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
-import time
 
 import msgspec
 import zmq
 
-from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.wire import Abort, EngineRequest, Failed, Ready, decode_frontend_message, encode_message
+from octavo.engine.wire import (
+    Abort,
+    CoreProcessArgs,
+    EngineRequest,
+    Failed,
+    Ready,
+    decode_frontend_message,
+    encode_message,
+    is_readable,
+)
 from octavo.errors import OctavoError
 from octavo.logs import configure_logging
+from octavo.phases import Phases
 
 logger = logging.getLogger(__name__)
-
-
-class CoreProcessArgs(msgspec.Struct):
-    """What the parent writes to the core's standard input."""
-
-    config: EngineConfig
-    input_address: str  # the core receives here
-    output_address: str  # and sends here
-    started_at: float  # time.monotonic when the parent started the process
-    log_level: int
 
 
 def main() -> None:
     """Run until the parent goes or something fails; exit status 1 says that a `Failed` message was sent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
-    args = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreProcessArgs)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    phases = Phases(float(sys.argv[1]))
+    lines = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_follow_parent, args=(lines,), daemon=True).start()
+    phases.end("process")
+    gc.disable()  # what is imported stays: collections would look at it for 0.2 s and find nothing
+    from octavo.execution import executor  # noqa: F401  # brings torch
+
+    phases.end("imports")
+    args = msgspec.json.decode(lines.get(), type=CoreProcessArgs)
+    phases.end("wait for configuration")
     configure_logging("core", args.log_level)
     context = zmq.Context()
     receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -48,7 +57,7 @@ def main() -> None:
     sender.setsockopt(zmq.SNDHWM, 0)
     sender.connect(args.output_address)
     try:
-        _run(args, receiver, sender)
+        _run(args, phases, receiver, sender)
     except OctavoError as e:
         sender.send(encode_message(Failed(str(e), expected=True)))
     except BaseException as e:
@@ -58,16 +67,20 @@ def main() -> None:
     sys.exit(1)
 
 
-def _run(args: CoreProcessArgs, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> None:
-    imported = time.monotonic()
+def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> None:
     core = EngineCore(args.config)
-    startup = {"process": imported - args.started_at, **core.executor.startup}
-    startup["total"] = time.monotonic() - args.started_at
-    sender.send(
-        encode_message(
-            Ready(core.executor.num_blocks, core.executor.num_host_blocks, args.config.cache.block_size, startup)
-        )
+    gc.freeze()  # from here on only what steps leave behind is looked at
+    gc.enable()
+    executor = core.executor
+    ready = Ready(
+        num_blocks=executor.num_blocks,
+        num_host_blocks=executor.num_host_blocks,
+        block_size=args.config.cache.block_size,
+        weight_bytes=executor.weight_bytes,
+        cache_bytes=executor.cache_bytes,
+        startup=phases.seconds | executor.startup,
     )
+    sender.send(encode_message(ready))
     while True:
         if not core.has_work:
             _handle(core, receiver.recv())
@@ -85,14 +98,10 @@ def _handle(core: EngineCore, data: bytes) -> None:
             core.abort(request_id, index)
 
 
-def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits. A non-blocking receive would say so with an exception, which costs ten times as much."""
-    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
-
-
-def _exit_with_parent() -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
+def _follow_parent(lines: queue.SimpleQueue[bytes]) -> None:
+    """Hand on what the parent says, and end this process with it."""
+    for line in sys.stdin.buffer:
+        lines.put(line)
     os._exit(0)
 
 

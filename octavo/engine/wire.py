@@ -7,8 +7,19 @@ comes back. Structs that are made for each token hold no cycles, and the garbage
 from __future__ import annotations
 
 import msgspec
+import zmq
 
+from octavo.config import EngineConfig
 from octavo.sampling_params import SamplingParams
+
+
+class CoreProcessArgs(msgspec.Struct):
+    """What a core process has to be told before it can start, on its standard input as JSON."""
+
+    config: EngineConfig
+    input_address: str  # the core receives here
+    output_address: str  # and sends here
+    log_level: int
 
 
 class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True):
@@ -88,7 +99,9 @@ class Ready(msgspec.Struct, tag="ready"):
     num_blocks: int
     num_host_blocks: int
     block_size: int
-    startup: dict[str, float]  # seconds by phase
+    weight_bytes: int
+    cache_bytes: int
+    startup: dict[str, float]  # seconds by phase, from the start of the process
 
 
 class Failed(msgspec.Struct, tag="failed"):
@@ -104,3 +117,8 @@ CoreMessage = StepOutputs | Ready | Failed
 encode_message = msgspec.msgpack.Encoder().encode
 decode_frontend_message = msgspec.msgpack.Decoder(FrontendMessage).decode
 decode_core_message = msgspec.msgpack.Decoder(CoreMessage).decode
+
+
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message waits. A non-blocking receive would say so with an exception, which costs ten times as much."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)

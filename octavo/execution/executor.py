@@ -7,7 +7,6 @@ and executes plans. Executors over several devices will take the same calls and 
 from __future__ import annotations
 
 import logging
-import time
 from typing import Protocol
 
 import torch
@@ -22,6 +21,7 @@ from octavo.loading.weights import available_memory_bytes, check_fits, open_weig
 from octavo.models.decoder import Decoder
 from octavo.models.decoder_config import DecoderConfig
 from octavo.ops import LayerKVCache
+from octavo.phases import Phases
 from octavo.sampling.sampler import Sampler
 from octavo.scheduling.plan import StepPlan, StepResult
 
@@ -36,6 +36,8 @@ class Executor(Protocol):
 
     num_blocks: int
     num_host_blocks: int
+    weight_bytes: int  # of the packed matrices
+    cache_bytes: int  # of the KV cache, used or not
     startup: dict[str, float]  # seconds by phase
 
     def execute(self, plan: StepPlan) -> StepResult: ...
@@ -45,18 +47,21 @@ class LocalExecutor:
     """One device, this process. Raises `LoadError` or `ConfigError` when model or cache do not fit."""
 
     def __init__(self, config: EngineConfig) -> None:
-        started = time.perf_counter()
+        phases = Phases()
         decoder = DecoderConfig.from_hf(config.model.checkpoint.config)
         dtype = _DTYPES[config.model.dtype]
         block_size = config.cache.block_size
         ops = ops_module.load(config.device, config.cpu_threads, config.cpus)
         checkpoint, quantization = config.model.checkpoint, config.model.quantization
+        phases.end("kernels")
         check_fits(checkpoint, decoder, dtype, quantization)
         weights = open_weights(checkpoint, dtype, config.model.seed, quantization)
+        phases.end("weights opened")
         model = Decoder(decoder, weights, ops, config.model.max_model_len, dtype)
         weights.check_all_taken()
         weights.close()
-        loaded = time.perf_counter()
+        phases.end("weights packed")
+        self.weight_bytes = model.num_weight_bytes()
 
         def allocate(num_blocks: int) -> list[LayerKVCache]:
             device = torch.device(config.device)
@@ -71,17 +76,21 @@ class LocalExecutor:
         if config.scheduler.preemption_mode == "swap":
             self.num_host_blocks = _num_host_blocks(config, block_bytes, self.num_blocks)
         caches = allocate(self.num_blocks)
+        self.cache_bytes = self.num_blocks * block_bytes
         table = SequenceTable(
             config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.model.max_model_len,
             block_size,
         )  # fmt: skip
+        host_caches = allocate(self.num_host_blocks)
+        phases.end("KV cache")
         graph = StepGraph(model, ops, table, caches)
-        self.runner = ModelRunner(graph, table, Sampler(ops), caches, allocate(self.num_host_blocks))
-        self.startup = {"weights": loaded - started, "kv_cache": time.perf_counter() - loaded}
+        self.runner = ModelRunner(graph, table, Sampler(ops), caches, host_caches)
+        phases.end("program")
+        self.startup = phases.seconds
         logger.info(
             "%s: %d layers, %s, %.2f GiB of packed weights, loaded in %.2f s",
-            config.model.checkpoint.name, decoder.num_layers, config.model.dtype, model.num_weight_bytes() / _GIB,
-            loaded - started,
+            config.model.checkpoint.name, decoder.num_layers, config.model.dtype, self.weight_bytes / _GIB,
+            phases.seconds["weights opened"] + phases.seconds["weights packed"],
         )  # fmt: skip
         self._log_capacity(config, block_bytes)
 

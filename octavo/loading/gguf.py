@@ -72,6 +72,11 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
+    def forget_pages(self) -> None:
+        """Let go of the memory that reading took. Tensors over the file stay valid, and are read again if need be."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED)
+
 
 def read_gguf(path: str) -> GGUFFile:
     """Map the file and read its header, which costs milliseconds whatever its size. Raises `LoadError`."""

@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # octavo.models imports this module
     from octavo.models.decoder_config import DecoderConfig
 
 GIB = 1 << 30
+# Pages of a mapped file count as the process's memory: after so many bytes they are let go of.
+_MAPPED_BYTES = 32 << 20
 _PROC_CGROUP = Path("/proc/self/cgroup")
 
 # In checkpoints but not part of a model here: rotary frequencies and masks are computed from the configuration.
@@ -256,6 +258,7 @@ class GGUFWeights(_FileWeights):
         self._dtype, self._quantization = dtype, quantization
         self._file = read_gguf(files[0])
         self._tensors = {t.hf_name: t for t in named_tensors(self._file)}
+        self._mapped_bytes = 0
         super().__init__(list(self._tensors), tied, files[0])
         quantized = {t.info.type.name for t in self._tensors.values()} - set(PLAIN_TYPES)
         if quantization == "int8" and quantized:
@@ -281,9 +284,14 @@ class GGUFWeights(_FileWeights):
         tensor = self._tensors.get(name)
         self._taking(name, shape, None if tensor is None else tensor.info.shape)
         assert tensor is not None
+        if self._mapped_bytes > _MAPPED_BYTES:
+            self._file.forget_pages()
+            self._mapped_bytes = 0
+        self._mapped_bytes += tensor.info.num_bytes
         return tensor
 
     def close(self) -> None:
+        self._file.forget_pages()
         # The mapping goes with the last tensor that aliases it; closing it by hand would pull it from under them.
         self._tensors = {}
         del self._file

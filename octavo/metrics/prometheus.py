@@ -1,4 +1,4 @@
-"""Counts and times of one engine, under vLLM's metric names, in Prometheus's text format.
+"""Counts and times of one engine, under vLLM's metric names (`octavo:` where it has none), in Prometheus's text format.
 
 The engine's front end calls the `record_…` methods, once a step or once a request, never once a token: they add to
 plain Python numbers, and only a scrape (`render`) builds Prometheus's objects. Nothing here is global, so two engines
@@ -83,6 +83,8 @@ class EngineMetrics:
         self.generation_tokens_per_s = 0.0
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
         self.cache_config: dict[str, str] = {}
+        self.startup_s: dict[tuple[str, str], float] = {}  # by process and phase
+        self.memory_bytes: dict[str, int] = {}
         lengths = length_bounds(max_model_len)
         self.ttft_s = Histogram(TTFT_BOUNDS_S)
         self.time_per_output_token_s = Histogram(TOKEN_BOUNDS_S)
@@ -101,6 +103,14 @@ class EngineMetrics:
     def record_cache_config(self, **config: object) -> None:
         """The labels of `vllm:cache_config_info`, known when the core is ready."""
         self.cache_config = {name: str(value) for name, value in config.items()}
+
+    def record_startup(self, process: str, seconds: dict[str, float]) -> None:
+        """How long the phases of a process's start took, in order."""
+        self.startup_s |= {(process, phase): value for phase, value in seconds.items()}
+
+    def record_memory(self, **num_bytes: int) -> None:
+        """What the core holds for as long as it lives, by kind."""
+        self.memory_bytes |= num_bytes
 
     def record_step(self, stats: EngineStats) -> None:
         """One step of the core, as it reports it."""
@@ -188,6 +198,24 @@ class EngineMetrics:
             )
             info.add_metric([self.model_name, *self.cache_config.values()], 1)
             yield info
+        yield from self._start()
+
+    def _start(self) -> Iterator[Metric]:
+        """What vLLM has no names for."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        seconds = GaugeMetricFamily(
+            "octavo:startup_seconds", "Time of the phases of the start.", labels=["model_name", "process", "phase"]
+        )
+        for (process, phase), value in self.startup_s.items():
+            seconds.add_metric([self.model_name, process, phase], value)
+        num_bytes = GaugeMetricFamily(
+            "octavo:memory_bytes", "Packed weights and KV cache, used or not.", labels=["model_name", "kind"]
+        )
+        for kind, number in self.memory_bytes.items():
+            num_bytes.add_metric([self.model_name, kind], number)
+        yield seconds
+        yield num_bytes
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         last = self.last

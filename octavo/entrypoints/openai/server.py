@@ -1,8 +1,8 @@
 """The server process: binds the port, starts the engine, serves, and stops on a signal.
 
 The order is what makes the start fast. The port is bound first, so that a taken one costs no model load; then the
-engine core's process is started, which loads the model while this process imports the tokenizer and the web framework;
-then the server answers, with 503 until the core is ready.
+engine core's process is started, which imports torch while this process finds the model, and loads the model while this
+process imports the tokenizer and the web framework; then the server answers, with 503 until the core is ready.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import AsyncEngineArgs, EngineConfig
+from octavo.engine.core_client import CoreProcess
 from octavo.engine.wire import Ready
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
 from octavo.logs import configure_logging
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
+from octavo.phases import Phases
 from octavo.version import __version__
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ KEEP_ALIVE_S = 30  # idle connections; longer than HTTP clients keep theirs, so 
 
 def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     """Serve until SIGINT or SIGTERM. Raises `OctavoError` when the server cannot start."""
-    started = time.monotonic()
+    phases = Phases()
     args.check()
     configure_logging("server", names=("octavo", "uvicorn"))
     # Before the event loop takes signals over, one of them interrupts the start as Ctrl-C does.
@@ -47,39 +49,52 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
         signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt), _bind(args) as sock:
         registry = _start_prometheus(args)
-        from octavo.engine.async_engine import AsyncLLMEngine
-
-        config = engine_args.create_engine_config()
+        core = CoreProcess()
+        gc.disable()  # until all is imported: collections would find nothing
+        phases.end("core process")
+        try:
+            config = engine_args.create_engine_config()
+        except BaseException:
+            core.close()
+            raise
         metrics = EngineMetrics(config.model.served_model_names[0], config.model.max_model_len)
         if registry is not None:
             registry.register(metrics)
-        engine = AsyncLLMEngine(config, metrics=metrics)
+        phases.end("configuration")
+        from octavo.engine.async_engine import AsyncLLMEngine
+
+        engine = AsyncLLMEngine(config, metrics=metrics, core=core)
+        phases.end("tokenizer")
         try:
             import uvloop
 
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(engine, metrics, args, sock, started))
+                runner.run(_serve(engine, metrics, args, sock, phases))
         finally:
             engine.shutdown()
 
 
 async def _serve(
-    engine: AsyncLLMEngine, metrics: EngineMetrics, args: ServerArgs, sock: socket.socket, started: float
+    engine: AsyncLLMEngine, metrics: EngineMetrics, args: ServerArgs, sock: socket.socket, phases: Phases
 ) -> None:
     server = _make_server(engine, args)
+    phases.end("HTTP server")
     failure: list[OctavoError] = []
 
     async def watch_start() -> None:
+        # What was imported stays: collections need not look at it again, which would take 100 ms each time.
+        gc.collect()
+        gc.freeze()
+        gc.enable()
         try:
             ready = await engine.wait_ready()
         except OctavoError as error:
             failure.append(error)
             server.should_exit = True
             return
-        _print_banner(engine.config, ready, args, sock, time.monotonic() - started)
-        # What was imported stays: collections need not look at it again, which would take 100 ms each time.
-        gc.collect()
-        gc.freeze()
+        phases.end("wait for core")
+        metrics.record_startup("server", phases.seconds)
+        _print_banner(engine.config, ready, args, sock, phases.total)
         await LogLine(metrics, time.monotonic()).run(log=engine.config.log_stats)
 
     watcher = asyncio.create_task(watch_start())

@@ -1,0 +1,1 @@
+"""`octavo bench`: what the engine costs and yields, measured from outside as a user would. One module a subcommand."""

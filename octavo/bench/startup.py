@@ -1,0 +1,230 @@
+"""`octavo bench startup`: starts `octavo serve` a few times, and shows where the time goes and what the core holds.
+
+The server tells its phases and sizes at /metrics; the peak of resident memory comes from the operating system. Two
+processes start at once: the rows of one process follow each other, the two columns of rows do not add up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from octavo.config import AsyncEngineArgs
+from octavo.entrypoints.cli.errors import run_command
+from octavo.errors import OctavoError
+
+TIMEOUT_S = 600
+_POLL_S = 0.01
+_SAMPLE = re.compile(r"^octavo:(startup_seconds|memory_bytes)\{(.*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_MIB = 1 << 20
+
+
+class Start(msgspec.Struct):
+    """One start of a server. Phases are in the order in which they happened."""
+
+    ready_s: float  # from the command to the first 200 of /health
+    server_s: dict[str, float]
+    core_s: dict[str, float]
+    first_token_s: float  # of the first request after that, with one token of output
+    weight_bytes: int  # packed matrices
+    cache_bytes: int  # KV cache; what was never written is not resident
+    peak_bytes: int | None  # resident memory of the core at most, when it was ready; None where /proc is missing
+    peak_after_request_bytes: int | None
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench startup") -> int:
+    """Measure and print; returns the exit code."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--runs", type=_positive, default=3, help="Starts to measure, after one that is not (default: 3).")
+    own.add_argument("--json", metavar="FILE", help="Write all figures there.")
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        parents=[own],
+        usage="%(prog)s [--runs N] [--json FILE] [MODEL] [engine flags]",
+        description="Start `octavo serve` with the engine flags that are given, and show where the time goes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")
+    AsyncEngineArgs.add_cli_args(parser)
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser.parse_args(words)  # ends the process with --help or for a wrong flag
+    args, flags = own.parse_known_args(words)
+
+    def bench() -> None:
+        # The first one brings the files into the page cache.
+        starts = [measure_start(flags) for _ in range(args.runs + 1)][1:]
+        print(report(starts))
+        if args.json is not None:
+            data = {"flags": flags, "median": msgspec.to_builtins(median(starts)), "runs": msgspec.to_builtins(starts)}
+            try:
+                Path(args.json).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise OctavoError(f"--json {args.json} cannot be written: {error.strerror or error}.") from None
+
+    return run_command(bench)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
+
+
+def measure_start(flags: Sequence[str]) -> Start:
+    """Start a server on a free port, wait until it is ready, ask for one token, and stop it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "octavo.entrypoints.cli.main", "serve", *flags]
+    with tempfile.TemporaryFile() as log:
+        begun = time.monotonic()
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _wait_ready(process, url, log)
+            ready_s = time.monotonic() - begun
+            peak = peak_bytes(_core_pid(process.pid))
+            phases, memory = _read_metrics(url)
+            begun = time.monotonic()
+            _get(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 1})
+            first_token_s = time.monotonic() - begun
+            # What is not the server's own account of its time: the interpreter, the command's imports, the last poll.
+            server = {"interpreter and command": ready_s - sum(phases["server"].values()), **phases["server"]}
+            return Start(
+                ready_s=ready_s,
+                server_s=server,
+                core_s=phases["core"],
+                first_token_s=first_token_s,
+                weight_bytes=memory["weights"],
+                cache_bytes=memory["kv_cache"],
+                peak_bytes=peak,
+                peak_after_request_bytes=peak_bytes(_core_pid(process.pid)),
+            )
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            _get(f"{url}/health")
+            return
+        time.sleep(_POLL_S)
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    if process.poll() is None:
+        raise OctavoError(f"the server was not ready after {TIMEOUT_S} s; its last words: {lines[-1:]}")
+    last = lines[-1].removeprefix("octavo: error: ") if lines else "it said nothing"
+    raise OctavoError(f"the server ended with status {process.returncode}: {last}")
+
+
+def _get(url: str, body: object = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+        text: str = response.read().decode()
+    return text
+
+
+def _read_metrics(url: str) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
+    """Seconds by process and phase, and bytes by kind. The server may note its own a moment after it is ready."""
+    for _ in range(100):
+        phases, memory = parse_metrics(_get(f"{url}/metrics"))
+        if len(phases) == 2:
+            return phases, memory
+        time.sleep(_POLL_S)
+    raise OctavoError(f"{url}/metrics does not say how long the start took.")
+
+
+def parse_metrics(text: str) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
+    """Seconds by process and phase, and bytes by kind, out of Prometheus's text format."""
+    phases: dict[str, dict[str, float]] = {}
+    memory: dict[str, int] = {}
+    for name, label_text, value in _SAMPLE.findall(text):
+        labels: dict[str, str] = dict(_LABEL.findall(label_text))
+        if name == "memory_bytes":
+            memory[labels["kind"]] = int(float(value))
+        else:
+            phases.setdefault(labels["process"], {})[labels["phase"]] = float(value)
+    return phases, memory
+
+
+def _core_pid(server_pid: int) -> int | None:
+    import psutil
+
+    with suppress(psutil.Error):
+        for child in psutil.Process(server_pid).children():
+            if "octavo.engine.core_process" in child.cmdline():
+                return child.pid
+    return None
+
+
+def peak_bytes(pid: int | None) -> int | None:
+    """The most memory that a process has had resident so far (Linux)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024
+
+
+def median(starts: Sequence[Start]) -> Start:
+    """The median of every figure for itself."""
+
+    def middle(values: list[int | None]) -> int | None:
+        known = [value for value in values if value is not None]
+        return statistics.median_low(known) if known else None
+
+    first = starts[0]
+    return Start(
+        ready_s=statistics.median(s.ready_s for s in starts),
+        server_s={phase: statistics.median(s.server_s[phase] for s in starts) for phase in first.server_s},
+        core_s={phase: statistics.median(s.core_s[phase] for s in starts) for phase in first.core_s},
+        first_token_s=statistics.median(s.first_token_s for s in starts),
+        weight_bytes=first.weight_bytes,
+        cache_bytes=statistics.median_low(s.cache_bytes for s in starts),
+        peak_bytes=middle([s.peak_bytes for s in starts]),
+        peak_after_request_bytes=middle([s.peak_after_request_bytes for s in starts]),
+    )
+
+
+def report(starts: Sequence[Start]) -> str:
+    """The figures as a table for the terminal: medians, and the spread of the whole."""
+    figures, times = median(starts), [s.ready_s for s in starts]
+    lines = [f"{'process':<8} {'phase':<26} {'s':>6}"]
+    for process, phases in (("server", figures.server_s), ("core", figures.core_s)):
+        lines += [f"{process:<8} {phase:<26} {seconds:>6.3f}" for phase, seconds in phases.items()]
+    lines += [
+        f"\nready after {min(times):.2f} / {figures.ready_s:.2f} / {max(times):.2f} s (least, median, most of "
+        f"{len(starts)}); first token of the first request {figures.first_token_s * 1e3:.0f} ms later",
+        f"core: {_mib(figures.weight_bytes)} of packed weights, {_mib(figures.cache_bytes)} of KV cache; peak resident "
+        f"{_mib(figures.peak_bytes)} when ready, {_mib(figures.peak_after_request_bytes)} after a request",
+    ]
+    return "\n".join(lines)
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else f"{num_bytes / _MIB:.0f} MiB"
