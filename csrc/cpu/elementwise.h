@@ -85,33 +85,66 @@ inline void rotate(const T* x, T* out, const float* cos_sin, int64_t half) {
     });
 }
 
+// Where a token's keys and values go: the first element of each, in the block of its first key/value head.
+template <class E>
+struct CacheSlot {
+    using T = typename E::T;
+    T* key;
+    T* value;
+    int64_t key_head, value_head;  // Elements from one head to the next.
+};
+
+template <class E>
+inline CacheSlot<E> find_slot(const RotaryArgs& a, int64_t slot) {
+    using T = typename E::T;
+    const int64_t padded = (a.head_size + kValuePad - 1) / kValuePad * kValuePad;
+    const int64_t block = slot / a.block_size;
+    const int64_t offset = slot % a.block_size;
+    CacheSlot<E> s;
+    s.key_head = static_cast<int64_t>(a.head_size) * a.block_size;
+    s.value_head = padded * a.block_size;
+    s.key = static_cast<T*>(a.key_cache) + block * a.kv_heads * s.key_head + offset * E::kStep;
+    s.value = static_cast<T*>(a.value_cache) + block * a.kv_heads * s.value_head +
+              offset / E::kStep * E::kStep * padded + offset % E::kStep;
+    return s;
+}
+
+// A token's key lies in as many cache lines as it has steps, hardly any of which are in a cache: all are asked for
+// while the token before is worked on.
+template <class E>
+inline void prefetch_slot(const RotaryArgs& a, int64_t slot) {
+    const CacheSlot<E> s = find_slot<E>(a, slot);
+    const int64_t stride = static_cast<int64_t>(a.block_size) * E::kStep;
+    for (int32_t g = 0; g < a.kv_heads; ++g) {
+        const auto* key = s.key + g * s.key_head;
+        for (int64_t i = 0; i < a.head_size / E::kStep; ++i) __builtin_prefetch(key + i * stride, 1, 3);
+    }
+}
+
 template <class E>
 void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
     using T = typename E::T;
     const int64_t d = a.head_size;
     const int64_t half = a.rotary_size / 2;
     const int64_t steps = d / E::kStep;
-    const int64_t padded = (d + kValuePad - 1) / kValuePad * kValuePad;
     T rotated[kMaxHeadSize];
     for (int64_t t = begin; t < end; ++t) {
+        if (t + 1 < end && a.slots[t + 1] >= 0) prefetch_slot<E>(a, a.slots[t + 1]);
         const float* cos_sin = a.cos_sin + a.positions[t] * a.rotary_size;
         T* query = static_cast<T*>(a.query) + t * a.query_stride;
         for (int32_t h = 0; h < a.query_heads; ++h) rotate(query + h * d, query + h * d, cos_sin, half);
         if (a.slots[t] < 0) continue;
-        const int64_t block = a.slots[t] / a.block_size;
-        const int64_t offset = a.slots[t] % a.block_size;
+        const CacheSlot<E> s = find_slot<E>(a, a.slots[t]);
         for (int32_t g = 0; g < a.kv_heads; ++g) {
             const T* key = static_cast<const T*>(a.key) + t * a.key_stride + g * d;
             const T* value = static_cast<const T*>(a.value) + t * a.value_stride + g * d;
             memcpy(rotated, key, static_cast<size_t>(d) * sizeof(T));
             rotate(key, rotated, cos_sin, half);
-            T* key_block = static_cast<T*>(a.key_cache) + (block * a.kv_heads + g) * d * a.block_size;
-            for (int64_t i = 0; i < steps; ++i) {
-                T* slot = key_block + (i * a.block_size + offset) * E::kStep;
-                for (int j = 0; j < E::kStep; ++j) slot[j] = rotated[i * E::kStep + j];
-            }
-            T* value_slot = static_cast<T*>(a.value_cache) + (block * a.kv_heads + g) * padded * a.block_size +
-                            offset / E::kStep * E::kStep * padded + offset % E::kStep;
+            T* key_slot = s.key + g * s.key_head;
+            const int64_t stride = static_cast<int64_t>(a.block_size) * E::kStep;
+            for (int64_t i = 0; i < steps; ++i)
+                memcpy(key_slot + i * stride, rotated + i * E::kStep, E::kStep * sizeof(T));
+            T* value_slot = s.value + g * s.value_head;
             for (int64_t i = 0; i < d; ++i) value_slot[i * E::kStep] = value[i];
         }
     }

@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo import _cpu
 from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache, LinearWeight, QuantizedMatrix
+from octavo.ops.cpu_memory import zeros
 from octavo.ops.cpu_pack import pack_quantized
 from octavo.ops.cpu_program import Program, empty, is_recording
 from octavo.quantization import dequantize
@@ -150,7 +151,7 @@ def _pack_floats(parts: list[Tensor], bias: Tensor | None, gated: bool) -> Packe
     words = k if code == _cpu.F32 else -(-k // 2)  # of 32 bits, in a row
     panels = [_num_panels(part.shape[0]) for part in parts]
     panel_bytes = words * _cpu.PANEL * 4
-    data = torch.empty(sum(panels) * panel_bytes // parts[0].element_size(), dtype=parts[0].dtype)
+    data = zeros(sum(panels) * panel_bytes)
     first_panel = 0
     for part, num_panels in zip(parts, panels, strict=True):
         assert part.shape[1] == k, f"parts of {k} and {part.shape[1]} inputs"

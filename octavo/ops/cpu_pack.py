@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo import _cpu
 from octavo.ops import QuantizedMatrix
+from octavo.ops.cpu_memory import zeros
 from octavo.quantization import Layout, common_layout, int8, layout_of
 
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -44,9 +45,8 @@ def pack_quantized(parts: Sequence[QuantizedMatrix], gated: bool = False) -> Pac
     sources = [_source(part) for part in parts]
     factor = _factor(parts)
     shape = (layout.bits, layout.group, layout.minima, gated)
-    # Zeros cost nothing until they are written, and stand for weights of 0 where no part writes.
-    data = torch.zeros(_cpu.integer_matrix_bytes(num_out, num_in, *shape), dtype=torch.uint8)
-    _cpu.advise_huge_pages(data.data_ptr(), data.nbytes)
+    # Zeros stand for weights of 0 where no part writes.
+    data = zeros(_cpu.integer_matrix_bytes(num_out, num_in, *shape))
     first_row = 0
     for part, (address, source_format, stride) in zip(parts, sources, strict=True):
         _cpu.pack_part(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo import _cpu
+from octavo.ops.cpu_memory import zeros
 
 _recording: Program | None = None
 
@@ -81,7 +82,7 @@ class _BufferPool:
             self._free.remove(index)
         else:
             index = len(self._buffers)
-            self._buffers.append(torch.empty(num_bytes, dtype=torch.uint8).numpy())  # torch aligns to cache lines
+            self._buffers.append(zeros(num_bytes).numpy())
         # torch keeps this view for as long as any tensor shares its memory.
         view = self._buffers[index][:num_bytes]
         weakref.finalize(view, self._free.append, index).atexit = False
