@@ -33,5 +33,9 @@ class EngineDeadError(OctavoError):
     """The engine process has ended; the request cannot be answered by this server."""
 
 
+class EngineRestartingError(EngineDeadError):
+    """The engine process has ended and is being started again; try in a moment."""
+
+
 class EngineStoppingError(EngineDeadError):
     """The server was told to stop before the request was answered."""

@@ -1,17 +1,67 @@
-"""Where log lines go: to standard error, in one form for all processes, unless the program has its own logging."""
+"""Where log lines go: to standard error, in one form for all processes, unless the program has its own logging.
+
+The form is text for people, or JSON for machines: one object a line, with the traceback inside where there is one.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import time
+
+TEXT, JSON = "text", "json"
+# What every LogRecord has; anything else came with `extra=`.
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+
+_current_format = TEXT
 
 
-def configure_logging(process: str, level: int = logging.INFO, names: tuple[str, ...] = ("octavo",)) -> None:
+def current_format() -> str:
+    """The form that this process was told to log in, which those that it starts shall keep."""
+    return _current_format
+
+
+def configure_logging(
+    process: str, level: int = logging.INFO, names: tuple[str, ...] = ("octavo",), *, log_format: str = TEXT
+) -> None:
     """Show the lines of these loggers from `level` up, with the name of the process. A program that has set up handlers
     of its own keeps them and gets the lines there."""
+    global _current_format
+    _current_format = log_format
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{process}] %(message)s", "%m-%d %H:%M:%S"))
+    if log_format == JSON:
+        handler.setFormatter(JsonFormatter(process))
+        logging.captureWarnings(True)
+        names = (*names, "py.warnings")
+    else:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{process}] %(message)s", "%m-%d %H:%M:%S"))
     for logger in map(logging.getLogger, names):
         if not (logging.getLogger().handlers or logger.handlers):
             logger.addHandler(handler)
             logger.setLevel(level)
             logger.propagate = False
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON: time (UTC), level, process, pid, logger, message, what came with `extra=`, and the
+    traceback as `exception`."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "process": self._process,
+            "pid": os.getpid(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

@@ -17,8 +17,18 @@ from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
-from octavo.engine.wire import Abort, CoreMessage, EngineRequest, EngineStats, Failed, Ready, StepOutputs
-from octavo.errors import EngineDeadError, EngineStoppingError, OctavoError, RequestError
+from octavo.engine.restarts import Restarts
+from octavo.engine.wire import (
+    Abort,
+    CoreMessage,
+    EngineRequest,
+    EngineStats,
+    Failed,
+    FrontendMessage,
+    Ready,
+    StepOutputs,
+)
+from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -62,14 +72,26 @@ class AsyncLLMEngine:
 
     Make it with `from_engine_args`; servers start the `core` before they have a configuration. All coroutines belong to
     one event loop, that of the first call.
+
+    A core that has been ready once and dies fails the requests under way. Then it is started again, up to
+    `max_restarts` quick deaths in a row (`Restarts`); after that, and by default at once, the engine has died. A core
+    that has work and finishes no step for `step_timeout_s` counts as dead, and is killed.
     """
 
     def __init__(
-        self, config: EngineConfig, *, metrics: EngineMetrics | None = None, core: CoreProcess | None = None
+        self,
+        config: EngineConfig,
+        *,
+        metrics: EngineMetrics | None = None,
+        core: CoreProcess | None = None,
+        max_restarts: int = 0,
+        step_timeout_s: float | None = None,
     ) -> None:
         self.config = config
         self.metrics = metrics
         self.stats = EngineStats()  # of the core's last step
+        self._restarts = Restarts(max_restarts)
+        self._step_timeout_s = step_timeout_s
         self._core = CoreClient(config, core)
         try:
             # The core loads its model meanwhile.
@@ -81,10 +103,15 @@ class AsyncLLMEngine:
         self._outputs = OutputProcessor(self.tokenizer, metrics)
         self._streams: dict[str, _Stream] = {}
         self._wire_ids = itertools.count()
-        self._receiver: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._num_messages = 0  # from the core
+        self._last_words: str | None = None  # why the core is about to end, if that is known
         self._ready: Ready | None = None
-        self._ready_event = asyncio.Event()
-        self._failure: OctavoError | None = None
+        self._ready_event = asyncio.Event()  # ready, or it will never be
+        self._outage: EngineRestartingError | None = None  # while the core is started again
+        self._failure: OctavoError | None = None  # for good
+        self._failure_event = asyncio.Event()
         self._is_closed = False
 
     @classmethod
@@ -102,10 +129,11 @@ class AsyncLLMEngine:
 
     @property
     def is_ready(self) -> bool:
-        return self._ready is not None and self._failure is None
+        return self._ready is not None and self._failure is None and self._outage is None
 
     async def wait_ready(self) -> Ready:
-        """Return when the core takes requests, with what it has. Raises what kept it from starting."""
+        """Return when the core takes requests, with what it has. Raises what kept it from starting, and
+        `EngineRestartingError` while it is started again."""
         self._listen()
         await self._ready_event.wait()
         await self.check_health()
@@ -114,8 +142,17 @@ class AsyncLLMEngine:
 
     async def check_health(self) -> None:
         """Raise `EngineDeadError`, or the error that kept the core from starting, if it is not running."""
-        if self._failure is not None:
-            raise self._failure
+        if (error := self._failure or self._outage) is not None:
+            raise error
+
+    async def wait_failed(self) -> None:
+        """Return when the engine has died and will not come back."""
+        self._listen()
+        await self._failure_event.wait()
+
+    def stop_restarting(self) -> None:
+        """A core that dies from now on stays dead."""
+        self._restarts.limit = 0
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str, *, priority: int = 0
@@ -139,9 +176,12 @@ class AsyncLLMEngine:
                 yield output
 
     async def generate_from(
-        self, request: EngineRequest, prompt: str | None = None
+        self, request: EngineRequest, prompt: str | None = None, *, deadline: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`generate` for a request that `inputs.process` has made; `prompt` is its text, which outputs repeat."""
+        """`generate` for a request that `inputs.process` has made; `prompt` is its text, which outputs repeat.
+
+        At `deadline` (of `time.monotonic`) it ends with what it has: finish reason "abort", stop reason "timeout".
+        """
         await self.wait_ready()
         request_id = request.request_id
         if request.params.logits_processors:
@@ -154,8 +194,12 @@ class AsyncLLMEngine:
         # The core is a step ahead: it may still report on a request whose id the caller uses again.
         request = msgspec.structs.replace(request, request_id=str(next(self._wire_ids)))
         stream = self._streams[request_id] = _Stream(request.request_id)
+        timer: asyncio.TimerHandle | None = None
         try:
             self._outputs.add(request, prompt, request_id)
+            if deadline is not None:
+                delay_s = max(0.0, deadline - time.monotonic())
+                timer = asyncio.get_running_loop().call_later(delay_s, self._expire, stream)
             self._core.send(request)
             while True:
                 output = await stream.get()
@@ -163,6 +207,8 @@ class AsyncLLMEngine:
                 if output.finished:
                     return
         finally:
+            if timer is not None:
+                timer.cancel()
             del self._streams[request_id]
             self._abort_now(stream)
 
@@ -173,54 +219,114 @@ class AsyncLLMEngine:
             if stream is not None and (output := self._abort_now(stream)) is not None:
                 stream.put(output)
 
+    async def end_all(self) -> None:
+        """End every request, because the server stops: those that have begun keep what they have, with finish reason
+        "abort"; the others raise `EngineStoppingError`."""
+        for stream in list(self._streams.values()):
+            output = self._abort_now(stream)
+            if output is not None:
+                has_begun = output.metrics is not None and output.metrics.first_token_time is not None
+                stream.put(output if has_begun else EngineStoppingError("the server is stopping."))
+
     def shutdown(self) -> None:
         """End the core's process. Streams still open raise `EngineDeadError`."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._receiver is not None and not self._receiver.get_loop().is_closed():
-            self._receiver.cancel()
+        for task in (self._supervisor, self._watchdog):
+            if task is not None and not task.get_loop().is_closed():
+                task.cancel()
         self._fail(EngineStoppingError("the engine has been shut down."))
         self._core.close()
 
-    def _abort_now(self, stream: _Stream) -> RequestOutput | None:
-        output = self._outputs.abort(stream.wire_id)
-        if output is not None and self._failure is None:
-            self._core.send(Abort(stream.wire_id))
+    def _expire(self, stream: _Stream) -> None:
+        if (output := self._abort_now(stream, stop_reason="timeout")) is not None:
+            stream.put(output)
+
+    def _abort_now(self, stream: _Stream, stop_reason: str | None = None) -> RequestOutput | None:
+        output = self._outputs.abort(stream.wire_id, stop_reason)
+        if output is not None and self.is_ready:
+            self._tell(Abort(stream.wire_id))
         return output
+
+    def _tell(self, message: FrontendMessage) -> None:
+        """Send what a core that has just died need not know: that it has is noticed by the supervisor."""
+        with contextlib.suppress(EngineDeadError):
+            self._core.send(message)
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._receiver is None:
-            self._receiver = loop.create_task(self._receive())
-        elif self._receiver.get_loop() is not loop:
+        if self._supervisor is None:
+            self._supervisor = loop.create_task(self._supervise())
+            if self._step_timeout_s is not None:
+                self._watchdog = loop.create_task(self._watch_steps(self._step_timeout_s))
+        elif self._supervisor.get_loop() is not loop:
             raise RuntimeError("this AsyncLLMEngine belongs to another event loop; make one engine for each loop.")
 
-    async def _receive(self) -> None:
+    async def _supervise(self) -> None:
+        """Take in the core's messages, and start it again when it dies, until it is given up."""
         try:
-            await self._core.receive(self._handle)
-            status = self._core.process.wait()
-            self._fail(EngineDeadError(f"the engine core has ended (exit status {status})."))
+            while True:
+                reason = await self._follow_core()
+                self._core.close()
+                delay_s = self._restarts.next_delay(time.monotonic()) if self._ready is not None else None
+                if delay_s is None:
+                    self._fail(EngineDeadError(f"{reason}."))
+                    return
+                self._suspend(reason)
+                await asyncio.sleep(delay_s)
+                self._core = CoreClient(self.config)
         except asyncio.CancelledError:
             raise
         except Exception as e:
+            logger.exception("the engine core cannot be started again")
+            self._fail(EngineDeadError(f"the engine core cannot be started again: {type(e).__name__}."))
+
+    async def _follow_core(self) -> str:
+        """Take in the messages of one core until it has ended. Returns why it did."""
+        self._last_words = None
+        try:
+            await self._core.receive(self._handle)
+        except Exception as e:
             logger.exception("the engine's front end failed")
-            self._fail(EngineDeadError(f"the engine's front end failed: {e}"))
+            self._core.process.kill()
+            self._last_words = f"the engine's front end failed ({type(e).__name__})"
+        status = self._core.process.wait()
+        return self._last_words or f"the engine core has ended (exit status {status})"
+
+    async def _watch_steps(self, timeout_s: float) -> None:
+        """Kill a core that has work and has not been heard of for too long; the supervisor sees it end."""
+        seen, since = self._num_messages, time.monotonic()
+        while True:
+            await asyncio.sleep(min(1.0, timeout_s / 4))
+            now = time.monotonic()
+            if not self._outputs.requests or not self.is_ready or self._num_messages != seen:
+                seen, since = self._num_messages, now
+            elif now - since > timeout_s:
+                self._last_words = f"the engine core has finished no step for {timeout_s:g} s and was killed"
+                self._core.process.kill()
+                since = now
 
     def _handle(self, message: CoreMessage) -> None:
+        self._num_messages += 1
         match message:
             case StepOutputs(outputs, stats):
                 self.stats = stats
                 results, aborts = self._outputs.process(outputs)
                 for abort in aborts:
-                    self._core.send(abort)
+                    self._tell(abort)
                 for result in results:
                     if (stream := self._streams.get(result.request_id)) is not None:
                         stream.put(result)
                 if self.metrics is not None:
                     self.metrics.record_step(stats)
             case Ready():
-                self._ready = message
+                if self._outage is not None:
+                    logger.info(
+                        "the engine core takes requests again, %.1f s after its start", sum(message.startup.values())
+                    )
+                self._ready, self._outage = message, None
+                self._restarts.record_ready(time.monotonic())
                 if self.metrics is not None:
                     self.metrics.record_startup("core", message.startup)
                     self.metrics.record_memory(weights=message.weight_bytes, kv_cache=message.cache_bytes)
@@ -231,17 +337,38 @@ class AsyncLLMEngine:
                         enable_prefix_caching=self.config.cache.enable_prefix_caching,
                     )
                 self._ready_event.set()
-            case Failed(text, expected):
-                self._fail(OctavoError(text) if expected else EngineDeadError(f"the engine core failed: {text}"))
+            case Failed(text, expected=True) if self._ready is None:
+                self._fail(OctavoError(text))
+            case Failed(text):
+                # Clients learn that it failed, and only the log how.
+                logger.error("the engine core failed: %s", text)
+                self._last_words = "the engine core has failed"
+                self._drop_requests(EngineDeadError("the engine core has failed; the request is lost."))
+
+    def _suspend(self, reason: str) -> None:
+        """The core has ended and will be started again."""
+        self._outage = EngineRestartingError(f"{reason}; it is being started again.")
+        logger.error("%s (%d of %d quick deaths in a row are allowed)", self._outage, *self._restarts.count)
+        if self.metrics is not None:
+            self.metrics.record_restart()
+        self._drop_requests(EngineDeadError(f"{reason}; the request is lost."))
 
     def _fail(self, error: OctavoError) -> None:
+        """The end of the engine."""
         if self._failure is not None:
             return
         self._failure = error
         self._ready_event.set()
-        if self.metrics is not None:
-            self.metrics.record_step(EngineStats())  # nothing runs, waits or holds a block any more
+        self._failure_event.set()
         if not isinstance(error, EngineStoppingError):
             logger.error("%s", error)
+        self._drop_requests(error)
+
+    def _drop_requests(self, error: OctavoError) -> None:
+        """Fail what is under way."""
+        self.stats = EngineStats()  # nothing runs, waits or holds a block any more
+        if self.metrics is not None:
+            self.metrics.record_step(self.stats)
         for stream in self._streams.values():
-            stream.put(error)
+            if self._outputs.drop(stream.wire_id):
+                stream.put(error)

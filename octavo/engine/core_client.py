@@ -15,6 +15,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from octavo import logs
 from octavo.config import EngineConfig
 from octavo.engine.wire import (
     CoreMessage,
@@ -37,7 +38,7 @@ class CoreProcess:
     def __init__(self) -> None:
         # Threads of torch's own that wait by spinning would take the cores from the native kernels'.
         environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        command = [sys.executable, "-m", "octavo.engine.core_process", str(time.monotonic())]
+        command = [sys.executable, "-m", "octavo.engine.core_process", str(time.monotonic()), logs.current_format()]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
 
     def configure(self, args: CoreProcessArgs) -> None:

@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     """Run until the parent goes or something fails; exit status 1 says that a `Failed` message was sent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
-    phases = Phases(float(sys.argv[1]))
+    started, log_format = sys.argv[1:]
+    phases = Phases(float(started))
     lines = queue.SimpleQueue[bytes]()
     threading.Thread(target=_follow_parent, args=(lines,), daemon=True).start()
     phases.end("process")
@@ -50,7 +51,7 @@ def main() -> None:
     phases.end("imports")
     args = msgspec.json.decode(lines.get(), type=CoreProcessArgs)
     phases.end("wait for configuration")
-    configure_logging("core", args.log_level)
+    configure_logging("core", args.log_level, log_format=log_format)
     context = zmq.Context()
     receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     receiver.connect(args.input_address)

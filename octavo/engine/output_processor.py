@@ -170,18 +170,28 @@ class OutputProcessor:
         """Expect outputs of a request. Its results bear `shown_id`, if that is not the id that the core knows it by."""
         self.requests[request.request_id] = _Request(request, prompt, self.tokenizer, shown_id or request.request_id)
 
-    def abort(self, request_id: str) -> RequestOutput | None:
+    def abort(self, request_id: str, stop_reason: str | None = None) -> RequestOutput | None:
         """Forget a request. Returns what it had, marked as aborted, or None if it is not under way."""
         state = self.requests.pop(request_id, None)
         if state is None:
             return None
         for completion in state.completions:
             if completion.finish_reason is None:
-                completion.finish_reason = "abort"
+                completion.finish_reason, completion.stop_reason = "abort", stop_reason
                 completion.num_held_back = 0
         state.metrics.finished_time = time.monotonic()
         self._record_finished(state)
         return self._output(state, is_finished=True)
+
+    def drop(self, request_id: str) -> bool:
+        """Forget a request that the core has lost; it ends as an error. False if it is not under way."""
+        state = self.requests.pop(request_id, None)
+        if state is None:
+            return False
+        state.error = "lost"
+        state.metrics.finished_time = time.monotonic()
+        self._record_finished(state)
+        return True
 
     def process(self, outputs: list[SequenceOutput]) -> tuple[list[RequestOutput | RequestFailed], list[Abort]]:
         """Take in a step. Returns what callers should see, one entry a request at most, and the sequences that stop

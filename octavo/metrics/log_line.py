@@ -1,4 +1,4 @@
-"""The line that says every few seconds what the engine is doing. It also sets the average throughput gauges."""
+"""The line that says every few seconds what the engine is doing. It also sets the averages of late."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class LogLine:
         elapsed_s = max(now - before.at, 1e-9)
         metrics.prompt_tokens_per_s = (seen.prompt_tokens - before.prompt_tokens) / elapsed_s
         metrics.generation_tokens_per_s = (seen.generation_tokens - before.generation_tokens) / elapsed_s
+        metrics.requests_per_s = (seen.requests - before.requests) / elapsed_s
         last = metrics.last
         active = seen.steps > before.steps or last.num_running + last.num_waiting + last.num_swapped > 0
         # One line more after the last activity shows that the engine has come to rest.
@@ -55,7 +56,7 @@ class LogLine:
 class _Seen:
     """The counters at one moment."""
 
-    __slots__ = ("at", "generation_tokens", "prefix_hits", "prefix_queries", "prompt_tokens", "steps")
+    __slots__ = ("at", "generation_tokens", "prefix_hits", "prefix_queries", "prompt_tokens", "requests", "steps")
 
     def __init__(self, metrics: EngineMetrics, at: float) -> None:
         self.at = at
@@ -64,6 +65,7 @@ class _Seen:
         self.generation_tokens = metrics.num_generation_tokens
         self.prefix_queries = metrics.num_prefix_queries
         self.prefix_hits = metrics.num_prefix_hits
+        self.requests = sum(metrics.num_finished.values())
 
 
 def _percent(part: int, whole: int) -> str:

@@ -79,12 +79,14 @@ class EngineMetrics:
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
-        self.prompt_tokens_per_s = 0.0  # these two are set by `log_line`, over its interval
+        self.prompt_tokens_per_s = 0.0  # these three are set by `log_line`, over its interval
         self.generation_tokens_per_s = 0.0
+        self.requests_per_s = 0.0
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
         self.cache_config: dict[str, str] = {}
         self.startup_s: dict[tuple[str, str], float] = {}  # by process and phase
         self.memory_bytes: dict[str, int] = {}
+        self.num_restarts = 0
         lengths = length_bounds(max_model_len)
         self.ttft_s = Histogram(TTFT_BOUNDS_S)
         self.time_per_output_token_s = Histogram(TOKEN_BOUNDS_S)
@@ -111,6 +113,10 @@ class EngineMetrics:
     def record_memory(self, **num_bytes: int) -> None:
         """What the core holds for as long as it lives, by kind."""
         self.memory_bytes |= num_bytes
+
+    def record_restart(self) -> None:
+        """The core has died and is started again."""
+        self.num_restarts += 1
 
     def record_step(self, stats: EngineStats) -> None:
         """One step of the core, as it reports it."""
@@ -202,7 +208,7 @@ class EngineMetrics:
 
     def _start(self) -> Iterator[Metric]:
         """What vLLM has no names for."""
-        from prometheus_client.core import GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         seconds = GaugeMetricFamily(
             "octavo:startup_seconds", "Time of the phases of the start.", labels=["model_name", "process", "phase"]
@@ -214,8 +220,13 @@ class EngineMetrics:
         )
         for kind, number in self.memory_bytes.items():
             num_bytes.add_metric([self.model_name, kind], number)
+        restarts = CounterMetricFamily(
+            "octavo:engine_restarts", "Times that the engine core died and was started again.", labels=["model_name"]
+        )
+        restarts.add_metric([self.model_name], self.num_restarts)
         yield seconds
         yield num_bytes
+        yield restarts
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         last = self.last

@@ -41,10 +41,16 @@ class Server:
             return 0, ""
 
     def metric(self, name: str) -> float:
-        """The value of a metric without labels besides `model_name`."""
-        found = re.search(rf"^vllm:{name}\{{model_name=[^}}]*\}} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
-        assert found is not None, f"no metric {name}"
-        return float(found.group(1))
+        """The value of a metric of vLLM's without labels besides `model_name`."""
+        return self.count(f"vllm:{name}")
+
+    def count(self, sample: str) -> float:
+        """The value of one sample, given as its whole name and its labels besides `model_name`, in alphabetic order."""
+        for line in self.get("/metrics")[1].splitlines():
+            name, _, value = line.rpartition(" ")
+            if re.sub(r',?model_name="[^"]*",?', "", name).replace("{}", "") == sample:
+                return float(value)
+        raise AssertionError(f"no metric {sample}")
 
     def wait_until_idle(self, timeout_s: float = 60) -> None:
         """Return when nothing runs, waits or holds a block; fail if that does not come."""

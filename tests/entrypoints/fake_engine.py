@@ -16,7 +16,7 @@ import uvicorn
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.wire import EngineRequest, SequenceOutput, TokenLogprobs
+from octavo.engine.wire import EngineRequest, EngineStats, SequenceOutput, TokenLogprobs
 from octavo.entrypoints.openai.app import build_app
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.loading.checkpoint import Checkpoint
@@ -62,16 +62,19 @@ class FakeEngine:
         self.is_paused = False  # after the first token
         self.active: set[str] = set()
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.deadlines: list[float | None] = []
+        self.stats = EngineStats()
 
     async def check_health(self) -> None:
         if self.failure is not None:
             raise self.failure
 
     async def generate_from(
-        self, request: EngineRequest, prompt: str | None = None
+        self, request: EngineRequest, prompt: str | None = None, *, deadline: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         params, request_id = request.params, request.request_id
         self.seen.append((request.prompt_token_ids, params, {"priority": request.priority, "salt": request.cache_salt}))
+        self.deadlines.append(deadline)
         outputs = OutputProcessor(self.tokenizer, self.metrics)
         outputs.add(request, prompt)
         self.active.add(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +11,8 @@ from octavo.config import AsyncEngineArgs
 from octavo.entrypoints.cli.config_file import config_flags
 from octavo.entrypoints.cli.errors import run_command
 from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
+from octavo.logs import JSON
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -55,6 +57,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo serve") -> in
         engine_args, server_args = parse_args(sys.argv[1:] if argv is None else argv, prog)
         from octavo.entrypoints.openai.server import run_server
 
-        run_server(engine_args, server_args)
+        try:
+            run_server(engine_args, server_args)
+        except OctavoError as error:
+            if server_args.log_format != JSON:
+                raise
+            logging.getLogger("octavo.server").critical("%s", error)
+            sys.exit(1)
 
     return run_command(serve)

@@ -38,7 +38,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> FastAPI:
         app.include_router(module.router)
     add_error_handlers(app)
     # The last one added is the outermost: CORS answers preflight requests, which bring no key, and marks errors too.
-    app.add_middleware(Gate, api_keys=args.api_keys, root_path=args.root_path, unavailable=state.unavailable)
+    app.add_middleware(Gate, state=state)
     app.add_middleware(
         CORSMiddleware, allow_origins=args.origins, allow_methods=["*"], allow_headers=["*"], allow_credentials=False
     )

@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from octavo.errors import EngineDeadError, EngineStoppingError, RequestError
+from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
 
 logger = logging.getLogger("octavo.server")
 
@@ -26,7 +26,7 @@ RETRY_AFTER_S = 5
 
 def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> bytes:
     """`{"error": {...}}` in ASCII, so that a message may quote any string that a client sent."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = {429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
     return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
 
 
@@ -53,6 +53,8 @@ def describe(error: Exception) -> tuple[str, int, str | None, str | None]:
         return str(error), error.status, error.param, error.code
     if isinstance(error, EngineStoppingError):
         return "The server is stopping.", 503, None, "engine_stopping"
+    if isinstance(error, EngineRestartingError):
+        return str(error), 503, None, "engine_restarting"
     if isinstance(error, EngineDeadError):
         return str(error) or "The engine has died; this server cannot answer.", 503, None, "engine_dead"
     logger.error("Unexpected error while answering a request", exc_info=error)

@@ -1,52 +1,70 @@
-"""What every request passes before its route: the API key, the body's content type, and whether the engine is ready.
+"""What every request passes before its route: the API key, whether the server can take it, its content type, its body.
 
-A plain ASGI middleware that looks at the request only, so that it costs a stream nothing per chunk.
+A plain ASGI middleware that wraps nothing of the answer, so that it costs a stream nothing per chunk. Refusals come in
+the order of their cost: a server that is too busy does not read what it will not do.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable
+import time
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.entrypoints.openai.body import ClientGoneError, ReadBody, read_body
 from octavo.entrypoints.openai.errors import error_response
+from octavo.entrypoints.openai.state import ARRIVAL, Arrival, ServerState
 
-Unavailable = Callable[[], Awaitable[tuple[str, str] | None]]
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
+LIGHT_PATHS = frozenset({"/tokenize", "/detokenize"})  # POST, but nothing waits in the engine's queue
 
 
 class Gate:
-    """Answers 401, 415 or 503 itself and lets everything else through.
+    """Answers 401, 408, 413, 415, 429 or 503 itself and lets everything else through.
 
-    `unavailable` gives the status and the reason when the server cannot take requests now, or None. Health, metrics and
-    version need neither a key nor an engine.
+    Health, metrics and version need neither a key nor an engine.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: list[str], root_path: str, unavailable: Unavailable) -> None:
+    def __init__(self, app: ASGIApp, *, state: ServerState) -> None:
         self._app = app
-        self._root_path = root_path.rstrip("/")
-        self._key_digests = [_digest(key.encode()) for key in api_keys]
-        self._unavailable = unavailable
+        self._state = state
+        self._root_path = state.args.root_path.rstrip("/")
+        self._key_digests = [_digest(key.encode()) for key in state.args.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            # A proxy may have taken the prefix off or not: the router, too, takes paths with it and without.
-            scope["root_path"] = self._root_path
-            path: str = scope["path"]
-            if path.startswith(self._root_path + "/"):
-                path = path[len(self._root_path) :]
-            if path not in OPEN_PATHS:
-                refusal = await self._refuse(Headers(scope=scope), scope["method"])
-                if refusal is not None:
-                    await refusal(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # A proxy may have taken the prefix off or not: the router, too, takes paths with it and without.
+        scope["root_path"] = self._root_path
+        path: str = scope["path"]
+        if path.startswith(self._root_path + "/"):
+            path = path[len(self._root_path) :]
+        if path in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        headers, method = Headers(scope=scope), scope["method"]
+        answer: Response | bytes | None = await self._refuse(headers, method, path)
+        self._state.num_in_flight += 1
+        try:
+            if answer is None and method == "POST":
+                answer = await read_body(
+                    headers, receive, self._state.args.max_body_bytes, self._state.args.body_timeout
+                )
+            if isinstance(answer, Response):
+                await answer(scope, receive, send)
+                return
+            ARRIVAL.set(Arrival(time.monotonic(), headers))
+            await self._app(scope, receive if answer is None else ReadBody(answer, receive), send)
+        except ClientGoneError:
+            pass
+        finally:
+            self._state.num_in_flight -= 1
 
-    async def _refuse(self, headers: Headers, method: str) -> Response | None:
+    async def _refuse(self, headers: Headers, method: str, path: str) -> Response | None:
         if self._key_digests and not self._is_authorized(headers.get("authorization", "")):
             return error_response(
                 "Incorrect or missing API key; send it as 'Authorization: Bearer KEY'.",
@@ -54,13 +72,25 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        unavailable = await self._unavailable()
+        unavailable = await self._state.unavailable()
         if unavailable is not None:
             status, reason = unavailable
-            return error_response(reason, 503, code=f"engine_{status}")
+            # A client that keeps its connection would not find the server that takes over.
+            close = {"Connection": "close"} if status == "stopping" else None
+            return error_response(reason, 503, code=f"engine_{status}", headers=close)
+        if method != "POST":
+            return None
+        if path not in LIGHT_PATHS and (retry_after_s := self._state.queue_full()) is not None:
+            return error_response(
+                f"The queue is full (--max-queue-len {self._state.args.max_queue_len}); try again in about "
+                f"{retry_after_s} s.",
+                429,
+                code="queue_full",
+                headers={"Retry-After": str(retry_after_s)},
+            )
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         # A browser sends text/plain across origins without asking; JSON it must ask for (CORS preflight).
-        if method == "POST" and content_type != "application/json":
+        if content_type != "application/json":
             return error_response(
                 f"The body must be sent as Content-Type: application/json, got {content_type or 'none'}.", 415
             )

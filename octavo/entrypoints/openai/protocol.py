@@ -240,6 +240,8 @@ class GenerationRequest(_Request):
     request_id: Id | None = None
     cache_salt: Annotated[Text, Field(min_length=1)] | None = None
     return_tokens_as_token_ids: bool | None = None
+    # Octavo's own: seconds from arrival after which the request ends with what it has.
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="before")
     @classmethod

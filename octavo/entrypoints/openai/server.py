@@ -22,28 +22,24 @@ from octavo.engine.core_client import CoreProcess
 from octavo.engine.wire import Ready
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
-from octavo.logs import configure_logging
+from octavo.logs import JSON, configure_logging
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.phases import Phases
 from octavo.version import __version__
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from octavo.engine.async_engine import AsyncLLMEngine
 
 logger = logging.getLogger("octavo.server")
-
-GRACE_S = 1.0  # how long answers under way may go on after the signal to stop
-KEEP_ALIVE_S = 30  # idle connections; longer than HTTP clients keep theirs, so that it is they who close
 
 
 def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     """Serve until SIGINT or SIGTERM. Raises `OctavoError` when the server cannot start."""
     phases = Phases()
     args.check()
-    configure_logging("server", names=("octavo", "uvicorn"))
+    configure_logging("server", names=("octavo", "uvicorn"), log_format=args.log_format)
+    _allow_files(args.max_connections)
     # Before the event loop takes signals over, one of them interrupts the start as Ctrl-C does.
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a parent may have had it ignored
         signal.signal(number, signal.default_int_handler)
@@ -63,7 +59,13 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
         phases.end("configuration")
         from octavo.engine.async_engine import AsyncLLMEngine
 
-        engine = AsyncLLMEngine(config, metrics=metrics, core=core)
+        engine = AsyncLLMEngine(
+            config,
+            metrics=metrics,
+            core=core,
+            max_restarts=args.max_engine_restarts,
+            step_timeout_s=args.engine_step_timeout or None,
+        )
         phases.end("tokenizer")
         try:
             import uvloop
@@ -77,89 +79,41 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
 async def _serve(
     engine: AsyncLLMEngine, metrics: EngineMetrics, args: ServerArgs, sock: socket.socket, phases: Phases
 ) -> None:
-    server = _make_server(engine, args)
-    phases.end("HTTP server")
-    failure: list[OctavoError] = []
+    from octavo.entrypoints.openai.http_server import HttpServer
 
-    async def watch_start() -> None:
+    server = HttpServer(engine, args)
+    phases.end("HTTP server")
+
+    async def watch() -> None:
+        """Raise what keeps the engine from starting, and later what ends it for good."""
         # What was imported stays: collections need not look at it again, which would take 100 ms each time.
         gc.collect()
         gc.freeze()
         gc.enable()
-        try:
-            ready = await engine.wait_ready()
-        except OctavoError as error:
-            failure.append(error)
-            server.should_exit = True
-            return
+        ready = await engine.wait_ready()
         phases.end("wait for core")
         metrics.record_startup("server", phases.seconds)
-        _print_banner(engine.config, ready, args, sock, phases.total)
-        await LogLine(metrics, time.monotonic()).run(log=engine.config.log_stats)
+        _show_banner(engine.config, ready, args, sock, phases.total)
+        log_line = asyncio.create_task(LogLine(metrics, time.monotonic()).run(log=engine.config.log_stats))
+        try:
+            await engine.wait_failed()
+        finally:
+            log_line.cancel()
+        raise OctavoError("the engine has died and the server gives up; the log says how.")
 
-    watcher = asyncio.create_task(watch_start())
+    def end(_: asyncio.Task[None]) -> None:
+        server.should_exit = True
+
+    watcher = asyncio.create_task(watch())
+    watcher.add_done_callback(end)
     try:
         await server.serve(sockets=[sock])
     finally:
         watcher.cancel()
-    if failure:
-        raise failure[0]
-    if engine.has_died:
-        raise OctavoError("the engine died while the server ran; the log says when and how.")
-    if watcher.done() and not watcher.cancelled() and (error := watcher.exception()):
+        await asyncio.wait((watcher,))
+    error = None if watcher.cancelled() else watcher.exception()
+    if error is not None and (engine.has_died or not isinstance(error, OctavoError)):
         raise error
-
-
-def _make_server(engine: AsyncLLMEngine, args: ServerArgs) -> uvicorn.Server:
-    """uvicorn with our way to stop: answers under way get a moment, then an error; the exit code is 0."""
-    import uvicorn
-
-    from octavo.entrypoints.openai.app import build_app
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            # uvicorn's own would raise the signal again after a clean stop, which makes the exit code -15.
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self.stop)
-            yield
-
-        def stop(self) -> None:
-            self.force_exit = self.should_exit  # the second signal does not wait
-            self.should_exit = True
-            app.state.octavo.is_stopping = True
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            for listener in self.servers:
-                listener.close()
-            if self.server_state.tasks and not self.force_exit:
-                await asyncio.wait(set(self.server_state.tasks), timeout=GRACE_S)
-            engine.shutdown()  # what is left ends with an error event
-            await super().shutdown(sockets)
-
-    app = build_app(engine, args)
-    options: dict[str, Any] = {
-        "loop": "none",
-        "http": "httptools",
-        "ws": "none",
-        "lifespan": "off",
-        "interface": "asgi3",
-        "log_config": None,
-        "server_header": False,
-    }
-    return Server(
-        uvicorn.Config(
-            app,
-            log_level=args.uvicorn_log_level,
-            access_log=args.uvicorn_log_level in ("info", "debug", "trace"),
-            ssl_keyfile=args.ssl_keyfile,
-            ssl_certfile=args.ssl_certfile,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=2,
-            **options,
-        )
-    )
 
 
 @contextlib.contextmanager
@@ -192,7 +146,19 @@ def _start_prometheus(args: ServerArgs) -> Any:
     return registry
 
 
-def _print_banner(config: EngineConfig, ready: Ready, args: ServerArgs, sock: socket.socket, seconds: float) -> None:
+def _allow_files(max_connections: int) -> None:
+    """Raise the limit of open files, which is often 1024, so that it does not end connections before their own does."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + 256
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _show_banner(config: EngineConfig, ready: Ready, args: ServerArgs, sock: socket.socket, seconds: float) -> None:
     """What is served, what it may hold, and where."""
     model = config.model
     num_slots = ready.num_blocks * ready.block_size
@@ -206,6 +172,10 @@ def _print_banner(config: EngineConfig, ready: Ready, args: ServerArgs, sock: so
         f"{num_slots / model.max_model_len:.1f} requests of full length",
         "API": f"{scheme}://{shown_host}:{port}{args.root_path}/v1",
     }
-    print(f"Octavo {__version__}, ready in {seconds:.1f} s", flush=True)
+    title = f"Octavo {__version__}, ready in {seconds:.1f} s"
+    if args.log_format == JSON:
+        logger.info(title, extra={"ready": lines})
+        return
+    print(title, flush=True)
     for name, text in lines.items():
         print(f"  {name:<9} {text}", flush=True)

@@ -7,6 +7,7 @@ honoured before anything is started. No web framework is imported here.
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,27 @@ class ServerArgs(Flags):
     response_role: str = flag("assistant", "Role of the messages that chat completions return.")
     max_log_len: int | None = flag(100, "Characters of a prompt in the request log; 0 is none.")
     disable_log_requests: bool = flag(False, "Do not log requests.")
+    log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
     uvicorn_log_level: LogLevel = flag("warning", "Log level of the HTTP server; info logs every HTTP request.")
+    max_queue_len: int | None = flag(
+        None, "Requests that may wait to be scheduled; more are answered with 429 and Retry-After. Default: any number."
+    )
+    max_request_time: float | None = flag(
+        None, "Seconds from a request's arrival after which it ends with what it has. Default: any.", positive=True
+    )
+    max_body_bytes: int = flag(16 << 20, "Bytes of a request's body at most.", positive=True)
+    body_timeout: float = flag(60.0, "Seconds in which a request's body must have come.", positive=True)
+    max_connections: int = flag(4096, "Connections at once; more are refused.", positive=True)
+    shutdown_timeout: float = flag(
+        20.0, "Seconds that requests under way may go on after SIGTERM; then they end with what they have."
+    )
+    max_engine_restarts: int = flag(
+        3, "Deaths of the engine's process in a row, each within a minute, that are answered with a new start; after "
+        "one more the server exits."
+    )  # fmt: skip
+    engine_step_timeout: float = flag(
+        300.0, "Seconds without a finished step after which a busy engine process is killed and started again; 0: any."
+    )
     enable_prometheus: bool = flag(False, "Serve metrics; they are at /metrics in any case.")
     prometheus_port: int | None = flag(None, "Port of its own for metrics, with --enable-prometheus.")
     enable_auto_tool_choice: bool = flag(False, "Let the model choose among tools.", built=False)
@@ -71,6 +92,10 @@ class ServerArgs(Flags):
             raise ConfigError("--api-key must not be empty.")
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError(f"--max-log-len must be 0 or more, got {self.max_log_len}.")
+        for name in ("max_queue_len", "shutdown_timeout", "max_engine_restarts", "engine_step_timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {value}.")
         if self.prometheus_port is not None and not self.enable_prometheus:
             raise ConfigError("--prometheus-port needs --enable-prometheus.")
         if self.root_path and not self.root_path.startswith("/"):

@@ -6,21 +6,26 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import math
 import re
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import Request
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from octavo.engine.wire import EngineRequest
+from octavo.entrypoints.openai.errors import RETRY_AFTER_S
 from octavo.entrypoints.openai.protocol import ID_PATTERN, GenerationRequest, PromptTokensDetails, Usage
 from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.version import __version__
@@ -31,6 +36,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.server")
 
 MAX_INLINE_LENGTH = 8192  # characters or tokens; longer prompts go to a thread, so that streams do not wait for them
+MAX_RETRY_AFTER_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When a request was whole (`time.monotonic`), and what it brought besides its body."""
+
+    at: float
+    headers: Headers
+
+
+ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)  # of the request that a task answers
 
 
 class ServerState:
@@ -45,17 +62,37 @@ class ServerState:
         setup = f"{__version__}|{model.checkpoint.name}|{model.dtype}|{engine.config.device}"
         self.fingerprint = "fp_" + hashlib.sha256(setup.encode()).hexdigest()[:10]
         self.is_stopping = False
+        self.num_in_flight = 0  # requests past the gate whose answers are not complete
         self._sequence = itertools.count()
 
     async def unavailable(self) -> tuple[str, str] | None:
-        """(status, reason) while no request can be taken: loading, dead or stopping."""
+        """(status, reason) while no request can be taken: loading, restarting, dead or stopping."""
         if self.is_stopping:
             return "stopping", "The server is stopping."
         try:
             await self.engine.check_health()
+        except EngineRestartingError as error:
+            return "restarting", str(error)
         except OctavoError as error:
             return "dead", str(error) or "The engine has died."
         return None if self.engine.is_ready else ("loading", "The model is still being loaded; try again in a moment.")
+
+    def queue_full(self) -> int | None:
+        """Seconds after which a client should come back while as many requests wait as may, or None.
+
+        That is the time in which the requests that wait now will have been served, at the rate of late.
+        """
+        limit = self.args.max_queue_len
+        if limit is None:
+            return None
+        stats = self.engine.stats
+        # The core's count is a step old; what has come since then is bounded by the slots.
+        num_beyond_slots = self.num_in_flight - self.engine.config.scheduler.max_num_seqs
+        num_waiting = max(stats.num_waiting + stats.num_swapped, num_beyond_slots)
+        if num_waiting < max(limit, 1) and num_beyond_slots < limit:
+            return None
+        rate = 0.0 if self.engine.metrics is None else self.engine.metrics.requests_per_s
+        return min(max(math.ceil(num_waiting / rate), 1), MAX_RETRY_AFTER_S) if rate > 0 else RETRY_AFTER_S
 
     def resolve_model(self, name: str | None) -> str:
         """The name to answer under. Raises `RequestError` (404) for a model that is not served here."""
@@ -95,7 +132,8 @@ class ServerState:
         inputs = self.engine.inputs
         # Clients choose response ids and may repeat them; the engine's are unique.
         request_id = f"{response_id}-{next(self._sequence)}"
-        arrival_time = time.monotonic()
+        arrival = ARRIVAL.get()
+        arrival_time = time.monotonic() if arrival is None else arrival.at
 
         def process() -> EngineRequest:
             asked: dict[str, Any] = {"cache_salt": body.cache_salt}
@@ -118,7 +156,9 @@ class ServerState:
             )
         if not self.args.disable_log_requests:
             self._log_request(request_id, prompt, request.prompt_token_ids, params)
-        return request.prompt_token_ids, self.engine.generate_from(request)
+        limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
+        deadline = arrival_time + min(limits_s) if limits_s else None
+        return request.prompt_token_ids, self.engine.generate_from(request, deadline=deadline)
 
     def _log_request(
         self, request_id: str, prompt: str | list[int], token_ids: list[int], params: SamplingParams
