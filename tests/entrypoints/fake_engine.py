@@ -11,13 +11,13 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
-import uvicorn
+import uvloop
 
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.wire import EngineRequest, EngineStats, SequenceOutput, TokenLogprobs
-from octavo.entrypoints.openai.app import build_app
+from octavo.entrypoints.openai.http_server import HttpServer
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.tokenizer import load_tokenizer
@@ -64,6 +64,9 @@ class FakeEngine:
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.deadlines: list[float | None] = []
         self.stats = EngineStats()
+
+    def shutdown(self) -> None:
+        pass
 
     async def check_health(self) -> None:
         if self.failure is not None:
@@ -137,20 +140,14 @@ def _logprobs(token: int, num_top: int) -> TokenLogprobs:
 @contextlib.contextmanager
 def serving(engine: FakeEngine, **args: Any) -> Iterator[str]:
     """The address of a real HTTP server, in a thread, that answers with `engine`."""
-    config = uvicorn.Config(
-        build_app(engine, ServerArgs(**args)),  # type: ignore[arg-type]
-        log_level="error",
-        lifespan="off",
-        ws="none",
-        http="httptools",
-        log_config=None,
-    )
-    server = uvicorn.Server(config)
+    server = HttpServer(engine, ServerArgs(**args))  # type: ignore[arg-type]
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    scheme = "https" if "ssl_certfile" in args else "http"
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread = threading.Thread(target=lambda: uvloop.run(server.serve([sock])))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+            yield f"{scheme}://127.0.0.1:{sock.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join()

@@ -16,6 +16,7 @@ from typing import Literal
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 
+_SECONDS = ("max_request_time", "body_timeout", "shutdown_timeout", "engine_step_timeout")
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -92,7 +93,7 @@ class ServerArgs(Flags):
             raise ConfigError("--api-key must not be empty.")
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError(f"--max-log-len must be 0 or more, got {self.max_log_len}.")
-        for name in ("max_queue_len", "shutdown_timeout", "max_engine_restarts", "engine_step_timeout"):
+        for name in ("max_queue_len", "max_engine_restarts", *_SECONDS):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {value}.")

@@ -1,0 +1,208 @@
+"""What the server refuses before a route sees it, and the deadlines that it hands to the engine."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from octavo.engine.wire import EngineStats
+from octavo.entrypoints.openai import http_protocol
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.errors import ConfigError
+from tests.entrypoints.fake_engine import FakeEngine, serving, wait_until
+
+LIMITS = {
+    "max_body_bytes": 2000,
+    "body_timeout": 0.4,
+    "max_queue_len": 2,
+    "max_connections": 12,
+    "max_request_time": 50.0,
+}
+BODY = {"prompt": "a"}
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def limited(shared_engine: FakeEngine) -> Iterator[str]:
+    with serving(shared_engine, disable_log_requests=True, **LIMITS) as url:
+        yield url
+
+
+def connect(url: str) -> socket.socket:
+    address = urlsplit(url)
+    assert address.hostname and address.port
+    return socket.create_connection((address.hostname, address.port), timeout=20)
+
+
+def read_answer(sock: socket.socket) -> tuple[int, dict[str, object] | None]:
+    """Status (0 if there is none) and error of what the server says until it hangs up."""
+    data = b""
+    try:
+        while part := sock.recv(65536):
+            data += part
+    except ConnectionResetError:
+        pass  # it did not read all that was sent
+    if not data:
+        return 0, None
+    head, _, body = data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_long_is_413_and_not_read(limited: str, engine: FakeEngine, chunked: bool) -> None:
+    with connect(limited) as sock:
+        if chunked:
+            sock.sendall((HEAD + "Transfer-Encoding: chunked\r\n\r\n").encode() + b"1000\r\n" + b" " * 0x1000)
+        else:
+            sock.sendall((HEAD + "Content-Length: 100000000000\r\n\r\n{").encode())
+        status, error = read_answer(sock)  # although the body has not ended
+    assert status == 413
+    assert error is not None
+    assert "2000" in str(error["message"])
+    assert error["code"] == "request_too_large"
+    assert not engine.seen
+
+
+def test_a_body_of_the_longest_length_is_read(limited: str, engine: FakeEngine) -> None:
+    body = json.dumps(BODY).encode().ljust(2000)
+    for content in (body, iter([body[:1000], body[1000:]])):  # the second one is sent in chunks
+        answer = httpx.post(f"{limited}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 200
+    longer = httpx.post(f"{limited}/v1/completions", content=body + b" ", headers={"Content-Type": "application/json"})
+    assert longer.status_code == 413
+
+
+def test_a_body_that_drips_is_408(limited: str, engine: FakeEngine) -> None:
+    with connect(limited) as sock:
+        sock.sendall((HEAD + "Content-Length: 100\r\n\r\n").encode())
+        begun = time.monotonic()
+        for _ in range(3):
+            sock.sendall(b" ")
+            time.sleep(0.05)
+        status, error = read_answer(sock)
+    assert status == 408
+    assert error is not None and "3 bytes" in str(error["message"])
+    assert time.monotonic() - begun >= LIMITS["body_timeout"]
+    assert not engine.seen
+
+
+def test_a_client_who_leaves_in_the_middle_of_its_body_does_no_harm(limited: str, engine: FakeEngine) -> None:
+    with connect(limited) as sock:
+        sock.sendall((HEAD + "Content-Length: 100\r\n\r\n{").encode())
+    assert httpx.post(f"{limited}/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_head_that_is_too_long_is_431(limited: str) -> None:
+    with connect(limited) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * (http_protocol.MAX_HEAD_BYTES + 10))
+        status, error = read_answer(sock)
+    assert status == 431
+    assert error is not None and error["type"] == "invalid_request_error"
+
+
+def test_a_head_that_drips_is_408_and_one_that_never_begins_is_hung_up_on(
+    limited: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
+    with connect(limited) as dripping, connect(limited) as silent:
+        dripping.sendall(b"GET /health HTTP/1.1\r\n")
+        assert read_answer(dripping)[0] == 408
+        assert read_answer(silent)[0] == 0
+
+
+def test_what_is_no_http_gets_openais_error_body(limited: str) -> None:
+    with connect(limited) as sock:
+        sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        status, error = read_answer(sock)
+    assert status == 400
+    assert error is not None and error["message"] == "Invalid HTTP request received."
+
+
+def test_connections_beyond_the_limit_are_503_with_retry_after(limited: str) -> None:
+    sockets = [connect(limited) for _ in range(12)]
+    try:
+        time.sleep(0.1)
+        answer = httpx.get(f"{limited}/health")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "too_many_connections"
+        assert "retry-after" in answer.headers
+    finally:
+        for sock in sockets:
+            sock.close()
+    wait_until(lambda: httpx.get(f"{limited}/health").status_code == 200)
+
+
+def test_a_full_queue_is_429_with_an_estimate_of_the_wait(limited: str, engine: FakeEngine) -> None:
+    engine.stats = EngineStats(num_running=8, num_waiting=2)
+    engine.metrics.requests_per_s = 0.0
+    answer = httpx.post(f"{limited}/v1/completions", json=BODY)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "5"), "nothing is known of the rate"
+    assert answer.json()["error"] == {
+        "message": "The queue is full (--max-queue-len 2); try again in about 5 s.",
+        "type": "rate_limit_error", "param": None, "code": "queue_full",
+    }  # fmt: skip
+    engine.metrics.requests_per_s = 0.25
+    assert httpx.post(f"{limited}/v1/completions", json=BODY).headers["retry-after"] == "8", "two requests, 4 s each"
+    assert httpx.get(f"{limited}/v1/models").status_code == 200
+    engine.stats = EngineStats(num_running=8, num_waiting=1)
+    assert httpx.post(f"{limited}/v1/completions", json=BODY).status_code == 200
+
+
+def test_without_a_limit_any_number_may_wait(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.stats = EngineStats(num_running=8, num_waiting=10**6)
+    assert http.post("/v1/completions", json=BODY).status_code == 200
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(("route", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+def test_the_smaller_of_both_deadlines_counts_from_the_arrival(
+    limited: str, engine: FakeEngine, route: str, body: dict[str, object]
+) -> None:
+    before = time.monotonic()
+    for fields in ({}, {"timeout": 7}, {"timeout": 0.5}, {"timeout": 1000.0}):
+        assert httpx.post(limited + route, json={**body, **fields}).status_code == 200
+    after = time.monotonic()
+    for deadline, seconds in zip(engine.deadlines, (50, 7, 0.5, 50), strict=True):
+        assert deadline is not None and before + seconds <= deadline <= after + seconds
+
+
+def test_without_limits_there_is_no_deadline(http: httpx.Client, engine: FakeEngine) -> None:
+    assert http.post("/v1/completions", json=BODY).status_code == 200
+    assert engine.deadlines == [None]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "5", True, 1e400])
+def test_a_timeout_that_is_none_is_refused(http: httpx.Client, timeout: object) -> None:
+    content = json.dumps({**BODY, "timeout": timeout}).encode()
+    answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "timeout"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_queue_len": -1},
+        {"max_body_bytes": 0},
+        {"body_timeout": 0.0},
+        {"max_request_time": -1.0},
+        {"max_request_time": float("nan")},
+        {"shutdown_timeout": float("inf")},
+        {"max_engine_restarts": -1},
+        {"engine_step_timeout": -1.0},
+        {"max_connections": 0},
+        {"log_format": "xml"},
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
+        ServerArgs(**wrong).check()  # type: ignore[arg-type]
