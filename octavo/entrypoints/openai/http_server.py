@@ -104,3 +104,5 @@ class HttpServer(uvicorn.Server):
             listener.close()
         self._engine.shutdown()  # what is left, after a second signal, ends with an error event
         await super().shutdown(sockets)
+        if (tracer := self._state.tracer) is not None and not self.force_exit:
+            await asyncio.to_thread(tracer.flush, LAST_WORDS_S)

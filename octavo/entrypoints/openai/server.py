@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.server")
 
+LOGGERS = ("octavo", "uvicorn", "asyncio", "opentelemetry")
+
 
 def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     """Serve until SIGINT or SIGTERM. Raises `OctavoError` when the server cannot start."""
     phases = Phases()
     args.check()
-    configure_logging("server", names=("octavo", "uvicorn"), log_format=args.log_format)
+    configure_logging("server", names=LOGGERS, log_format=args.log_format)
     _allow_files(args.max_connections)
     # Before the event loop takes signals over, one of them interrupts the start as Ctrl-C does.
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a parent may have had it ignored

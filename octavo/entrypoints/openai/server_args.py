@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from octavo import tracing
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 
@@ -37,6 +38,9 @@ class ServerArgs(Flags):
     max_log_len: int | None = flag(100, "Characters of a prompt in the request log; 0 is none.")
     disable_log_requests: bool = flag(False, "Do not log requests.")
     log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
+    otlp_traces_endpoint: str | None = flag(
+        None, "URL of an OpenTelemetry collector that gets a span a request; needs pip install 'octavo[otel]'."
+    )
     uvicorn_log_level: LogLevel = flag("warning", "Log level of the HTTP server; info logs every HTTP request.")
     max_queue_len: int | None = flag(
         None, "Requests that may wait to be scheduled; more are answered with 429 and Retry-After. Default: any number."
@@ -109,6 +113,8 @@ class ServerArgs(Flags):
                 raise ConfigError(f"--{name.replace('_', '-')}: there is no file {path}.")
         if self.ssl_certfile is not None:
             self._check_certificate(self.ssl_certfile)
+        if self.otlp_traces_endpoint is not None:
+            tracing.check_endpoint(self.otlp_traces_endpoint)
         _ = self.origins
 
     def _check_certificate(self, certfile: str) -> None:

@@ -28,6 +28,7 @@ from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.tracing import Tracer
 from octavo.version import __version__
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class ServerState:
         self.model_names = model.served_model_names
         setup = f"{__version__}|{model.checkpoint.name}|{model.dtype}|{engine.config.device}"
         self.fingerprint = "fp_" + hashlib.sha256(setup.encode()).hexdigest()[:10]
+        self.tracer: Tracer | None = None
+        if args.otlp_traces_endpoint is not None:
+            self.tracer = Tracer(args.otlp_traces_endpoint, self.model_names[0])
         self.is_stopping = False
         self.num_in_flight = 0  # requests past the gate whose answers are not complete
         self._sequence = itertools.count()
@@ -158,14 +162,19 @@ class ServerState:
             self._log_request(request_id, prompt, request.prompt_token_ids, params)
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
         deadline = arrival_time + min(limits_s) if limits_s else None
-        return request.prompt_token_ids, self.engine.generate_from(request, deadline=deadline)
+        outputs = self.engine.generate_from(request, deadline=deadline)
+        if self.tracer is not None:
+            outputs = self.tracer.trace(request, outputs, {} if arrival is None else arrival.headers)
+        return request.prompt_token_ids, outputs
 
     def _log_request(
         self, request_id: str, prompt: str | list[int], token_ids: list[int], params: SamplingParams
     ) -> None:
         limit = self.args.max_log_len
         shown = "" if limit == 0 else f": {prompt[:limit]!r}{'...' if len(prompt[:limit]) < len(prompt) else ''}"
-        logger.info("%s: %d prompt tokens%s %s", request_id, len(token_ids), shown, msgspec.to_builtins(params))
+        options = msgspec.to_builtins(params)
+        fields = {"request_id": request_id, "num_prompt_tokens": len(token_ids), "sampling_params": options}
+        logger.info("%s: %d prompt tokens%s %s", request_id, len(token_ids), shown, options, extra=fields)
 
 
 def state_of(request: Request) -> ServerState:

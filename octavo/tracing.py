@@ -1,0 +1,148 @@
+"""OpenTelemetry: a span a request, sent to `--otlp-traces-endpoint`, with the attributes that vLLM's spans have.
+
+The packages are an extra (`pip install 'octavo[otel]'`) and are imported only when the flag is given. The trace goes on
+from the request's `traceparent` header, where there is one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING
+
+from octavo.engine.wire import EngineRequest
+from octavo.errors import ConfigError
+from octavo.outputs import RequestMetrics, RequestOutput
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+PROTOCOLS = ("grpc", "http/protobuf")
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise `ConfigError` for what `Tracer` would fail at."""
+    if "://" not in endpoint:
+        raise ConfigError(f"--otlp-traces-endpoint must be a URL such as http://localhost:4317, got {endpoint}.")
+    if _protocol() not in PROTOCOLS:
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL must be one of {', '.join(PROTOCOLS)}.")
+    exporter = "opentelemetry.exporter.otlp.proto." + _protocol().partition("/")[0]
+    try:
+        found = importlib.util.find_spec("opentelemetry.sdk") and importlib.util.find_spec(exporter)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry; install it with: pip install 'octavo[otel]'")
+
+
+def _protocol() -> str:
+    """As the variables of OpenTelemetry say; like vLLM's, the default is gRPC."""
+    environ = os.environ
+    return (
+        environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or PROTOCOLS[0]
+    )
+
+
+class Tracer:
+    """Makes the spans of one server."""
+
+    def __init__(self, endpoint: str, model_name: str, exporter: SpanExporter | None = None) -> None:
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "octavo")})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or _make_exporter(endpoint)))
+        self._tracer = self._provider.get_tracer("octavo")
+        self._model_name = model_name
+        self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
+
+    async def trace(
+        self, request: EngineRequest, outputs: AsyncGenerator[RequestOutput, None], headers: Mapping[str, str]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Hand on a request's outputs, and make its span when they end, however that is."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        span = self._tracer.start_span(
+            "llm_request",
+            context=TraceContextTextMapPropagator().extract(headers),
+            kind=SpanKind.SERVER,
+            start_time=self._wall_ns(request.arrival_time),
+        )
+        num_tokens = 0
+        reasons: dict[int, str] = {}
+        metrics: RequestMetrics | None = None
+        try:
+            async for output in outputs:
+                metrics = output.metrics
+                for completion in output.outputs:
+                    num_tokens += len(completion.token_ids)
+                    if completion.finish_reason is not None:
+                        reasons[completion.index] = completion.finish_reason
+                yield output
+        except Exception as error:
+            reasons[0] = "error"
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+            raise
+        finally:
+            await outputs.aclose()
+            self._describe(span, request, num_tokens, list(reasons.values()) or ["abort"], metrics)
+            span.end()
+
+    def _describe(
+        self, span: Span, request: EngineRequest, num_tokens: int, reasons: list[str], metrics: RequestMetrics | None
+    ) -> None:
+        params = request.params
+        attributes: dict[str, str | int | float | list[str]] = {
+            "gen_ai.response.model": self._model_name,
+            "gen_ai.request.id": request.request_id,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.max_tokens": request.max_tokens,
+            "gen_ai.request.n": params.n,
+            "gen_ai.usage.num_sequences": params.num_sequences,
+            # The names of vLLM, and those that the conventions have come to.
+            "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),
+            "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+            "gen_ai.usage.completion_tokens": num_tokens,
+            "gen_ai.usage.output_tokens": num_tokens,
+            "gen_ai.response.finish_reasons": reasons,
+        }
+        if metrics is not None:
+            arrival, scheduled = metrics.arrival_time, metrics.first_scheduled_time
+            first, last = metrics.first_token_time, metrics.last_token_time
+            latencies_s = {
+                "time_in_queue": (arrival, scheduled),
+                "time_to_first_token": (arrival, first),
+                "time_in_model_prefill": (scheduled, first),
+                "time_in_model_decode": (first, last),
+                "time_in_model_inference": (scheduled, last),
+                "e2e": (arrival, metrics.finished_time),
+            }
+            for name, (begin, end) in latencies_s.items():
+                if begin is not None and end is not None:
+                    attributes[f"gen_ai.latency.{name}"] = end - begin
+        span.set_attributes(attributes)
+
+    def _wall_ns(self, monotonic_s: float) -> int:
+        return int(monotonic_s * 1e9) + self._wall_offset_ns
+
+    def flush(self, timeout_s: float) -> None:
+        """Send what is there. Blocks."""
+        self._provider.force_flush(int(timeout_s * 1000))
+
+
+def _make_exporter(endpoint: str) -> SpanExporter:
+    if _protocol() == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        is_plain = endpoint.startswith(("http://", "grpc://"))
+        return GrpcExporter(endpoint=endpoint, insecure=True if is_plain else None)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+    return HttpExporter(endpoint=endpoint)

@@ -1,0 +1,120 @@
+"""Spans of requests, as an OpenTelemetry collector receives them."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.errors import ConfigError, EngineDeadError
+from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving, wait_until
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Collector:
+    """Receives spans over OTLP/HTTP: `spans` with their attributes, `resources` as the attributes of the senders."""
+
+    def __init__(self) -> None:
+        service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+        self.spans: list[tuple[Any, dict[str, Any]]] = []
+        self.resources: list[dict[str, Any]] = []
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                data = self.rfile.read(int(self.headers["Content-Length"]))
+                message = service.ExportTraceServiceRequest.FromString(data)
+                for resource in message.resource_spans:
+                    collector.resources.append(attributes(resource.resource.attributes))
+                    collector.spans += [(s, attributes(s.attributes)) for g in resource.scope_spans for s in g.spans]
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+def attributes(items: Any) -> dict[str, Any]:
+    result = {}
+    for item in items:
+        kind = item.value.WhichOneof("value")
+        value = getattr(item.value, kind)
+        result[item.key] = [v.string_value for v in value.values] if kind == "array_value" else value
+    return result
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    collector = Collector()
+    yield collector
+    collector.server.shutdown()
+    collector.server.server_close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_a_span_of_its_callers_trace(collector: Collector, engine: FakeEngine, stream: bool) -> None:
+    before = time.time_ns()
+    with serving(engine, otlp_traces_endpoint=collector.url) as url:  # its end flushes
+        httpx.post(
+            url + "/v1/completions",
+            json={"prompt": "abc", "max_tokens": 5, "temperature": 0.5, "stream": stream, "request_id": "r"},
+            headers={"traceparent": f"00-{TRACE}-{PARENT}-01"},
+        )
+    ((span, found),) = collector.spans
+    assert span.name == "llm_request"
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
+    assert before <= span.start_time_unix_nano <= span.end_time_unix_nano <= time.time_ns()
+    assert collector.resources[0]["service.name"] == "octavo"
+    expected = {
+        "gen_ai.response.model": MODEL, "gen_ai.request.id": "cmpl-r-0", "gen_ai.request.max_tokens": 5,
+        "gen_ai.request.temperature": 0.5, "gen_ai.request.n": 1, "gen_ai.usage.prompt_tokens": 3,
+        "gen_ai.usage.completion_tokens": 5, "gen_ai.response.finish_reasons": ["length"],
+    }  # fmt: skip
+    assert expected.items() <= found.items()
+    latency = {name.rpartition(".")[2]: value for name, value in found.items() if "latency" in name}
+    assert latency["time_in_queue"] + latency["time_in_model_prefill"] == pytest.approx(latency["time_to_first_token"])
+    assert latency["time_to_first_token"] <= latency["e2e"]
+    assert latency["time_in_model_inference"] >= latency["time_in_model_decode"] >= 0
+
+
+def test_a_request_that_fails_or_is_left_is_a_span_too(collector: Collector, engine: FakeEngine) -> None:
+    with serving(engine, otlp_traces_endpoint=collector.url) as url:
+        engine.fails_after = (2, EngineDeadError("the engine core has ended (exit status -9)."))
+        assert httpx.post(url + "/v1/completions", json={"prompt": "a"}).status_code == 503
+        engine.reset()
+        engine.delay_s = 60
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(url + "/v1/completions", json={"prompt": "a"}, timeout=0.2)
+        wait_until(lambda: not engine.active)
+        assert httpx.post(url + "/v1/completions", json={"prompt": 5}).status_code == 400
+    reasons = [(found["gen_ai.response.finish_reasons"], span.status.code) for span, found in collector.spans]
+    assert reasons == [(["error"], 2), (["abort"], 0)], "and one that is refused is none"
+
+
+def test_without_the_extra_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[otel\]'"):
+        ServerArgs(otlp_traces_endpoint="http://localhost:4317").check()
+
+
+@pytest.mark.parametrize(("endpoint", "protocol"), [("localhost", "grpc"), ("http://localhost", "smoke signals")])
+def test_an_endpoint_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, protocol: str
+) -> None:
+    pytest.importorskip("opentelemetry.exporter")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
+    with pytest.raises(ConfigError):
+        ServerArgs(otlp_traces_endpoint=endpoint).check()
