@@ -7,6 +7,7 @@ in one process do not meet.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ REQUEST_BOUNDS_S = (
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # fmt: on
 PARAMS_N_BOUNDS = (1, 2, 5, 10, 20)
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 def length_bounds(max_model_len: int) -> list[int]:
@@ -89,7 +90,7 @@ class EngineMetrics:
         self.num_restarts = 0
         lengths = length_bounds(max_model_len)
         self.ttft_s = Histogram(TTFT_BOUNDS_S)
-        self.time_per_output_token_s = Histogram(TOKEN_BOUNDS_S)
+        self.request_time_per_token_s = Histogram(TOKEN_BOUNDS_S)
         self.inter_token_latency_s = Histogram(TOKEN_BOUNDS_S)
         self.e2e_s = Histogram(REQUEST_BOUNDS_S)
         self.queue_s = Histogram(REQUEST_BOUNDS_S)
@@ -165,7 +166,7 @@ class EngineMetrics:
             self.decode_s.observe(last - first)
             num_per_sequence = num_generation / params.num_sequences
             if num_per_sequence > 1:
-                self.time_per_output_token_s.observe((last - first) / (num_per_sequence - 1))
+                self.request_time_per_token_s.observe((last - first) / (num_per_sequence - 1))
         if metrics.finished_time is not None:
             self.e2e_s.observe(metrics.finished_time - metrics.arrival_time)
 
@@ -204,6 +205,13 @@ class EngineMetrics:
             )
             info.add_metric([self.model_name, *self.cache_config.values()], 1)
             yield info
+        lora = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters of the requests that run and wait, as labels; the value is the time.",
+            labels=["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        lora.add_metric([self.model_name, "0", "", ""], time.time())  # no adapters yet
+        yield lora
         yield from self._start()
 
     def _start(self) -> Iterator[Metric]:
@@ -250,19 +258,27 @@ class EngineMetrics:
         )
 
     def _counters(self) -> Iterator[tuple[str, str, float]]:
-        yield "prompt_tokens", "Prompt tokens computed.", self.num_prompt_tokens
+        yield "prompt_tokens", "Prompt tokens of requests that were scheduled.", self.num_prompt_tokens
         yield "generation_tokens", "Tokens generated.", self.num_generation_tokens
         yield "num_preemptions", "Times that a request gave its blocks back.", self.num_preemptions
         yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self.num_prefix_queries
         yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.num_prefix_hits
+        # Nothing drafts yet: the series are there, so that dashboards and alerts which name them find them.
+        yield "spec_decode_num_draft_tokens", "Tokens drafted by speculative decoding.", 0
+        yield "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", 0
 
     def _histograms(self) -> Iterator[tuple[str, str, Histogram]]:
         yield "time_to_first_token_seconds", "Arrival to first token.", self.ttft_s
         yield "inter_token_latency_seconds", "Time between outputs of a sequence.", self.inter_token_latency_s
         yield (
             "time_per_output_token_seconds",
+            "The same as inter_token_latency_seconds, under its older name.",
+            self.inter_token_latency_s,
+        )
+        yield (
+            "request_time_per_output_token_seconds",
             "Mean time per token after the first, a value a request.",
-            self.time_per_output_token_s,
+            self.request_time_per_token_s,
         )
         yield "e2e_request_latency_seconds", "Arrival to end.", self.e2e_s
         yield "request_queue_time_seconds", "Arrival to first scheduled.", self.queue_s

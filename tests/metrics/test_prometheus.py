@@ -22,6 +22,7 @@ GAUGES = {
     "avg_prompt_throughput_toks_per_s",
     "avg_generation_throughput_toks_per_s",
     "cache_config_info",
+    "lora_requests_info",
 }
 COUNTERS = {
     "prompt_tokens_total",
@@ -30,11 +31,14 @@ COUNTERS = {
     "num_preemptions_total",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds",
     "time_per_output_token_seconds",
     "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds",
     "request_queue_time_seconds",
     "request_prefill_time_seconds",
@@ -114,7 +118,7 @@ def test_a_finished_request_is_cut_into_its_phases() -> None:
     assert values["request_decode_time_seconds_sum"] == 2.0
     assert values["request_inference_time_seconds_sum"] == 3.5
     assert values["e2e_request_latency_seconds_sum"] == 4.25
-    assert values["time_per_output_token_seconds_sum"] == 0.5, "four tokens after the first, in two seconds"
+    assert values["request_time_per_output_token_seconds_sum"] == 0.5, "four tokens after the first, in two seconds"
     assert values["request_prompt_tokens_sum"] == 7
     assert values["request_generation_tokens_sum"] == 5
     assert values["request_params_max_tokens_sum"] == 50
@@ -128,7 +132,7 @@ def test_a_request_aborted_in_the_queue_counts_no_phase_that_it_never_reached() 
     values = samples(metrics)
     assert values["request_success_total{finished_reason=abort}"] == 1
     assert values["e2e_request_latency_seconds_count"] == 1
-    for name in ("request_queue_time", "request_prefill_time", "request_decode_time", "time_per_output_token"):
+    for name in ("request_queue_time", "request_prefill_time", "request_decode_time", "request_time_per_output_token"):
         assert values[f"{name}_seconds_count"] == 0
     assert values["request_params_max_tokens_count"] == 0
 
@@ -143,6 +147,8 @@ def test_latencies_are_recorded_a_step_at_a_time() -> None:
     assert values["inter_token_latency_seconds_count"] == 64
     assert values["inter_token_latency_seconds_bucket{le=0.01}"] == 0
     assert values["inter_token_latency_seconds_bucket{le=0.025}"] == 64
+    assert values["time_per_output_token_seconds_count"] == 64, "the older name"
+    assert values["request_time_per_output_token_seconds_count"] == 0
 
 
 def test_a_bucket_includes_its_bound() -> None:

@@ -1,0 +1,268 @@
+"""What a real server counts under a known load, read from its text and through a real Prometheus that scrapes it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.server import MODEL, Server, running_server
+
+pytestmark = pytest.mark.slow
+
+NUM_REQUESTS = 12
+PER_REQUEST = [
+    "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
+    "request_prompt_tokens", "request_generation_tokens", "request_params_n",
+]  # fmt: skip
+
+
+@dataclass
+class Load:
+    """What the clients of the load have seen."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    e2e_s: list[float] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+    output_tokens: list[int] = field(default_factory=list)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Prometheus:
+    """A running Prometheus."""
+
+    url: str
+
+    def get(self, path: str) -> object:
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            return json.load(response)["data"]
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """(labels, value) of an instant query."""
+        data = self.get("/api/v1/query?" + urllib.parse.urlencode({"query": expression}))
+        return [(row["metric"], float(row["value"][1])) for row in data["result"]]  # type: ignore[call-overload, index]
+
+    def values(self) -> dict[str, float]:
+        """All samples of vLLM's names, as `text_values` has them."""
+        rows = self.query('{__name__=~"vllm:.*",job="server"}')
+        return {sample_name(labels.pop("__name__"), labels): value for labels, value in rows}
+
+
+def sample_name(name: str, labels: dict[str, str]) -> str:
+    shown = {k: v for k, v in labels.items() if k not in ("model_name", "instance", "job") and v}
+    inside = ",".join(f"{k}={float(v) if k == 'le' else v}" for k, v in sorted(shown.items()))
+    return name.removeprefix("vllm:") + (f"{{{inside}}}" if inside else "")
+
+
+def text_values(server: Server) -> dict[str, float]:
+    """Values by name and labels other than `model_name`."""
+    families = text_string_to_metric_families(server.get("/metrics")[1])
+    return {sample_name(s.name, s.labels): s.value for f in families for s in f.samples if s.name.startswith("vllm:")}
+
+
+@pytest.fixture(scope="module")
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[Server]:
+    with running_server(
+        tmp_path_factory.mktemp("metrics"), "--max-model-len", "1024", "--max-num-seqs", "4",
+        "--enable-prometheus", "--prometheus-port", str(metrics_port),
+    ) as server:  # fmt: skip
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    tmp_path_factory: pytest.TempPathFactory, server: Server, metrics_port: int
+) -> Iterator[Prometheus | None]:
+    """Scrapes the server from before its load; None where there is no Prometheus."""
+    binary = shutil.which("prometheus")
+    if binary is None:
+        yield None
+        return
+    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
+    config = {
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+        "scrape_configs": [
+            {"job_name": "server", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]},
+            {"job_name": "own port", "static_configs": [{"targets": [f"127.0.0.1:{metrics_port}"]}]},
+        ],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    command = [
+        binary, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]  # fmt: skip
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    running = Prometheus(f"http://127.0.0.1:{port}")
+    try:
+        deadline = time.monotonic() + 60
+        while not _is_up(running):
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.1)
+        yield running
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def _is_up(prometheus: Prometheus) -> bool:
+    try:
+        return [value for _, value in prometheus.query("up")] == [1.0, 1.0]
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def load(server: Server, prometheus: Prometheus | None) -> Load:
+    """Twelve streams, and a request whose time is up at once."""
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    load = Load()
+
+    async def stream(i: int) -> None:
+        begun = time.monotonic()
+        chunks = await client.completions.create(
+            model=MODEL, prompt=f"{i} is a number. " * (i + 1), max_tokens=20 + i, stream=True,
+            stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        first = None
+        async for chunk in chunks:
+            if chunk.choices and first is None:
+                first = time.monotonic() - begun
+            if chunk.usage is not None:
+                load.prompt_tokens.append(chunk.usage.prompt_tokens)
+                load.output_tokens.append(chunk.usage.completion_tokens)
+        assert first is not None
+        load.ttft_s.append(first)
+        load.e2e_s.append(time.monotonic() - begun)
+
+    async def run() -> None:
+        streams = [asyncio.create_task(stream(i)) for i in range(NUM_REQUESTS)]
+        left = await client.completions.create(model=MODEL, prompt="Left", extra_body={"timeout": 1e-6})
+        assert left.choices[0].finish_reason == "abort"
+        await asyncio.gather(*streams)
+
+    asyncio.run(run())
+    server.wait_until_idle()
+    return load
+
+
+def check(values: dict[str, float], load: Load) -> None:
+    """The metrics of a server that has had this load and nothing else."""
+
+    def count(name: str) -> float:
+        return values[f"{name}_count"]
+
+    def total(name: str) -> float:
+        return values[f"{name}_sum"]
+
+    assert values["request_success_total{finished_reason=length}"] == NUM_REQUESTS
+    assert values["request_success_total{finished_reason=abort}"] == 1
+    assert values["request_success_total{finished_reason=error}"] == 0
+    # The one whose time was up was never scheduled, or has had a step.
+    for name in PER_REQUEST:
+        assert NUM_REQUESTS <= count(name) <= NUM_REQUESTS + 1, name
+        assert values[f"{name}_bucket{{le=inf}}"] == count(name)
+    assert count("e2e_request_latency_seconds") == NUM_REQUESTS + 1
+    assert count("request_time_per_output_token_seconds") == NUM_REQUESTS
+    assert total("request_params_max_tokens") == sum(load.output_tokens) + 16
+    for counted, name, seen in (
+        ("prompt_tokens_total", "request_prompt_tokens", load.prompt_tokens),
+        ("generation_tokens_total", "request_generation_tokens", load.output_tokens),
+    ):
+        assert sum(seen) <= values[counted] <= sum(seen) + 10, "the other one has few"
+        assert sum(seen) <= total(name) <= sum(seen) + 10
+    num_later_tokens = sum(load.output_tokens) - NUM_REQUESTS
+    assert num_later_tokens <= count("inter_token_latency_seconds") <= num_later_tokens + 10
+    assert count("time_per_output_token_seconds") == count("inter_token_latency_seconds")
+    # A request's phases are its time: sums of sums, whatever the machine.
+    queue, prefill = total("request_queue_time_seconds"), total("request_prefill_time_seconds")
+    decode = total("request_decode_time_seconds")
+    assert total("time_to_first_token_seconds") == pytest.approx(queue + prefill, rel=1e-6)
+    assert total("request_inference_time_seconds") == pytest.approx(prefill + decode, rel=1e-6)
+    assert total("inter_token_latency_seconds") == pytest.approx(decode, rel=1e-6)
+    assert queue + prefill + decode <= total("e2e_request_latency_seconds") * 1.000001
+    # Eight of twelve waited for the first four, and nobody saw an answer before the server had it.
+    assert queue > 0
+    assert total("time_to_first_token_seconds") <= sum(load.ttft_s)
+    assert total("e2e_request_latency_seconds") <= sum(load.e2e_s) + 5.0, "the other one took no time to speak of"
+    # Now all is at rest.
+    for gauge in ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc"):
+        assert values[gauge] == 0
+
+
+def test_the_text_says_what_the_clients_have_seen(server: Server, load: Load) -> None:
+    check(text_values(server), load)
+
+
+def test_the_port_of_its_own_says_the_same(server: Server, load: Load, metrics_port: int) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as response:
+        own = response.read().decode()
+    assert _without_time(own) == _without_time(server.get("/metrics")[1])
+
+
+def _without_time(text: str) -> str:
+    return re.sub(r"(?m)^(vllm:lora_requests_info\{.*\}) \S+$", r"\1", text)
+
+
+def test_prometheus_has_scraped_what_the_clients_have_seen(
+    server: Server, load: Load, prometheus: Prometheus | None
+) -> None:
+    if prometheus is None:
+        pytest.skip("there is no prometheus here (Debian: apt-get install --no-install-recommends prometheus)")
+    expected = text_values(server)
+    deadline = time.monotonic() + 30
+    while (values := prometheus.values())["e2e_request_latency_seconds_count"] != NUM_REQUESTS + 1 or values[
+        "num_requests_running"
+    ]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert values.keys() == expected.keys()
+    check(values, load)
+    types = {name: entries[0]["type"] for name, entries in prometheus.get("/api/v1/metadata").items()}  # type: ignore[attr-defined]
+    found = {name: types[name.removesuffix("_total") if name not in types else name] for name in TYPES}
+    assert found == TYPES
+    # The questions that dashboards ask.
+    ((_, running),) = prometheus.query('max_over_time(vllm:num_requests_running{job="server"}[5m])')
+    assert 0 <= running <= 4
+    ask = 'histogram_quantile(0.5, sum by (le) (vllm:{}_bucket{{job="server"}}))'
+    ((_, median),) = prometheus.query(ask.format("time_to_first_token_seconds"))
+    assert median > 0
+    ((_, tokens),) = prometheus.query('increase(vllm:generation_tokens_total{job="server"}[5m])')
+    assert tokens > 0
+
+
+TYPES = {
+    **dict.fromkeys((f"vllm:{name}" for name in PER_REQUEST), "histogram"),
+    "vllm:iteration_tokens_total": "histogram",
+    "vllm:num_requests_running": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:generation_tokens_total": "counter",
+    "vllm:request_success_total": "counter",
+    "vllm:prefix_cache_hits_total": "counter",
+}  # fmt: skip
