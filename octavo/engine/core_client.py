@@ -101,7 +101,7 @@ class CoreClient:
             read()  # ZeroMQ's descriptor tells only of what comes after one has looked
             await asyncio.wait((failed, ended), return_when=asyncio.FIRST_COMPLETED)
             if not failed.done():
-                await asyncio.wait((failed,), timeout=0.2)
+                await asyncio.wait((failed,), timeout=0.1)  # for what it sent last
             if failed.done():
                 failed.result()
         finally:

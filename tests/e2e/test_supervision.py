@@ -75,7 +75,7 @@ def test_an_engine_that_dies_or_hangs_is_replaced_and_its_requests_get_an_error(
         core = server.core_process()
         if how == "kill":
             core.kill()
-            reason = wait_for_health(server, 503, timeout_s=1)
+            reason = wait_for_health(server, 503, timeout_s=5)
             assert reason["status"] == "restarting"
             assert "exit status -9" in reason["reason"]
         else:
