@@ -120,6 +120,14 @@ class ServerState:
             raise RequestError("X-Request-Id must be 1 to 200 printable ASCII characters.", param="request_id")
         return f"{prefix}-{request_id}", {"X-Request-Id": request_id}
 
+    def deadline(self, body: GenerationRequest) -> float | None:
+        """When the request's time is up (`time.monotonic`): the smaller of its own limit and the server's, if any."""
+        limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
+        if not limits_s:
+            return None
+        arrival = ARRIVAL.get()
+        return (time.monotonic() if arrival is None else arrival.at) + min(limits_s)
+
     async def submit(
         self,
         response_id: str,
@@ -160,9 +168,7 @@ class ServerState:
             )
         if not self.args.disable_log_requests:
             self._log_request(request_id, prompt, request.prompt_token_ids, params)
-        limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
-        deadline = arrival_time + min(limits_s) if limits_s else None
-        outputs = self.engine.generate_from(request, deadline=deadline)
+        outputs = self.engine.generate_from(request, deadline=self.deadline(body))
         if self.tracer is not None:
             outputs = self.tracer.trace(request, outputs, {} if arrival is None else arrival.headers)
         return request.prompt_token_ids, outputs
