@@ -286,6 +286,10 @@ def soak(seconds: float, seed: int, log: Path) -> tuple[dict[str, Any], list[str
         "growth_mib": growth,
         "last_mib": {name: values[-1][1] for name, values in run.memory_mib.items()},
         "counts": counts,
+        "memory_mib": {  # a hundred values of (age of the process in seconds, MiB)
+            name: [(round(age), round(mib, 1)) for age, mib in values[:: max(1, len(values) // 100)]]
+            for name, values in run.memory_mib.items()
+        },
     }
     return measured, wrong
 
@@ -298,10 +302,10 @@ def main() -> int:
     parser.add_argument("--log", type=Path, default=Path("soak.log"), help="Where the server's log is kept.")
     args = parser.parse_args()
     measured, wrong = soak(60 * args.minutes, args.seed, args.log)
-    report = json.dumps({**measured, "wrong": wrong}, indent=1)
-    print(report)
     if args.json is not None:
-        args.json.write_text(report + "\n")
+        args.json.write_text(json.dumps({**measured, "wrong": wrong}, indent=1) + "\n")
+    del measured["memory_mib"]
+    print(json.dumps({**measured, "wrong": wrong}, indent=1))
     return 1 if wrong else 0
 
 

@@ -90,6 +90,15 @@ def test_flags_that_cannot_be_honoured(flags: list[str], said: str) -> None:
     assert said in error
 
 
+@pytest.mark.parametrize("flags", [["--tensor-parallel-size", "2"], ["--max-queue-len", "-1"]])
+def test_in_json_form_the_reason_is_a_line_of_json(flags: list[str]) -> None:
+    status, error = serve("--log-format", "json", *flags)
+    assert status == 1
+    (line,) = [json.loads(line) for line in error.splitlines()]
+    assert line["level"] == "CRITICAL"
+    assert flags[0] in line["message"]
+
+
 def test_no_network_and_no_cache_says_what_to_do(tmp_path: Path) -> None:
     status, error = serve(
         OCTAVO_CACHE=str(tmp_path), PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_NO_INDEX="1", PIP_RETRIES="0",

@@ -12,7 +12,7 @@ from octavo.entrypoints.cli.config_file import config_flags
 from octavo.entrypoints.cli.errors import run_command
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
-from octavo.logs import JSON
+from octavo.logs import JSON, configure_logging
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo serve") -> in
         except OctavoError as error:
             if server_args.log_format != JSON:
                 raise
+            configure_logging("server", log_format=JSON)  # unless that has been done
             logging.getLogger("octavo.server").critical("%s", error)
             sys.exit(1)
 
