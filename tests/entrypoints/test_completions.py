@@ -232,3 +232,42 @@ def test_two_requests_may_have_the_same_id_at_once(http: httpx.Client, engine: F
     response = http.post("/v1/completions", json={"prompt": ["a", "b"], "request_id": "same"})
     assert response.status_code == 200
     assert len(response.json()["choices"]) == 2
+
+
+def test_a_scored_prompt_has_reached_its_length_whatever_would_come_next(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    engine.answer = ""
+    answer = complete(client, prompt="ab", echo=True, logprobs=0, max_tokens=0)
+    assert (answer.choices[0].finish_reason, answer.choices[0].text) == ("length", "ab")
+    _, ends, _ = streamed(client, prompt="ab", echo=True, max_tokens=0)
+    assert ends == {0: "length"}
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"echo": True, "logprobs": 1}, {"prompt": ["a", "bc"]}])
+def test_token_ids_come_when_asked_and_streams_have_the_same(
+    client: openai.OpenAI, engine: FakeEngine, fields: dict[str, Any]
+) -> None:
+    engine.answer = "Grüße, 世界"
+    asked = {**fields, "extra_body": {"return_token_ids": True}}
+    whole = complete(client, **asked)
+    prompts = fields.get("prompt", ["Say hi"])
+    for choice in whole.choices:
+        text = engine.answer + str(choice.index or "") * ("n" in fields)
+        assert choice.token_ids == [*engine.inputs.encode(text), engine.tokenizer.eos_token_id]
+        assert choice.prompt_token_ids == engine.inputs.encode(prompts[choice.index if len(prompts) > 1 else 0])
+    _, _, chunks = streamed(client, **asked)
+    token_ids: dict[int, list[int]] = {}
+    prompt_ids: dict[int, list[int]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        if getattr(choice, "prompt_token_ids", None) is not None:
+            assert choice.index not in token_ids, "the prompt comes with the first chunk of its choice"
+            prompt_ids[choice.index] = choice.prompt_token_ids
+        token_ids.setdefault(choice.index, []).extend(choice.token_ids)
+    assert token_ids == {choice.index: choice.token_ids for choice in whole.choices}
+    assert prompt_ids == {choice.index: choice.prompt_token_ids for choice in whole.choices}
+
+
+def test_answers_without_token_ids_do_not_mention_them(http: httpx.Client) -> None:
+    assert '"token_ids":[' not in http.post("/v1/completions", json={"prompt": "a"}).text
+    assert "token_ids" not in http.post("/v1/completions", json={"prompt": "a", "stream": True}).text

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
-from octavo.entrypoints.openai import chat, completions, health, models
+from octavo.entrypoints.openai import chat, completions, generate, health, models, tokenize
 from octavo.entrypoints.openai.errors import add_error_handlers
 from octavo.entrypoints.openai.gate import Gate
 from octavo.entrypoints.openai.protocol import ErrorResponse
@@ -34,7 +34,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> FastAPI:
         title="Octavo", version=__version__, responses={code: {"model": ErrorResponse} for code in ("4XX", "5XX")}
     )
     app.state.octavo = state
-    for module in (completions, chat, models, health):
+    for module in (completions, chat, models, tokenize, generate, health):
         app.include_router(module.router)
     add_error_handlers(app)
     # The last one added is the outermost: CORS answers preflight requests, which bring no key, and marks errors too.

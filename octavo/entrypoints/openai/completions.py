@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -26,6 +27,9 @@ from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, 
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 router = APIRouter(tags=["OpenAI"])
 
 MAX_PROMPTS = 2048  # in one request
@@ -40,6 +44,13 @@ async def create_completion(body: CompletionRequest, raw: Request) -> Response:
         return EventStream(job.stream(), job.headers)
     response = await run_until_disconnect(job.collect(), raw.receive)
     return Response(status_code=499) if response is None else json_response(response, job.headers)
+
+
+def prompt_text(
+    tokenizer: PreTrainedTokenizerFast, prompt: str | list[int], token_ids: list[int], *, is_cut: bool
+) -> str:
+    """What an answer that repeats its prompt starts with. `token_ids` are what is left of a prompt that `is_cut`."""
+    return prompt if isinstance(prompt, str) and not is_cut else str(tokenizer.decode(token_ids))
 
 
 @dataclass(slots=True)
@@ -82,8 +93,8 @@ class _Job:
             )
             echo = None
             if body.echo:
-                whole = isinstance(prompt, str) and body.truncate_prompt_tokens is None
-                echo = str(prompt) if whole else str(self._state.engine.tokenizer.decode(token_ids))
+                is_cut = body.truncate_prompt_tokens is not None
+                echo = prompt_text(self._state.engine.tokenizer, prompt, token_ids, is_cut=is_cut)
             self._prompts.append(_Prompt(echo, token_ids))
             self._generators.append(generator)
 
@@ -94,13 +105,17 @@ class _Job:
             prompt = self._note(prompt_index, output)
             for completion in output.outputs:
                 text, logprobs = self._take(prompt, completion)
+                finish_reason, stop_reason = self._end(completion)
                 choice = CompletionChoice(
                     index=prompt_index * self._body.num_choices + completion.index,
                     text=text,
                     logprobs=logprobs,
-                    finish_reason=completion.finish_reason or "abort",
-                    stop_reason=completion.stop_reason,
+                    finish_reason=finish_reason or "abort",
+                    stop_reason=stop_reason,
                 )
+                if self._body.return_token_ids:
+                    choice.token_ids = [] if self._body.only_prompt else completion.token_ids
+                    choice.prompt_token_ids = prompt.token_ids
                 if self._body.prompt_logprobs is not None and prompt.logprobs is not None:
                     choice.prompt_logprobs = self._formatter.prompt(prompt.logprobs)
                 choices.append(choice)
@@ -125,7 +140,13 @@ class _Job:
             wants_usage=body.wants_usage,
         )
         # Nothing but text, which is what most chunks are.
-        plain = body.logprobs is None and not body.echo and not body.only_prompt and not body.wants_continuous_usage
+        plain = (
+            body.logprobs is None
+            and not body.echo
+            and not body.only_prompt
+            and not body.wants_continuous_usage
+            and not body.return_token_ids
+        )
         num_choices = body.num_choices
         outputs = merge(self._generators)
         try:
@@ -150,17 +171,31 @@ class _Job:
 
     def _event(self, writer: ChunkWriter, index: int, prompt: _Prompt, completion: CompletionOutput) -> bytes:
         """One chunk in full generality; empty when it would say nothing."""
+        is_first = completion.index not in prompt.offsets
         text, logprobs = self._take(prompt, completion)
-        if not text and completion.finish_reason is None and (logprobs is None or not logprobs.tokens):
+        finish_reason, stop_reason = self._end(completion)
+        extra = b""
+        if self._body.return_token_ids:
+            token_ids = [] if self._body.only_prompt else completion.token_ids
+            extra = b',"token_ids":' + encode_json(token_ids)
+            if is_first:
+                extra += b',"prompt_token_ids":' + encode_json(prompt.token_ids)
+        if not text and not extra and finish_reason is None and (logprobs is None or not logprobs.tokens):
             return b""
         return writer.choice(
             index,
-            b'"text":' + encode_json(text),
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
+            b'"text":' + encode_json(text) + extra,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
             logprobs=None if logprobs is None else logprobs.model_dump_json().encode(),
             usage=self._usage().model_dump_json().encode() if self._body.wants_continuous_usage else None,
         )
+
+    def _end(self, completion: CompletionOutput) -> tuple[str | None, int | str | None]:
+        """Why a choice ended: a prompt that is only scored has reached its length, whatever came after it."""
+        if self._body.only_prompt and completion.finish_reason == "stop":
+            return "length", None
+        return completion.finish_reason, completion.stop_reason
 
     def _note(self, prompt_index: int, output: RequestOutput) -> _Prompt:
         prompt = self._prompts[prompt_index]

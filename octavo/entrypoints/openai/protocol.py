@@ -7,7 +7,7 @@ OpenAI does. Chunks of streams are written by `streaming`, not from models: they
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -66,15 +66,17 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 
 
-def refuse_unbuilt(data: Any) -> Any:
-    """Take the fields of `_NOT_BUILT` out of a request body, or refuse the first that asks for something."""
+def refuse_unbuilt(data: Any, built: Container[str] = ()) -> Any:
+    """Take the fields of `_NOT_BUILT` out of a request body, or refuse the first that asks for something. A field that
+    is `built` for this route stays."""
     if not isinstance(data, dict):
         return data
-    for name in _NOT_BUILT.keys() & data.keys():
+    unbuilt = [name for name in data if name in _NOT_BUILT and name not in built]
+    for name in unbuilt:
         value = data[name]
         if value is not None and not any(type(value) is type(idle) and value == idle for idle in _NOT_BUILT[name]):
             raise RequestError(f"{name} is not built yet; leave it out.", param=name)
-    return {name: value for name, value in data.items() if name not in _NOT_BUILT}
+    return {name: value for name, value in data.items() if name not in unbuilt} if unbuilt else data
 
 
 def _check_text(text: str) -> str:
@@ -128,6 +130,21 @@ Prompts = Annotated[
             ]
         }
     ),
+]
+
+
+def _check_one_prompt(value: Any) -> str | list[int]:
+    if isinstance(value, str):
+        return _check_text(value)
+    if not value or not _is_token_ids(value):
+        raise ValueError("should be a string or a list of token ids")
+    return list(value)
+
+
+Prompt = Annotated[
+    str | list[int],
+    PlainValidator(_check_one_prompt),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _TOKEN_IDS_SCHEMA]}),
 ]
 
 
@@ -199,12 +216,10 @@ class ChatMessage(_Request):
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
 
 
-class GenerationRequest(_Request):
-    """What completions and chat completions have in common: sampling, streaming and vLLM's extras."""
+class SamplingRequest(_Request):
+    """What every route that generates has in common: sampling, and how the request is treated on its way."""
 
-    model: Text | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     # OpenAI's sampling.
     n: Int | None = None
     temperature: float | None = None
@@ -214,11 +229,6 @@ class GenerationRequest(_Request):
     seed: Int | None = None
     stop: Texts | None = None
     logit_bias: dict[str, float] | None = None
-    # OpenAI's notes about the caller, which by their documentation do not change the answer.
-    user: Text | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
     # vLLM's sampling.
     best_of: Int | None = None
     top_k: Int | None = None
@@ -233,20 +243,42 @@ class GenerationRequest(_Request):
     bad_words: list[Text] | None = None
     allowed_token_ids: list[TokenId] | None = None
     truncate_prompt_tokens: Int | None = None
-    prompt_logprobs: Int | None = None
     # vLLM's others.
     add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     request_id: Id | None = None
     cache_salt: Annotated[Text, Field(min_length=1)] | None = None
-    return_tokens_as_token_ids: bool | None = None
     # Octavo's own: seconds from arrival after which the request ends with what it has.
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unbuilt(cls, data: Any) -> Any:
-        return refuse_unbuilt(data)
+        return refuse_unbuilt(data, cls.model_fields)
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    def _sampling_params(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None}
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**{**defaults, **given, **fields}, output_kind=kind)
+
+
+class GenerationRequest(SamplingRequest):
+    """What completions and chat completions have in common beside that."""
+
+    model: Text | None = None
+    stream_options: StreamOptions | None = None
+    # OpenAI's notes about the caller, which by their documentation do not change the answer.
+    user: Text | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    # vLLM's.
+    prompt_logprobs: Int | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
@@ -257,10 +289,6 @@ class GenerationRequest(_Request):
         return self
 
     @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
-
-    @property
     def wants_usage(self) -> bool:
         """A last chunk with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -269,11 +297,6 @@ class GenerationRequest(_Request):
     def wants_continuous_usage(self) -> bool:
         """The usage so far in every chunk."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    def _sampling_params(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
-        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
-        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return SamplingParams(**{**defaults, **given, **fields}, output_kind=kind)
 
 
 _SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields]
@@ -286,6 +309,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Int | None = None
     echo: bool | None = None
     logprobs: Int | None = None
+    return_token_ids: bool | None = None
 
     @property
     def only_prompt(self) -> bool:
@@ -331,6 +355,55 @@ class ChatCompletionRequest(GenerationRequest):
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
         return self._sampling_params(defaults, **fields)
+
+
+class GenerateRequest(SamplingRequest):
+    """Body of POST /generate."""
+
+    prompt: Prompt
+    max_tokens: Int | None = None
+
+    def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """`defaults` are the model's, for what is left out. Raises `RequestError` for values out of range."""
+        return self._sampling_params(defaults, **({} if self.max_tokens is None else {"max_tokens": self.max_tokens}))
+
+
+class TokenizeRequest(_Request):
+    """Body of POST /tokenize: a prompt, or the messages of a chat, with what would be done to them."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unbuilt(cls, data: Any) -> Any:
+        return refuse_unbuilt(data, cls.model_fields)
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("Send either prompt or messages.", param="prompt")
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise RequestError(f"{name} is for messages; a prompt has no chat template.", param=name)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
+            )
+        return self
+
+
+class DetokenizeRequest(_Request):
+    """Body of POST /detokenize."""
+
+    model: Text | None = None
+    tokens: list[TokenId]
 
 
 class ErrorInfo(BaseModel):
@@ -397,6 +470,8 @@ class CompletionChoice(BaseModel):
     finish_reason: str
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None  # with return_token_ids
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -447,3 +522,20 @@ class ChatCompletionResponse(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+
+
+class GenerateResponse(BaseModel):
+    """Each text is the prompt and what continues it. A stream's lines are the same, as far as they have come."""
+
+    text: list[str]
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from octavo.engine.wire import EngineRequest
 from octavo.entrypoints.openai.errors import RETRY_AFTER_S
-from octavo.entrypoints.openai.protocol import ID_PATTERN, GenerationRequest, PromptTokensDetails, Usage
+from octavo.entrypoints.openai.protocol import ID_PATTERN, PromptTokensDetails, SamplingRequest, Usage
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.outputs import RequestOutput
@@ -109,7 +109,7 @@ class ServerState:
             code="model_not_found",
         )
 
-    def response_id(self, prefix: str, body: GenerationRequest, raw: Request) -> tuple[str, dict[str, str]]:
+    def response_id(self, prefix: str, body: SamplingRequest, raw: Request) -> tuple[str, dict[str, str]]:
         """The response's id and headers: from the body's `request_id` or the header X-Request-Id, or a new one."""
         given = body.request_id or raw.headers.get("x-request-id")
         if given is None:
@@ -131,7 +131,7 @@ class ServerState:
     async def submit(
         self,
         response_id: str,
-        body: GenerationRequest,
+        body: SamplingRequest,
         params: SamplingParams,
         prompt: str | list[int],
         *,

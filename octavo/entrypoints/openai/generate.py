@@ -1,0 +1,63 @@
+"""POST /generate: vLLM's plain route. One prompt and flat sampling parameters in, prompt and answer as one text out.
+
+A stream is a line of JSON for each step, with all the text so far; an error in it is a line with the error body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from octavo.entrypoints.openai.completions import prompt_text
+from octavo.entrypoints.openai.errors import describe, error_body
+from octavo.entrypoints.openai.protocol import GenerateRequest, GenerateResponse
+from octavo.entrypoints.openai.state import json_response, state_of
+from octavo.entrypoints.openai.streaming import EventStream, encode_json, run_until_disconnect
+from octavo.outputs import RequestOutput
+
+router = APIRouter(tags=["vLLM"])
+
+
+class LineStream(EventStream):
+    """Lines of JSON instead of server-sent events."""
+
+    media_type = "application/x-ndjson"
+
+
+@router.post("/generate", response_model=GenerateResponse)
+async def generate(body: GenerateRequest, raw: Request) -> Response:
+    """Continue one prompt."""
+    state = state_of(raw)
+    params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
+    response_id, headers = state.response_id("gen", body, raw)
+    token_ids, outputs = await state.submit(
+        response_id, body, params, body.prompt, add_special_tokens=body.add_special_tokens is not False
+    )
+    start = prompt_text(state.engine.tokenizer, body.prompt, token_ids, is_cut=body.truncate_prompt_tokens is not None)
+    texts = [start] * body.num_choices
+    if body.stream:
+        return LineStream(_lines(texts, outputs), headers)
+    response = await run_until_disconnect(_collect(texts, outputs), raw.receive)
+    return Response(status_code=499) if response is None else json_response(response, headers)
+
+
+async def _collect(texts: list[str], outputs: AsyncGenerator[RequestOutput, None]) -> GenerateResponse:
+    async for output in outputs:
+        for completion in output.outputs:
+            texts[completion.index] += completion.text
+    return GenerateResponse(text=texts)
+
+
+async def _lines(texts: list[str], outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async for output in outputs:
+            for completion in output.outputs:
+                texts[completion.index] += completion.text
+            yield encode_json({"text": texts}) + b"\n"
+    except Exception as error:
+        message, status, param, code = describe(error)
+        yield error_body(message, status, param=param, code=code) + b"\n"
+    finally:
+        await outputs.aclose()

@@ -1,0 +1,66 @@
+"""POST /tokenize and /detokenize: text to the token ids that the model would see, and back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+
+from octavo.entrypoints.chat_template import render_chat
+from octavo.entrypoints.openai.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from octavo.entrypoints.openai.state import MAX_INLINE_LENGTH, ServerState, state_of
+from octavo.errors import RequestError
+
+router = APIRouter(tags=["vLLM"])
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, raw: Request) -> TokenizeResponse:
+    """The token ids of a prompt, or of a conversation after the chat template."""
+    state = state_of(raw)
+    state.resolve_model(body.model)
+    text = _text(state, body)
+    # The chat template has put the special tokens in already.
+    add_special_tokens = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+    inputs = state.engine.inputs
+    if len(text) > MAX_INLINE_LENGTH:
+        tokens = await asyncio.to_thread(inputs.encode, text, add_special_tokens)
+    else:
+        tokens = inputs.encode(text, add_special_tokens)
+    names = state.engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    return TokenizeResponse(
+        count=len(tokens),
+        max_model_len=state.engine.config.model.max_model_len,
+        tokens=tokens,
+        token_strs=None if names is None else list(names),
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, raw: Request) -> DetokenizeResponse:
+    """The text of token ids, special tokens included."""
+    state = state_of(raw)
+    state.resolve_model(body.model)
+    tokenizer = state.engine.tokenizer
+    num_known = len(tokenizer)
+    if body.tokens and max(body.tokens) >= num_known:
+        raise RequestError(
+            f"tokens has token id {max(body.tokens)}; the tokenizer's are 0 to {num_known - 1}.", param="tokens"
+        )
+    if len(body.tokens) > MAX_INLINE_LENGTH:
+        return DetokenizeResponse(prompt=str(await asyncio.to_thread(tokenizer.decode, body.tokens)))
+    return DetokenizeResponse(prompt=str(tokenizer.decode(body.tokens)))
+
+
+def _text(state: ServerState, body: TokenizeRequest) -> str:
+    if body.messages is None:
+        assert body.prompt is not None
+        return body.prompt
+    continues = bool(body.continue_final_message)
+    return render_chat(
+        state.engine.tokenizer,
+        [message.model_dump(exclude_none=True) for message in body.messages],
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+        template_options=body.chat_template_kwargs,
+    )
