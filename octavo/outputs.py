@@ -63,3 +63,24 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One answer of a beam search. `tokens` and `text` are of prompt and output; a token that ended it is not in them
+    unless `include_stop_str_in_output` asks for it, but counts in the score."""
+
+    tokens: list[int]
+    logprobs: list[PositionLogprobs]  # of each output token, and of the best beside it
+    cum_logprob: float
+    text: str
+    finish_reason: str | None
+    stop_reason: int | str | None
+    score: float  # what answers are ranked by: cum_logprob over (output tokens ** length_penalty)
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The answers of one prompt, best first: as many as there were beams."""
+
+    sequences: list[BeamSearchSequence]

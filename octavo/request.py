@@ -9,9 +9,13 @@ from __future__ import annotations
 import hashlib
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from octavo.engine.wire import EngineRequest, TokenLogprobs
 from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.scheduling.beams import Beam
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +41,7 @@ class Sequence:
     first_scheduled_time: float = 0.0
     is_aborted: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    beam: Beam | None = None  # set if it is a beam of a search
 
     @property
     def params(self) -> SamplingParams:
@@ -63,6 +68,12 @@ class Sequence:
     def num_rows(self) -> int:
         """Runner rows that it holds or has reserved for its forks."""
         return 1 + self.num_pending_forks
+
+    @property
+    def is_held(self) -> bool:
+        """A beam that has been computed and waits for the others of its search. Held, it may lose its blocks and its
+        row; it does not stand in the queue."""
+        return self.beam is not None and self.beam.group.is_held(self)
 
     def fork(self, index: int) -> Sequence:
         """A sibling that has computed the same tokens. The caller shares the blocks."""

@@ -18,6 +18,7 @@ from octavo.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_LENGTH_PENALTY = 10  # beyond it the powers of long outputs leave what floating-point numbers can hold
 # Sees (prompt_token_ids, output_token_ids, logits [vocab_size] float32) and returns the logits to use.
 LogitsProcessor = Callable[[list[int], list[int], Any], Any]
 
@@ -78,6 +79,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Keep only this many of the prompt's last tokens; -1 is as many as fit."""
     logits_processors: list[Any] | None = None
     """Callables of the `LogitsProcessor` form; only where the engine runs in the caller's process (`LLM`)."""
+    use_beam_search: bool = False
+    """Search for the `n` likeliest completions with `best_of` beams (or `n`), as `transformers` does. A temperature
+    other than 0 scales the logits that beams are scored by."""
+    length_penalty: float = 1.0
+    """With beam search: scores are divided by output tokens ** this, so that values above 0 favour long completions."""
+    early_stopping: bool | str = False
+    """With beam search: True ends it as soon as there are as many completions as beams, False when better ones are
+    unlikely, "never" when they are impossible."""
     structured_outputs: Any = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     bad_words_token_ids: list[list[int]] | None = None
@@ -101,16 +110,24 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that the engine runs for this request."""
+        """Sequences that the engine runs for this request; with beam search the beams."""
         return self.best_of or self.n
+
+    @property
+    def num_completions(self) -> int:
+        """Completions that come out of the engine: all sequences, or what a beam search has found best."""
+        return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether the engine must report the log-probability of each sampled token."""
-        return self.logprobs is not None or self.num_sequences > self.n
+        return self.logprobs is not None or self.num_sequences > self.n or self.use_beam_search
 
     def _check_types(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"):
+        for name in (
+            "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p",
+            "length_penalty",
+        ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
                 _refuse(name, value, "a finite number")
@@ -166,8 +183,59 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if self.stop and not self.detokenize:
             _refuse("stop", self.stop, "empty when detokenize is false: stop strings are found in the text")
         require("structured_outputs", self.structured_outputs is None, "null: structured output is not built yet")
-        if self.num_sequences > self.n and self.output_kind is RequestOutputKind.DELTA:
+        self._check_beam_search()
+        if self.num_completions > self.n and self.output_kind is RequestOutputKind.DELTA:
             _refuse("best_of", self.best_of, f"equal to n ({self.n}) in a stream: the best are known only at the end")
+
+    def _check_beam_search(self) -> None:
+        if type(self.use_beam_search) is not bool:
+            _refuse("use_beam_search", self.use_beam_search, "true or false")
+        if type(self.early_stopping) is not bool and self.early_stopping != "never":
+            _refuse("early_stopping", self.early_stopping, 'true, false or "never"')
+        if not self.use_beam_search:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
+                    _refuse(name, getattr(self, name), f"{default} without use_beam_search")
+            return
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            _refuse("length_penalty", self.length_penalty, f"between -{MAX_LENGTH_PENALTY} and {MAX_LENGTH_PENALTY}")
+        # What shapes the random choice among tokens, or ends a completion by its text, has no place in the search.
+        for name, is_idle in (
+            ("top_p", self.top_p == 1),
+            ("top_k", self.top_k <= 0),
+            ("min_p", self.min_p == 0),
+            ("stop", not self.stop),
+            ("structured_outputs", self.structured_outputs is None),
+        ):
+            if not is_idle:
+                _refuse(name, getattr(self, name), "left out with use_beam_search")
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=False, omit_defaults=True):
+    """Parameters of `LLM.beam_search`."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def to_sampling_params(self) -> SamplingParams:
+        """The same search as parameters of a request. Raises `RequestError` for values out of range."""
+        if not _is_integer(self.beam_width) or not 1 <= self.beam_width <= MAX_N:
+            _refuse("beam_width", self.beam_width, f"between 1 and {MAX_N}")
+        return SamplingParams(
+            use_beam_search=True,
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=False,
+            logprobs=min(2 * self.beam_width, MAX_LOGPROBS),
+        )
 
 
 def _refuse(name: str, value: object, expected: str) -> None:

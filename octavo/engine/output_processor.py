@@ -130,7 +130,7 @@ class _Request:
         self.request = request
         self.shown_id = shown_id
         self.prompt = prompt
-        self.completions = [_Completion(request, i, tokenizer) for i in range(request.params.num_sequences)]
+        self.completions = [_Completion(request, i, tokenizer) for i in range(request.params.num_completions)]
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.num_cached_tokens = 0
@@ -138,7 +138,7 @@ class _Request:
         params = request.params
         self.is_delta = params.output_kind is RequestOutputKind.DELTA
         # Which completions are the best is known only at the end.
-        self.is_ranked = params.num_sequences > params.n
+        self.is_ranked = params.num_completions > params.n
         self.is_final_only = self.is_ranked or params.output_kind is RequestOutputKind.FINAL_ONLY
 
     @property

@@ -16,8 +16,8 @@ from octavo.entrypoints.chat_template import render_chat
 from octavo.errors import RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.logs import configure_logging
-from octavo.outputs import RequestOutput
-from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
 class LLM:
@@ -98,6 +98,33 @@ class LLM:
             )
             prompts.append({"prompt": text, "prompt_token_ids": self.inputs.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt, by `transformers`' rules (`generate(num_beams=...)`)."""
+        outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm)
+        return [
+            BeamSearchOutput([self._beam(output, completion, params) for completion in output.outputs])
+            for output in outputs
+        ]
+
+    def _beam(
+        self, output: RequestOutput, completion: CompletionOutput, params: BeamSearchParams
+    ) -> BeamSearchSequence:
+        assert completion.logprobs is not None and completion.cumulative_logprob is not None
+        is_stopped = completion.finish_reason == "stop" and not params.include_stop_str_in_output
+        token_ids = completion.token_ids[:-1] if is_stopped else completion.token_ids
+        tokens = output.prompt_token_ids + token_ids
+        return BeamSearchSequence(
+            tokens=tokens,
+            logprobs=completion.logprobs,
+            cum_logprob=completion.cumulative_logprob,
+            text=str(self.tokenizer.decode(tokens)),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            score=completion.cumulative_logprob / len(completion.token_ids) ** params.length_penalty,
+        )
 
     def _params_for(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

@@ -71,6 +71,8 @@ class ModelRunner:
                 self._wants_prompt_logprobs[admission.row] = admission.params.prompt_logprobs
         for row, position, block in plan.new_blocks:
             self.table.blocks[row, position] = block
+        for row, position, token in plan.new_tokens:
+            self.table.tokens[row, position] = token
 
     def _sample(self, logits: Tensor, best: Tensor) -> StepResult:
         """Draw the plan's samples and append the first of each row to the row's tokens."""

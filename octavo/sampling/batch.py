@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.sampling.beams import Beams
 from octavo.sampling_params import LogitsProcessor, SamplingParams
 from octavo.scheduling.plan import Admission
 
@@ -103,6 +104,7 @@ class SamplingBatch:
     special: list[
         tuple[int, RowSettings, NDArray[np.int32]]
     ]  # samples whose logits are processed: (n, settings, tokens)
+    beams: Beams
 
 
 class SamplingTable:
@@ -119,6 +121,7 @@ class SamplingTable:
         self._index = np.zeros(max_num_seqs, np.uint64)
         self._num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self._num_logprobs = np.zeros(max_num_seqs, np.int64)
+        self._beams: dict[int, tuple[int, float]] = {}  # rows of beams: tokens to offer, temperature
         self._demanding: set[int] = set()  # rows that ask for more than the most likely token
 
     def admit(self, admission: Admission) -> None:
@@ -133,6 +136,13 @@ class SamplingTable:
         self._index[row] = admission.index
         self._num_prompt_tokens[row] = admission.num_prompt_tokens
         self._num_logprobs[row] = (params.logprobs or 0) if params.wants_logprobs else -1
+        self._beams.pop(row, None)
+        if params.use_beam_search:
+            # As many as could be chosen from this beam alone, were its likeliest tokens those that end it.
+            num_offered = max(params.num_sequences + len(admission.stop_token_ids), params.logprobs or 0)
+            self._beams[row] = num_offered, params.temperature
+            self._temperature[row] = 0.0
+            self._num_logprobs[row] = -1  # they have their own
         is_demanding = params.temperature > 0 or params.wants_logprobs or self._is_special[row]
         (self._demanding.add if is_demanding else self._demanding.discard)(row)
 
@@ -158,6 +168,9 @@ class SamplingTable:
                 for n in np.flatnonzero(self._is_special[rows])
                 if (settings := self.settings[rows[n]]) is not None
             ],
+            beams=[(n, *self._beams[row]) for n, row in enumerate(rows.tolist()) if row in self._beams]
+            if self._beams
+            else [],
         )
 
 

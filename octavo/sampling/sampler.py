@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.engine.wire import TokenLogprobs
 from octavo.ops import Ops
 from octavo.sampling.batch import SamplingBatch
+from octavo.sampling.beams import offers, score_beams
 from octavo.sampling.processors import process_logits
 from octavo.sampling.random import uniform
 from octavo.sampling_params import MAX_LOGPROBS
@@ -42,6 +43,8 @@ class Sampler:
         wanted = np.flatnonzero(batch.num_logprobs >= 0)
         raw = logits[torch.from_numpy(wanted)] if len(wanted) else None  # before penalties, as the model said
         errors = {}
+        if batch.beams:
+            score_beams(logits, batch.beams)
         if batch.special:
             errors = process_logits(logits, batch.special)
             best = self.ops.argmax(logits)
@@ -58,11 +61,14 @@ class Sampler:
                 torch.from_numpy(batch.min_p[rows]),
                 torch.from_numpy(uniform(batch.seed[rows], batch.index[rows], batch.position[rows])),
             ).numpy()
-        if raw is None:
+        if raw is None and not batch.beams:
             return tokens, None, errors
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        found = token_logprobs(raw, tokens[wanted], batch.num_logprobs[wanted])
-        for n, entry in zip(wanted.tolist(), found, strict=True):
+        if raw is not None:
+            found = token_logprobs(raw, tokens[wanted], batch.num_logprobs[wanted])
+            for n, entry in zip(wanted.tolist(), found, strict=True):
+                logprobs[n] = entry
+        for n, entry in offers(logits, tokens.tolist(), batch.beams):
             logprobs[n] = entry
         return tokens, logprobs, errors
 

@@ -30,6 +30,7 @@ class StepPlan:
     moves: BlockMoves = field(default_factory=BlockMoves)
     admissions: list[Admission] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position in its table, block)
+    new_tokens: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position, token) that the core chose
     rows: list[int] = field(default_factory=list)
     num_computed: list[int] = field(default_factory=list)  # tokens already in the cache
     num_tokens: list[int] = field(default_factory=list)  # tokens to compute now, those after num_computed
@@ -45,6 +46,7 @@ class StepResult:
     """What a step produced. `tokens` has `num_samples` entries for each row of the plan, one row after the other."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None  # parallel to `tokens`; None when nobody asks for them
+    # Parallel to `tokens`; None when nobody asks for them. Beams have the best tokens here, whatever else they ask for.
+    logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: its prompt positions so far
     errors: dict[int, str] = field(default_factory=dict)  # by row: a logits processor of that request failed

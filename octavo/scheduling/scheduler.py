@@ -19,6 +19,7 @@ from octavo.engine.wire import EngineRequest, EngineStats, SequenceOutput
 from octavo.errors import RequestError
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import Sequence
+from octavo.scheduling.beams import Beam, BeamGroup, Continuation
 from octavo.scheduling.plan import Admission, StepPlan, StepResult
 
 _scheduling_order = attrgetter("key", "index")
@@ -62,6 +63,14 @@ class Scheduler:
                 f"the request needs {longest} tokens of KV cache ({len(request.prompt_token_ids)} of prompt and up to "
                 f"{request.max_tokens} of output) and the cache holds {capacity}."
             )
+        if request.params.use_beam_search:
+            needed = request.params.num_sequences * self.cache.blocks_for(longest)
+            if needed > self.cache.pool.num_blocks:
+                raise RequestError(
+                    f"{request.params.num_sequences} beams of up to {longest} tokens need {needed} blocks of KV cache "
+                    f"at once and it has {self.cache.pool.num_blocks}.",
+                    param="n",
+                )
         if request.params.num_sequences > self.config.max_num_seqs:
             raise RequestError(
                 f"the request needs {request.params.num_sequences} sequences at once and --max-num-seqs is "
@@ -79,15 +88,18 @@ class Scheduler:
             token_ids=list(request.prompt_token_ids),
             num_pending_forks=request.params.num_sequences - 1,
         )
+        if request.params.use_beam_search:
+            seq.beam = Beam(BeamGroup(request.params, request.max_tokens))
         self._requests[request.request_id] = [seq]
         self._num_live += 1
         self._push_waiting(seq)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences, and free its blocks at once. Unknown ids are ignored, and so are
-        single sequences before the forks have started: until then one stands for all."""
+        single sequences before the forks have started: until then one stands for all. A beam is nothing that one could
+        mean."""
         for seq in list(self._requests.get(request_id, ())):
-            if index is None or (seq.index == index and not seq.num_pending_forks):
+            if index is None or (seq.index == index and not seq.num_pending_forks and seq.beam is None):
                 seq.is_aborted = True
                 self._drop(seq)
 
@@ -98,6 +110,9 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         budget, preempted = self._schedule_running(plan, budget)
         if not preempted:
+            self._schedule_waiting(plan, budget)
+        while not plan.rows and self.running:  # beams that wait for others, which find no blocks or no rows
+            self._preempt(self.running.pop())
             self._schedule_waiting(plan, budget)
         plan.moves = self.cache.take_moves()
         # A plan without rows is not executed. The first sequence always gets its blocks: the pool holds any one alone.
@@ -111,6 +126,8 @@ class Scheduler:
             seq = self.running[i]
             i += 1
             num_tokens = seq.num_lacking_tokens
+            if num_tokens == 0:
+                continue  # a beam that waits for the others
             if num_tokens > 1:
                 # One token is kept back for each sequence behind, so that a long prompt never stalls the decodes.
                 num_tokens = min(num_tokens, max(1, budget - (len(self.running) - i)))
@@ -176,6 +193,8 @@ class Scheduler:
         assert seq.row is not None
         if seq.is_admitted_to_runner:
             plan.new_blocks += [(seq.row, position, block) for position, block in changed]
+            if seq.beam is not None:  # the runner does not know which token was chosen
+                plan.new_tokens.append((seq.row, seq.num_tokens - 1, seq.token_ids[-1]))
         else:
             seq.is_admitted_to_runner = True
             plan.admissions.append(
@@ -193,7 +212,8 @@ class Scheduler:
         plan.rows.append(seq.row)
         plan.num_computed.append(seq.num_computed_tokens)
         plan.num_tokens.append(num_tokens)
-        plan.num_samples.append(seq.num_rows if num_tokens == seq.num_lacking_tokens else 0)
+        num_samples = 1 if seq.beam is not None else seq.num_rows
+        plan.num_samples.append(num_samples if num_tokens == seq.num_lacking_tokens else 0)
         self._scheduled.append(seq)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
@@ -204,9 +224,12 @@ class Scheduler:
             self._scheduled, plan.rows, plan.num_tokens, plan.num_samples, strict=True
         ):
             first, place = place, place + num_samples
+            if seq.is_aborted:
+                continue  # a beam whose search has ended with the error of another
             if row in result.errors:
                 outputs.append(self._output(seq, [], "error", error=result.errors[row]))
-                self._drop(seq)
+                for other in list(self._requests[seq.request.request_id]) if seq.beam is not None else [seq]:
+                    self._drop(other)
                 continue
             self._stats.num_computed_tokens += num_tokens
             seq.num_computed_tokens += num_tokens
@@ -215,7 +238,12 @@ class Scheduler:
                 # A preempted prompt starts over: what it reported before is replaced by the same values.
                 position = seq.num_computed_tokens - num_tokens
                 seq.prompt_logprobs[position:] = result.prompt_logprobs[row]
-            if num_samples == 1:
+            if num_samples == 1 and seq.beam is not None:
+                found = result.logprobs[first] if result.logprobs is not None else None
+                assert found is not None, "a beam got no tokens to choose from"
+                seq.beam.group.offer(seq, found)
+                outputs += self._advance_search(seq.beam.group, self._requests[seq.request.request_id])
+            elif num_samples == 1:
                 outputs.append(self._append(seq, result, first))
             elif num_samples:
                 siblings = [seq, *self._start_forks(seq)]
@@ -248,10 +276,11 @@ class Scheduler:
         assert self._num_rows_taken == sum(seq.num_rows for seq in self.running) <= self.config.max_num_seqs
         assert self.running == sorted(self.running, key=_scheduling_order), "running sequences are out of order"
         waiting = [seq for _, _, seq in self._waiting if not seq.is_aborted]
+        waiting += [seq for seq in self.live_sequences() if seq.row is None and seq.is_held]
         assert len(waiting) + len(self.running) == sum(1 for _ in self.live_sequences()), "a sequence was lost"
         assert self._num_live == len(waiting) + len(self.running), "the count of live sequences is wrong"
         assert self._num_swapped == sum(bool(seq.host_blocks) for seq in waiting), "the count of swapped ones is wrong"
-        assert all(seq.num_computed_tokens < seq.num_tokens for seq in self.running), "a sequence lacks nothing"
+        assert all((seq.num_lacking_tokens > 0) != seq.is_held for seq in self.running), "a sequence lacks nothing"
         if not self.has_work:
             assert self.cache.pool.num_used == self.cache.host_pool.num_used == 0, "blocks are in use when idle"
 
@@ -282,6 +311,75 @@ class Scheduler:
             forks.append(fork)
         seq.num_pending_forks = 0
         return forks
+
+    def _advance_search(self, group: BeamGroup, beams: list[Sequence]) -> list[SequenceOutput]:
+        """Go on with the best continuations once all beams have made their offers, or end the search."""
+        if len(group.offers) < len(beams):
+            return []
+        root = beams[0]
+        group.prompt_logprobs = group.prompt_logprobs or root.prompt_logprobs
+        continuations = group.advance()
+        if not continuations:
+            return self._end_search(group, list(beams))
+        # The first continuation of a beam goes on in its place; the others are its forks, and share its blocks.
+        going_on: dict[int, Continuation] = {}
+        forks = []
+        for continuation in continuations:
+            if going_on.setdefault(continuation.parent.index, continuation) is not continuation:
+                forks.append(continuation)
+        self._num_rows_taken -= root.num_pending_forks  # no longer reserved, but taken
+        root.num_pending_forks = 0
+        for seq in [seq for seq in beams if seq.index not in going_on]:
+            self._drop(seq)
+        free_indices = [index for index in range(group.width) if index not in going_on]
+        for continuation, index in zip(forks, free_indices, strict=False):
+            self._fork_beam(continuation, index)
+        for continuation in going_on.values():
+            seq = continuation.parent
+            seq.token_ids.append(continuation.token)
+            seq.beam = continuation.beam
+            if seq.row is None:
+                self._push_waiting(seq)
+        self._stats.num_generation_tokens += len(continuations)
+        return []
+
+    def _fork_beam(self, continuation: Continuation, index: int) -> None:
+        """Start a sibling of a beam, before that has its own next token. It takes a row if there is one; without, or
+        without the blocks of its parent, it is computed anew."""
+        parent = continuation.parent
+        fork = parent.fork(index)
+        fork.beam = continuation.beam
+        fork.token_ids.append(continuation.token)
+        self._requests[parent.request.request_id].append(fork)
+        self._num_live += 1
+        if parent.row is not None and self._num_rows_taken < self.config.max_num_seqs:
+            fork.row = self._free_rows.pop()
+            self._num_rows_taken += 1
+            self.cache.share_all(fork)
+            insort(self.running, fork, key=_scheduling_order)
+        else:
+            fork.block_table.clear()
+            fork.num_computed_tokens = fork.num_registered_blocks = 0
+            fork.num_preemptions += 1
+            self._push_waiting(fork)
+
+    def _end_search(self, group: BeamGroup, beams: list[Sequence]) -> list[SequenceOutput]:
+        """The answers of a search, best first, as if sequence after sequence had put them out at once."""
+        num_wanted = beams[0].params.n
+        self._stats.num_generation_tokens += 1
+        outputs = []
+        if len(group.finished) < num_wanted:
+            error = f"beam search found {len(group.finished)} of {num_wanted} completions: no other token is allowed."
+            outputs.append(self._output(beams[0], [], "error", error=error))
+        else:
+            for index, found in enumerate(group.finished[:num_wanted]):
+                output = self._output(beams[0], found.token_ids, found.finish_reason, found.stop_reason)
+                output.index, output.logprobs, output.prompt_logprobs = index, found.logprobs, None
+                outputs.append(output)
+            outputs[0].prompt_logprobs = group.prompt_logprobs or None
+        for seq in beams:
+            self._drop(seq)
+        return outputs
 
     def _append(self, seq: Sequence, result: StepResult, place: int) -> SequenceOutput:
         """Add a sampled token and end the sequence if it was the last one."""
@@ -328,7 +426,8 @@ class Scheduler:
         else:
             self.cache.release(seq)
         self._return_row(seq)
-        self._push_waiting(seq)
+        if not seq.is_held:
+            self._push_waiting(seq)
 
     def _drop(self, seq: Sequence) -> None:
         """Forget a sequence that has ended and free what it holds."""

@@ -75,6 +75,14 @@ class Watched:
     def has_started(self) -> bool:
         return bool(self.outputs)
 
+    @property
+    def num_most_steps(self) -> int:
+        """Steps that it can take alone, at a token each. Beams may all have to be computed anew for each token."""
+        num_tokens = len(self.request.prompt_token_ids) + self.request.max_tokens
+        if self.request.params.use_beam_search:
+            return self.request.params.num_sequences * self.request.max_tokens * num_tokens
+        return len(self.live) * num_tokens
+
 
 class Simulation:
     """The operations, and what was found out while they ran."""
@@ -123,14 +131,11 @@ class Simulation:
             priority=priority,
             cache_salt=cache_salt,
         )
-        watched = Watched(request, fails_at, None, live=set(range(params.num_sequences)))
+        watched = Watched(request, fails_at, None, live=set(range(params.num_completions)))
         self.requests[request_id] = watched
         if self.setup.policy == "fcfs":
             # The oldest sequence computes at least one token in each step, so that this is the longest it can take.
-            watched.deadline = self.num_steps + sum(
-                len(other.live) * (len(other.request.prompt_token_ids) + other.request.max_tokens)
-                for other in self.requests.values()
-            )
+            watched.deadline = self.num_steps + sum(other.num_most_steps for other in self.requests.values())
         self.scheduler.add(request)
         self._count("add")
         return request_id
@@ -148,7 +153,9 @@ class Simulation:
     def abort_one(self, request_id: str, index: int) -> None:
         """End one sequence. Before its request has put out a token that means nothing, unless it is the only one."""
         watched = self.requests[request_id]
-        if watched.has_started or watched.request.params.num_sequences == 1:
+        if watched.request.params.use_beam_search:
+            self.seen["abort one beam"] += 1
+        elif watched.has_started or watched.request.params.num_sequences == 1:
             watched.live.discard(index)
             self.seen["abort one of several"] += len(watched.live) > 0
         else:
@@ -160,8 +167,11 @@ class Simulation:
 
     def step(self) -> EngineStats:
         """Schedule, compute and account, and check everything that must hold of a step."""
-        running_before = list(self.scheduler.running)
+        running_before = [seq for seq in self.scheduler.running if not seq.is_held]
+        held_before = [seq for seq in self.scheduler.live_sequences() if seq.is_held]
         plan = self.scheduler.schedule()
+        self.seen["held beam"] += len(held_before)
+        self.seen["held beam preempted"] += sum(seq.row is None for seq in held_before)
         self._check_plan(plan)
         rows = set(plan.rows)
         passed_over = [seq for seq in running_before if seq.row is None or seq.row not in rows]
@@ -193,10 +203,7 @@ class Simulation:
 
     def drain(self) -> None:
         """Run until nothing is left, and see that nothing is."""
-        limit = self.num_steps + sum(
-            len(watched.live) * (len(watched.request.prompt_token_ids) + watched.request.max_tokens)
-            for watched in self.requests.values()
-        )
+        limit = self.num_steps + sum(watched.num_most_steps for watched in self.requests.values())
         while self.scheduler.has_work:
             assert self.num_steps <= limit, "the requests do not come to an end"
             self.step()
@@ -216,13 +223,14 @@ class Simulation:
     def _take(self, output: SequenceOutput) -> None:
         """Compare what a sequence puts out with what it must."""
         watched = self.requests[output.request_id]
-        index = output.index
+        is_search = watched.request.params.use_beam_search
+        index = 0 if is_search and output.finish_reason == "error" else output.index
         assert index in watched.live, "a sequence that has ended puts out a token"
         is_first_of_request = not watched.has_started
         tokens = watched.outputs.setdefault(index, [])
         tokens += output.token_ids
         if index not in watched.expected:
-            watched.expected[index] = standalone(watched, index)
+            watched.expected |= searched(watched) if is_search else {index: standalone(watched, index)}
         expected = watched.expected[index]
         assert tokens == expected.token_ids[: len(tokens)], "the tokens are not those of a standalone run"
         prompt = watched.request.prompt_token_ids
@@ -240,6 +248,7 @@ class Simulation:
             expected.stop_reason,
         )
         self.seen[f"finish: {output.finish_reason}"] += 1
+        self.seen["finish of a search"] += is_search
         watched.live.discard(index)
         if output.finish_reason == "error":
             assert output.error == FAILURE
@@ -261,7 +270,7 @@ class Simulation:
             assert computed == seq.num_computed_tokens
             is_complete = computed + count == seq.num_tokens
             assert is_complete or self.setup.enable_chunked_prefill, "a prompt was cut though chunked prefill is off"
-            assert samples == (seq.num_rows if is_complete else 0)
+            assert samples == ((1 if seq.beam is not None else seq.num_rows) if is_complete else 0)
 
     def _check_index(self) -> None:
         """A block of the prefix index holds the same as when it was indexed; equal keys mean equal contents."""
@@ -303,6 +312,60 @@ def standalone(watched: Watched, index: int) -> Expected:
         state = advance(state, token)
 
 
+def searched(watched: Watched) -> dict[int, Expected]:
+    """The answers of a beam search that is done by the book: whole sequences, nothing shared, nothing kept between two
+    steps but tokens and scores."""
+    request, params = watched.request, watched.request.params
+    width, max_tokens = params.num_sequences, request.max_tokens
+    stops = [*([] if params.ignore_eos else [EOS]), *params.stop_token_ids]
+
+    def state_of(output: list[int]) -> int:
+        state = root(request.cache_salt)
+        for token in [*request.prompt_token_ids, *output]:
+            state = advance(state, token)
+        return state
+
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    finished: list[tuple[float, list[int]]] = []
+    for length in range(1, max_tokens + 1):
+        if watched.fails_at == length - 1:
+            return dict.fromkeys(range(width), Expected([], "error", None))
+        masked = [EOS, *params.stop_token_ids] if length - 1 < params.min_tokens else []
+        found = [
+            (score + value, [*output, token])
+            for score, output in beams
+            for token, value in likelihoods(state_of(output), masked)
+        ]
+        found.sort(key=lambda one: (-one[0], one[1]))
+        penalty = length**params.length_penalty
+        ends = [one[1][-1] in stops or length == max_tokens for one in found]
+        finished += [
+            (score / penalty, output) for (score, output), end in zip(found[:width], ends, strict=False) if end
+        ]
+        finished = sorted(finished, key=lambda one: (-one[0], one[1]))[:width]
+        beams = [one for one, end in zip(found, ends, strict=True) if not end][:width]
+        if not beams:
+            break
+        if len(finished) == width:
+            longest_is_best = params.early_stopping == "never" and params.length_penalty > 0
+            most = max_tokens**params.length_penalty if longest_is_best else penalty
+            if params.early_stopping is True or beams[0][0] / most <= finished[-1][0]:
+                break
+
+    def expected(output: list[int]) -> Expected:
+        if output[-1] in params.stop_token_ids:
+            return Expected(output, "stop", output[-1])
+        return Expected(output, "stop" if output[-1] in stops else "length", None)
+
+    return {index: expected(output) for index, (_, output) in enumerate(finished[: params.n])}
+
+
+def likelihoods(state: int, masked: list[int]) -> list[tuple[int, float]]:
+    """Every token that may follow and a number that stands for its log-probability, best first; no two are equal."""
+    values = [(token, -(hash((state, token)) % 2**40) / 2**37) for token in range(VOCAB_SIZE) if token not in masked]
+    return sorted(values, key=lambda one: -one[1])
+
+
 class Device:
     """Carries out plans as `ModelRunner` does, with numbers in the place of keys and values."""
 
@@ -327,6 +390,8 @@ class Device:
             self.admissions[admission.row] = admission
         for row, position, block in plan.new_blocks:
             self.table.blocks[row, position] = block
+        for row, position, token in plan.new_tokens:
+            self.table.tokens[row, position] = token
         sequences = {seq.row: seq for seq in self.simulation.scheduler.running}
         last_states = self._compute(plan, sequences)
         counts = dict(zip(plan.rows, plan.num_tokens, strict=True))
@@ -365,6 +430,8 @@ class Device:
 
     def _check_memory(self, seq: Sequence, num_computed: int) -> None:
         """The blocks of a sequence hold exactly its own tokens, on the device or on the host."""
+        if seq.beam is not None:  # the next one of its index is another
+            self._states.pop((seq.request.request_id, seq.index), None)
         states = self._states.setdefault((seq.request.request_id, seq.index), [])
         state = states[-1] if states else root(seq.request.cache_salt)
         for token in seq.token_ids[len(states) :]:
@@ -386,6 +453,12 @@ class Device:
             num_output = computed + count - admission.num_prompt_tokens
             masked = admission.stop_token_ids if num_output < admission.params.min_tokens else []
             drawn = [choose(state, admission.seed, admission.index + fork, masked) for fork in range(samples)]
+            result.logprobs = result.logprobs or []
+            result.logprobs += [None] * len(drawn)
+            if drawn and admission.params.use_beam_search:
+                num_offered = admission.params.num_sequences + len(admission.stop_token_ids)
+                best = likelihoods(state, masked)[:num_offered]
+                result.logprobs[-1] = TokenLogprobs([0, *(t for t, _ in best)], [0.0, *(v for _, v in best)], 1)
             if drawn:
                 self.table.tokens[row, computed + count] = drawn[0]
                 watched = self.simulation.requests[sequences[row].request.request_id]
@@ -425,9 +498,17 @@ class Workload:
         max_tokens = integer(1, max(1, min(self.longest - len(prompt), 24)))
         n = integer(1, min(4, setup.max_num_seqs)) if chance(25) else 1
         best_of = integer(n, min(5, setup.max_num_seqs)) if chance(15) else None
+        num_blocks = -(-(len(prompt) + max_tokens) // setup.block_size)
+        is_search = chance(15)
+        if is_search:  # as wide as the blocks allow, so that beams are short of them
+            best_of = max(1, min(setup.max_num_seqs, 6, setup.num_blocks // num_blocks))
+            n = integer(1, best_of)
         self.simulation.add(
             prompt,
             SamplingParams(
+                use_beam_search=is_search,
+                length_penalty=integer(-1, 3) / 2 if is_search else 1.0,
+                early_stopping=(False, True, "never")[integer(0, 2)] if is_search else False,
                 n=n,
                 best_of=best_of,
                 max_tokens=max_tokens,

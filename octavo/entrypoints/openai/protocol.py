@@ -31,7 +31,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
     "documents": ([],),
-    "early_stopping": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -42,7 +41,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
@@ -60,7 +58,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
-    "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -243,6 +240,9 @@ class SamplingRequest(_Request):
     bad_words: list[Text] | None = None
     allowed_token_ids: list[TokenId] | None = None
     truncate_prompt_tokens: Int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     # vLLM's others.
     add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -263,6 +263,8 @@ class SamplingRequest(_Request):
     def _sampling_params(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        if self.use_beam_search:
+            defaults = {"temperature": 0.0}  # the model's own are for choosing at random
         return SamplingParams(**{**defaults, **given, **fields}, output_kind=kind)
 
 
