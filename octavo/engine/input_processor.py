@@ -47,13 +47,6 @@ class InputProcessor:
         if token_ids is None:
             if not isinstance(text, str):
                 raise RequestError("a prompt needs text (prompt) or token ids (prompt_token_ids).", param="prompt")
-            if len(text) > self.model.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
-                raise RequestError(
-                    f"the prompt has {len(text)} characters, which cannot fit the model's {self.model.max_model_len} "
-                    "tokens.",
-                    param="prompt",
-                    code="context_length_exceeded",
-                )
             return text, self.encode(text), salt
         if not isinstance(token_ids, list | tuple):
             raise RequestError(
@@ -68,6 +61,13 @@ class InputProcessor:
         return text, token_ids, salt
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > self.model.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, which cannot fit the model's {self.model.max_model_len} "
+                "tokens.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         try:
             ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as e:  # lone surrogates

@@ -219,18 +219,19 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Account for a finished step: tokens computed and sampled, forks, ends. Returns what is new, by sequence."""
         outputs: list[SequenceOutput] = []
+        errors = result.errors
         place = 0  # in result.tokens
         for seq, row, num_tokens, num_samples in zip(
             self._scheduled, plan.rows, plan.num_tokens, plan.num_samples, strict=True
         ):
             first, place = place, place + num_samples
-            if seq.is_aborted:
-                continue  # a beam whose search has ended with the error of another
-            if row in result.errors:
-                outputs.append(self._output(seq, [], "error", error=result.errors[row]))
-                for other in list(self._requests[seq.request.request_id]) if seq.beam is not None else [seq]:
-                    self._drop(other)
-                continue
+            if errors:
+                if row in errors and not seq.is_aborted:
+                    outputs.append(self._output(seq, [], "error", error=errors[row]))
+                    for other in list(self._requests[seq.request.request_id]) if seq.beam is not None else [seq]:
+                        self._drop(other)
+                if seq.is_aborted:  # it, or another beam of its search
+                    continue
             self._stats.num_computed_tokens += num_tokens
             seq.num_computed_tokens += num_tokens
             self.cache.register_computed(seq)

@@ -22,12 +22,18 @@ from octavo.errors import EngineDeadError, EngineRestartingError, EngineStopping
 logger = logging.getLogger("octavo.server")
 
 RETRY_AFTER_S = 5
+MAX_MESSAGE_LENGTH = 1000  # messages quote what clients send, which may be megabytes
 
 
 def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> bytes:
     """`{"error": {...}}` in ASCII, so that a message may quote any string that a client sent."""
     kind = {429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+    error = {"message": _cut(message), "type": kind, "param": param and _cut(param), "code": code}
+    return json.dumps({"error": error}).encode()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_LENGTH else text[:MAX_MESSAGE_LENGTH] + "..."
 
 
 def error_response(
