@@ -82,7 +82,7 @@ class FakeEngine:
         outputs.add(request, prompt)
         self.active.add(request_id)
         try:
-            scripts = [self._tokens(i, request.max_tokens) for i in range(params.num_sequences)]
+            scripts = [self._tokens(i, request.max_tokens) for i in range(params.num_completions)]
             for step in range(max(map(len, scripts))):
                 await asyncio.sleep(self.delay_s)
                 while self.is_paused and step > 0:  # noqa: ASYNC110  # the test's thread ends the pause

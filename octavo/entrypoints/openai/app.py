@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
-from octavo.entrypoints.openai import chat, completions, generate, health, models, tokenize
+from octavo.entrypoints.openai import chat, completions, docs_page, generate, health, models, tokenize
+from octavo.entrypoints.openai.description import OVERVIEW, complete
 from octavo.entrypoints.openai.errors import add_error_handlers
 from octavo.entrypoints.openai.gate import Gate
 from octavo.entrypoints.openai.protocol import ErrorResponse
@@ -26,15 +27,23 @@ class _App(FastAPI):
         scope[SERVER_SEND] = send
         await super().__call__(scope, receive, send)
 
+    def openapi(self) -> dict[str, Any]:
+        return self.openapi_schema or complete(super().openapi())
+
 
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> FastAPI:
     """The application of a server that answers with `engine`, which need not be ready yet."""
     state = ServerState(engine, args)
     app = _App(
-        title="Octavo", version=__version__, responses={code: {"model": ErrorResponse} for code in ("4XX", "5XX")}
+        title="Octavo",
+        version=__version__,
+        description=OVERVIEW,
+        responses={500: {"model": ErrorResponse, "description": "A bug; the server's log has the traceback."}},
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.octavo = state
-    for module in (completions, chat, models, tokenize, generate, health):
+    for module in (completions, chat, models, tokenize, generate, health, docs_page):
         app.include_router(module.router)
     add_error_handlers(app)
     # The last one added is the outermost: CORS answers preflight requests, which bring no key, and marks errors too.

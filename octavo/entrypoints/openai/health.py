@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from octavo.entrypoints.openai.errors import RETRY_AFTER_S
 from octavo.entrypoints.openai.state import state_of
@@ -12,9 +13,16 @@ from octavo.version import __version__
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/health")
+class Health(BaseModel):
+    """`ok`, or the state that keeps the server from taking requests, and why."""
+
+    status: str
+    reason: str | None = None
+
+
+@router.get("/health", response_model=Health, responses={503: {"model": Health}})
 @router.head("/health", include_in_schema=False)
-@router.get("/ping")
+@router.get("/ping", response_model=Health, responses={503: {"model": Health}})
 @router.post("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 when requests are taken; 503 with the reason while the model loads and after the engine has died."""
@@ -31,7 +39,7 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Everything that Octavo counts, in Prometheus's text format."""
     engine_metrics = state_of(request).engine.metrics

@@ -120,7 +120,7 @@ class ServerState:
             raise RequestError("X-Request-Id must be 1 to 200 printable ASCII characters.", param="request_id")
         return f"{prefix}-{request_id}", {"X-Request-Id": request_id}
 
-    def deadline(self, body: GenerationRequest) -> float | None:
+    def deadline(self, body: SamplingRequest) -> float | None:
         """When the request's time is up (`time.monotonic`): the smaller of its own limit and the server's, if any."""
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
         if not limits_s:
