@@ -1,0 +1,201 @@
+"""What users of vLLM have, run as it is but for the package's name, the model's and the port."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.loading.checkpoint import resolve
+from tests.e2e.server import Server, running_server
+
+pytestmark = pytest.mark.slow
+
+NAME = "facebook/opt-125m"  # what the snippets call their model
+KEY = "token-abc123"
+
+
+def run(snippet: str, server: Server | None = None) -> dict[str, Any]:
+    """Run a snippet and return its variables."""
+    old, new = (NAME, resolve("").path) if server is None else ("http://localhost:8000", server.url)
+    code = snippet.replace("vllm", "octavo").replace(old, new)
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, "snippet", "exec"), variables)
+    return variables
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A launch script's command line, with as many flags as one finds in them."""
+    flags = f"""
+        --model {resolve("").path} --served-model-name {NAME} my-model --dtype auto --max-model-len 512
+        --tensor-parallel-size 1 --gpu-memory-utilization 0.90 --max_num_seqs 16 --max-num-batched-tokens=2048
+        --enable-prefix-caching --enable-chunked-prefill --swap-space 4 --block-size 16 --seed 0 --disable-log-requests
+        --api-key {KEY} --load-format auto --enforce-eager --uvicorn-log-level warning
+    """
+    with running_server(tmp_path_factory.mktemp("launch"), *flags.split()) as server:
+        yield server
+
+
+def test_offline_inference(capsys: pytest.CaptureFixture[str]) -> None:
+    run(
+        """
+from vllm import LLM, SamplingParams
+
+prompts = [
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+llm = LLM(model="facebook/opt-125m")
+outputs = llm.generate(prompts, sampling_params)
+for output in outputs:
+    prompt = output.prompt
+    generated_text = output.outputs[0].text
+    print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
+"""
+    )
+    assert capsys.readouterr().out.count("Generated text: ") == 4
+
+
+def test_offline_chat_beam_search_and_keywords() -> None:
+    found = run(
+        """
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import BeamSearchParams
+
+llm = LLM(
+    model="facebook/opt-125m", tensor_parallel_size=1, gpu_memory_utilization=0.90, max_model_len=512, dtype="auto",
+    enforce_eager=True, trust_remote_code=False, seed=0, swap_space=4, max_num_seqs=16, enable_prefix_caching=True,
+)
+sampling_params = llm.get_default_sampling_params()
+sampling_params.max_tokens = 20
+conversation = [
+    {"role": "system", "content": "You are a helpful assistant"},
+    {"role": "user", "content": "Name the capital of France."},
+]
+chat = llm.chat(conversation, sampling_params, use_tqdm=False)
+params = BeamSearchParams(beam_width=5, max_tokens=10)
+beams = llm.beam_search([{"prompt": "Hello, my name is "}], params)
+ids = llm.generate({"prompt_token_ids": [504, 3575]}, SamplingParams(max_tokens=3, n=2, best_of=2), use_tqdm=False)
+"""
+    )
+    assert "Paris" in found["chat"][0].outputs[0].text
+    assert len(found["beams"][0].sequences) == 5
+    assert found["beams"][0].sequences[0].text.startswith("Hello, my name is ")
+    assert len(found["ids"][0].outputs) == 2
+
+
+def test_the_async_engine() -> None:
+    found = run(
+        """
+import asyncio
+from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+
+async def main():
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model="facebook/opt-125m", max_model_len=512))
+    final = None
+    async for request_output in engine.generate(
+        "The capital of France is", SamplingParams(temperature=0, max_tokens=8), "request-1"
+    ):
+        final = request_output
+    await engine.abort("request-1")
+    engine.shutdown()
+    return final
+
+final = asyncio.run(main())
+"""
+    )
+    assert "Paris" in found["final"].outputs[0].text
+
+
+def test_the_openai_client(server: Server) -> None:
+    found = run(
+        """
+from openai import OpenAI
+
+openai_api_key = "token-abc123"
+openai_api_base = "http://localhost:8000/v1"
+client = OpenAI(api_key=openai_api_key, base_url=openai_api_base)
+models = client.models.list()
+model = models.data[0].id
+
+completion = client.completions.create(model=model, prompt="San Francisco is a")
+chat_response = client.chat.completions.create(
+    model="my-model",
+    messages=[
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "Name the capital of France."},
+    ],
+)
+stream = client.completions.create(
+    model=model, prompt="A robot may not injure a human being", echo=False, n=2, stream=True, logprobs=3
+)
+chunks = [chunk for chunk in stream]
+extra = client.completions.create(
+    model=model, prompt="San Francisco is a", max_tokens=7, temperature=0.7,
+    extra_body={
+        "top_k": 50, "min_p": 0.05, "repetition_penalty": 1.05, "stop_token_ids": [2], "ignore_eos": True,
+        "min_tokens": 2, "skip_special_tokens": True, "spaces_between_special_tokens": True, "add_special_tokens": True,
+    },
+)
+beams = client.completions.create(
+    model=model, prompt="San Francisco is a", n=2, temperature=0, extra_body={"use_beam_search": True}
+)
+chat_extra = client.chat.completions.create(
+    model=model, messages=[{"role": "user", "content": "Hi"}], max_tokens=5,
+    extra_body={"chat_template_kwargs": {}, "top_k": 20, "add_generation_prompt": True},
+    extra_headers={"X-Request-Id": "mine"},
+)
+""",
+        server,
+    )
+    assert found["model"] == NAME
+    assert found["completion"].choices[0].text
+    assert "Paris" in found["chat_response"].choices[0].message.content
+    assert {choice.index for chunk in found["chunks"] for choice in chunk.choices} == {0, 1}
+    assert found["extra"].usage.completion_tokens == 7
+    assert len(found["beams"].choices) == 2
+    assert found["chat_extra"].id == "chatcmpl-mine"
+
+
+def test_curl(server: Server) -> None:
+    """The quickstart's, with the key that this server wants."""
+    command = f"""
+        curl -s {server.url}/v1/completions \\
+            -H "Content-Type: application/json" -H "Authorization: Bearer {KEY}" \\
+            -d '{{
+                "model": "{NAME}",
+                "prompt": "San Francisco is a",
+                "max_tokens": 7,
+                "temperature": 0
+            }}'
+    """
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout)["choices"][0]["text"]
+
+
+def test_the_plain_server_and_its_client(tmp_path: Path) -> None:
+    flags = ("--model", resolve("").path, "--max-model-len", "256", "--disable-log-requests")
+    with running_server(tmp_path, *flags, module="octavo.entrypoints.api_server") as server:
+        # What vLLM's examples/api_client.py sends.
+        for stream in (False, True):
+            payload = {
+                "prompt": "San Francisco is a", "n": 2, "use_beam_search": True, "temperature": 0.0, "max_tokens": 16,
+                "stream": stream,
+            }  # fmt: skip
+            request = urllib.request.Request(
+                f"{server.url}/generate", json.dumps(payload).encode(),
+                {"User-Agent": "Test Client", "Content-Type": "application/json"},
+            )  # fmt: skip
+            with urllib.request.urlopen(request, timeout=60) as response:
+                lines = [json.loads(line)["text"] for line in response.read().split(b"\n") if line]
+            assert len(lines[-1]) == 2
+            assert all(text.startswith("San Francisco is a") for text in lines[-1])

@@ -1,0 +1,124 @@
+"""The names that users of vLLM know: a flag is honoured or refused with a clear message, never taken and ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from octavo.config import AsyncEngineArgs
+from octavo.entrypoints.cli.serve import make_parser, parse_args
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.errors import ConfigError
+from octavo.sampling_params import SamplingParams
+
+# Flags that work, each with a value that a launch script would give it.
+WORKING = [
+    "--model some/model", "--tokenizer some/model", "--served-model-name a b", "--revision main", "--download-dir /tmp",
+    "--load-format auto", "--load-format safetensors", "--load-format gguf", "--load-format pt", "--load-format dummy",
+    "--dtype auto", "--dtype float32", "--dtype bfloat16", "--quantization gguf", "--quantization int8",
+    "--kv-cache-dtype auto", "--max-model-len 4096", "--gpu-memory-utilization 0.90", "--block-size 8",
+    "--block-size 16", "--block-size 32", "--swap-space 4", "--max-num-seqs 256", "--max-num-batched-tokens 8192",
+    "--enable-chunked-prefill", "--no-enable-chunked-prefill", "--enable-prefix-caching", "--no-enable-prefix-caching",
+    "--preemption-mode recompute", "--preemption-mode swap", "--scheduling-policy fcfs",
+    "--scheduling-policy priority", "--enforce-eager", "--seed 0", "--chat-template template.jinja",
+    "--disable-log-stats", "--max-log-len 100", "--device auto", "--device cpu", "--tensor-parallel-size 1",
+    "--pipeline-parallel-size 1", "--data-parallel-size 1", "--num-scheduler-steps 1",
+    "--host 0.0.0.0", "--port 8000", "--api-key token-abc123", "--api-key one --api-key two", "--root-path /llm",
+    '--allowed-origins ["*"]', "--allowed-origins http://a http://b", "--enable-prometheus",
+    "--enable-prometheus --prometheus-port 9090", "--disable-log-requests", "--response-role assistant",
+    "--max_model_len 4096", "--served_model_name=a",
+]  # fmt: skip
+# Flags that are not built, or not for this device, and what is said.
+REFUSED = {
+    "--dtype float16": "--dtype float16 is not built for CPUs",
+    "--quantization awq": "--quantization awq is not built yet",
+    "--quantization gptq": "--quantization gptq is not built yet",
+    "--quantization fp8": "--quantization fp8 is not built yet",
+    "--quantization squeezellm": "--quantization squeezellm is not built yet",
+    "--kv-cache-dtype fp8": "--kv-cache-dtype fp8 is not built yet",
+    "--kv-cache-dtype fp8_e4m3": "--kv-cache-dtype fp8_e4m3 is not built yet",
+    "--kv-cache-dtype fp8_e5m2": "--kv-cache-dtype fp8_e5m2 is not built yet",
+    "--trust-remote-code": "--trust-remote-code is not built yet",
+    "--device cuda": "--device cuda is not built yet",
+    "--tensor-parallel-size 2": "--tensor-parallel-size 2 is not built yet",
+    "--pipeline-parallel-size 2": "--pipeline-parallel-size 2 is not built yet",
+    "--data-parallel-size 2": "--data-parallel-size 2 is not built yet",
+    "--distributed-executor-backend mp": "--distributed-executor-backend mp is not built yet",
+    "--distributed-executor-backend ray": "--distributed-executor-backend ray is not built yet",
+    "--speculative-model some/draft": "--speculative-model some/draft is not built yet",
+    "--num-speculative-tokens 5": "--num-speculative-tokens 5 is not built yet",
+    "--speculative-draft-tensor-parallel-size 1": "--speculative-draft-tensor-parallel-size 1 is not built yet",
+    '--speculative-config {"model":"x"}': "--speculative-config .* is not built yet",
+    "--enable-lora": "--enable-lora True is not built yet",
+    "--lora-modules a=/path": "--lora-modules .* is not built yet",
+    "--max-loras 4": "--max-loras 4 is not built yet",
+    "--max-lora-rank 64": "--max-lora-rank 64 is not built yet",
+    "--num-scheduler-steps 8": "--num-scheduler-steps 8 is not built yet",
+    "--limit-mm-per-prompt image=4": "--limit-mm-per-prompt image=4 is not built yet",
+}
+# Flags whose value needs more than a parser to be checked.
+ELSEWHERE = {"--config", "--ssl-keyfile", "--ssl-certfile", "--enable-auto-tool-choice", "--tool-call-parser",
+             "--reasoning-parser"}  # fmt: skip
+
+
+def check(flags: str) -> tuple[AsyncEngineArgs, ServerArgs]:
+    engine_args, server_args = parse_args(flags.split(), "octavo serve")
+    engine_args._check()
+    server_args.check()
+    return engine_args, server_args
+
+
+@pytest.mark.parametrize("flags", WORKING)
+def test_a_flag_that_works_reaches_its_field(flags: str) -> None:
+    plain = check("")
+    given = check(flags)
+    changed = [
+        field.name
+        for before, after in zip(plain, given, strict=True)
+        for field in dataclasses.fields(before)
+        if getattr(before, field.name) != getattr(after, field.name)
+    ]
+    name = flags.split()[0].partition("=")[0].removeprefix("--no-").removeprefix("--").replace("-", "_")
+    assert name in changed or getattr(given[name in {f.name for f in dataclasses.fields(ServerArgs)}], name) is not None
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED.items())
+def test_a_flag_that_is_not_built_says_so(flags: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(flags)
+
+
+def test_no_flag_of_vllms_that_we_promise_is_unknown() -> None:
+    known = make_parser("octavo serve")._option_string_actions
+    promised = {flags.split()[0].partition("=")[0].replace("_", "-") for flags in (*WORKING, *REFUSED)} | ELSEWHERE
+    assert promised <= known.keys()
+
+
+def test_an_unknown_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--no-such-flag"], "octavo serve")
+    assert ended.value.code == 2
+    assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_the_documented_yaml_file_is_the_command_line(tmp_path: Path) -> None:
+    """As in vLLM's documentation of `vllm serve --config`."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        'model: meta-llama/Llama-3.1-8B-Instruct\nhost: "127.0.0.1"\nport: 6379\nuvicorn-log-level: "info"\n'
+    )
+    engine_args, server_args = parse_args(["--config", str(config)], "octavo serve")
+    assert engine_args.model == "meta-llama/Llama-3.1-8B-Instruct"
+    assert (server_args.host, server_args.port, server_args.uvicorn_log_level) == ("127.0.0.1", 6379, "info")
+
+
+def test_sampling_params_have_every_field() -> None:
+    promised = (
+        "n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop "
+        "stop_token_ids bad_words include_stop_str_in_output ignore_eos max_tokens min_tokens logprobs prompt_logprobs "
+        "detokenize skip_special_tokens spaces_between_special_tokens logit_bias allowed_token_ids structured_outputs "
+        "logits_processors truncate_prompt_tokens"
+    )
+    assert set(promised.split()) <= set(SamplingParams.__struct_fields__)
