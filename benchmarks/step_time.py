@@ -12,7 +12,6 @@ best of many steps, since other programs can only make a step slower.
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from octavo import _cpu
+from octavo.bench.plot import BLUE, GREEN, ORANGE, new_figure, save_figure
 from octavo.config import EngineArgs
 from octavo.execution.executor import LocalExecutor
 from octavo.models.decoder_config import DecoderConfig
@@ -35,9 +35,6 @@ CONTEXT_ROWS = [1, 16]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 BATCH_CONTEXT = 128
 BLOCK_SIZE = 16
-# Text takes the reader's colour (a rule in the file); these two are seen well on white and on black.
-TEXT, MEASURED, MEMORY, COMPUTE = "#57606a", "#2f81f7", "#d97706", "#16a36b"
-DARK_RULE = "<style>svg{color:#57606a}@media (prefers-color-scheme:dark){svg{color:#adb8c2}}</style>"
 
 
 @dataclass(frozen=True)
@@ -134,36 +131,18 @@ class Model:
 
 def draw(panels: list[tuple[str, str, list[int], list[Point]]], title: str, file: Path) -> None:
     """Panels of (title, what x is, its values, points) side by side, as SVG."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    import matplotlib.pyplot as plt
-
-    mpl.rcParams.update({
-        "svg.fonttype": "none", "svg.hashsalt": "octavo", "font.family": "sans-serif", "font.size": 10,
-        "text.color": TEXT, "axes.edgecolor": TEXT, "axes.labelcolor": TEXT, "xtick.color": TEXT, "ytick.color": TEXT,
-        "axes.spines.top": False, "axes.spines.right": False,
-    })  # fmt: skip
-    figure, axes = plt.subplots(1, len(panels), figsize=(2.4 + 3.6 * len(panels), 3.4), sharey=True, squeeze=False)
-    for axis, (name, x_label, xs, points) in zip(axes[0], panels, strict=True):
-        axis.plot(xs, [p.memory_ms for p in points], color=MEMORY, linestyle="--", label="memory limit")
-        axis.plot(xs, [p.compute_ms for p in points], color=COMPUTE, linestyle=":", label="compute limit")
-        axis.plot(xs, [p.measured_ms for p in points], color=MEASURED, marker="o", markersize=4, label="measured")
+    figure, axes = new_figure(len(panels), sharey=True)
+    for axis, (name, x_label, xs, points) in zip(axes, panels, strict=True):
+        axis.plot(xs, [p.memory_ms for p in points], color=ORANGE, linestyle="--", label="memory limit")
+        axis.plot(xs, [p.compute_ms for p in points], color=GREEN, linestyle=":", label="compute limit")
+        axis.plot(xs, [p.measured_ms for p in points], color=BLUE, marker="o", markersize=4, label="measured")
         axis.set(xscale="log", yscale="log", xlabel=x_label, title=name)
         axis.set_xticks(xs, [f"{x // 1024}k" if x >= 1024 else str(x) for x in xs])
         axis.minorticks_off()
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.grid(axis="y", color=TEXT, alpha=0.2, linewidth=0.6)
-    axes[0][0].set_ylabel("milliseconds a step")
-    axes[0][0].legend(frameon=False, loc="upper left")
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    figure.savefig(file, transparent=True, metadata={"Date": None})
-    plt.close(figure)
-    # One rule in the place of a colour: text and axes follow the reader's light or dark page.
-    svg = file.read_text(encoding="utf-8").replace(TEXT, "currentColor")
-    svg = "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
-    file.write_text(re.sub(r"(<svg [^>]*>)", rf"\1{DARK_RULE}", svg, count=1), encoding="utf-8")
+    axes[0].set_ylabel("milliseconds a step")
+    axes[0].legend(frameon=False, loc="upper left")
+    save_figure(figure, file, title)
 
 
 def main() -> None:
@@ -191,7 +170,6 @@ def main() -> None:
 
     by_context = {rows: [measure(rows, context) for context in CONTEXTS] for rows in CONTEXT_ROWS}
     by_batch = [measure(rows, BATCH_CONTEXT) for rows in BATCHES]
-    args.out.mkdir(parents=True, exist_ok=True)
     limits = f"{peaks.bandwidth_gbs:.0f} GB/s, {peaks.int8_gops:.0f} int8 Gop/s"
     about = f"SmolLM2-135M-Instruct Q4_1, {_cpu.num_threads()} threads ({limits})"
     draw(

@@ -180,6 +180,14 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
     return folder
 
 
+def find_tokenizer(model: str) -> str:
+    """The folder or .gguf file of a model's tokenizer, without its weights: "" or the default model's name, a folder, a
+    .gguf file, or a hub id. Raises `LoadError`."""
+    if model in ("", DEFAULT_MODEL_NAME):
+        return str(fetch_default_model())
+    return _tokenizer_path(model, None, model)
+
+
 def _tokenizer_path(tokenizer: str | None, download_dir: str | None, default: str) -> str:
     if not tokenizer:
         return default

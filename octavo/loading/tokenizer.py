@@ -25,11 +25,15 @@ def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> 
     template = None if chat_template is None else _read_template(chat_template)
     if template is not None:
         _check_template(template, str(chat_template))
-    path = checkpoint.tokenizer_path
-    tokenizer = _from_gguf(path) if path.endswith(".gguf") else _from_folder(path)
+    tokenizer = read_tokenizer(checkpoint.tokenizer_path)
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def read_tokenizer(path: str) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder or a .gguf file. Raises `LoadError`."""
+    return _from_gguf(path) if path.endswith(".gguf") else _from_folder(path)
 
 
 def _from_gguf(path: str) -> PreTrainedTokenizerFast:

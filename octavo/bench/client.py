@@ -1,0 +1,233 @@
+"""Streaming requests as a benchmark sends them: one HTTP connection each, parsed as bytes come, times taken first.
+
+The client shares its machine with the server under test, so a chunk costs it microseconds: a protocol of asyncio's own
+over llhttp (`httptools`), and typed JSON (`msgspec`). Nothing here decides when a request is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from octavo.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one request. Times are seconds; `error` is None when it was answered whole."""
+
+    start: float  # time.perf_counter, when it was sent
+    ttft_s: float = 0.0  # sent to first token
+    itls_s: list[float] = field(default_factory=list)  # between chunks with tokens
+    latency_s: float = 0.0  # sent to last token
+    text: str = ""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    error: str | None = None
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: msgspec.Raw | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = "an error without a message"
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Target:
+    """Where requests go: an HTTP or HTTPS address and the headers that all of them carry."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url} is no HTTP address, such as http://127.0.0.1:8000.")
+        self.url = url
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        lines = {"Host": parts.netloc, "Accept": "text/event-stream", "Connection": "close", **headers}
+        self._path = parts.path or "/"
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+
+    def message(self, method: str, body: Mapping[str, Any] | None, path: str | None = None) -> bytes:
+        """A whole HTTP request."""
+        data = b"" if body is None else _encode(body)
+        head = f"{method} {path or self._path} HTTP/1.1\r\n{self._headers}"
+        if body is not None:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+        return head.encode() + b"\r\n" + data
+
+
+async def stream(target: Target, body: Mapping[str, Any]) -> Answer:
+    """Send one streaming request and read its answer to the end. Failures are the answer's `error`."""
+    message = target.message("POST", body)
+    answer = Answer(time.perf_counter())
+    loop = asyncio.get_running_loop()
+    transport = None
+    try:
+        transport, reader = await loop.create_connection(
+            lambda: _EventReader(answer, message, loop), target.host, target.port, ssl=target.ssl
+        )
+        await reader.ended
+    except OSError as error:
+        answer.error = f"no server answers at {target.url} ({error.strerror or error})."
+    finally:
+        if transport is not None:
+            transport.close()
+    if not answer.num_output_tokens:  # a server that gives no usage: a chunk is a token
+        answer.num_output_tokens = len(answer.itls_s) + bool(answer.ttft_s)
+    return answer
+
+
+async def get_json(target: Target, path: str) -> Any:
+    """The body of a GET. Raises `OSError` for everything that goes wrong."""
+    reader, writer = await asyncio.open_connection(target.host, target.port, ssl=target.ssl)
+    try:
+        writer.write(target.message("GET", None, path))
+        whole = _WholeResponse()
+        parser = httptools.HttpResponseParser(whole)
+        parser.feed_data(await reader.read(-1))
+        if parser.get_status_code() != 200:
+            raise OSError(f"{path} answered {parser.get_status_code()}: {_error_message(whole.body)}")
+        return msgspec.json.decode(whole.body)
+    except (httptools.HttpParserError, msgspec.DecodeError) as error:
+        raise OSError(f"{path} gave no JSON: {error}") from None
+    finally:
+        writer.close()
+
+
+class _WholeResponse:
+    def __init__(self) -> None:
+        self.body = b""
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+
+class _EventReader(asyncio.Protocol):
+    """Sends one request as soon as there is a connection, and notes when each token of the answer comes."""
+
+    def __init__(self, answer: Answer, message: bytes, loop: asyncio.AbstractEventLoop) -> None:
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._answer = answer
+        self._message = message
+        self._parser = httptools.HttpResponseParser(self)
+        self._rest = b""  # an event, or an error's body, that is not whole yet
+        self._texts: list[str] = []
+        self._now = 0.0
+        self._last = 0.0
+        self._is_done = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.WriteTransport, transport).write(self._message)
+
+    def data_received(self, data: bytes) -> None:
+        self._now = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(f"the answer is not HTTP: {error}")
+
+    def on_body(self, body: bytes) -> None:
+        events = (self._rest + body).split(b"\n\n")
+        self._rest = events.pop()
+        if self._parser.get_status_code() != 200:
+            self._rest = b"\n\n".join([*events, self._rest])
+            return
+        for event in events:
+            if event.startswith(b"data: "):
+                self._on_event(event[6:])
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status != 200:
+            self._end(f"HTTP {status}: {_error_message(self._rest)}")
+        elif not self._is_done:
+            self._end("the stream ended without [DONE]")
+        else:
+            self._end(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(None if self._is_done else f"the connection was lost: {error or 'closed by the server'}")
+
+    def _on_event(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self._is_done = True
+            return
+        try:
+            chunk = _decode_chunk(data)
+        except msgspec.DecodeError as error:
+            self._end(f"a chunk is not as OpenAI has it: {error}")
+            return
+        answer = self._answer
+        if chunk.error is not None:
+            self._end(chunk.error.message)
+        if chunk.usage is not None:
+            answer.num_prompt_tokens = chunk.usage.prompt_tokens
+            answer.num_output_tokens = chunk.usage.completion_tokens or 0
+        if not chunk.choices:
+            return
+        choice = chunk.choices[0]
+        text = choice.text
+        if choice.delta is not None:
+            delta = choice.delta
+            text = delta.content or delta.reasoning_content
+            if delta.role is not None and not text and delta.tool_calls is None:
+                return  # the answer's beginning, which holds no token
+        if text:
+            self._texts.append(text)
+        if answer.ttft_s:
+            answer.itls_s.append(self._now - self._last)
+        else:
+            answer.ttft_s = self._now - answer.start
+        self._last = self._now
+
+    def _end(self, error: str | None) -> None:
+        if self.ended.done():
+            return
+        answer = self._answer
+        answer.error = error
+        answer.text = "".join(self._texts)
+        answer.latency_s = self._last - answer.start if self._last else 0.0
+        if error is None and not answer.ttft_s:
+            answer.error = "the answer holds no token"
+        self.ended.set_result(None)
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        error = _decode_chunk(body).error
+    except msgspec.DecodeError:
+        error = None
+    return error.message if error is not None else body.decode(errors="replace")[:200].strip()

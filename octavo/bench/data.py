@@ -1,0 +1,167 @@
+"""The prompts of the benchmarks: made of random tokens, or taken from a file of conversations in ShareGPT's form.
+
+Both are functions of the seed, so that two runs, or two servers, get the same requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+DATASETS = ("random", "sharegpt")
+# What vLLM leaves out of ShareGPT: conversations too short to mean anything, and prompts and totals that are very long.
+_SHORTEST_TOKENS, _LONGEST_PROMPT_TOKENS, _LONGEST_TOTAL_TOKENS = 4, 1024, 2048
+_OUTPUT_LEN = 128
+_ATTEMPTS = 10  # at a text that has the wanted number of tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPrompt:
+    """One request to come. `num_tokens` counts the prompt as text, without a chat template."""
+
+    text: str
+    num_tokens: int
+    num_output_tokens: int
+
+
+def add_dataset_args(parser: argparse.ArgumentParser) -> None:
+    """vLLM's flags, of which `sample_prompts` reads the values, together with `seed`."""
+    group = parser.add_argument_group("dataset")
+    group.add_argument("--dataset-name", choices=DATASETS, help="Default: sharegpt with a file, else random.")
+    group.add_argument("--dataset-path", "--dataset", metavar="FILE", help="ShareGPT JSON: a list of conversations.")
+    group.add_argument("--num-prompts", type=positive_int, default=1000, help="Requests (default: %(default)s).")
+    group.add_argument(
+        "--random-input-len", "--input-len", type=positive_int, default=1024, help="Default: %(default)s tokens."
+    )
+    group.add_argument(
+        "--random-output-len", "--output-len", type=positive_int, help="Default: 128 tokens, or the file's answers."
+    )
+    group.add_argument(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        help="Lengths are even between (1 - ratio) and (1 + ratio) times those (default: %(default)s).",
+    )
+    group.add_argument(
+        "--random-prefix-len", type=int, default=0, help="Tokens that all prompts begin with, besides (default: 0)."
+    )
+    group.add_argument("--sharegpt-output-len", type=positive_int, help="Default: the length of the file's answers.")
+
+
+def positive_int(text: str) -> int:
+    """For argparse: an integer of 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
+
+
+def sample_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> list[BenchPrompt]:
+    """The requests that the flags of `add_dataset_args` ask for. Raises `ConfigError`."""
+    name = args.dataset_name or ("sharegpt" if args.dataset_path else "random")
+    if name == "random":
+        if args.dataset_path:
+            raise ConfigError("--dataset-path is for --dataset-name sharegpt; random prompts need no file.")
+        return random_prompts(
+            tokenizer,
+            args.num_prompts,
+            args.random_input_len,
+            args.random_output_len or _OUTPUT_LEN,
+            range_ratio=args.random_range_ratio,
+            prefix_len=args.random_prefix_len,
+            seed=args.seed or 0,
+        )
+    if not args.dataset_path:
+        raise ConfigError("--dataset-name sharegpt needs --dataset-path FILE.")
+    return sharegpt_prompts(
+        tokenizer,
+        args.dataset_path,
+        args.num_prompts,
+        output_len=args.sharegpt_output_len or args.random_output_len,
+        seed=args.seed or 0,
+    )
+
+
+def random_prompts(
+    tokenizer: PreTrainedTokenizerFast,
+    num_prompts: int,
+    input_len: int,
+    output_len: int,
+    *,
+    range_ratio: float = 0.0,
+    prefix_len: int = 0,
+    seed: int = 0,
+) -> list[BenchPrompt]:
+    """Prompts whose text has, as nearly as text can, the drawn number of random tokens."""
+    if not 0 <= range_ratio < 1:
+        raise ConfigError(f"--random-range-ratio must be in [0, 1), got {range_ratio}.")
+    if prefix_len < 0:
+        raise ConfigError(f"--random-prefix-len must be 0 or more, got {prefix_len}.")
+    rng = np.random.default_rng(seed)
+    special = set(tokenizer.all_special_ids)
+    tokens = np.array([token for token in range(tokenizer.vocab_size) if token not in special])
+
+    def draw(length: int) -> Any:
+        low, high = int(length * (1 - range_ratio)), int(length * (1 + range_ratio))
+        return rng.integers(max(low, 1), max(high, 1), num_prompts, endpoint=True)
+
+    prefix = rng.choice(tokens, prefix_len).tolist()
+    prompts = []
+    for num_input, num_output in zip(draw(input_len), draw(output_len), strict=True):
+        wanted = prefix_len + int(num_input)
+        ids = prefix + rng.choice(tokens, num_input).tolist()
+        # What decodes to text does not always encode to the same tokens: cut or fill until the number is right.
+        for _ in range(_ATTEMPTS):
+            text = tokenizer.decode(ids)
+            ids = encode(tokenizer, text)
+            if len(ids) == wanted:
+                break
+            ids = ids[:wanted] + rng.choice(tokens, max(wanted - len(ids), 0)).tolist()
+        prompts.append(BenchPrompt(text, len(encode(tokenizer, text)), int(num_output)))
+    return prompts
+
+
+def sharegpt_prompts(
+    tokenizer: PreTrainedTokenizerFast, path: str, num_prompts: int, *, output_len: int | None = None, seed: int = 0
+) -> list[BenchPrompt]:
+    """The first question of each conversation, in an order drawn from the seed; its answer says how long ours is."""
+    try:
+        conversations = json.loads(Path(path).read_text(encoding="utf-8"))
+        turns = [entry.get("conversations") or entry.get("conversation") or [] for entry in conversations]
+        pairs = [(str(turn[0]["value"]), str(turn[1]["value"])) for turn in turns if len(turn) >= 2]
+    except OSError as error:
+        raise ConfigError(f"--dataset-path {path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, AttributeError, KeyError, TypeError):
+        raise ConfigError(
+            f'--dataset-path {path} is not ShareGPT JSON: a list of {{"conversations": [{{"from": "human", "value": '
+            '"…"}, …]}.'
+        ) from None
+    prompts: list[BenchPrompt] = []
+    for index in np.random.default_rng(seed).permutation(len(pairs)):
+        question, answer = pairs[index]
+        num_tokens = len(encode(tokenizer, question))
+        num_output = output_len or len(encode(tokenizer, answer))
+        fits = num_tokens <= _LONGEST_PROMPT_TOKENS and num_tokens + num_output <= _LONGEST_TOTAL_TOKENS
+        if fits and num_tokens >= _SHORTEST_TOKENS and num_output >= _SHORTEST_TOKENS:
+            prompts.append(BenchPrompt(question, num_tokens, num_output))
+        if len(prompts) == num_prompts:
+            break
+    if not prompts:
+        raise ConfigError(f"--dataset-path {path} has no conversation of two turns and a usual length.")
+    # A file with too few is gone through again, as often as it takes.
+    return [prompts[i % len(prompts)] for i in range(num_prompts)]
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return ids

@@ -1,0 +1,95 @@
+"""Figures of the benchmarks, drawn by matplotlib (extra `bench`). SVG files follow the reader's light or dark page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.bench.client import Answer
+from octavo.bench.results import token_times_s, tpot_s
+from octavo.errors import ConfigError, OctavoError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Text takes the reader's colour (a rule in the file); the others are seen well on white and on black.
+TEXT = "#57606a"
+BLUE, ORANGE, GREEN = "#2f81f7", "#d97706", "#16a36b"
+_RULE = "<style>svg{color:#57606a}@media (prefers-color-scheme:dark){svg{color:#adb8c2}}</style>"
+_KINDS = (".svg", ".png", ".pdf")
+
+
+def check_plot_file(file: str) -> None:
+    """Raise `ConfigError` before anything is measured for a figure that could not be drawn."""
+    if Path(file).suffix not in _KINDS:
+        raise ConfigError(f"--plot {file} must end with {', '.join(_KINDS)}.")
+    new_figure(1)
+
+
+def new_figure(num_panels: int, **options: Any) -> tuple[Figure, Sequence[Any]]:
+    """A row of empty panels in our style."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'octavo[bench]'.") from None
+    from matplotlib.figure import Figure
+
+    style: dict[str, Any] = {
+        "svg.fonttype": "none", "svg.hashsalt": "octavo", "font.family": "sans-serif", "font.size": 10,
+        "text.color": TEXT, "axes.edgecolor": TEXT, "axes.labelcolor": TEXT, "xtick.color": TEXT, "ytick.color": TEXT,
+        "axes.spines.top": False, "axes.spines.right": False,
+    }  # fmt: skip
+    mpl.rcParams.update(style)
+    figure = Figure(figsize=(2.4 + 3.6 * num_panels, 3.4))
+    axes = figure.subplots(1, num_panels, squeeze=False, **options)[0]
+    for axis in axes:
+        axis.grid(axis="y", color=TEXT, alpha=0.2, linewidth=0.6)
+    return figure, axes
+
+
+def save_figure(figure: Figure, file: Path, title: str) -> None:
+    """Raises `OctavoError` if the file cannot be written."""
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    is_svg = file.suffix == ".svg"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, transparent=is_svg, dpi=150, metadata={"Date": None} if is_svg else None)
+        if is_svg:
+            # One rule in the place of a colour: text and axes follow the reader's page.
+            svg = file.read_text(encoding="utf-8").replace(TEXT, "currentColor")
+            svg = "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
+            file.write_text(re.sub(r"(<svg [^>]*>)", rf"\1{_RULE}", svg, count=1), encoding="utf-8")
+    except OSError as error:
+        raise OctavoError(f"{file} cannot be written: {error.strerror or error}.") from None
+
+
+def plot_serving(file: Path, answers: Sequence[Answer], setting: str) -> None:
+    """How requests' latencies are distributed, and what the server gave while they ran."""
+    good = [answer for answer in answers if answer.error is None]
+    if not good:
+        return
+    figure, (first, token, rate) = new_figure(3)
+    for axis, colour, label, values in (
+        (first, BLUE, "first token", [answer.ttft_s for answer in good]),
+        (first, ORANGE, "whole answer", [answer.latency_s for answer in good]),
+        (token, BLUE, "inter-token", [itl for answer in good for itl in answer.itls_s]),
+        (token, ORANGE, "mean of a request", [tpot_s(answer) for answer in good if answer.num_output_tokens > 1]),
+    ):
+        if values:
+            milliseconds = np.sort(np.array(values)) * 1e3
+            shares = np.arange(1, len(milliseconds) + 1) / len(milliseconds)
+            axis.plot(milliseconds, 100 * shares, color=colour, label=label)
+    for axis, title in ((first, "latency"), (token, "time between tokens")):
+        axis.set(title=title, xlabel="ms", ylabel="% of values up to it", xlim=(0, None), ylim=(0, 101))
+        axis.legend(frameon=False, loc="lower right")
+    begin = min(answer.start for answer in good)
+    times = np.array([at - begin for answer in good for at in token_times_s(answer)])
+    counts, edges = np.histogram(times, bins=np.arange(0, times.max() + 1, 1) if times.max() > 3 else 12)
+    rate.stairs(counts / np.diff(edges), edges, color=GREEN, fill=True, alpha=0.35)
+    rate.set(title="throughput", xlabel="s", ylabel="tokens/s", xlim=(0, None))
+    save_figure(figure, file, f"{setting}: {len(good)} of {len(answers)} requests answered")

@@ -1,0 +1,353 @@
+"""`octavo bench serve`: many clients against a running server, and what each of them sees.
+
+Open loop (`--request-rate`): requests come when they come, as users do, whatever the server is busy with. Closed loop
+(`--max-concurrency`): so many are under way at any time. Flags, figures and JSON keys are vLLM's. Prompts are in
+`data`, the HTTP client in `client`, the arithmetic in `results`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.bench.client import Answer, Target, get_json, stream
+from octavo.bench.data import BenchPrompt, add_dataset_args, positive_int, sample_prompts
+from octavo.bench.results import METRICS, details, summarize, table, write_json
+from octavo.entrypoints.cli.errors import run_command
+from octavo.errors import ConfigError, OctavoError
+
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+_ALIASES = {"vllm": "openai"}
+_GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Measure a running OpenAI-compatible server.", allow_abbrev=False
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument("--backend", "--endpoint-type", choices=[*ENDPOINTS, *_ALIASES], default="openai")
+    server.add_argument("--base-url", help="As http://host:port; default: --host and --port.")
+    server.add_argument("--host", default="127.0.0.1", help="Default: %(default)s.")
+    server.add_argument("--port", type=int, default=8000, help="Default: %(default)s.")
+    server.add_argument("--endpoint", help="Default: the backend's.")
+    server.add_argument("--model", help="Default: the first that the server names.")
+    server.add_argument("--served-model-name", help="What requests call the model; default: --model.")
+    server.add_argument("--tokenizer", help="Folder, .gguf file or Hugging Face id; default: the model's.")
+    server.add_argument("--api-key", default=os.environ.get("OCTAVO_API_KEY") or os.environ.get("OPENAI_API_KEY"))
+    server.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="Sent too; repeatable.")
+    add_dataset_args(parser)
+    parser.add_argument("--seed", type=int, default=0, help="Of prompts and arrivals (default: %(default)s).")
+    load = parser.add_argument_group("load")
+    load.add_argument("--request-rate", type=float, default=math.inf, help="Requests a second; default: all at once.")
+    load.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier (default: 1).",
+    )
+    load.add_argument("--max-concurrency", type=positive_int, help="Requests under way at most; default: any number.")
+    load.add_argument("--num-warmups", type=int, default=1, help="Requests before those that count (default: 1).")
+    request = parser.add_argument_group("requests")
+    request.add_argument("--ignore-eos", action="store_true", help="Generate as many tokens as asked, always.")
+    request.add_argument("--temperature", type=float, default=0.0, help="Default: greedy.")
+    request.add_argument("--top-p", type=float)
+    request.add_argument("--top-k", type=int)
+    request.add_argument("--min-p", type=float)
+    request.add_argument("--logprobs", type=int, help="Ask for that many.")
+    request.add_argument("--extra-body", metavar="JSON", help="Further fields of every request.")
+    figures = parser.add_argument_group("figures")
+    figures.add_argument(
+        "--goodput", nargs="+", default=[], metavar="METRIC:MS", help="Limits, as ttft:200 tpot:50 e2el:5000."
+    )
+    figures.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", help="Shown; default: %(default)s.")
+    figures.add_argument("--metric-percentiles", default="90,99", help="Default: %(default)s.")
+    figures.add_argument("--save-result", action="store_true", help="Write the figures as JSON.")
+    figures.add_argument("--save-detailed", action="store_true", help="With each request's times and text.")
+    figures.add_argument("--result-dir", help="Default: here.")
+    figures.add_argument("--result-filename", help="Default: by backend, rate, model and time.")
+    figures.add_argument("--json", metavar="FILE", help="Write the figures to this file.")
+    figures.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="Added to the JSON.")
+    figures.add_argument("--label", help="Name of the run in the JSON and its file name.")
+    figures.add_argument("--plot", metavar="FILE", help="Draw latencies and throughput (.svg, .png, .pdf).")
+    figures.add_argument("--disable-tqdm", action="store_true", help="Show no progress.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench serve") -> int:
+    """Measure and print; returns the exit code, 1 if no request succeeded."""
+    args = make_parser(prog).parse_args(argv)
+
+    def bench() -> None:
+        plan = Plan(args)
+        _raise_open_files()
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            answers, duration_s, prompts = runner.run(_measure(args, plan))
+        figures = summarize(answers, duration_s, percentiles=plan.percentiles, goodput_ms=plan.goodput_ms)
+        print(table(figures, plan.shown, plan.percentiles, plan.setting()))
+        for message, count in _count_errors(answers).items():
+            print(f"{count} failed: {message}", file=sys.stderr)
+        _save(args, plan, figures, answers, prompts)
+        if not figures["completed"]:
+            raise OctavoError(f"not one of {len(answers)} requests succeeded.")
+
+    return run_command(bench)
+
+
+class Plan:
+    """The flags, checked. `model` and `tokenizer` are known once the server has been asked."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.backend = _ALIASES.get(args.backend, args.backend)
+        base = args.base_url or f"http://{args.host}:{args.port}"
+        headers = dict(_pair(word, "--header") for word in args.header)
+        if args.api_key:
+            headers["Authorization"] = f"Bearer {args.api_key}"
+        self.target = Target(base.rstrip("/") + (args.endpoint or ENDPOINTS[self.backend]), headers)
+        self.model: str = args.model or ""
+        self.tokenizer: str = args.tokenizer or ""
+        self.percentiles = _floats(args.metric_percentiles, "--metric-percentiles")
+        if any(not 0 <= percentile <= 100 for percentile in self.percentiles):
+            raise ConfigError(f"--metric-percentiles must be between 0 and 100, got {args.metric_percentiles}.")
+        self.shown = [name.strip() for name in args.percentile_metrics.split(",") if name.strip()]
+        if unknown := set(self.shown) - set(METRICS):
+            raise ConfigError(f"--percentile-metrics knows {', '.join(METRICS)}, not {', '.join(sorted(unknown))}.")
+        self.goodput_ms = _goodput(args.goodput)
+        self.metadata = dict(_pair(word, "--metadata") for word in args.metadata)
+        self.extra_body = _json_object(args.extra_body)
+        if not args.request_rate > 0:
+            raise ConfigError(f"--request-rate must be greater than 0, got {args.request_rate}.")
+        if not args.burstiness > 0:
+            raise ConfigError(f"--burstiness must be greater than 0, got {args.burstiness}.")
+        if args.plot:
+            from octavo.bench.plot import check_plot_file
+
+            check_plot_file(args.plot)
+
+    async def ask_server(self) -> None:
+        """Fill in what was left open, from the server's list of models."""
+        if self.model and self.tokenizer:
+            return
+        try:
+            card = (await get_json(self.target, "/v1/models"))["data"][0]
+            name, root = str(card["id"]), str(card.get("root") or card["id"])
+        except (OSError, LookupError, TypeError) as error:
+            if self.model:  # a server that does not say: the name must do
+                self.tokenizer = self.tokenizer or self.model
+                return
+            reason = getattr(error, "strerror", None) or error
+            raise OctavoError(f"no server names its model for {self.target.url} ({reason}); is it running?") from None
+        self.tokenizer = self.tokenizer or (self.model if self.model and self.model != name else root)
+        self.model = self.model or name
+
+    def body(self, prompt: BenchPrompt) -> dict[str, Any]:
+        """The JSON of one request."""
+        args = self.args
+        body: dict[str, Any] = {
+            "model": args.served_model_name or self.model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.backend == "openai":
+            body |= {"prompt": prompt.text, "max_tokens": prompt.num_output_tokens}
+        else:
+            body["messages"] = [{"role": "user", "content": prompt.text}]
+            body["max_completion_tokens"] = prompt.num_output_tokens
+        if args.logprobs is not None:
+            is_chat = self.backend == "openai-chat"
+            body |= {"logprobs": True, "top_logprobs": args.logprobs} if is_chat else {"logprobs": args.logprobs}
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            if (value := getattr(args, name)) is not None:
+                body[name] = value
+        if args.ignore_eos:
+            body["ignore_eos"] = True
+        return body | self.extra_body
+
+    def setting(self) -> str:
+        """One line that says what load this was."""
+        rate = "all at once" if math.isinf(self.args.request_rate) else f"{self.args.request_rate:g} requests/s"
+        limit = self.args.max_concurrency
+        return f"{self.model}, {rate}" + (f", at most {limit} under way" if limit else "")
+
+
+def arrival_times(num_prompts: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds from the start at which requests are sent: gamma-distributed gaps, scaled so that the last one comes at
+    exactly `num_prompts / rate`, as vLLM does, so that runs of one rate can be compared."""
+    if math.isinf(rate):
+        return [0.0] * num_prompts
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), num_prompts)
+    times = np.cumsum(gaps)
+    scaled: list[float] = (times * (num_prompts / rate / times[-1])).tolist()
+    return scaled
+
+
+async def _measure(args: argparse.Namespace, plan: Plan) -> tuple[list[Answer], float, list[BenchPrompt]]:
+    await plan.ask_server()
+    from octavo.loading.checkpoint import find_tokenizer
+    from octavo.loading.tokenizer import read_tokenizer
+
+    prompts = sample_prompts(args, read_tokenizer(find_tokenizer(plan.tokenizer)))
+    bodies = [plan.body(prompt) for prompt in prompts]
+    for _ in range(args.num_warmups):
+        # Another prompt than those to come, of which the server may keep the beginning.
+        answer = await stream(plan.target, plan.body(BenchPrompt("Hello, who are you?", 6, 8)))
+        if answer.error is not None:
+            raise OctavoError(f"the first request failed, so the others are not sent: {answer.error}")
+    times = arrival_times(len(prompts), args.request_rate, args.burstiness, args.seed)
+    gc.collect()
+    gc.freeze()
+    answers, duration_s = await run_load(plan.target, bodies, times, args.max_concurrency, not args.disable_tqdm)
+    for answer, prompt in zip(answers, prompts, strict=True):
+        answer.num_prompt_tokens = answer.num_prompt_tokens or prompt.num_tokens
+    return answers, duration_s, prompts
+
+
+async def run_load(
+    target: Target,
+    bodies: Sequence[Mapping[str, Any]],
+    times: Sequence[float],
+    max_concurrency: int | None,
+    show_progress: bool,
+) -> tuple[list[Answer], float]:
+    """Send each body at its time, or as soon after that as the limit allows; the answers and the whole duration."""
+    progress = None
+    if show_progress:
+        from tqdm import tqdm
+
+        progress = tqdm(total=len(bodies), unit="req", dynamic_ncols=True)
+    limit: contextlib.AbstractAsyncContextManager[Any] = contextlib.nullcontext()
+    if max_concurrency is not None:
+        limit = asyncio.Semaphore(max_concurrency)
+
+    async def send(body: Mapping[str, Any]) -> Answer:
+        async with limit:
+            answer = await stream(target, body)
+        if progress is not None:
+            progress.update()
+        return answer
+
+    tasks = []
+    begin = time.perf_counter()
+    for body, at in zip(bodies, times, strict=True):
+        # Against the clock, not from request to request: delays do not add up.
+        if (wait_s := begin + at - time.perf_counter()) > 0:
+            await asyncio.sleep(wait_s)
+        tasks.append(asyncio.create_task(send(body)))
+    answers = await asyncio.gather(*tasks)
+    duration_s = time.perf_counter() - begin
+    if progress is not None:
+        progress.close()
+    return answers, duration_s
+
+
+def _count_errors(answers: Sequence[Answer]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for answer in answers:
+        if answer.error is not None:
+            counts[answer.error] = counts.get(answer.error, 0) + 1
+    return counts
+
+
+def _save(
+    args: argparse.Namespace,
+    plan: Plan,
+    figures: dict[str, Any],
+    answers: Sequence[Answer],
+    prompts: Sequence[BenchPrompt],
+) -> None:
+    rate = args.request_rate
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    result: dict[str, Any] = {
+        "date": now,
+        "backend": args.backend,
+        "endpoint_type": plan.backend,
+        "label": args.label,
+        "model_id": plan.model,
+        "tokenizer_id": plan.tokenizer or plan.model,
+        "num_prompts": len(prompts),
+        **plan.metadata,
+        "request_rate": "inf" if math.isinf(rate) else rate,
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        **figures,
+    }
+    if args.save_detailed:
+        result |= details(answers)
+    files = [Path(args.json)] if args.json else []
+    if args.save_result:
+        limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
+        name = f"{args.label or args.backend}-{rate}qps{limit}-{plan.model.rpartition('/')[2]}-{now}.json"
+        files.append(Path(args.result_dir or ".") / (args.result_filename or name))
+    for file in files:
+        write_json(file, result)
+    if args.plot:
+        from octavo.bench.plot import plot_serving
+
+        plot_serving(Path(args.plot), answers, plan.setting())
+
+
+def _pair(word: str, flag: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"{flag} {word} is not NAME=VALUE.")
+    return name, value
+
+
+def _floats(text: str, flag: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} {text} is not a list of numbers like 50,99.") from None
+
+
+def _goodput(words: Sequence[str]) -> dict[str, float]:
+    limits = {}
+    for word in words:
+        name, _, value = word.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"--goodput {word} is not METRIC:MILLISECONDS, such as ttft:200.") from None
+        if name not in _GOODPUT_METRICS or limits[name] < 0:
+            raise ConfigError(f"--goodput {word}: metrics are {', '.join(_GOODPUT_METRICS)}, limits 0 or more.")
+    return limits
+
+
+def _json_object(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--extra-body {text} is not a JSON object.")
+    return value
+
+
+def _raise_open_files() -> None:
+    """A connection is a file, and shells allow 1024 of them."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

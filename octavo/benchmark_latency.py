@@ -1,0 +1,10 @@
+"""`python -m octavo.benchmark_latency`, which is `octavo bench latency` under vLLM's older name."""
+
+from __future__ import annotations
+
+import sys
+
+from octavo.bench.latency import main
+
+if __name__ == "__main__":
+    sys.exit(main(prog="octavo.benchmark_latency"))

@@ -1,0 +1,208 @@
+"""`octavo bench serve` against a real HTTP server: what is sent, what is counted, and vLLM's names in the JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.bench.client import Answer
+from octavo.bench.data import random_prompts, sharegpt_prompts
+from octavo.bench.results import details, summarize
+from octavo.bench.serve import arrival_times, main
+from octavo.errors import ConfigError
+from octavo.loading.tokenizer import read_tokenizer
+from tests.entrypoints.fake_engine import FakeEngine, serving
+
+SHAREGPT = [
+    {"conversations": [{"from": "human", "value": f"Question {i}?"}, {"from": "gpt", "value": "An answer." * (i + 1)}]}
+    for i in range(5)
+]
+
+
+def run(address: str, folder: Path, tokenizer: Path, *flags: str, code: int = 0) -> dict[str, object]:
+    """The JSON of a run."""
+    file = folder / "result.json"
+    always = ["--base-url", address, "--tokenizer", str(tokenizer), "--disable-tqdm", "--json", str(file)]
+    assert main([*always, *flags]) == code
+    return json.loads(file.read_text())
+
+
+def test_a_closed_loop_run_has_vllms_figures(
+    address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.delay_s = 0.002
+    flags = [
+        "--num-prompts",
+        "6",
+        "--max-concurrency",
+        "2",
+        "--random-input-len",
+        "20",
+        "--random-output-len",
+        "8",
+        "--ignore-eos",
+    ]
+    figures = run(address, tmp_path, tiny_tokenizer, *flags, "--goodput", "ttft:60000", "e2el:60000")
+    assert (figures["completed"], figures["failed"], figures["num_prompts"]) == (6, 0, 6)
+    assert figures["total_output_tokens"] == 6 * 8
+    assert figures["request_goodput"] == figures["request_throughput"] > 0
+    assert (figures["request_rate"], figures["max_concurrency"], figures["model_id"]) == ("inf", 2, "org/fake")
+    assert figures["max_concurrent_requests"] == 2
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        assert 0 < figures[f"median_{metric}_ms"] <= figures[f"p90_{metric}_ms"] <= figures[f"p99_{metric}_ms"]
+    assert figures["mean_ttft_ms"] < figures["mean_e2el_ms"]
+    prompts = [ids for ids, params, _ in engine.seen if params.ignore_eos and params.max_tokens == 8]
+    assert len(prompts) == 6 + 1  # one to see whether the server answers
+    assert figures["total_input_tokens"] == sum(map(len, prompts[1:]))
+    shown = capsys.readouterr().out
+    assert "Successful requests:                     6\n" in shown
+    assert "P99 TTFT (ms):" in shown
+
+
+def test_chat_counts_from_the_first_text_and_saves_what_is_asked(
+    address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "sharegpt.json"
+    data.write_text(json.dumps(SHAREGPT))
+    flags = [
+        "--backend",
+        "openai-chat",
+        "--dataset-name",
+        "sharegpt",
+        "--dataset-path",
+        str(data),
+        "--num-prompts",
+        "3",
+    ]
+    saved = ["--save-result", "--save-detailed", "--result-dir", str(tmp_path / "out"), "--result-filename", "r.json"]
+    figures = run(address, tmp_path, tiny_tokenizer, *flags, *saved, "--request-rate", "200", "--metadata", "a=b")
+    assert figures == json.loads((tmp_path / "out" / "r.json").read_text())
+    assert (figures["a"], figures["request_rate"], figures["endpoint_type"]) == ("b", 200.0, "openai-chat")
+    assert len(figures["ttfts"]) == 3
+    assert all("Hello there".startswith(text) and text for text in figures["generated_texts"])
+    # A chunk holds one of these tokens: the time to the first and the gaps between the others are all there is.
+    for itls, length in zip(figures["itls"], figures["output_lens"], strict=True):
+        assert length - 1 <= len(itls) + 1 <= length + 1
+    assert engine.tokenizer.decode(engine.seen[-1][0]).startswith("user: Question")
+
+
+def test_failures_are_counted_and_shown(
+    tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(tiny_tokenizer)
+    engine.fails_after = (2, RuntimeError("x"))
+    with serving(engine, disable_log_requests=True) as address:
+        flags = [
+            "--num-prompts",
+            "4",
+            "--random-input-len",
+            "8",
+            "--random-output-len",
+            "6",
+            "--num-warmups",
+            "0",
+            "--ignore-eos",
+        ]
+        figures = run(address, tmp_path, tiny_tokenizer, *flags, code=1)
+        assert (figures["completed"], figures["failed"], figures["output_throughput"]) == (0, 4, 0)
+        error = capsys.readouterr().err
+        assert "4 failed: Internal error.\n" in error
+        assert "not one of 4 requests succeeded" in error
+        few = ["--num-prompts", "1", "--random-input-len", "8"]
+        assert main(["--base-url", address, "--tokenizer", str(tiny_tokenizer), "--model", "other", *few]) == 1
+        assert "HTTP 404: The model 'other' does not exist here" in capsys.readouterr().err
+
+
+def test_a_key_is_sent(tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine(tiny_tokenizer)
+    flags = ["--num-prompts", "2", "--random-input-len", "8", "--random-output-len", "2"]
+    with serving(engine, disable_log_requests=True, api_key=["secret"]) as address:
+        assert run(address, tmp_path, tiny_tokenizer, *flags, "--api-key", "secret")["completed"] == 2
+        assert main(["--base-url", address, *flags, "--api-key", "wrong"]) == 1
+    assert "answered 401: Incorrect or missing API key" in capsys.readouterr().err
+
+
+def test_a_plot_is_drawn(address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'octavo[bench]'")
+    plot = tmp_path / "run.svg"
+    flags = ["--num-prompts", "3", "--random-input-len", "8", "--random-output-len", "4", "--ignore-eos"]
+    run(address, tmp_path, tiny_tokenizer, *flags, "--plot", str(plot))
+    svg = plot.read_text()
+    assert "3 of 3 requests answered" in svg
+    assert "prefers-color-scheme" in svg
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "1"], "no server names its model for http://127.0.0.1:1/v1/completions (Connection refused)"),
+        (["--request-rate", "0"], "--request-rate must be greater than 0"),
+        (["--burstiness", "-1"], "--burstiness must be greater than 0"),
+        (["--goodput", "itl:5"], "metrics are ttft, tpot, e2el"),
+        (["--goodput", "ttft"], "is not METRIC:MILLISECONDS"),
+        (["--percentile-metrics", "ttft,speed"], "not speed"),
+        (["--metric-percentiles", "101"], "must be between 0 and 100"),
+        (["--extra-body", "[1]"], "is not a JSON object"),
+        (["--base-url", "ftp://x"], "is no HTTP address"),
+        (["--plot", "run.gif"], "must end with .svg, .png, .pdf"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_arrivals_keep_the_rate_and_the_burstiness() -> None:
+    assert arrival_times(3, math.inf, 1.0, 0) == [0.0, 0.0, 0.0]
+    for burstiness in (0.5, 1.0, 4.0):
+        times = np.array(arrival_times(4000, 20.0, burstiness, 1))
+        gaps = np.diff(times)
+        assert times[-1] == pytest.approx(4000 / 20)
+        assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1)
+    assert arrival_times(9, 5.0, 1.0, 3) == arrival_times(9, 5.0, 1.0, 3) != arrival_times(9, 5.0, 1.0, 4)
+
+
+def test_figures_are_those_of_the_requests_that_were_answered() -> None:
+    answers = [
+        Answer(0.0, 0.1, [0.02, 0.02], 0.14, "a", 10, 3),
+        Answer(0.0, 0.3, [0.05, 0.05, 0.05, 0.05], 0.5, "b", 10, 5),
+        Answer(0.0, 0.2, error="gone"),
+    ]
+    figures = summarize(answers, 2.0, percentiles=[50.0, 99.9], goodput_ms={"ttft": 200.0, "tpot": 60.0})
+    assert (figures["completed"], figures["failed"]) == (2, 1)
+    assert figures["total_output_tokens"] == 8
+    assert figures["output_throughput"] == 4.0
+    assert figures["request_goodput"] == 0.5  # the second was late
+    assert figures["mean_ttft_ms"] == pytest.approx(200)
+    assert figures["mean_tpot_ms"] == pytest.approx((20 + 50) / 2)
+    assert figures["mean_itl_ms"] == pytest.approx((2 * 20 + 4 * 50) / 6)
+    assert figures["p99.9_e2el_ms"] == pytest.approx(500, rel=0.01)
+    assert figures["max_concurrent_requests"] == 2
+    assert details(answers)["errors"] == ["", "", "gone"]
+
+
+def test_random_prompts_have_their_lengths_and_are_those_of_the_seed(tiny_tokenizer: Path) -> None:
+    tokenizer = read_tokenizer(str(tiny_tokenizer))
+    prompts = random_prompts(tokenizer, 40, 50, 20, range_ratio=0.5, prefix_len=10, seed=1)
+    assert prompts == random_prompts(tokenizer, 40, 50, 20, range_ratio=0.5, prefix_len=10, seed=1)
+    assert all(10 <= prompt.num_output_tokens <= 30 for prompt in prompts)
+    # Bytes that are no UTF-8 become longer text, so this tokenizer's lengths are only near.
+    assert len({prompt.num_tokens for prompt in prompts}) > 10
+
+
+def test_sharegpt_takes_first_turns_and_refuses_what_it_does_not_know(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    tokenizer, file = read_tokenizer(str(tiny_tokenizer)), tmp_path / "data.json"
+    short = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello to you"}]}
+    file.write_text(json.dumps([*SHAREGPT, short, {"conversations": []}]))
+    prompts = sharegpt_prompts(tokenizer, str(file), 7)
+    assert {prompt.text for prompt in prompts} == {f"Question {i}?" for i in range(5)}
+    assert {prompt.num_output_tokens for prompt in prompts} == {10 * (i + 1) for i in range(5)}
+    assert [prompt.num_output_tokens for prompt in sharegpt_prompts(tokenizer, str(file), 2, output_len=9)] == [9, 9]
+    for text in ("{", '{"a": 1}', "[1]", "[]"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="--dataset-path"):
+            sharegpt_prompts(tokenizer, str(file), 2)
