@@ -20,11 +20,13 @@ from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.restarts import Restarts
 from octavo.engine.wire import (
     Abort,
+    BlockMap,
     CoreMessage,
     EngineRequest,
     EngineStats,
     Failed,
     FrontendMessage,
+    GetBlockMap,
     Ready,
     StepOutputs,
 )
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 # Longer prompts are tokenized in a thread, so that they do not hold up the streams of others (about 2 ms).
 _MAX_INLINE_CHARACTERS = 8192
+_BLOCK_MAP_TIMEOUT_S = 5.0  # a step of the core, and then some
 
 
 class _Stream:
@@ -112,6 +115,7 @@ class AsyncLLMEngine:
         self._outage: EngineRestartingError | None = None  # while the core is started again
         self._failure: OctavoError | None = None  # for good
         self._failure_event = asyncio.Event()
+        self._block_map: asyncio.Future[BlockMap] | None = None
         self._is_closed = False
 
     @classmethod
@@ -228,6 +232,22 @@ class AsyncLLMEngine:
                 has_begun = output.metrics is not None and output.metrics.first_token_time is not None
                 stream.put(output if has_begun else EngineStoppingError("the server is stopping."))
 
+    async def block_map(self) -> BlockMap | None:
+        """What each KV block is used for, between two steps; None from a core that takes too long to say.
+
+        All who ask at once get one answer. Nothing is gathered while nobody asks.
+        """
+        await self.wait_ready()
+        if self._block_map is None or self._block_map.done():
+            self._block_map = asyncio.get_running_loop().create_future()
+            self._core.send(GetBlockMap())
+        asked = self._block_map
+        await asyncio.wait((asked,), timeout=_BLOCK_MAP_TIMEOUT_S)
+        if not asked.done():
+            self._block_map = None
+            return None
+        return asked.result()
+
     def shutdown(self) -> None:
         """End the core's process. Streams still open raise `EngineDeadError`."""
         if self._is_closed:
@@ -320,6 +340,9 @@ class AsyncLLMEngine:
                         stream.put(result)
                 if self.metrics is not None:
                     self.metrics.record_step(stats)
+            case BlockMap():
+                if self._block_map is not None and not self._block_map.done():
+                    self._block_map.set_result(message)
             case Ready():
                 if self._outage is not None:
                     logger.info(

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
-from octavo.engine.wire import EngineRequest, SequenceOutput, StepOutputs
+from octavo.engine.wire import BlockMap, EngineRequest, SequenceOutput, StepOutputs
 from octavo.errors import RequestError
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.scheduling.scheduler import Scheduler
@@ -47,6 +47,9 @@ class EngineCore:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.scheduler.abort(request_id, index)
+
+    def block_map(self) -> BlockMap:
+        return BlockMap(self.scheduler.cache.pool.states())
 
     def step(self) -> StepOutputs:
         """Schedule, execute, account. Returns at once when there is nothing to run."""

@@ -25,6 +25,7 @@ from octavo.engine.wire import (
     CoreProcessArgs,
     EngineRequest,
     Failed,
+    GetBlockMap,
     Ready,
     decode_frontend_message,
     encode_message,
@@ -83,20 +84,27 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
     )
     sender.send(encode_message(ready))
     while True:
-        if not core.has_work:
-            _handle(core, receiver.recv())
+        has_news = core.has_work
+        if not has_news:
+            has_news = _handle(core, sender, receiver.recv())
         while is_readable(receiver):
-            _handle(core, receiver.recv())
-        # A step without work still tells the front end that aborts have emptied the engine.
-        sender.send(encode_message(core.step()))
+            has_news |= _handle(core, sender, receiver.recv())
+        if has_news:
+            # A step without work still tells the front end that aborts have emptied the engine.
+            sender.send(encode_message(core.step()))
 
 
-def _handle(core: EngineCore, data: bytes) -> None:
+def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
+    """Whether the message may have changed what there is to do."""
     match decode_frontend_message(data):
+        case GetBlockMap():
+            sender.send(encode_message(core.block_map()))
+            return False
         case EngineRequest() as request:
             core.add(request)
         case Abort(request_id, index):
             core.abort(request_id, index)
+    return True
 
 
 def _follow_parent(lines: queue.SimpleQueue[bytes]) -> None:

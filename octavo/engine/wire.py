@@ -43,6 +43,10 @@ class Abort(msgspec.Struct, tag="abort"):
     index: int | None = None
 
 
+class GetBlockMap(msgspec.Struct, tag="get_block_map"):
+    """Asks for a `BlockMap`, while somebody watches."""
+
+
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities at one position: the chosen token first, then the most likely ones, best first."""
 
@@ -111,8 +115,14 @@ class Failed(msgspec.Struct, tag="failed"):
     expected: bool
 
 
-FrontendMessage = EngineRequest | Abort
-CoreMessage = StepOutputs | Ready | Failed
+class BlockMap(msgspec.Struct, tag="block_map"):
+    """What each KV block is used for: a byte a block, the numbers of `kv_cache.block_pool.BlockState`."""
+
+    states: bytes
+
+
+FrontendMessage = EngineRequest | Abort | GetBlockMap
+CoreMessage = StepOutputs | Ready | Failed | BlockMap
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_frontend_message = msgspec.msgpack.Decoder(FrontendMessage).decode

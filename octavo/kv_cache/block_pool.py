@@ -7,6 +7,17 @@ not indexed holds nothing of value and is handed out first, so that a small load
 
 from __future__ import annotations
 
+from enum import IntEnum
+
+
+class BlockState(IntEnum):
+    """What a block is used for, as an onlooker sees it."""
+
+    FREE = 0
+    CACHED = 1  # free, but its contents are indexed
+    USED = 2
+    SHARED = 3  # referenced more than once
+
 
 class BlockPool:
     """Blocks 0 .. num_blocks - 1. Every operation is O(1).
@@ -66,6 +77,14 @@ class BlockPool:
         if self.hashes[block] is None and key not in self._index:
             self._index[key] = block
             self.hashes[block] = key
+
+    def states(self) -> bytes:
+        """The `BlockState` of every block (for onlookers; O(num_blocks))."""
+        free, cached, used, shared = map(int, BlockState)
+        return bytes(
+            shared if count > 1 else used if count else free if key is None else cached
+            for count, key in zip(self.ref_counts, self.hashes, strict=True)
+        )
 
     def free_blocks(self) -> list[int]:
         """The free blocks in the order in which they will be handed out (for checks)."""

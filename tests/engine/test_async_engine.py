@@ -9,6 +9,7 @@ import pytest
 
 from octavo import AsyncEngineArgs, AsyncLLMEngine, RequestOutput, SamplingParams
 from octavo.errors import EngineDeadError, OctavoError, RequestError
+from octavo.kv_cache.block_pool import BlockState
 from octavo.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.slow
@@ -60,6 +61,23 @@ def test_output_kinds_agree_and_deltas_add_up() -> None:
             assert [token for part in deltas for token in part.token_ids] == completion.token_ids
             assert [p for part in deltas for p in part.logprobs] == completion.logprobs
             assert [part.finish_reason for part in deltas if part.finish_reason] == [completion.finish_reason]
+
+    with_engine(use)
+
+
+def test_the_block_map_follows_requests() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        assert (await engine.block_map()).states == bytes(256)
+        stream = engine.generate("The sea is wide and " * 20, LONG, "one")
+        await anext(stream)
+        maps = await asyncio.gather(engine.block_map(), engine.block_map())
+        assert maps[0] is maps[1]
+        assert maps[0].states.count(BlockState.USED) > 5
+        await stream.aclose()
+        await until_idle(engine)
+        rest = (await engine.block_map()).states
+        assert rest.count(BlockState.CACHED) > 4
+        assert rest.count(BlockState.USED) == 0
 
     with_engine(use)
 

@@ -16,7 +16,7 @@ import uvloop
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.wire import EngineRequest, EngineStats, SequenceOutput, TokenLogprobs
+from octavo.engine.wire import BlockMap, EngineRequest, EngineStats, SequenceOutput, TokenLogprobs
 from octavo.entrypoints.openai.http_server import HttpServer
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.loading.checkpoint import Checkpoint
@@ -71,6 +71,9 @@ class FakeEngine:
     async def check_health(self) -> None:
         if self.failure is not None:
             raise self.failure
+
+    async def block_map(self) -> BlockMap:
+        return BlockMap(bytes([3, 2, 2, 1, 0, 0, 0, 0]))
 
     async def generate_from(
         self, request: EngineRequest, prompt: str | None = None, *, deadline: float | None = None

@@ -16,6 +16,7 @@ from octavo.entrypoints.openai.protocol import ErrorResponse
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.entrypoints.openai.state import ServerState
 from octavo.entrypoints.openai.streaming import SERVER_SEND
+from octavo.entrypoints.ui import routes as ui
 from octavo.version import __version__
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> FastAPI:
         redoc_url=None,
     )
     app.state.octavo = state
-    for module in (completions, chat, models, tokenize, generate, health, docs_page):
+    for module in (completions, chat, models, tokenize, generate, health, docs_page, ui):
         app.include_router(module.router)
     add_error_handlers(app)
     # The last one added is the outermost: CORS answers preflight requests, which bring no key, and marks errors too.

@@ -14,21 +14,21 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.entrypoints import ui
 from octavo.entrypoints.openai.body import ClientGoneError, ReadBody, read_body
 from octavo.entrypoints.openai.docs_page import FILES
 from octavo.entrypoints.openai.errors import error_response
 from octavo.entrypoints.openai.state import ARRIVAL, Arrival, ServerState
 
-OPEN_PATHS = frozenset(
-    {"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs", *(f"/docs/{name}" for name in FILES)}
-)
+OPEN_PATHS = ui.OPEN_PATHS | {"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"}
+OPEN_PATHS |= {f"/docs/{name}" for name in FILES}
 LIGHT_PATHS = frozenset({"/tokenize", "/detokenize"})  # POST, but nothing waits in the engine's queue
 
 
 class Gate:
     """Answers 401, 408, 413, 415, 429 or 503 itself and lets everything else through.
 
-    Health, metrics, version and the API's description need neither a key nor an engine.
+    Health, metrics, version, the API's description and the page's own files need neither a key nor an engine.
     """
 
     def __init__(self, app: ASGIApp, *, state: ServerState) -> None:

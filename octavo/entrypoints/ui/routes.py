@@ -1,0 +1,91 @@
+"""GET /ui and its files, and GET /ui/stats: what the live view of the engine asks for about once a second.
+
+The page's addresses are relative, so that it works under any path of a proxy. `/ui/stats` is for the page alone and may
+change with it; dashboards read /metrics.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import groupby
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+
+from octavo.entrypoints.openai.state import state_of
+from octavo.entrypoints.ui import FILES, STATIC
+from octavo.errors import EngineDeadError
+from octavo.metrics.prometheus import Histogram
+
+router = APIRouter(include_in_schema=False)
+
+# The page runs its own files and talks to its own server, and nothing else; no other page may frame it.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # asked for again each time, and answered with 304
+}
+
+
+@router.get("/ui")
+async def page() -> Response:
+    return _file("index.html")
+
+
+@router.get("/ui/")
+async def page_with_slash() -> Response:
+    """The page's relative addresses are those of /ui."""
+    return RedirectResponse("../ui", 308)
+
+
+@router.get("/ui/stats")
+async def stats(request: Request) -> Response:
+    """The engine as it is now, and the counters from which the page makes rates."""
+    state = state_of(request)
+    engine, metrics = state.engine, state.engine.metrics
+    if metrics is None:
+        raise HTTPException(404)
+    try:
+        blocks = await engine.block_map()
+    except EngineDeadError:
+        blocks = None
+    last = metrics.last
+    body: dict[str, Any] = {
+        "model": state.model_names[0],
+        "max_model_len": engine.config.model.max_model_len,
+        "block_size": engine.config.cache.block_size,
+        "time_s": time.monotonic(),
+        "running": last.num_running,
+        "waiting": last.num_waiting,
+        "swapped": last.num_swapped,
+        "prompt_tokens": metrics.num_prompt_tokens,
+        "generation_tokens": metrics.num_generation_tokens,
+        "preemptions": metrics.num_preemptions,
+        "prefix_queries": metrics.num_prefix_queries,
+        "prefix_hits": metrics.num_prefix_hits,
+        "finished": metrics.num_finished,
+        "ttft": _count_and_sum(metrics.ttft_s),
+        "itl": _count_and_sum(metrics.inter_token_latency_s),
+        # Runs of equal blocks, [state, length] one after the other: most maps are a few runs.
+        "blocks": None if blocks is None else [[state, len(list(run))] for state, run in groupby(blocks.states)],
+    }
+    return JSONResponse(body, headers={"Cache-Control": "no-store"})
+
+
+@router.get("/ui/{name}")
+async def file(name: str) -> Response:
+    if name not in FILES or name == "index.html":
+        raise HTTPException(404)
+    return _file(name)
+
+
+def _file(name: str) -> Response:
+    return FileResponse(STATIC / name, media_type=FILES[name], headers=_HEADERS)
+
+
+def _count_and_sum(histogram: Histogram) -> list[float]:
+    return [sum(histogram.counts), histogram.sum]

@@ -1,0 +1,207 @@
+// The conversation: what was said, how it is shown, and the one answer that may be under way.
+
+import { apiKey, setApiKey, streamChat } from "./api.js";
+
+const $ = (id) => document.getElementById(id);
+const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+
+const messages = [];
+let answering = null; // the AbortController of the answer under way
+
+export function startChat() {
+  const log = $("log"), prompt = $("prompt"), welcome = $("welcome");
+  $("key").value = apiKey();
+  $("key").addEventListener("change", () => setApiKey($("key").value.trim()));
+  $("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (answering) answering.abort();
+    else if (prompt.value.trim()) say(prompt.value);
+  });
+  prompt.addEventListener("keydown", (event) => {
+    // Enter confirms a word for those who compose characters.
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      if (!answering) $("composer").requestSubmit();
+    }
+  });
+  prompt.addEventListener("input", grow);
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") answering?.abort();
+  });
+  for (const idea of welcome.querySelectorAll("button")) {
+    idea.addEventListener("click", () => say(idea.textContent));
+  }
+  $("settings").addEventListener("toggle", () => (log.scrollTop = log.scrollHeight));
+  $("clear").addEventListener("click", () => {
+    answering?.abort();
+    messages.length = 0;
+    log.replaceChildren(welcome);
+    prompt.focus();
+  });
+}
+
+function grow() {
+  const prompt = $("prompt");
+  prompt.style.height = "auto";
+  prompt.style.height = `${prompt.scrollHeight}px`;
+}
+
+async function say(text) {
+  const log = $("log"), prompt = $("prompt");
+  $("welcome")?.remove();
+  prompt.value = "";
+  grow();
+  const asked = { role: "user", content: text };
+  messages.push(asked);
+  log.append(message("user", text).element);
+  const answer = message("assistant", "");
+  answer.element.setAttribute("aria-busy", "true");
+  log.append(answer.element);
+  log.scrollTop = log.scrollHeight;
+  const mine = answering = new AbortController();
+  setButton(true);
+  const started = performance.now();
+  let content = "", firstAt = 0, lastAt = 0, usage = null, failure = null, isStopped = false;
+  try {
+    for await (const chunk of streamChat(body(), mine.signal)) {
+      usage = chunk.usage ?? usage;
+      const piece = chunk.choices[0]?.delta?.content;
+      if (!piece) continue;
+      lastAt = performance.now();
+      firstAt ||= lastAt;
+      content += piece;
+      const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+      answer.show(content);
+      if (follows) log.scrollTop = log.scrollHeight;
+    }
+  } catch (error) {
+    isStopped = error.name === "AbortError";
+    if (!isStopped) failure = error;
+  }
+  if (answering === mine) {
+    answering = null;
+    setButton(false);
+  }
+  answer.element.setAttribute("aria-busy", "false");
+  if (!messages.includes(asked)) return; // a new chat was begun
+  if (content) {
+    messages.push({ role: "assistant", content });
+    answer.note(summary(usage, started, firstAt, lastAt, isStopped));
+  } else {
+    // Nothing came: the question goes back to where it can be sent again.
+    messages.splice(messages.indexOf(asked), 1);
+    answer.element.remove();
+    if (failure && !prompt.value) {
+      prompt.value = text;
+      grow();
+    }
+  }
+  if (failure) showError(failure);
+  log.scrollTop = log.scrollHeight;
+}
+
+function body() {
+  const system = $("system").value.trim();
+  const fields = { messages: system ? [{ role: "system", content: system }, ...messages] : [...messages] };
+  for (const name of NUMBERS) {
+    const value = $(name).value;
+    if (value !== "") fields[name] = Number(value);
+  }
+  return fields;
+}
+
+function summary(usage, started, firstAt, lastAt, isStopped) {
+  const parts = isStopped ? ["stopped"] : [];
+  const tokens = usage?.completion_tokens;
+  if (tokens) parts.push(`${tokens} tokens`);
+  if (tokens > 1 && lastAt > firstAt) parts.push(`${(1000 * (tokens - 1) / (lastAt - firstAt)).toFixed(0)} tokens/s`);
+  parts.push(`first after ${Math.round(firstAt - started)} ms`);
+  return parts.join(" · ");
+}
+
+function setButton(stops) {
+  const button = $("send");
+  button.textContent = stops ? "Stop" : "Send";
+  button.classList.toggle("stops", stops);
+}
+
+function showError(error) {
+  const element = document.createElement("p");
+  element.className = "error";
+  element.setAttribute("role", "alert");
+  element.textContent = error.message;
+  $("log").append(element);
+  if (error.status === 401) {
+    $("settings").open = true;
+    $("key").focus();
+  }
+}
+
+// One message on the page: its element, a way to show more of it, and a way to close it with a note.
+function message(role, text) {
+  const element = document.createElement("article");
+  element.className = `message ${role}`;
+  element.setAttribute("aria-label", role === "user" ? "You" : "Answer");
+  const shown = document.createElement("div");
+  shown.className = "text";
+  const meta = document.createElement("div");
+  meta.className = "meta";
+  element.append(shown, meta);
+  let whole = text;
+  const show = (content) => {
+    whole = content;
+    render(shown, content);
+  };
+  const addCopy = () => {
+    const copy = document.createElement("button");
+    copy.type = "button";
+    copy.className = "plain";
+    copy.textContent = "Copy";
+    copy.setAttribute("aria-label", role === "user" ? "Copy the message" : "Copy the answer");
+    copy.addEventListener("click", async () => {
+      copy.textContent = (await copyText(whole)) ? "Copied" : "Not copied";
+      setTimeout(() => (copy.textContent = "Copy"), 1500);
+    });
+    meta.append(copy);
+  };
+  show(text);
+  if (role === "user") addCopy();
+  const note = (words) => {
+    meta.append(words);
+    addCopy();
+  };
+  return { element, show, note };
+}
+
+// Text as it is, and fenced code as code. Nothing that a model writes becomes HTML.
+function render(target, content) {
+  const parts = content.split("```");
+  if (parts.length === 1) {
+    target.textContent = content;
+    return;
+  }
+  target.replaceChildren(...parts.map((part, i) => {
+    if (i % 2 === 0) return document.createTextNode(i ? part.replace(/^\n/, "") : part);
+    const code = document.createElement("pre");
+    code.textContent = part.replace(/^[^\n]*\n/, "");
+    code.tabIndex = 0;
+    return code;
+  }));
+}
+
+async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    // Pages over plain HTTP have no clipboard; a selection that is copied does as well.
+    const area = document.createElement("textarea");
+    area.value = text;
+    area.className = "hidden";
+    document.body.append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+}

@@ -1,0 +1,191 @@
+"""The page at /ui in a real Chromium, over a real server with the default model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server, running_server
+from tests.entrypoints.fake_engine import FakeEngine, serving
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the page's tests need the package playwright")
+pytestmark = pytest.mark.slow
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+TIMEOUT_MS = 30_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[sync_api.Browser]:
+    if CHROMIUM is None:
+        pytest.skip("the page's tests need Chromium: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(browser: sync_api.Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--max-model-len", "1024", "--num-gpu-blocks-override", "600", "--check-invariants")
+    with running_server(tmp_path_factory.mktemp("ui"), *flags) as server:
+        yield server
+
+
+@pytest.fixture
+def page(browser: sync_api.Browser, server: Server) -> Iterator[sync_api.Page]:
+    yield from open_page(browser, server.url)
+
+
+def open_page(browser: sync_api.Browser, url: str, **options: object) -> Iterator[sync_api.Page]:
+    """A page of a fresh profile, closed after use; whatever its console calls an error fails the test."""
+    context = browser.new_context(**options)
+    page = context.new_page()
+    page.set_default_timeout(TIMEOUT_MS)
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(url + "/ui")
+    yield page
+    context.close()
+    # A refused request is the browser's error too, and some tests ask for one.
+    assert [error for error in errors if "Failed to load resource" not in error] == []
+
+
+def say(page: sync_api.Page, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def until(page: sync_api.Page, condition: str) -> None:
+    """Return when the JavaScript is true. `wait_for_function` would evaluate it in a way that the policy refuses."""
+    deadline = time.monotonic() + TIMEOUT_MS / 1000
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, f"never came true: {condition}"
+        page.wait_for_timeout(50)
+
+
+def finish(page: sync_api.Page, number: int) -> str:
+    """The text of the last answer, once there are so many and none is under way."""
+    until(page, f"document.querySelectorAll('article.assistant[aria-busy=false]').length === {number}")
+    return page.locator("article.assistant .text").last.inner_text()
+
+
+def test_a_conversation_streams_stops_and_goes_on(page: sync_api.Page) -> None:
+    page.wait_for_selector("#status[data-state=ready]")
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    say(page, "Name the capital of France.")
+    assert "Paris" in finish(page, 1)
+    assert "tokens/s" in page.locator("article.assistant .meta").inner_text()
+
+    page.click("#settings summary")
+    page.fill("#system", "Be brief.")
+    page.fill("#temperature", "0.5")
+    page.fill("#seed", "3")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "Write a very long story about the sea, with many chapters.")
+    body = json.loads(asked.value.post_data)
+    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert (body["temperature"], body["seed"]) == (0.5, 3)
+    assert "top_p" not in body
+    until(page, "document.querySelectorAll('article.assistant .text')[1]?.textContent.length > 20")
+    assert page.get_attribute("article.assistant >> nth=1", "aria-busy") == "true"  # it is shown while it comes
+    assert page.inner_text("#send") == "Stop"
+    page.click("#send")
+    kept = finish(page, 2)
+    assert "stopped" in page.locator("article.assistant .meta").last.inner_text()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "Thank you.")
+    assert json.loads(asked.value.post_data)["messages"][4]["content"].strip() == kept.strip()
+    finish(page, 3)
+    page.click("#clear")
+    assert page.locator("article").count() == 0
+
+
+def test_errors_are_shown_and_the_question_is_kept(page: sync_api.Page) -> None:
+    page.click("#settings summary")
+    page.fill("#max_tokens", "5000")
+    say(page, "Hello")
+    page.wait_for_selector("[role=alert]")
+    assert "max_tokens is 5000" in page.inner_text("[role=alert]")
+    assert page.input_value("#prompt") == "Hello"
+    page.fill("#max_tokens", "5")
+    page.press("#prompt", "Enter")
+    assert finish(page, 1)
+
+
+def test_the_live_view_follows_the_engine(page: sync_api.Page, server: Server) -> None:
+    until(page, "document.getElementById('blocks-0').textContent !== '–'")
+    empty = page.evaluate("document.getElementById('map').toDataURL()")
+    body = {"prompt": "Page " * 60, "n": 4, "temperature": 1, "max_tokens": 600, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    load = threading.Thread(target=lambda: urllib.request.urlopen(request, timeout=120).read())
+    load.start()
+    until(page, "Number(document.getElementById('running').textContent) > 0")
+    until(
+        page,
+        "Number(document.getElementById('blocks-3').textContent) > 0"
+        " && Number(document.getElementById('blocks-2').textContent) > 0",
+    )
+    assert page.evaluate("document.getElementById('map').toDataURL()") != empty
+    assert "blocks shared" in page.get_attribute("#map", "aria-label")
+    load.join()
+    until(page, "document.getElementById('running').textContent === '0'")
+    until(page, "document.getElementById('blocks-2').textContent === '0'")
+    assert page.evaluate("Number(document.getElementById('blocks-1').textContent)") > 0
+    assert page.inner_text("#itl") != "–"
+
+
+@pytest.mark.parametrize("width", [320, 390, 820])
+def test_narrow_screens_show_one_view_and_never_scroll_sideways(
+    browser: sync_api.Browser, server: Server, width: int
+) -> None:
+    for page in open_page(browser, server.url, viewport={"width": width, "height": 700}, has_touch=True):
+        page.wait_for_selector("#status[data-state=ready]")
+        say(page, "Repeat: " + "unbrokenword" * 20)
+        finish(page, 1)
+        page.click("#settings summary")
+        for view, other in (("engine", ".chat"), ("chat", ".engine")):
+            page.click(f"[data-shows={view}]")
+            assert page.is_visible(f".{view}")
+            assert not page.is_visible(other)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate(f"(e => e.scrollWidth - e.clientWidth)(document.querySelector('.{view}'))") <= 0
+
+
+def test_light_and_dark_follow_the_system_and_the_button(browser: sync_api.Browser, server: Server) -> None:
+    for page in open_page(browser, server.url, color_scheme="dark"):
+        page.wait_for_selector("html[data-theme=dark]")
+        page.emulate_media(color_scheme="light")
+        page.wait_for_selector("html[data-theme=light]")
+        page.click("#theme")
+        page.click("#theme")
+        page.wait_for_selector("html[data-theme=dark]")
+        page.reload()
+        page.wait_for_selector("html[data-theme=dark]")
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab(browser: sync_api.Browser, tiny_tokenizer: Path) -> None:
+    with serving(FakeEngine(tiny_tokenizer), api_key=["secret"], disable_log_requests=True) as address:
+        for page in open_page(browser, address):
+            page.wait_for_selector("#status[data-state=down]")
+            assert page.inner_text("#status") == "API key needed"
+            say(page, "Hi")
+            page.wait_for_selector("[role=alert]")
+            assert page.evaluate("document.activeElement.id") == "key"
+            page.fill("#key", "secret")
+            page.press("#key", "Tab")
+            page.press("#prompt", "Enter")
+            assert finish(page, 1) == "Hello there"
+            page.reload()
+            assert page.input_value("#key") == "secret"
+            page.wait_for_selector("#status[data-state=ready]")
