@@ -240,7 +240,7 @@ class AsyncLLMEngine:
         await self.wait_ready()
         if self._block_map is None or self._block_map.done():
             self._block_map = asyncio.get_running_loop().create_future()
-            self._core.send(GetBlockMap())
+            self._tell(GetBlockMap())
         asked = self._block_map
         await asyncio.wait((asked,), timeout=_BLOCK_MAP_TIMEOUT_S)
         if not asked.done():
