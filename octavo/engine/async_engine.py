@@ -366,7 +366,9 @@ class AsyncLLMEngine:
                 # Clients learn that it failed, and only the log how.
                 logger.error("the engine core failed: %s", text)
                 self._last_words = "the engine core has failed"
+                self._outage = EngineRestartingError("the engine core has failed.")  # until its end has been seen
                 self._drop_requests(EngineDeadError("the engine core has failed; the request is lost."))
+                self._core.process.kill()  # it has nothing more to say, and might not manage to end
 
     def _suspend(self, reason: str) -> None:
         """The core has ended and will be started again."""

@@ -30,7 +30,7 @@ LONG = {"model": MODEL, "prompt": BODY["prompt"], "max_tokens": 4000, "extra_bod
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running_server(
         tmp_path_factory.mktemp("supervised"), "--max-model-len", "4096", "--max-num-seqs", "4", "--max-queue-len", "3",
-        "--max-engine-restarts", "5", "--engine-step-timeout", "3", "--max-request-time", "100", "--check-invariants",
+        "--max-engine-restarts", "5", "--engine-step-timeout", "8", "--max-request-time", "100", "--check-invariants",
     ) as server:  # fmt: skip
         yield server
         assert server.process.poll() is None
@@ -80,7 +80,7 @@ def test_an_engine_that_dies_or_hangs_is_replaced_and_its_requests_get_an_error(
             assert "exit status -9" in reason["reason"]
         else:
             core.send_signal(signal.SIGSTOP)
-            assert "no step for 3 s" in wait_for_health(server, 503)["reason"]
+            assert "no step for 8 s" in wait_for_health(server, 503)["reason"]
         for stream in streams:
             with pytest.raises(openai.APIError) as ended:
                 for _ in stream:

@@ -1,0 +1,55 @@
+"""A core process without a model, which does what the first token of a prompt says: 1 answers, 2 fails and never ends,
+3 ends without a word, 4 says nothing. Its arguments are those of `octavo.engine.core_process`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import msgspec
+import zmq
+
+from octavo.engine.wire import (
+    CoreProcessArgs,
+    EngineRequest,
+    EngineStats,
+    Failed,
+    Ready,
+    SequenceOutput,
+    StepOutputs,
+    decode_frontend_message,
+    encode_message,
+)
+
+
+def follow_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main() -> None:
+    args = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreProcessArgs)
+    threading.Thread(target=follow_parent, daemon=True).start()
+    context = zmq.Context()
+    receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    receiver.connect(args.input_address)
+    sender.connect(args.output_address)
+    sender.send(encode_message(Ready(10, 0, 16, 0, 0, {})))
+    while True:
+        message = decode_frontend_message(receiver.recv())
+        if not isinstance(message, EngineRequest):
+            continue
+        what = message.prompt_token_ids[0]
+        if what == 1:
+            output = SequenceOutput(message.request_id, 0, [70], "length", first_scheduled_time=time.monotonic())
+            sender.send(encode_message(StepOutputs([output], EngineStats(num_blocks=10))))
+        elif what == 2:
+            sender.send(encode_message(Failed("ValueError: /secret/path", expected=False)))
+        elif what == 3:
+            os._exit(7)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""How `AsyncLLMEngine` stands by its core, with a core that fails as the test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from octavo import SamplingParams
+from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.engine import core_client, restarts
+from octavo.engine.async_engine import AsyncLLMEngine
+from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError
+from octavo.loading.checkpoint import Checkpoint
+from octavo.metrics.prometheus import EngineMetrics
+
+ANSWER, FAIL, EXIT, HANG = [1], [2], [3], [4]
+Use = Callable[[AsyncLLMEngine], Awaitable[None]]
+
+
+@pytest.fixture
+def with_engine(tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineMetrics]:
+    """Calls a function with an engine whose core is the stub."""
+
+    class StubProcess(core_client.CoreProcess):
+        def __init__(self) -> None:
+            command = [sys.executable, str(Path(__file__).with_name("stub_core.py"))]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(core_client, "CoreProcess", StubProcess)
+    checkpoint = Checkpoint("stub", "dummy", str(tiny_tokenizer), [], str(tiny_tokenizer), {})
+    config = EngineConfig(
+        model=ModelConfig(checkpoint, ["stub"], "float32", 64, 259, None),
+        cache=CacheConfig(16, None, 0.3, 0.9, 0, True),
+        scheduler=SchedulerConfig(8, 256, True, "fcfs", "recompute"),
+        device="cpu",
+        log_stats=False,
+    )
+
+    def run(use: Use, **options: object) -> EngineMetrics:
+        metrics = EngineMetrics("stub", 64)
+        engine = AsyncLLMEngine(config, metrics=metrics, **options)  # type: ignore[arg-type]
+        try:
+            asyncio.run(asyncio.wait_for(use(engine), 60))
+        finally:
+            engine.shutdown()
+        return metrics
+
+    return run
+
+
+async def ask(engine: AsyncLLMEngine, prompt: list[int], name: str = "r", deadline: float | None = None) -> str | None:
+    """The finish reason."""
+    _, request = engine.inputs.process({"prompt_token_ids": prompt}, SamplingParams(max_tokens=1), name)
+    reason = None
+    async for output in engine.generate_from(request, deadline=deadline):
+        reason = output.outputs[0].finish_reason
+    return reason
+
+
+async def until_ready(engine: AsyncLLMEngine) -> None:
+    while not engine.is_ready:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def test_a_core_that_fails_is_replaced_and_how_it_failed_is_for_the_log_only(
+    with_engine: Callable[..., EngineMetrics], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        assert await ask(engine, ANSWER) == "length"
+        others = [asyncio.create_task(ask(engine, HANG, str(i))) for i in range(3)]
+        await asyncio.sleep(0)
+        for request in [ask(engine, FAIL), *others]:
+            with pytest.raises(EngineDeadError) as failed:
+                await request
+            assert "secret" not in str(failed.value)
+        await until_ready(engine)
+        assert await ask(engine, ANSWER) == "length"
+
+    metrics = with_engine(use, max_restarts=1)
+    assert "/secret/path" in caplog.text
+    assert metrics.num_restarts == 1
+    assert metrics.num_finished == {"stop": 0, "length": 2, "abort": 0, "error": 4}
+
+
+def test_requests_during_the_outage_are_told_so_and_the_engine_gives_up_after_the_last_restart(
+    with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "MAX_DELAY_S", 0.2)
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        for _ in range(3):
+            await until_ready(engine)
+            with pytest.raises(EngineDeadError, match="exit status 7"):
+                await ask(engine, EXIT)
+            if not engine.has_died:
+                with pytest.raises(EngineRestartingError, match="exit status 7"):
+                    await ask(engine, ANSWER)
+        await asyncio.wait_for(engine.wait_failed(), 10)
+        assert engine.has_died
+        with pytest.raises(EngineDeadError, match="exit status 7"):
+            await engine.check_health()
+
+    assert with_engine(use, max_restarts=2).num_restarts == 2
+
+
+def test_a_core_that_hangs_is_killed_and_an_idle_one_is_not(with_engine: Callable[..., EngineMetrics]) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        assert await ask(engine, ANSWER) == "length"
+        await asyncio.sleep(0.8)
+        assert engine.is_ready, "idle for longer than a step may take"
+        with pytest.raises(EngineDeadError, match=r"no step for 0\.4 s"):
+            await ask(engine, HANG)
+        await until_ready(engine)
+        assert await ask(engine, ANSWER) == "length"
+
+    assert with_engine(use, max_restarts=1, step_timeout_s=0.4).num_restarts == 1
+
+
+def test_a_deadline_ends_what_the_core_does_not(with_engine: Callable[..., EngineMetrics]) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        assert await ask(engine, HANG, deadline=time.monotonic() + 0.2) == "abort"
+        assert await ask(engine, HANG, deadline=time.monotonic() - 5) == "abort", "it was over before it began"
+        assert await ask(engine, ANSWER, deadline=time.monotonic() + 30) == "length"
+
+    assert with_engine(use).num_finished["abort"] == 2
+
+
+def test_ending_all_gives_those_that_have_not_begun_an_error(with_engine: Callable[..., EngineMetrics]) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        waiting = asyncio.create_task(ask(engine, HANG))
+        while not engine._outputs.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await engine.end_all()
+        with pytest.raises(EngineStoppingError):
+            await waiting
+
+    with_engine(use)
