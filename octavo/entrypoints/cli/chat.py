@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
-from octavo.entrypoints.cli.client import ApiClient, make_parser
+from octavo.entrypoints.cli.client import ApiClient, make_parser, print_answer, typed_lines
 from octavo.entrypoints.cli.errors import run_command
 
 
@@ -21,38 +20,22 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo chat") -> int
         client = ApiClient(args)
         messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
         if args.quick is not None:
-            _answer(client, [*messages, {"role": "user", "content": args.quick}])
+            print_answer(_answer(client, [*messages, {"role": "user", "content": args.quick}]), goes_on=False)
             return
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # gives input() a history and editing
-        print(f"{client.model}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
-        while True:
-            try:
-                text = input("> ")
-            except EOFError:
-                print()
-                return
-            if not text.strip():
-                continue
+        is_typed = sys.stdin.isatty()
+        if is_typed:
+            print(f"{client.model}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+        for text in typed_lines():
             messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": _answer(client, messages, stoppable=True)})
+            answer = print_answer(_answer(client, messages), goes_on=is_typed)
+            if answer is None:  # the question was not answered, so it is not part of the conversation
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": answer})
 
     return run_command(chat)
 
 
-def _answer(client: ApiClient, messages: list[dict[str, str]], *, stoppable: bool = False) -> str:
-    """Print the answer as it comes, and return it. With `stoppable`, Ctrl-C keeps what there is."""
-    answer = ""
-    chunks = client.stream("/chat/completions", messages=messages)
-    try:
-        for choice in chunks:
-            text = choice["delta"].get("content") or ""
-            answer += text
-            print(text, end="", flush=True)
-    except KeyboardInterrupt:
-        if not stoppable:
-            raise
-    finally:
-        chunks.close()
-    print()
-    return answer
+def _answer(client: ApiClient, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+    for choice in client.stream("/chat/completions", messages=messages):
+        yield choice["delta"].get("content") or ""

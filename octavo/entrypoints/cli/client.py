@@ -1,4 +1,5 @@
-"""What `octavo chat` and `octavo complete` share: their flags, and a client of a running server, streaming included."""
+"""What `octavo chat` and `octavo complete` share: their flags, how lines are typed and answers printed, and a client of
+a running server, streaming included."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import argparse
 import http.client
 import json
 import os
-from collections.abc import Generator
-from contextlib import closing
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +27,51 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, help="Tokens of an answer at most.")
     parser.add_argument("--temperature", type=float, help="0 is greedy; default: the server's.")
     return parser
+
+
+def typed_lines() -> Iterator[str]:
+    """Lines that are not blank, until end of file. A person gets a prompt, editing and a history, and Ctrl-C drops what
+    is typed; a pipe gets none of that."""
+    is_typed = sys.stdin.isatty()
+    if is_typed:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # input() uses it from then on
+    while True:
+        try:
+            line = input("> " if is_typed else "")
+        except EOFError:
+            if is_typed:
+                print()
+            return
+        except KeyboardInterrupt:
+            if not is_typed:
+                raise
+            print()
+            continue
+        if line.strip():
+            yield line
+
+
+def print_answer(texts: Generator[str, None, None], *, goes_on: bool) -> str | None:
+    """Print an answer as it comes, and return it. Where the program `goes_on` after it, Ctrl-C keeps what there is, and
+    an error is a line, after which None is returned."""
+    answer = ""
+    try:
+        for text in texts:
+            answer += text
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        if not goes_on:
+            raise
+    except OctavoError as error:
+        if not goes_on:
+            raise
+        print("\n" if answer else "", f"octavo: error: {error}", sep="", file=sys.stderr)
+        return None
+    finally:
+        texts.close()
+    print()
+    return answer
 
 
 class ApiClient:
