@@ -15,6 +15,7 @@ from octavo.bench.results import details, summarize
 from octavo.bench.serve import arrival_times, main
 from octavo.errors import ConfigError
 from octavo.loading.tokenizer import read_tokenizer
+from tests.e2e.server import MODEL, running_server
 from tests.entrypoints.fake_engine import FakeEngine, serving
 
 SHAREGPT = [
@@ -206,3 +207,19 @@ def test_sharegpt_takes_first_turns_and_refuses_what_it_does_not_know(tiny_token
         file.write_text(text)
         with pytest.raises(ConfigError, match="--dataset-path"):
             sharegpt_prompts(tokenizer, str(file), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_a_real_server_names_its_model_and_tokenizer(tmp_path: Path, backend: str) -> None:
+    file = tmp_path / "result.json"
+    with running_server(tmp_path, "--max-model-len", "256") as server:
+        flags = ["--random-input-len", "30", "--random-output-len", "10", "--num-prompts", "12", "--ignore-eos"]
+        load = ["--backend", backend, "--request-rate", "20", "--burstiness", "0.7"]
+        assert main(["--base-url", server.url, *load, *flags, "--disable-tqdm", "--json", str(file)]) == 0
+        server.wait_until_idle()
+    figures = json.loads(file.read_text())
+    assert (figures["model_id"], figures["completed"], figures["total_output_tokens"]) == (MODEL, 12, 120)
+    template = 0 if backend == "openai" else 12 * 5
+    assert figures["total_input_tokens"] >= 12 * 29 + template
+    assert figures["duration"] >= 11 / 20

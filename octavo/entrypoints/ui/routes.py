@@ -7,9 +7,9 @@ change with it; dashboards read /metrics.
 from __future__ import annotations
 
 import time
-from itertools import groupby
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
@@ -70,8 +70,7 @@ async def stats(request: Request) -> Response:
         "finished": metrics.num_finished,
         "ttft": _count_and_sum(metrics.ttft_s),
         "itl": _count_and_sum(metrics.inter_token_latency_s),
-        # Runs of equal blocks, [state, length] one after the other: most maps are a few runs.
-        "blocks": None if blocks is None else [[state, len(list(run))] for state, run in groupby(blocks.states)],
+        "blocks": None if blocks is None else _runs(blocks.states),
     }
     return JSONResponse(body, headers={"Cache-Control": "no-store"})
 
@@ -85,6 +84,15 @@ async def file(name: str) -> Response:
 
 def _file(name: str) -> Response:
     return FileResponse(STATIC / name, media_type=FILES[name], headers=_HEADERS)
+
+
+def _runs(states: bytes) -> list[list[int]]:
+    """Runs of equal blocks, [state, length] one after the other: most maps are a few runs."""
+    array = np.frombuffer(states, np.uint8)
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(array)) + 1))
+    lengths = np.diff(starts, append=len(array))
+    runs: list[list[int]] = np.stack((array[starts], lengths), 1).tolist()
+    return runs
 
 
 def _count_and_sum(histogram: Histogram) -> list[float]:
