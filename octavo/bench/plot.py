@@ -85,11 +85,13 @@ def plot_serving(file: Path, answers: Sequence[Answer], setting: str) -> None:
             shares = np.arange(1, len(milliseconds) + 1) / len(milliseconds)
             axis.plot(milliseconds, 100 * shares, color=colour, label=label)
     for axis, title in ((first, "latency"), (token, "time between tokens")):
-        axis.set(title=title, xlabel="ms", ylabel="% of values up to it", xlim=(0, None), ylim=(0, 101))
+        axis.set(title=title, xlabel="ms", ylabel="% of values up to it", ylim=(0, 101))
         axis.legend(frameon=False, loc="lower right")
+    first.set_xlim(0, None)
+    token.set_xscale("log")  # a prompt that is computed beside it stretches a gap tenfold
     begin = min(answer.start for answer in good)
     times = np.array([at - begin for answer in good for at in token_times_s(answer)])
-    counts, edges = np.histogram(times, bins=np.arange(0, times.max() + 1, 1) if times.max() > 3 else 12)
+    counts, edges = np.histogram(times, bins=np.linspace(0, times.max(), max(12, min(100, round(times.max())))))
     rate.stairs(counts / np.diff(edges), edges, color=GREEN, fill=True, alpha=0.35)
     rate.set(title="throughput", xlabel="s", ylabel="tokens/s", xlim=(0, None))
     save_figure(figure, file, f"{setting}: {len(good)} of {len(answers)} requests answered")
