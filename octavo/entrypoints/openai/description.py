@@ -28,21 +28,32 @@ _ERRORS = {
     "503": "The model is still being loaded, the engine has died, or the server stops; see `Retry-After`.",
 }
 
-# By path: media type, what the stream is, what it looks like.
-_STREAMS = {
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON, and [DONE] at the end."}},
+    "required": ["data"],
+}
+# By path: media type, what each event or line of the stream is, what a stream looks like.
+_STREAMS: dict[str, tuple[str, dict[str, Any], str]] = {
     "/v1/completions": (
         "text/event-stream",
+        _EVENT,
         'data: {"id":"cmpl-1","object":"text_completion","created":1767225600,"model":"SmolLM2-135M-Instruct",'
         '"system_fingerprint":"fp_0","choices":[{"index":0,"text":" Paris","logprobs":null,"finish_reason":null}]}\n\n'
         "data: [DONE]\n\n",
     ),
     "/v1/chat/completions": (
         "text/event-stream",
+        _EVENT,
         'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1767225600,'
         '"model":"SmolLM2-135M-Instruct","system_fingerprint":"fp_0","choices":[{"index":0,"delta":'
         '{"content":"Paris"},"logprobs":null,"finish_reason":null}]}\n\ndata: [DONE]\n\n',
     ),
-    "/generate": ("application/x-ndjson", '{"text":["The capital of France is Par"]}\n'),
+    "/generate": (
+        "application/x-ndjson",
+        {"$ref": "#/components/schemas/GenerateResponse"},
+        '{"text":["The capital of France is Par"]}\n',
+    ),
 }
 
 _QUESTION = [{"role": "user", "content": "Name the capital of France."}]
@@ -151,10 +162,10 @@ def complete(schema: dict[str, Any]) -> dict[str, Any]:
                 content = operation["requestBody"]["content"]["application/json"]
                 content["examples"] = {name: {"value": value} for name, value in _EXAMPLES[path].items()}
             if path in _STREAMS:
-                media_type, example = _STREAMS[path]
+                media_type, item, example = _STREAMS[path]
                 answer = operation["responses"]["200"]
                 answer["description"] = f"The answer; with `stream: true` a stream of {media_type}."
-                answer["content"][media_type] = {"schema": {"type": "string"}, "example": example}
+                answer["content"][media_type] = {"schema": item, "example": example}
     models = schema["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         models.pop(name, None)
