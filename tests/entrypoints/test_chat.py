@@ -155,7 +155,17 @@ def test_the_last_message_can_be_continued(client: openai.OpenAI, engine: FakeEn
         ({"max_completion_tokens": 0}, "max_completion_tokens should be greater than or equal to 1"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not built yet"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not built yet"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema goes with type json_schema"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type should be 'text', 'json_object' or"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structural_tag is not built yet"),
+        ({"structured_outputs": {"mood": 1}}, "supplied: structured_outputs.mood"),
+        ({"structured_outputs": {}}, "structured_outputs needs exactly one of json, regex, choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "got regex and choice"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice exclude each other"),
+        ({"guided_regex": "(?=a)"}, "guided_regex cannot be followed: "),
+        ({"guided_json": "{"}, "guided_json cannot be read: "),
+        ({"guided_grammar": "start: nobody"}, 'guided_grammar cannot be followed: at 1(8): unknown name: "nobody"'),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json cannot be followed: Unimplemented"),
     ],
 )
 def test_what_is_wrong_with_a_conversation_is_said(http: httpx.Client, fields: dict[str, Any], message: str) -> None:

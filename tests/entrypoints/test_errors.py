@@ -56,7 +56,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"request_id": "a b"}, "request_id", "request_id should match pattern"),
         ({"suffix": "end"}, "suffix", "suffix is not built yet"),
         ({"use_beam_search": True}, "use_beam_search", "use_beam_search is not built yet"),
-        ({"guided_json": {}}, "guided_json", "guided_json is not built yet"),
+        ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "guided_decoding_backend is not built yet"),
         ({"colour": "red"}, "colour", "Unrecognized request argument supplied: colour"),
     ],
 )

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from octavo.errors import RequestError
-from octavo.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from octavo.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part of an id
 
@@ -34,12 +34,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
+    "guided_decoding_backend": ("auto", "guidance"),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
@@ -52,11 +47,9 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": (),
     "prompt_embeds": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -199,6 +192,47 @@ class ChatMessage(_Request):
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
 
 
+class StructuredOutputs(_Request):
+    """What an answer must be: one of `json`, `regex`, `choice`, `grammar` and `json_object`, with vLLM's options."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", serialize_by_alias=True)
+
+    json_: Text | dict[str, Any] | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: Text | None = None
+
+
+class JsonSchemaFormat(_Request):
+    """OpenAI's wrapping of a schema. It is always followed to the letter, `strict` or not."""
+
+    name: Text | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Request):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                "response_format.json_schema goes with type json_schema, and only with it.",
+                param="response_format.json_schema",
+            )
+        return self
+
+
 class GenerationRequest(_Request):
     """What completions and chat completions have in common: sampling, streaming and vLLM's extras."""
 
@@ -234,6 +268,14 @@ class GenerationRequest(_Request):
     allowed_token_ids: list[TokenId] | None = None
     truncate_prompt_tokens: Int | None = None
     prompt_logprobs: Int | None = None
+    # What the answer must be: OpenAI's field, vLLM's, and vLLM's older ones.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Text | dict[str, Any] | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = None
     # vLLM's others.
     add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -268,13 +310,50 @@ class GenerationRequest(_Request):
         """The usage so far in every chunk."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    @property
+    def structure_field(self) -> str | None:
+        """The field that says what the answer must be; None where the engine's own names are the request's."""
+        structure = self.structure()
+        return None if structure is None or structure[0] == "structured_outputs" else structure[0]
+
+    def structure(self) -> tuple[str, StructuredOutputsParams] | None:
+        """The field that says what the answer must be, and what it says. Raises `RequestError` if several do."""
+        found: dict[str, dict[str, Any]] = {}
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs.model_dump(exclude_none=True)
+        if self.response_format is not None and self.response_format.type != "text":
+            schema = self.response_format.json_schema
+            if schema is not None and schema.schema_ is not None:
+                found["response_format.json_schema.schema"] = {"json": schema.schema_}
+            else:
+                found["response_format"] = {"json_object": True}
+        for name in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{name}")) is not None:
+                found[f"guided_{name}"] = {name: value}
+        if len(found) > 1:
+            raise RequestError(f"{' and '.join(found)} exclude each other.", param=list(found)[1])
+        if not found:
+            if self.guided_whitespace_pattern is not None:
+                raise RequestError("guided_whitespace_pattern needs guided_json.", param="guided_whitespace_pattern")
+            return None
+        ((field, asked),) = found.items()
+        if self.guided_whitespace_pattern is not None:
+            asked["whitespace_pattern"] = self.guided_whitespace_pattern
+        return field, StructuredOutputsParams(**asked)
+
     def _sampling_params(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if (structure := self.structure()) is not None:
+            given["structured_outputs"] = structure[1]
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams(**{**defaults, **given, **fields}, output_kind=kind)
 
 
-_SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields]
+_SAMPLING_FIELDS = [
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationRequest.model_fields and name != "structured_outputs"
+]
 
 
 class CompletionRequest(GenerationRequest):

@@ -107,7 +107,14 @@ class ServerState:
                 asked["prompt_token_ids"] = inputs.encode(prompt, add_special_tokens=False)
             return inputs.process(asked, params, request_id, priority=body.priority, arrival_time=arrival_time)[1]
 
-        request = await asyncio.to_thread(process) if len(prompt) > MAX_INLINE_LENGTH else process()
+        structure = params.structured_outputs
+        try:
+            is_slow = len(prompt) > MAX_INLINE_LENGTH or structure is not None
+            request = await asyncio.to_thread(process) if is_slow else process()
+        except RequestError as error:
+            if structure is None or not (error.param or "").startswith("structured_outputs"):
+                raise
+            raise _renamed(error, body) from None
         if params.max_tokens is not None and params.max_tokens > request.max_tokens:
             limit = self.engine.config.model.max_model_len
             raise RequestError(
@@ -126,6 +133,12 @@ class ServerState:
         limit = self.args.max_log_len
         shown = "" if limit == 0 else f": {prompt[:limit]!r}{'...' if len(prompt[:limit]) < len(prompt) else ''}"
         logger.info("%s: %d prompt tokens%s %s", request_id, len(token_ids), shown, msgspec.to_builtins(params))
+
+
+def _renamed(error: RequestError, body: GenerationRequest) -> RequestError:
+    """An error about a grammar under the name of the field that it came from."""
+    field = body.structure_field
+    return error if field is None else RequestError(str(error).replace(str(error.param), field, 1), param=field)
 
 
 def state_of(request: Request) -> ServerState:
