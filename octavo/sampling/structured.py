@@ -91,25 +91,36 @@ class GrammarCompiler:
         return LLTokenizer(text, n_vocab=size, eos_token=self._eos_token_ids or None)
 
 
-@dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Which tokens may come next: the bits of `words` [W] uint32, and the smaller of the two sets as a list."""
+    """Which tokens may come next: the bits of `words` [W] uint32. Whoever draws needs lists of them, which `prepare`
+    makes; whoever takes the most likely one mostly finds its bit set."""
 
-    words: NDArray[np.uint32]
-    tokens: NDArray[np.int64]  # in order; the allowed ones, or those that are not
-    are_allowed: bool
+    def __init__(self, words: NDArray[np.uint32], vocab_size: int) -> None:
+        self._words = words
+        self._vocab_size = vocab_size
+        self._tokens: NDArray[np.int64] | None = None  # in order: the allowed ones or the others, whichever are fewer
+        self._are_allowed = False
 
     def allows(self, token: int) -> bool:
-        return bool(self.words[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
+        return bool(int(self._words[token >> 5]) >> (token & 31) & 1)
+
+    def prepare(self) -> NDArray[np.int64]:
+        """Work out the lists, which takes some tens of microseconds."""
+        if self._tokens is None:
+            allowed = np.unpackbits(self._words.view(np.uint8), bitorder="little")[: self._vocab_size].view(bool)
+            self._are_allowed = 2 * int(np.count_nonzero(allowed)) <= self._vocab_size
+            self._tokens = np.flatnonzero(allowed if self._are_allowed else ~allowed)
+        return self._tokens
 
     def apply(self, logits: NDArray[np.float32]) -> None:
         """Set the logits [V] of tokens that may not come to minus infinity."""
-        if self.are_allowed:
-            kept = logits[self.tokens]
+        tokens = self.prepare()
+        if self._are_allowed:
+            kept = logits[tokens]
             logits.fill(-np.inf)
-            logits[self.tokens] = kept
+            logits[tokens] = kept
         else:
-            logits[self.tokens] = -np.inf
+            logits[tokens] = -np.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +132,7 @@ class _Row:
     end_token_ids: list[int]  # end-of-sequence, and the request's stop tokens
     ignored_token_ids: list[int]  # those of them that end nothing as long as something else may follow
     min_tokens: int
+    is_sampled: bool  # rather than greedy
     matcher: LLMatcher | None = None
     num_output: int = 0
     mask: TokenMask | None = None
@@ -153,7 +165,8 @@ class GrammarTable:
             self._rows.pop(row, None)
             return
         ignored = [t for t in end_token_ids if t not in params.stop_token_ids] if params.ignore_eos else []
-        state = _Row(params.grammar, output, end_token_ids, ignored, params.min_tokens, index=row)
+        is_sampled = params.temperature > 0
+        state = _Row(params.grammar, output, end_token_ids, ignored, params.min_tokens, is_sampled, index=row)
         self._rows[row] = state
         self._submit([state])
 
@@ -230,16 +243,17 @@ class GrammarTable:
         return state.error is None
 
     def _mask(self, state: _Row, words: NDArray[np.uint32]) -> TokenMask:
-        words = words.copy()
         held = state.end_token_ids if state.num_output < state.min_tokens else state.ignored_token_ids
         if held:  # it may not end yet, unless the grammar lets it do nothing else
             going_on = words.copy()
             for token in held:
                 going_on[token >> 5] &= ~np.uint32(1 << (token & 31))
             words = going_on if going_on.any() else words
-        allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: self._compiler.vocab_size]
-        are_few = 2 * int(np.count_nonzero(allowed)) <= len(allowed)
-        return TokenMask(words, np.flatnonzero(allowed if are_few else allowed == 0), are_few)
+        # A view: the line is written again only when this sequence, or the next one of this row, has gone on.
+        mask = TokenMask(words, self._compiler.vocab_size)
+        if state.is_sampled:
+            mask.prepare()
+        return mask
 
 
 def _explain(matcher: LLMatcher) -> str:
