@@ -39,11 +39,16 @@ def make_grammar(wanted: StructuredOutputsParams) -> str:
         text = _write(wanted)
     except (ValueError, RecursionError) as e:
         raise RequestError(f"{field} cannot be read: {_first_line(e)}.", param=field) from None
-    if len(text) > MAX_CHARACTERS:
-        raise RequestError(f"{field} has {len(text)} characters; {MAX_CHARACTERS} is the most.", param=field)
-    if problem := _problem(text):
-        raise RequestError(f"{field} cannot be followed: {problem}", param=field)
+    check_grammar(text, field)
     return text
+
+
+def check_grammar(grammar: str, field: str) -> None:
+    """Raise `RequestError` with the reason if a grammar, which comes from `field`, cannot be followed."""
+    if len(grammar) > MAX_CHARACTERS:
+        raise RequestError(f"{field} has {len(grammar)} characters; {MAX_CHARACTERS} is the most.", param=field)
+    if problem := _problem(grammar):
+        raise RequestError(f"{field} cannot be followed: {problem}", param=field)
 
 
 def after_reasoning(grammar: str, start: str | None, end: str, *, is_optional: bool) -> str:

@@ -17,7 +17,9 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    SerializerFunctionWrapHandler,
     WithJsonSchema,
+    model_serializer,
     model_validator,
 )
 
@@ -35,14 +37,12 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "guided_decoding_backend": ("auto", "guidance"),
-    "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # of no effect without tools, which are refused
     "prediction": (),
     "prompt_cache_retention": (),
     "prompt_embeds": (),
@@ -51,8 +51,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
@@ -174,6 +172,49 @@ class StreamOptions(_Request):
     include_obfuscation: Literal[False] | None = None
 
 
+class FunctionDefinition(_Request):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+
+
+class Tool(_Request):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(_Request):
+    name: Text
+
+
+class NamedToolChoice(_Request):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class SentFunctionCall(_Request):
+    name: Text
+    arguments: Text
+
+
+class SentToolCall(_Request):
+    """A call in a message that is sent back."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: SentFunctionCall
+    index: int | None = None  # of a stream's deltas
+
+
 class ChatMessage(_Request):
     """One message of a conversation. What came back in an answer may be sent again, so null fields are dropped."""
 
@@ -181,14 +222,21 @@ class ChatMessage(_Request):
     content: Content
     name: Text | None = None
     tool_call_id: Text | None = None
+    tool_calls: list[SentToolCall] | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if data.get("tool_calls") or data.get("function_call"):
-            raise RequestError("messages with tool_calls are not built yet.", param="messages")
+        if data.get("function_call"):
+            raise RequestError("messages with function_call are not built; use tool_calls.", param="messages")
+        if data.get("tool_calls") and data.get("role") != "assistant":
+            raise RequestError("only messages of the assistant have tool_calls.", param="messages")
+        if data.get("content") is None and (data.get("tool_calls") or data.get("reasoning_content")):
+            data = {**data, "content": ""}
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
 
 
@@ -390,6 +438,10 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
@@ -399,6 +451,7 @@ class ChatCompletionRequest(GenerationRequest):
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
             )
+        self._check_tools()
         return self
 
     def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -408,6 +461,29 @@ class ChatCompletionRequest(GenerationRequest):
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
         return self._sampling_params(defaults, **fields)
+
+    @property
+    def chosen_tools(self) -> dict[str, dict[str, Any]]:
+        """The schemas of the arguments of the functions that may be called, by name."""
+        if self.tool_choice == "none":
+            return {}
+        return {tool.function.name: tool.function.schema_of_arguments for tool in self.tools or ()}
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise RequestError("tools must have different names.", param="tools")
+        choice = self.tool_choice
+        if choice is None or choice == "none":
+            return
+        if not names:
+            raise RequestError("tool_choice needs tools.", param="tool_choice")
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+            raise RequestError(
+                f"tool_choice names {choice.function.name!r}, which is not in tools.", param="tool_choice"
+            )
+        if choice != "auto" and (structure := self.structure()) is not None:
+            raise RequestError(f"{structure[0]} and tool_choice exclude each other.", param=structure[0])
 
 
 class ErrorInfo(BaseModel):
@@ -501,10 +577,32 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(BaseModel):
+    """`reasoning` is a newer name of `reasoning_content`. What there is none of is left out."""
+
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _leave_out_what_is_not(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = write(self)
+        optional = ("reasoning_content", "reasoning", "tool_calls")
+        return {name: value for name, value in fields.items() if value is not None or name not in optional}
 
 
 class ChatChoice(BaseModel):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from octavo.entrypoints.openai.reasoning import STYLES
+from octavo.entrypoints.openai.tools import PARSERS
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 
@@ -37,9 +39,9 @@ class ServerArgs(Flags):
     uvicorn_log_level: LogLevel = flag("warning", "Log level of the HTTP server; info logs every HTTP request.")
     enable_prometheus: bool = flag(False, "Serve metrics; they are at /metrics in any case.")
     prometheus_port: int | None = flag(None, "Port of its own for metrics, with --enable-prometheus.")
-    enable_auto_tool_choice: bool = flag(False, "Let the model choose among tools.", built=False)
-    tool_call_parser: str | None = flag(None, "Format of the model's tool calls.", built=False)
-    reasoning_parser: str | None = flag(None, "Format of the model's reasoning.", built=False)
+    enable_auto_tool_choice: bool = flag(False, "Let the model choose whether to call tools; needs --tool-call-parser.")
+    tool_call_parser: str | None = flag(None, f"Format of the model's tool calls: {', '.join(PARSERS)}.")
+    reasoning_parser: str | None = flag(None, f"Format of the model's reasoning: {', '.join(STYLES)}.")
 
     @property
     def api_keys(self) -> list[str]:
@@ -83,6 +85,12 @@ class ServerArgs(Flags):
                 raise ConfigError(f"--{name.replace('_', '-')}: there is no file {path}.")
         if self.ssl_certfile is not None:
             self._check_certificate(self.ssl_certfile)
+        for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", STYLES)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ConfigError(f"--{name.replace('_', '-')} must be one of {', '.join(known)}, got {value!r}.")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser.")
         _ = self.origins
 
     def _check_certificate(self, certfile: str) -> None:

@@ -9,7 +9,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,6 +47,12 @@ class ServerState:
         self.fingerprint = "fp_" + hashlib.sha256(setup.encode()).hexdigest()[:10]
         self.is_stopping = False
         self._sequence = itertools.count()
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the tokens whose text is not shown, by their text."""
+        added = self.engine.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     async def unavailable(self) -> tuple[str, str] | None:
         """(status, reason) while no request can be taken: loading, dead or stopping."""
@@ -87,9 +94,11 @@ class ServerState:
         prompt: str | list[int],
         *,
         add_special_tokens: bool,
+        grammar: Callable[[], str] | None = None,
     ) -> tuple[list[int], AsyncGenerator[RequestOutput, None]]:
         """Check one prompt and make its generator, which starts the request when it is first asked for an output.
 
+        `grammar` makes what the answer must follow, in the place of what `params` say of it; it runs in a thread.
         Returns the prompt's token ids too. Raises `RequestError` here, before any response has been started.
         """
         inputs = self.engine.inputs
@@ -98,6 +107,9 @@ class ServerState:
         arrival_time = time.monotonic()
 
         def process() -> EngineRequest:
+            wanted = params
+            if grammar is not None:
+                wanted = msgspec.structs.replace(params, grammar=grammar(), structured_outputs=None)
             asked: dict[str, Any] = {"cache_salt": body.cache_salt}
             if not isinstance(prompt, str):
                 asked["prompt_token_ids"] = prompt
@@ -105,11 +117,11 @@ class ServerState:
                 asked["prompt"] = prompt
             else:
                 asked["prompt_token_ids"] = inputs.encode(prompt, add_special_tokens=False)
-            return inputs.process(asked, params, request_id, priority=body.priority, arrival_time=arrival_time)[1]
+            return inputs.process(asked, wanted, request_id, priority=body.priority, arrival_time=arrival_time)[1]
 
         structure = params.structured_outputs
         try:
-            is_slow = len(prompt) > MAX_INLINE_LENGTH or structure is not None
+            is_slow = len(prompt) > MAX_INLINE_LENGTH or structure is not None or grammar is not None
             request = await asyncio.to_thread(process) if is_slow else process()
         except RequestError as error:
             if structure is None or not (error.param or "").startswith("structured_outputs"):
