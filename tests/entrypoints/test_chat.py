@@ -125,9 +125,8 @@ def test_the_developer_is_the_system_where_templates_do_not_know_it(client: open
 def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI, engine: FakeEngine) -> None:
     message = chat(client).choices[0].message
     chat(client, messages=[USER, message.model_dump(), {"role": "tool", "content": "4", "tool_call_id": "x"}])
-    assert (
-        prompt_of(engine) == "user: Hi\nassistant: Hello there\nuser: <tool_response>\n4\n</tool_response>\nassistant:"
-    )
+    shown = "<tool_response>\n4\n</tool_response>"  # the template knows nothing of tools
+    assert prompt_of(engine) == f"user: Hi\nassistant: Hello there\nuser: {shown}\nassistant:"
 
 
 def test_template_options_reach_the_template(client: openai.OpenAI, engine: FakeEngine) -> None:

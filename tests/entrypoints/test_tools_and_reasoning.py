@@ -177,7 +177,7 @@ def test_an_answer_with_calls_can_be_sent_back(client: openai.OpenAI, chatty: Fa
     messages: list[Any] = [USER, message.model_dump(), result]
     assert both(client, tools=[WEATHER], messages=messages).message.content == "It is sunny."
     prompt = chatty.tokenizer.decode(chatty.seen[-1][0])
-    assert prompt == "get_weather;user: Hi\nassistant: get_weather(Zürich)\ntool: sun\n"
+    assert prompt == "get_weather;user: Hiassistant: get_weather(Zürich)tool: sun"
 
 
 @pytest.mark.parametrize(
