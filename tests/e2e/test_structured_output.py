@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
+from octavo.entrypoints.openai.tools.forced import grammar_of_tools
 from octavo.errors import RequestError
 from tests.e2e.driving import run_arriving
 from tests.schemas import random_schema
@@ -56,6 +57,23 @@ def test_two_hundred_random_schemas_are_followed(llm: LLM) -> None:
             value, schema, jsonschema.Draft202012Validator,
             format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
         )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_hundred_random_functions_are_called_with_valid_arguments(llm: LLM) -> None:
+    tools = [{f"f{i}": random_schema(1000 + i), "other": random_schema(2000 + i)} for i in range(200)]
+    params = [
+        SamplingParams(
+            temperature=0.8 * (i % 2), seed=i, max_tokens=1000, grammar=grammar_of_tools(schemas, is_parallel=False)
+        )
+        for i, schemas in enumerate(tools)
+    ]
+    outputs = llm.generate(["Call a function: "] * 200, params, use_tqdm=False)
+    for schemas, output in zip(tools, outputs, strict=True):
+        completion = output.outputs[0]
+        assert completion.finish_reason == "stop", (schemas, completion.text)
+        (call,) = json.loads(completion.text)
+        jsonschema.validate(call["parameters"], schemas[call["name"]], jsonschema.Draft202012Validator)
 
 
 def test_every_kind_of_structure_is_followed_beside_free_text(llm: LLM) -> None:

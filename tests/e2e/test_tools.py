@@ -99,9 +99,9 @@ def test_a_streamed_answer_equals_the_whole_one(client: openai.OpenAI, asked: di
         assert {choice.finish_reason for choice in whole.choices} == {"tool_calls"}
 
 
-def test_two_hundred_random_functions_that_must_be_called(server: Server) -> None:
+def test_random_functions_that_must_be_called(server: Server) -> None:
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=280)
-    schemas = [random_schema(seed + 1000) for seed in range(200)]
+    schemas = [random_schema(seed + 1000) for seed in range(12)]
 
     async def call(i: int) -> Any:
         tool: Any = {"type": "function", "function": {"name": f"function_{i}", "parameters": schemas[i]}}
@@ -112,7 +112,7 @@ def test_two_hundred_random_functions_that_must_be_called(server: Server) -> Non
         )  # fmt: skip
 
     async def call_all() -> list[Any]:
-        return await asyncio.gather(*map(call, range(200)))
+        return await asyncio.gather(*map(call, range(12)))
 
     for i, answer in enumerate(asyncio.run(call_all())):
         choice = answer.choices[0]
