@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncLLMEngine
     from octavo.entrypoints.llm import LLM
     from octavo.outputs import CompletionOutput, RequestOutput
-    from octavo.sampling_params import SamplingParams
+    from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 _HOMES = {
     "LLM": "octavo.entrypoints.llm",
@@ -25,6 +25,7 @@ _HOMES = {
     "EngineArgs": "octavo.config",
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.sampling_params",
+    "StructuredOutputsParams": "octavo.sampling_params",
 }
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "EngineArgs",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

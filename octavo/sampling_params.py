@@ -31,6 +31,61 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2  # one output, when the request has finished
 
 
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What an answer must be: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`.
+
+    `octavo.sampling.grammar` turns it into a grammar. Raises `RequestError` naming the field.
+    """
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema, as text or as an object."""
+    regex: str | None = None
+    """In the syntax of Rust's `regex`: no look-around, no back references."""
+    choice: list[str] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """A context-free grammar: Lark, or EBNF in the manner of llama.cpp (`root ::= ...`)."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    structural_tag: Any = None
+    """Not built yet."""
+    disable_any_whitespace: bool = False
+    """For JSON: none between its parts."""
+    disable_additional_properties: bool = False
+    """For JSON: objects whose schema names properties have no others, unless it says that they may."""
+    whitespace_pattern: str | None = None
+    """For JSON: a regular expression for the whitespace where some may stand."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "none"
+            raise RequestError(
+                f"structured_outputs needs exactly one of {', '.join(STRUCTURES)}, got {found}.",
+                param="structured_outputs",
+            )
+        if self.structural_tag is not None:
+            raise RequestError("structural_tag is not built yet.", param="structured_outputs.structural_tag")
+        if self.json is not None and not isinstance(self.json, str | dict):
+            _refuse("structured_outputs.json", self.json, "a JSON schema, as an object or as text")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value and is_unicode(value)):
+                _refuse(f"structured_outputs.{name}", value, "a non-empty string of valid Unicode")
+        if self.choice is not None and not (
+            isinstance(self.choice, list)
+            and self.choice
+            and all(isinstance(text, str) and text and is_unicode(text) for text in self.choice)
+        ):
+            _refuse("structured_outputs.choice", self.choice, "a list of non-empty strings of valid Unicode")
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+            if type(getattr(self, name)) is not bool and (name, self.json_object) != ("json_object", None):
+                _refuse(f"structured_outputs.{name}", getattr(self, name), "true or false")
+
+
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Sampling parameters of one request.
 
@@ -87,10 +142,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     early_stopping: bool | str = False
     """With beam search: True ends it as soon as there are as many completions as beams, False when better ones are
     unlikely, "never" when they are impossible."""
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the answer must be. `LLM` and the async engine take a dictionary of its fields too."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     bad_words_token_ids: list[list[int]] | None = None
     """Filled in by the engine from `bad_words`; not the caller's to set."""
+    grammar: str | None = None
+    """Filled in by the engine from `structured_outputs`; not the caller's to set."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -105,6 +163,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
                 _refuse("logit_bias", self.logit_bias, "a map of token ids to numbers")
             if not all(map(math.isfinite, self.logit_bias.values())):
                 _refuse("logit_bias", self.logit_bias, "a map of token ids to finite numbers")
+        structured: Any = self.structured_outputs
+        if isinstance(structured, dict):
+            unknown = structured.keys() - set(StructuredOutputsParams.__struct_fields__)
+            if unknown:
+                _refuse("structured_outputs", sorted(map(str, unknown)), "made of known fields")
+            self.structured_outputs = StructuredOutputsParams(**structured)
+        elif structured is not None and not isinstance(structured, StructuredOutputsParams):
+            _refuse("structured_outputs", structured, "StructuredOutputsParams or null")
         self._check_types()
         self._check_ranges()
 
@@ -182,7 +248,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         )
         if self.stop and not self.detokenize:
             _refuse("stop", self.stop, "empty when detokenize is false: stop strings are found in the text")
-        require("structured_outputs", self.structured_outputs is None, "null: structured output is not built yet")
         self._check_beam_search()
         if self.num_completions > self.n and self.output_kind is RequestOutputKind.DELTA:
             _refuse("best_of", self.best_of, f"equal to n ({self.n}) in a stream: the best are known only at the end")
@@ -205,7 +270,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             ("top_k", self.top_k <= 0),
             ("min_p", self.min_p == 0),
             ("stop", not self.stop),
-            ("structured_outputs", self.structured_outputs is None),
+            ("structured_outputs", self.structured_outputs is None and self.grammar is None),
         ):
             if not is_idle:
                 _refuse(name, getattr(self, name), "left out with use_beam_search")

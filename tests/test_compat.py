@@ -28,7 +28,9 @@ WORKING = [
     "--host 0.0.0.0", "--port 8000", "--api-key token-abc123", "--api-key one --api-key two", "--root-path /llm",
     '--allowed-origins ["*"]', "--allowed-origins http://a http://b", "--enable-prometheus",
     "--enable-prometheus --prometheus-port 9090", "--disable-log-requests", "--response-role assistant",
-    "--max_model_len 4096", "--served_model_name=a",
+    "--max_model_len 4096", "--served_model_name=a", "--enable-auto-tool-choice --tool-call-parser hermes",
+    "--tool-call-parser llama3_json", "--tool-call-parser mistral", "--tool-call-parser pythonic",
+    "--reasoning-parser deepseek_r1", "--reasoning-parser qwen3",
 ]  # fmt: skip
 # Flags that are not built, or not for this device, and what is said.
 REFUSED = {
@@ -59,8 +61,7 @@ REFUSED = {
     "--limit-mm-per-prompt image=4": "--limit-mm-per-prompt image=4 is not built yet",
 }
 # Flags whose value needs more than a parser to be checked.
-ELSEWHERE = {"--config", "--ssl-keyfile", "--ssl-certfile", "--enable-auto-tool-choice", "--tool-call-parser",
-             "--reasoning-parser"}  # fmt: skip
+ELSEWHERE = {"--config", "--ssl-keyfile", "--ssl-certfile"}
 
 
 def check(flags: str) -> tuple[AsyncEngineArgs, ServerArgs]:

@@ -55,7 +55,7 @@ def test_the_defaults_are_those_that_users_of_vllm_know() -> None:
         ("logit_bias", {"a": 1}), ("logit_bias", {1: "x"}), ("logit_bias", [1]), ("logit_bias", {1: math.inf}),
         ("logit_bias", {1: math.nan}), ("logit_bias", {1: 10**400}),
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", "1"),
-        ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("structured_outputs", {"json": {}}),
+        ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("structured_outputs", {"jason": {}}),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:

@@ -167,7 +167,8 @@ class AsyncLLMEngine:
         generator, or cancelling the task that iterates it, aborts the request and frees its blocks.
         """
         arrival_time = time.monotonic()
-        if isinstance(prompt, str) and len(prompt) > _MAX_INLINE_CHARACTERS:
+        is_long = isinstance(prompt, str) and len(prompt) > _MAX_INLINE_CHARACTERS
+        if is_long or (sampling_params is not None and sampling_params.structured_outputs is not None):
             text, request = await asyncio.to_thread(
                 self.inputs.process, prompt, sampling_params, request_id, priority=priority, arrival_time=arrival_time
             )

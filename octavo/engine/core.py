@@ -6,7 +6,9 @@ own for servers.
 
 from __future__ import annotations
 
+import logging
 import time
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
@@ -17,6 +19,10 @@ from octavo.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from octavo.execution.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+_PREPARE_WAIT_S = 0.01  # messages are looked for between two waits
 
 
 class EngineCore:
@@ -33,19 +39,24 @@ class EngineCore:
         )
         self.scheduler = Scheduler(config.scheduler, cache, config.model.seed)
         self._refused: list[SequenceOutput] = []
+        self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}  # their grammars are being compiled
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._refused)
+        return self.scheduler.has_work or bool(self._refused) or bool(self._preparing)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run is answered with an error in the next step's outputs."""
-        try:
-            self.scheduler.add(request)
-        except RequestError as e:
-            self._refused.append(SequenceOutput(request.request_id, 0, [], finish_reason="error", error=str(e)))
+        if request.params.grammar is not None:
+            ready = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids)
+            if not ready.done():
+                self._preparing[request.request_id] = request, ready
+                return
+        self._queue(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
+        if index is None:
+            self._preparing.pop(request_id, None)
         self.scheduler.abort(request_id, index)
 
     def block_map(self) -> BlockMap:
@@ -54,6 +65,8 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Schedule, execute, account. Returns at once when there is nothing to run."""
         started = time.perf_counter()
+        if self._preparing:
+            self._queue_prepared()
         outputs, self._refused = self._refused, []
         plan = self.scheduler.schedule()
         if plan.rows:
@@ -61,3 +74,30 @@ class EngineCore:
         stats = self.scheduler.take_stats()
         stats.step_s = time.perf_counter() - started
         return StepOutputs(outputs, stats)
+
+    def _queue(self, request: EngineRequest) -> None:
+        try:
+            self.scheduler.add(request)
+        except RequestError as e:
+            self._refuse(request, e)
+
+    def _refuse(self, request: EngineRequest, error: RequestError) -> None:
+        self._refused.append(SequenceOutput(request.request_id, 0, [], finish_reason="error", error=str(error)))
+
+    def _queue_prepared(self) -> None:
+        """Queue the requests whose grammars are compiled; wait a moment for one if there is nothing else to do."""
+        if not self.scheduler.has_work and not self._refused:
+            futures = [ready for _, ready in self._preparing.values()]
+            wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
+        for request_id, (request, ready) in list(self._preparing.items()):
+            if not ready.done():
+                continue
+            del self._preparing[request_id]
+            error = ready.exception()
+            if error is None:
+                self._queue(request)
+            elif isinstance(error, RequestError):
+                self._refuse(request, error)
+            else:
+                logger.error("a grammar could not be compiled", exc_info=error)
+                self._refuse(request, RequestError(f"structured_outputs failed: {type(error).__name__}."))

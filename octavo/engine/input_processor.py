@@ -11,6 +11,7 @@ import msgspec
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.wire import EngineRequest
 from octavo.errors import RequestError
+from octavo.sampling.grammar import make_grammar
 from octavo.sampling_params import SamplingParams, is_unicode
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class InputProcessor:
         text, token_ids, salt = self.tokenize(prompt)
         params = msgspec.structs.replace(params)
         self._check_token_ids(params)
+        if params.structured_outputs is not None:
+            params.grammar, params.structured_outputs = make_grammar(params.structured_outputs), None
         params.bad_words_token_ids = self._bad_words(params.bad_words) if params.bad_words else None
         limit = self.model.max_model_len
         if params.truncate_prompt_tokens is not None:

@@ -83,8 +83,9 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: lists of `{"role": …, "content": …}`."""
+        """Answer one conversation, or several: lists of `{"role": …, "content": …}`. `tools` are told to the model."""
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = []
         for conversation in conversations:
@@ -95,6 +96,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_options=chat_template_kwargs,
+                tools=tools,
             )
             prompts.append({"prompt": text, "prompt_token_ids": self.inputs.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm)

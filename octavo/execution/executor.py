@@ -7,6 +7,7 @@ and executes plans. Executors over several devices will take the same calls and 
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from octavo.models.decoder_config import DecoderConfig
 from octavo.ops import LayerKVCache
 from octavo.phases import Phases
 from octavo.sampling.sampler import Sampler
+from octavo.sampling.structured import GrammarCompiler
 from octavo.scheduling.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,11 @@ class Executor(Protocol):
     startup: dict[str, float]  # seconds by phase
 
     def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
+        """Make ready to follow a grammar. Plans may admit sequences that have it when the future is done; it raises
+        `RequestError` if the grammar cannot be followed."""
+        ...
 
 
 class LocalExecutor:
@@ -83,8 +90,9 @@ class LocalExecutor:
         )  # fmt: skip
         host_caches = allocate(self.num_host_blocks)
         phases.end("KV cache")
+        self._grammars = GrammarCompiler(checkpoint, decoder.vocab_size)
         graph = StepGraph(model, ops, table, caches)
-        self.runner = ModelRunner(graph, table, Sampler(ops), caches, host_caches)
+        self.runner = ModelRunner(graph, table, Sampler(ops), caches, host_caches, self._grammars)
         phases.end("program")
         self.startup = phases.seconds
         logger.info(
@@ -110,6 +118,9 @@ class LocalExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.runner.execute(plan)
+
+    def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
+        return self._grammars.prepare(grammar, eos_token_ids)
 
 
 def _num_blocks(config: EngineConfig, block_bytes: int) -> int:

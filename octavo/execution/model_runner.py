@@ -12,6 +12,7 @@ from octavo.execution.step_batch import SequenceTable, StepBatch
 from octavo.ops import LayerKVCache
 from octavo.sampling.batch import SamplingTable
 from octavo.sampling.sampler import Sampler, token_logprobs
+from octavo.sampling.structured import GrammarCompiler
 from octavo.scheduling.plan import StepPlan, StepResult
 
 # Rows of prompt log-probabilities computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
@@ -28,12 +29,13 @@ class ModelRunner:
         sampler: Sampler,
         caches: list[LayerKVCache],
         host_caches: list[LayerKVCache],
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.graph = graph
         self.caches = caches
         self.host_caches = host_caches
         self.table = table
-        self.sampling = SamplingTable(len(table.tokens))
+        self.sampling = SamplingTable(len(table.tokens), grammars)
         self.sampler = sampler
         self._wants_prompt_logprobs: dict[int, int] = {}  # row -> how many
 
@@ -82,6 +84,7 @@ class ModelRunner:
         settings = self.sampling.build(samples.rows, samples.forks, samples.lengths, self.table.tokens)
         tokens, logprobs, errors = self.sampler.sample(logits, best, settings)
         self.table.append(tokens)
+        self.sampling.advance(samples.rows, samples.forks, tokens)
         return StepResult(
             tokens.tolist(), logprobs, errors={int(samples.rows[n]): message for n, message in errors.items()}
         )

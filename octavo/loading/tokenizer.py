@@ -36,6 +36,19 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerFast:
     return _from_gguf(path) if path.endswith(".gguf") else _from_folder(path)
 
 
+def read_tokenizer_json(checkpoint: Checkpoint) -> str:
+    """The tokenizer as the `tokenizers` library writes it to a file; where it can be, without `transformers`."""
+    path = checkpoint.tokenizer_path
+    if path.endswith(".gguf"):
+        from octavo.loading.gguf_tokenizer import build_gguf_tokenizer
+
+        return build_gguf_tokenizer(read_gguf(path)).backend.to_str()
+    backend = _from_folder(path).backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
+
+
 def _from_gguf(path: str) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 

@@ -7,7 +7,7 @@ ask for (penalties, biases, masks) hides behind one flag a row, so that a plain 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.sampling.beams import Beams
+from octavo.sampling.structured import GrammarCompiler, GrammarTable, TokenMask
 from octavo.sampling_params import LogitsProcessor, SamplingParams
 from octavo.scheduling.plan import Admission
 
@@ -104,14 +105,17 @@ class SamplingBatch:
     special: list[
         tuple[int, RowSettings, NDArray[np.int32]]
     ]  # samples whose logits are processed: (n, settings, tokens)
-    beams: Beams
+    masks: list[tuple[int, TokenMask]] = field(default_factory=list)  # samples that follow a grammar
+    errors: dict[int, str] = field(default_factory=dict)  # samples whose grammar cannot be followed any further
+    beams: Beams = field(default_factory=list)
 
 
 class SamplingTable:
     """The sampling settings of the running sequences, by row."""
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, compiler: GrammarCompiler | None = None) -> None:
         self.settings: list[RowSettings | None] = [None] * max_num_seqs
+        self._grammars = None if compiler is None else GrammarTable(compiler, max_num_seqs)
         self._is_special = np.zeros(max_num_seqs, bool)
         self._temperature = np.zeros(max_num_seqs, np.float32)
         self._top_p = np.ones(max_num_seqs, np.float32)
@@ -143,7 +147,12 @@ class SamplingTable:
             self._beams[row] = num_offered, params.temperature
             self._temperature[row] = 0.0
             self._num_logprobs[row] = -1  # they have their own
-        is_demanding = params.temperature > 0 or params.wants_logprobs or self._is_special[row]
+        if self._grammars is not None:
+            output = admission.token_ids[admission.num_prompt_tokens :]
+            self._grammars.admit(row, params, output, admission.stop_token_ids)
+        is_demanding = (
+            params.temperature > 0 or params.wants_logprobs or self._is_special[row] or params.grammar is not None
+        )
         (self._demanding.add if is_demanding else self._demanding.discard)(row)
 
     def build(
@@ -154,6 +163,7 @@ class SamplingTable:
         is the most likely token."""
         if self._demanding.isdisjoint(rows.tolist()):
             return None
+        masks, errors = ([], {}) if self._grammars is None else self._grammars.masks(rows)
         return SamplingBatch(
             temperature=self._temperature[rows],
             top_p=self._top_p[rows],
@@ -171,7 +181,18 @@ class SamplingTable:
             beams=[(n, *self._beams[row]) for n, row in enumerate(rows.tolist()) if row in self._beams]
             if self._beams
             else [],
+            masks=masks,
+            errors=errors,
         )
+
+    def advance(self, rows: NDArray[np.int64], forks: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """`tokens` [N] were drawn for `rows` [N]; fork 0 of a row continues it."""
+        if self._grammars is None or self._grammars.is_empty:
+            return
+        if forks.any():
+            continues = forks == 0
+            rows, tokens = rows[continues], tokens[continues]
+        self._grammars.advance(rows, tokens)
 
 
 def _is_special(params: SamplingParams) -> bool:

@@ -48,6 +48,8 @@ def _bad_word_ends(settings: RowSettings, tokens: NDArray[np.int32]) -> list[int
 
 
 def _early_stops(settings: RowSettings, tokens: NDArray[np.int32]) -> list[int]:
+    if settings.params.grammar is not None:
+        return []  # its masks see to it, and let a sequence end that has nowhere else to go
     too_short = len(tokens) - settings.num_prompt_tokens < settings.params.min_tokens
     return settings.stop_token_ids if too_short else []
 

@@ -21,8 +21,8 @@ from octavo.sampling.random import uniform
 from octavo.sampling_params import MAX_LOGPROBS
 
 _NOTHING_TO_CHOOSE = (
-    "no token could be chosen: allowed_token_ids, bad_words, min_tokens and logits_processors together leave none with "
-    "a finite logit."
+    "no token could be chosen: allowed_token_ids, bad_words, min_tokens, structured_outputs and logits_processors "
+    "together leave none with a finite logit."
 )
 
 
@@ -42,11 +42,13 @@ class Sampler:
             return best.numpy(), None, _nothing_to_choose(logits, best)
         wanted = np.flatnonzero(batch.num_logprobs >= 0)
         raw = logits[torch.from_numpy(wanted)] if len(wanted) else None  # before penalties, as the model said
-        errors = {}
+        errors = batch.errors
         if batch.beams:
             score_beams(logits, batch.beams)
+        if batch.masks:
+            self._follow_grammars(logits, best, batch)
         if batch.special:
-            errors = process_logits(logits, batch.special)
+            errors = process_logits(logits, batch.special) | errors
             best = self.ops.argmax(logits)
         errors = _nothing_to_choose(logits, best) | errors
         tokens: NDArray[np.int64] = best.numpy()
@@ -71,6 +73,21 @@ class Sampler:
         for n, entry in offers(logits, tokens.tolist(), batch.beams):
             logprobs[n] = entry
         return tokens, logprobs, errors
+
+    def _follow_grammars(self, logits: Tensor, best: Tensor, batch: SamplingBatch) -> None:
+        """Take the tokens that grammars do not allow out of `logits`, and set `best` right, both in place.
+
+        Where nothing but the most likely token is asked for and it is allowed, there is nothing to do.
+        """
+        rows, chosen = logits.numpy(), best.numpy()
+        special = {n for n, _, _ in batch.special}
+        for n, mask in batch.masks:
+            is_allowed = mask.allows(int(chosen[n]))
+            if is_allowed and n not in special and batch.temperature[n] == 0:
+                continue
+            mask.apply(rows[n])
+            if not is_allowed:
+                chosen[n] = self.ops.argmax(logits[n : n + 1])[0]
 
 
 def _nothing_to_choose(logits: Tensor, best: Tensor) -> dict[int, str]:

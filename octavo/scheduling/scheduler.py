@@ -390,7 +390,7 @@ class Scheduler:
         num_output = seq.num_output_tokens
         finish_reason: str | None = None
         stop_reason: int | None = None
-        if token in seq.stop_reasons and num_output >= seq.params.min_tokens:
+        if token in seq.stop_reasons and (num_output >= seq.params.min_tokens or seq.params.grammar is not None):
             finish_reason, stop_reason = "stop", seq.stop_reasons[token]
         elif num_output >= seq.request.max_tokens:
             finish_reason = "length"
@@ -459,7 +459,11 @@ class Scheduler:
 
 
 def _stop_reasons(request: EngineRequest) -> dict[int, int | None]:
-    """The tokens that end a request, and what is reported as the reason: end-of-sequence goes without saying."""
-    end_of_sequence = [] if request.params.ignore_eos else request.eos_token_ids
+    """The tokens that end a request, and what is reported as the reason: end-of-sequence goes without saying.
+
+    Where a grammar is followed, its masks decide when the answer may end.
+    """
+    ignores_eos = request.params.ignore_eos and request.params.grammar is None
+    end_of_sequence = [] if ignores_eos else request.eos_token_ids
     stop_token_ids = request.params.stop_token_ids
     return dict.fromkeys(end_of_sequence) | dict(zip(stop_token_ids, stop_token_ids, strict=True))

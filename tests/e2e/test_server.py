@@ -102,7 +102,7 @@ HOSTILE = [
     (b'{"messages": [{"role": "user", "content": "hi"}], "n": 1000000}', 400, "n"),
     (b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1e400}', 400, None),
     (b'{"messages": [{"role": "user", "content": "hi"}], "logit_bias": {"99999999": 1}}', 400, "logit_bias"),
-    (b'{"messages": [{"role": "user", "content": "hi"}], "response_format": {"type": "json_object"}}', 400, None),
+    (b'{"messages": [{"role": "user", "content": "hi"}], "response_format": {"type": "json_schema"}}', 400, None),
     (b'{"messages": [{"role": "user", "content": "hi"}], "nonsense": 1}', 400, None),
     (b'{"model": "gpt-7", "messages": [{"role": "user", "content": "hi"}]}', 404, "model"),
     (b'{"messages": [{"role": "user", "content": "' + b"word " * 3000 + b'"}]}', 400, None),

@@ -11,6 +11,7 @@ import pytest
 
 from tests.entrypoints.fake_engine import MODEL, FakeEngine
 
+F = {"type": "function", "function": {"name": "f"}}
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -124,7 +125,8 @@ def test_the_developer_is_the_system_where_templates_do_not_know_it(client: open
 def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI, engine: FakeEngine) -> None:
     message = chat(client).choices[0].message
     chat(client, messages=[USER, message.model_dump(), {"role": "tool", "content": "4", "tool_call_id": "x"}])
-    assert prompt_of(engine) == "user: Hi\nassistant: Hello there\ntool: 4\nassistant:"
+    shown = "<tool_response>\n4\n</tool_response>"  # the template knows nothing of tools
+    assert prompt_of(engine) == f"user: Hi\nassistant: Hello there\nuser: {shown}\nassistant:"
 
 
 def test_template_options_reach_the_template(client: openai.OpenAI, engine: FakeEngine) -> None:
@@ -148,14 +150,38 @@ def test_the_last_message_can_be_continued(client: openai.OpenAI, engine: FakeEn
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content should be a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
         ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "supplied: messages[0].mood"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "tool_calls are not built yet"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function is required"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "only messages of the assistant have"),
         ({"top_logprobs": 2}, "top_logprobs is only allowed when logprobs is true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs should be less than or equal to 20"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs must not set tokenize"),
         ({"max_completion_tokens": 0}, "max_completion_tokens should be greater than or equal to 1"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not built yet"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not built yet"),
+        ({"tools": [F]}, 'tool_choice "auto" needs a server that was started with --enable-auto-tool-choice'),
+        ({"tools": [F, F], "tool_choice": "required"}, "tools must have different names"),
+        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "names 'g', which is not in"),
+        ({"tools": [F], "tool_choice": "required", "guided_regex": "a"}, "guided_regex and tool_choice exclude"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{**F, "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
+            "tools[0].function.parameters cannot be followed: Unimplemented keys",
+        ),
+        (
+            {"tools": [{**F, "function": {"name": "f", "parameters": {"type": "array"}}}], "tool_choice": "required"},
+            "tools[0].function.parameters must describe an object, not 'array'",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema goes with type json_schema"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type should be 'text', 'json_object' or"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structural_tag is not built yet"),
+        ({"structured_outputs": {"mood": 1}}, "supplied: structured_outputs.mood"),
+        ({"structured_outputs": {}}, "structured_outputs needs exactly one of json, regex, choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "got regex and choice"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice exclude each other"),
+        ({"guided_regex": "(?=a)"}, "guided_regex cannot be followed: "),
+        ({"guided_json": "{"}, "guided_json cannot be read: "),
+        ({"guided_grammar": "start: nobody"}, 'guided_grammar cannot be followed: at 1(8): unknown name: "nobody"'),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json cannot be followed: Unimplemented"),
     ],
 )
 def test_what_is_wrong_with_a_conversation_is_said(http: httpx.Client, fields: dict[str, Any], message: str) -> None:

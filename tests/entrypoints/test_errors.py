@@ -57,7 +57,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"suffix": "end"}, "suffix", "suffix is not built yet"),
         ({"use_beam_search": True, "top_p": 0.5}, "top_p", "top_p must be left out with use_beam_search"),
         ({"length_penalty": 2.0}, "length_penalty", "length_penalty must be 1.0 without use_beam_search"),
-        ({"guided_json": {}}, "guided_json", "guided_json is not built yet"),
+        ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "guided_decoding_backend is not built yet"),
         ({"colour": "red"}, "colour", "Unrecognized request argument supplied: colour"),
     ],
 )

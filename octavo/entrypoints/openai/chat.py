@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from octavo.entrypoints.chat_template import render_chat
+from octavo.entrypoints.openai.answer import AnswerReader
+from octavo.entrypoints.openai.answer_format import answer_format, check_tool_choice, grammar_maker
 from octavo.entrypoints.openai.logprobs import LogprobsFormatter
 from octavo.entrypoints.openai.protocol import (
-    AssistantMessage,
     ChatChoice,
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatLogprobs,
+    ChatMessage,
     Usage,
 )
 from octavo.entrypoints.openai.state import ServerState, json_response, make_usage, state_of
@@ -50,24 +53,37 @@ class _Job:
         self._state = state
         self._params = params
         tokenizer = state.engine.tokenizer
+        check_tool_choice(body, state.args)
         self._formatter = LogprobsFormatter(tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         continues = bool(body.continue_final_message)
         self._prompt = render_chat(
             tokenizer,
-            [message.model_dump(exclude_none=True) for message in body.messages],
+            [_for_template(message) for message in body.messages],
             add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
             continue_final_message=continues,
             template_options=body.chat_template_kwargs,
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or () if body.chosen_tools],
         )
+        self._format = answer_format(body, state.args, self._prompt)
+        if any(text in state.special_tokens for text in self._format.marks):
+            params.skip_special_tokens = False  # they must be read
+        self._readers: dict[int, AnswerReader] = {}
         self._num_prompt = 0
         self._num_completion = 0
         self._num_cached = 0
 
     async def submit(self) -> None:
         """Raises `RequestError` for whatever is wrong with the prompt."""
+        structure = self._params.structured_outputs
+        grammar = grammar_maker(self._body, self._format, structure, self._state.special_tokens)
         # The template has put the special tokens in already.
         token_ids, self._generator = await self._state.submit(
-            self._id, self._body, self._params, self._prompt, add_special_tokens=bool(self._body.add_special_tokens)
+            self._id,
+            self._body,
+            self._params,
+            self._prompt,
+            add_special_tokens=bool(self._body.add_special_tokens),
+            grammar=grammar,
         )
         self._num_prompt = len(token_ids)
 
@@ -86,13 +102,7 @@ class _Job:
             model=self._model,
             system_fingerprint=self._fingerprint,
             choices=[
-                ChatChoice(
-                    index=completion.index,
-                    message=AssistantMessage(role=self._role, content=completion.text),
-                    logprobs=self._logprobs(completion),
-                    finish_reason=completion.finish_reason or "abort",
-                    stop_reason=completion.stop_reason,
-                )
+                self._choice(completion)
                 for completion in sorted(final.outputs, key=lambda completion: completion.index)
             ],
             usage=self._usage(),
@@ -111,7 +121,7 @@ class _Job:
             wants_usage=body.wants_usage,
         )
         # Nothing but text, which is what most chunks are.
-        plain = not body.logprobs and not body.wants_continuous_usage
+        plain = not body.logprobs and not body.wants_continuous_usage and self._format.is_plain
         begun = False
         try:
             async for output in self._generator:
@@ -141,6 +151,8 @@ class _Job:
 
     def _event(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:
         """One chunk in full generality; empty when it would say nothing."""
+        if not self._format.is_plain:
+            return self._read_event(writer, completion)
         logprobs = self._logprobs(completion)
         if not completion.text and completion.finish_reason is None and (logprobs is None or not logprobs.content):
             return b""
@@ -154,6 +166,41 @@ class _Job:
             usage=self._usage_so_far(),
         )
 
+    def _read_event(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:
+        """The chunks of an answer that is not content alone, one a delta; the last bears what else there is."""
+        logprobs = self._logprobs(completion)
+        reader = self._readers.setdefault(completion.index, AnswerReader(self._format))
+        deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
+        if not deltas:
+            if completion.finish_reason is None and (logprobs is None or not logprobs.content):
+                return b""
+            deltas = [{}]
+        *first, last = deltas
+        usage = self._usage_so_far()
+        chunks = [writer.choice(completion.index, b'"delta":' + encode_json(delta), usage=usage) for delta in first]
+        chunks.append(
+            writer.choice(
+                completion.index,
+                b'"delta":' + encode_json(last),
+                finish_reason=reader.finish_reason(completion.finish_reason),
+                stop_reason=completion.stop_reason,
+                logprobs=None if logprobs is None else logprobs.model_dump_json().encode(),
+                usage=usage,
+            )
+        )
+        return b"".join(chunks)
+
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        reader = AnswerReader(self._format)
+        message = reader.message(self._role, completion.text)
+        return ChatChoice(
+            index=completion.index,
+            message=message,
+            logprobs=self._logprobs(completion),
+            finish_reason=reader.finish_reason(completion.finish_reason) or "abort",
+            stop_reason=completion.stop_reason,
+        )
+
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
@@ -164,3 +211,11 @@ class _Job:
 
     def _usage(self) -> Usage:
         return make_usage(self._num_prompt, self._num_completion, self._num_cached)
+
+
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    """A message as templates know it: without what is null, and with reasoning under its older name."""
+    fields = message.model_dump(exclude_none=True)
+    if (reasoning := fields.pop("reasoning", None)) is not None:
+        fields.setdefault("reasoning_content", reasoning)
+    return fields

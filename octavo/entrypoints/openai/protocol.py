@@ -17,12 +17,14 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    SerializerFunctionWrapHandler,
     WithJsonSchema,
+    model_serializer,
     model_validator,
 )
 
 from octavo.errors import RequestError
-from octavo.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from octavo.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part of an id
 
@@ -33,31 +35,20 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
+    "guided_decoding_backend": ("auto", "guidance"),
     "kv_transfer_params": (),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # of no effect without tools, which are refused
     "prediction": (),
     "prompt_cache_retention": (),
     "prompt_embeds": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -195,6 +186,49 @@ class StreamOptions(_Request):
     include_obfuscation: Literal[False] | None = None
 
 
+class FunctionDefinition(_Request):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+
+
+class Tool(_Request):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(_Request):
+    name: Text
+
+
+class NamedToolChoice(_Request):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class SentFunctionCall(_Request):
+    name: Text
+    arguments: Text
+
+
+class SentToolCall(_Request):
+    """A call in a message that is sent back."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: SentFunctionCall
+    index: int | None = None  # of a stream's deltas
+
+
 class ChatMessage(_Request):
     """One message of a conversation. What came back in an answer may be sent again, so null fields are dropped."""
 
@@ -202,15 +236,63 @@ class ChatMessage(_Request):
     content: Content
     name: Text | None = None
     tool_call_id: Text | None = None
+    tool_calls: list[SentToolCall] | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if data.get("tool_calls") or data.get("function_call"):
-            raise RequestError("messages with tool_calls are not built yet.", param="messages")
+        if data.get("function_call"):
+            raise RequestError("messages with function_call are not built; use tool_calls.", param="messages")
+        if data.get("tool_calls") and data.get("role") != "assistant":
+            raise RequestError("only messages of the assistant have tool_calls.", param="messages")
+        if data.get("content") is None and (data.get("tool_calls") or data.get("reasoning_content")):
+            data = {**data, "content": ""}
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
+
+
+class StructuredOutputs(_Request):
+    """What an answer must be: one of `json`, `regex`, `choice`, `grammar` and `json_object`, with vLLM's options."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", serialize_by_alias=True)
+
+    json_: Text | dict[str, Any] | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: Text | None = None
+
+
+class JsonSchemaFormat(_Request):
+    """OpenAI's wrapping of a schema. It is always followed to the letter, `strict` or not."""
+
+    name: Text | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Request):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                "response_format.json_schema goes with type json_schema, and only with it.",
+                param="response_format.json_schema",
+            )
+        return self
 
 
 class SamplingRequest(_Request):
@@ -243,6 +325,14 @@ class SamplingRequest(_Request):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+    # What the answer must be: OpenAI's field, vLLM's, and vLLM's older ones.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Text | dict[str, Any] | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = None
     # vLLM's others.
     add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -260,8 +350,41 @@ class SamplingRequest(_Request):
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
 
+    @property
+    def structure_field(self) -> str | None:
+        """The field that says what the answer must be; None where the engine's own names are the request's."""
+        structure = self.structure()
+        return None if structure is None or structure[0] == "structured_outputs" else structure[0]
+
+    def structure(self) -> tuple[str, StructuredOutputsParams] | None:
+        """The field that says what the answer must be, and what it says. Raises `RequestError` if several do."""
+        found: dict[str, dict[str, Any]] = {}
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs.model_dump(exclude_none=True)
+        if self.response_format is not None and self.response_format.type != "text":
+            schema = self.response_format.json_schema
+            if schema is not None and schema.schema_ is not None:
+                found["response_format.json_schema.schema"] = {"json": schema.schema_}
+            else:
+                found["response_format"] = {"json_object": True}
+        for name in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{name}")) is not None:
+                found[f"guided_{name}"] = {name: value}
+        if len(found) > 1:
+            raise RequestError(f"{' and '.join(found)} exclude each other.", param=list(found)[1])
+        if not found:
+            if self.guided_whitespace_pattern is not None:
+                raise RequestError("guided_whitespace_pattern needs guided_json.", param="guided_whitespace_pattern")
+            return None
+        ((field, asked),) = found.items()
+        if self.guided_whitespace_pattern is not None:
+            asked["whitespace_pattern"] = self.guided_whitespace_pattern
+        return field, StructuredOutputsParams(**asked)
+
     def _sampling_params(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None}
+        if (structure := self.structure()) is not None:
+            given["structured_outputs"] = structure[1]
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         if self.use_beam_search:
             defaults = {"temperature": 0.0}  # the model's own are for choosing at random
@@ -301,7 +424,11 @@ class GenerationRequest(SamplingRequest):
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-_SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields]
+_SAMPLING_FIELDS = [
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationRequest.model_fields and name != "structured_outputs"
+]
 
 
 class CompletionRequest(GenerationRequest):
@@ -339,6 +466,10 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
@@ -348,6 +479,7 @@ class ChatCompletionRequest(GenerationRequest):
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
             )
+        self._check_tools()
         return self
 
     def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -357,6 +489,29 @@ class ChatCompletionRequest(GenerationRequest):
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
         return self._sampling_params(defaults, **fields)
+
+    @property
+    def chosen_tools(self) -> dict[str, dict[str, Any]]:
+        """The schemas of the arguments of the functions that may be called, by name."""
+        if self.tool_choice == "none":
+            return {}
+        return {tool.function.name: tool.function.schema_of_arguments for tool in self.tools or ()}
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise RequestError("tools must have different names.", param="tools")
+        choice = self.tool_choice
+        if choice is None or choice == "none":
+            return
+        if not names:
+            raise RequestError("tool_choice needs tools.", param="tool_choice")
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+            raise RequestError(
+                f"tool_choice names {choice.function.name!r}, which is not in tools.", param="tool_choice"
+            )
+        if choice != "auto" and (structure := self.structure()) is not None:
+            raise RequestError(f"{structure[0]} and tool_choice exclude each other.", param=structure[0])
 
 
 class GenerateRequest(SamplingRequest):
@@ -501,10 +656,32 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(BaseModel):
+    """`reasoning` is a newer name of `reasoning_content`. What there is none of is left out."""
+
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _leave_out_what_is_not(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = write(self)
+        optional = ("reasoning_content", "reasoning", "tool_calls")
+        return {name: value for name, value in fields.items() if value is not None or name not in optional}
 
 
 class ChatChoice(BaseModel):

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from octavo import tracing
+from octavo.entrypoints.openai.reasoning import STYLES
+from octavo.entrypoints.openai.tools import PARSERS
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 
@@ -63,9 +65,9 @@ class ServerArgs(Flags):
     )
     enable_prometheus: bool = flag(False, "Serve metrics; they are at /metrics in any case.")
     prometheus_port: int | None = flag(None, "Port of its own for metrics, with --enable-prometheus.")
-    enable_auto_tool_choice: bool = flag(False, "Let the model choose among tools.", built=False)
-    tool_call_parser: str | None = flag(None, "Format of the model's tool calls.", built=False)
-    reasoning_parser: str | None = flag(None, "Format of the model's reasoning.", built=False)
+    enable_auto_tool_choice: bool = flag(False, "Let the model choose whether to call tools; needs --tool-call-parser.")
+    tool_call_parser: str | None = flag(None, f"Format of the model's tool calls: {', '.join(PARSERS)}.")
+    reasoning_parser: str | None = flag(None, f"Format of the model's reasoning: {', '.join(STYLES)}.")
 
     @property
     def api_keys(self) -> list[str]:
@@ -115,6 +117,12 @@ class ServerArgs(Flags):
             self._check_certificate(self.ssl_certfile)
         if self.otlp_traces_endpoint is not None:
             tracing.check_endpoint(self.otlp_traces_endpoint)
+        for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", STYLES)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ConfigError(f"--{name.replace('_', '-')} must be one of {', '.join(known)}, got {value!r}.")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser.")
         _ = self.origins
 
     def _check_certificate(self, certfile: str) -> None:

@@ -10,9 +10,10 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -68,6 +69,12 @@ class ServerState:
         self.is_stopping = False
         self.num_in_flight = 0  # requests past the gate whose answers are not complete
         self._sequence = itertools.count()
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the tokens whose text is not shown, by their text."""
+        added = self.engine.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     async def unavailable(self) -> tuple[str, str] | None:
         """(status, reason) while no request can be taken: loading, restarting, dead or stopping."""
@@ -136,9 +143,11 @@ class ServerState:
         prompt: str | list[int],
         *,
         add_special_tokens: bool,
+        grammar: Callable[[], str] | None = None,
     ) -> tuple[list[int], AsyncGenerator[RequestOutput, None]]:
         """Check one prompt and make its generator, which starts the request when it is first asked for an output.
 
+        `grammar` makes what the answer must follow, in the place of what `params` say of it; it runs in a thread.
         Returns the prompt's token ids too. Raises `RequestError` here, before any response has been started.
         """
         inputs = self.engine.inputs
@@ -148,6 +157,9 @@ class ServerState:
         arrival_time = time.monotonic() if arrival is None else arrival.at
 
         def process() -> EngineRequest:
+            wanted = params
+            if grammar is not None:
+                wanted = msgspec.structs.replace(params, grammar=grammar(), structured_outputs=None)
             asked: dict[str, Any] = {"cache_salt": body.cache_salt}
             if not isinstance(prompt, str):
                 asked["prompt_token_ids"] = prompt
@@ -155,9 +167,16 @@ class ServerState:
                 asked["prompt"] = prompt
             else:
                 asked["prompt_token_ids"] = inputs.encode(prompt, add_special_tokens=False)
-            return inputs.process(asked, params, request_id, priority=body.priority, arrival_time=arrival_time)[1]
+            return inputs.process(asked, wanted, request_id, priority=body.priority, arrival_time=arrival_time)[1]
 
-        request = await asyncio.to_thread(process) if len(prompt) > MAX_INLINE_LENGTH else process()
+        structure = params.structured_outputs
+        try:
+            is_slow = len(prompt) > MAX_INLINE_LENGTH or structure is not None or grammar is not None
+            request = await asyncio.to_thread(process) if is_slow else process()
+        except RequestError as error:
+            if structure is None or not (error.param or "").startswith("structured_outputs"):
+                raise
+            raise _renamed(error, body) from None
         if params.max_tokens is not None and params.max_tokens > request.max_tokens:
             limit = self.engine.config.model.max_model_len
             raise RequestError(
@@ -181,6 +200,12 @@ class ServerState:
         options = msgspec.to_builtins(params)
         fields = {"request_id": request_id, "num_prompt_tokens": len(token_ids), "sampling_params": options}
         logger.info("%s: %d prompt tokens%s %s", request_id, len(token_ids), shown, options, extra=fields)
+
+
+def _renamed(error: RequestError, body: SamplingRequest) -> RequestError:
+    """An error about a grammar under the name of the field that it came from."""
+    field = body.structure_field
+    return error if field is None else RequestError(str(error).replace(str(error.param), field, 1), param=field)
 
 
 def state_of(request: Request) -> ServerState:

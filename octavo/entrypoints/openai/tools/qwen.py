@@ -1,0 +1,66 @@
+"""Qwen's formats: Hermes' JSON, and the XML of Qwen 3 Coder, whose values are read by the function's schema:
+
+<tool_call>
+<function=get_weather>
+<parameter=city>
+Paris
+</parameter>
+</function>
+</tool_call>
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.entrypoints.openai.tools.calls import Call, load_json, to_json
+from octavo.entrypoints.openai.tools.hermes import HermesParser, end_of_call
+
+_START = "<function="
+_END = "</function>"
+_FUNCTION = re.compile(r"<function=([^>\s]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+
+
+class QwenParser(HermesParser):
+    def _take(self, text: str, is_end: bool) -> tuple[list[Call], int] | None:
+        stripped = text.lstrip()
+        if not stripped.startswith(_START):
+            if stripped and _START.startswith(stripped) and not is_end:
+                return [], 0
+            return super()._take(text, is_end)
+        body, end, _ = stripped.partition(_END)
+        if not end:
+            return None if is_end else ([], 0)
+        call = self._call(body)
+        if call is None:
+            return None
+        return end_of_call([call], text, len(text) - len(stripped) + len(body) + len(end), "</tool_call>", is_end)
+
+    def _call(self, body: str) -> Call | None:
+        head = _FUNCTION.match(body)
+        if head is None:
+            return None
+        properties = self._tools.get(head[1], {}).get("properties")
+        if not isinstance(properties, Mapping):
+            properties = {}
+        arguments: dict[str, Any] = {}
+        position = head.end()
+        while (found := _PARAMETER.match(body, position)) is not None:
+            arguments[found[1]] = _value(found[2], properties.get(found[1]))
+            position = found.end()
+        return None if body[position:].strip() else Call(head[1], to_json(arguments))
+
+
+def _value(text: str, schema: Any) -> Any:
+    """The value of a parameter: its text if the schema wants one, else the JSON that it is, if it is."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind == "string":
+        return text
+    value = load_json(text)
+    if value is not None or text.strip() == "null":
+        return value
+    lowered = text.strip().lower()
+    return lowered == "true" if lowered in ("true", "false") else text

@@ -1,0 +1,261 @@
+"""Structured output where the model runs: which tokens a sequence's grammar allows next.
+
+`GrammarCompiler` turns grammars (see `octavo.sampling.grammar`) into matchers, in a thread, before their requests are
+scheduled. `GrammarTable` keeps one matcher for each row that has a grammar. Its masks are computed by another thread as
+soon as a step's tokens are known, so that they are ready when the next step's logits are; the sampler waits for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import RequestError
+from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.tokenizer import read_tokenizer_json
+from octavo.sampling.grammar import limits
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+_NUM_TEMPLATES = 256  # compiled grammars that are kept
+
+
+class GrammarCompiler:
+    """Compiles each grammar once. llguidance and the vocabulary are loaded with the first of them."""
+
+    def __init__(self, checkpoint: Checkpoint, vocab_size: int, eos_token_ids: list[int] | None = None) -> None:
+        self.vocab_size = vocab_size
+        self._checkpoint = checkpoint
+        self._eos_token_ids = eos_token_ids
+        self._vocabulary: LLTokenizer | None = None
+        self._templates: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def prepare(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
+        """Compile a grammar in a thread. The future raises `RequestError` if it cannot be followed."""
+        if grammar in self._templates:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
+            self._eos_token_ids = eos_token_ids
+        return self._pool.submit(self._compile, grammar)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A matcher at the beginning of `grammar`, which has been prepared. Copies share what they learn of it."""
+        template = self._templates.get(grammar)
+        if template is None:  # it was prepared long ago and other grammars have taken its place
+            self._compile(grammar)
+            template = self._templates[grammar]
+        return template.deep_copy()
+
+    @property
+    def num_words(self) -> int:
+        """Words of 32 bits in a mask."""
+        assert self._vocabulary is not None
+        return -(-self._vocabulary.vocab_size // 32)
+
+    def _compile(self, grammar: str) -> None:
+        if grammar in self._templates:
+            return
+        import llguidance
+
+        if self._vocabulary is None:
+            self._vocabulary = self._load_vocabulary()
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits())
+        if matcher.is_error():
+            raise RequestError(f"structured_outputs cannot be followed: {matcher.get_error().splitlines()[0]}")
+        matcher.compute_bitmask()  # the first is by far the slowest
+        self._templates[grammar] = matcher
+        if len(self._templates) > _NUM_TEMPLATES:
+            self._templates.popitem(last=False)
+
+    def _load_vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+        from tokenizers import Tokenizer
+
+        text = read_tokenizer_json(self._checkpoint)
+        size = max(self.vocab_size, Tokenizer.from_str(text).get_vocab_size())
+        return LLTokenizer(text, n_vocab=size, eos_token=self._eos_token_ids or None)
+
+
+class TokenMask:
+    """Which tokens may come next: the bits of `words` [W] uint32. Whoever draws needs lists of them, which `prepare`
+    makes; whoever takes the most likely one mostly finds its bit set."""
+
+    def __init__(self, words: NDArray[np.uint32], vocab_size: int) -> None:
+        self._words = words
+        self._vocab_size = vocab_size
+        self._tokens: NDArray[np.int64] | None = None  # in order: the allowed ones or the others, whichever are fewer
+        self._are_allowed = False
+
+    def allows(self, token: int) -> bool:
+        return bool(int(self._words[token >> 5]) >> (token & 31) & 1)
+
+    def prepare(self) -> NDArray[np.int64]:
+        """Work out the lists, which takes some tens of microseconds."""
+        if self._tokens is None:
+            allowed = np.unpackbits(self._words.view(np.uint8), bitorder="little")[: self._vocab_size].view(bool)
+            self._are_allowed = 2 * int(np.count_nonzero(allowed)) <= self._vocab_size
+            self._tokens = np.flatnonzero(allowed if self._are_allowed else ~allowed)
+        return self._tokens
+
+    def apply(self, logits: NDArray[np.float32]) -> None:
+        """Set the logits [V] of tokens that may not come to minus infinity."""
+        tokens = self.prepare()
+        if self._are_allowed:
+            kept = logits[tokens]
+            logits.fill(-np.inf)
+            logits[tokens] = kept
+        else:
+            logits[tokens] = -np.inf
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """One sequence on its way through its grammar. Only the thread of masks writes to it once it is made."""
+
+    grammar: str
+    output: list[int]  # tokens that the matcher has still to read
+    end_token_ids: list[int]  # end-of-sequence, and the request's stop tokens
+    ignored_token_ids: list[int]  # those of them that end nothing as long as something else may follow
+    min_tokens: int
+    is_sampled: bool  # rather than greedy
+    matcher: LLMatcher | None = None
+    num_output: int = 0
+    mask: TokenMask | None = None
+    error: str | None = None
+    index: int = field(default=0)  # its line in the array of masks
+
+
+class GrammarTable:
+    """The matchers of running sequences, by row. All calls come from the thread that runs the model."""
+
+    def __init__(self, compiler: GrammarCompiler, max_num_seqs: int) -> None:
+        self._compiler = compiler
+        self._rows: dict[int, _Row] = {}
+        self._max_num_seqs = max_num_seqs
+        self._words: NDArray[np.uint32] | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._parallel: Any = None
+        self._pending: Future[None] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._rows
+
+    def admit(self, row: int, params: SamplingParams, output: list[int], end_token_ids: list[int]) -> None:
+        """A sequence takes `row`, with the tokens of its `output` so far; without a grammar the row is forgotten.
+
+        `end_token_ids` are end-of-sequence and the request's stop tokens.
+        """
+        if params.grammar is None:
+            self._rows.pop(row, None)
+            return
+        ignored = [t for t in end_token_ids if t not in params.stop_token_ids] if params.ignore_eos else []
+        is_sampled = params.temperature > 0
+        state = _Row(params.grammar, output, end_token_ids, ignored, params.min_tokens, is_sampled, index=row)
+        self._rows[row] = state
+        self._submit([state])
+
+    def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """`tokens` [N] were drawn for `rows` [N]: start to compute what may follow."""
+        changed = []
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            state = self._rows.get(row)
+            if state is not None and token not in state.end_token_ids:
+                state.output.append(token)
+                changed.append(state)
+        if changed:
+            self._submit(changed)
+
+    def masks(self, rows: NDArray[np.int64]) -> tuple[list[tuple[int, TokenMask]], dict[int, str]]:
+        """Wait for the masks of the samples of `rows` [N] -> (sample, mask) of those that have a grammar, and what
+        went wrong by sample."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+        masks: list[tuple[int, TokenMask]] = []
+        errors: dict[int, str] = {}
+        for n, row in enumerate(rows.tolist()):
+            if (state := self._rows.get(row)) is None:
+                continue
+            if state.error is not None:
+                errors[n] = state.error
+            elif state.mask is not None:
+                masks.append((n, state.mask))
+        return masks, errors
+
+    def _submit(self, changed: list[_Row]) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        self._pending = self._pool.submit(self._update, changed)
+
+    def _update(self, changed: list[_Row]) -> None:
+        """In the thread of masks. It takes its work in order, so that the last piece done means all are."""
+        try:
+            self._compute(changed)
+        except Exception as e:  # a bug, ours or llguidance's: these requests fail, the others go on
+            logger.exception("masks of structured outputs could not be computed")
+            for state in changed:
+                state.error = f"structured output failed: {type(e).__name__}."
+
+    def _compute(self, changed: list[_Row]) -> None:
+        running = [state for state in changed if state.error is None and self._read(state)]
+        if not running:
+            return
+        if self._words is None:
+            from llguidance import LLExecutor
+
+            self._words = np.zeros((self._max_num_seqs, self._compiler.num_words), np.uint32)
+            self._parallel = LLExecutor(max(1, (os.cpu_count() or 1) // 2))
+        words = self._words
+        # Releases the interpreter's lock.
+        self._parallel.unsafe_compute_mask_ptr(
+            [(state.matcher, state.index) for state in running], words.ctypes.data, words.strides[0], len(words)
+        )
+        for state in running:
+            if state.matcher is not None and state.matcher.is_error():
+                state.error = _explain(state.matcher)
+            else:
+                state.mask = self._mask(state, words[state.index])
+
+    def _read(self, state: _Row) -> bool:
+        """Bring a matcher up to date. False if it could not be."""
+        if state.matcher is None:
+            state.matcher = self._compiler.matcher(state.grammar)
+        tokens, state.output = state.output, []
+        state.num_output += len(tokens)
+        if tokens and not state.matcher.consume_tokens(tokens):
+            state.error = _explain(state.matcher)
+        return state.error is None
+
+    def _mask(self, state: _Row, words: NDArray[np.uint32]) -> TokenMask:
+        held = state.end_token_ids if state.num_output < state.min_tokens else state.ignored_token_ids
+        if held:  # it may not end yet, unless the grammar lets it do nothing else
+            going_on = words.copy()
+            for token in held:
+                going_on[token >> 5] &= ~np.uint32(1 << (token & 31))
+            words = going_on if going_on.any() else words
+        # A view: the line is written again only when this sequence, or the next one of this row, has gone on.
+        mask = TokenMask(words, self._compiler.vocab_size)
+        if state.is_sampled:
+            mask.prepare()
+        return mask
+
+
+def _explain(matcher: LLMatcher) -> str:
+    lines = matcher.get_error().splitlines() or ["unknown reason"]
+    return f"the grammar of structured_outputs cannot be followed any further: {lines[0]}"

@@ -1,0 +1,144 @@
+"""Tools and structured answers of a real server, through the real `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from tests.e2e.server import MODEL, Server, running_server
+from tests.schemas import random_schema
+
+pytestmark = pytest.mark.slow
+
+QUESTION: Any = [{"role": "user", "content": "What is the weather in Paris? Answer as JSON."}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"enum": [1, 3, 7]}},
+            "required": ["city", "days"],
+        },
+    },
+}
+
+
+class Weather(pydantic.BaseModel):
+    sky: Literal["clear", "cloudy", "rain"]
+    celsius: int = pydantic.Field(ge=-50, le=60)
+    places: list[Literal["Paris", "Rome"]] = pydantic.Field(max_length=2)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_server(
+        tmp_path_factory.mktemp("tools"), "--max-model-len", "4096", "--max-num-seqs", "64", "--check-invariants",
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    ) as server:  # fmt: skip
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_answers_are_parsed_into_a_pydantic_model(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=Weather, temperature=0)
+    weather = answer.choices[0].message.parsed
+    assert isinstance(weather, Weather)
+    tools = [openai.pydantic_function_tool(Weather)]
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=QUESTION, tools=tools, tool_choice="required", temperature=0, parallel_tool_calls=False
+    )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Weather)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": {"type": "json_object"}, "max_tokens": 60},
+        {"extra_body": {"structured_outputs": {"regex": "[a-z]{3,9}( [a-z]{3,9}){2}"}}},
+        {"extra_body": {"guided_choice": ["rain", "sun"]}, "logprobs": True, "top_logprobs": 2},
+        {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}, "n": 2},
+        {"tools": [WEATHER], "max_tokens": 60},
+        {"tools": [WEATHER], "tool_choice": "none", "max_tokens": 20},
+    ],
+)
+def test_a_streamed_answer_equals_the_whole_one(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0.7, "seed": 4, **asked}
+    whole = client.chat.completions.create(**fields)
+    found: dict[int, dict[str, Any]] = {}
+    for chunk in client.chat.completions.create(**fields, stream=True):
+        for part in chunk.choices:
+            state = found.setdefault(part.index, {"content": "", "calls": [], "reason": None})
+            state["content"] += part.delta.content or ""
+            state["reason"] = part.finish_reason or state["reason"]
+            for call in part.delta.tool_calls or ():
+                if call.id:
+                    state["calls"].append([call.function.name, ""])
+                state["calls"][call.index][1] += call.function.arguments
+    for choice in whole.choices:
+        calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or ()]
+        content = choice.message.content or ""
+        assert found[choice.index] == {"content": content, "calls": calls, "reason": choice.finish_reason}
+        for name, arguments in calls:
+            assert name == "get_weather"
+            jsonschema.validate(json.loads(arguments), WEATHER["function"]["parameters"])
+    if asked.get("tool_choice", "none") != "none":
+        assert {choice.finish_reason for choice in whole.choices} == {"tool_calls"}
+
+
+def test_random_functions_that_must_be_called(server: Server) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=280)
+    schemas = [random_schema(seed + 1000) for seed in range(12)]
+
+    async def call(i: int) -> Any:
+        tool: Any = {"type": "function", "function": {"name": f"function_{i}", "parameters": schemas[i]}}
+        other: Any = {"type": "function", "function": {"name": "function", "parameters": schemas[i - 1]}}
+        return await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Go."}], tools=[tool, other], tool_choice="required",
+            parallel_tool_calls=False, temperature=0.8 * (i % 2), seed=i, max_tokens=1200,
+        )  # fmt: skip
+
+    async def call_all() -> list[Any]:
+        return await asyncio.gather(*map(call, range(12)))
+
+    for i, answer in enumerate(asyncio.run(call_all())):
+        choice = answer.choices[0]
+        assert choice.finish_reason == "tool_calls", (schemas[i], choice)
+        (made,) = choice.message.tool_calls
+        schema = schemas[i] if made.function.name == f"function_{i}" else schemas[i - 1]
+        jsonschema.validate(json.loads(made.function.arguments), schema, jsonschema.Draft202012Validator)
+    server.wait_until_idle()
+
+
+def test_bad_schemas_are_refused_and_hurt_nobody(server: Server, client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": MODEL, "prompt": "Once", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    pieces = iter(client.completions.create(**asked, stream=True))
+    text = next(pieces).choices[0].text
+    deep: Any = {"type": "string"}
+    for _ in range(150):
+        deep = {"type": "array", "items": deep}
+    for schema in ({"type": "odd"}, {"$ref": "#/nowhere"}, {"minimum": 3, "maximum": 1, "type": "integer"}, deep):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(
+                model=MODEL, messages=QUESTION, max_tokens=5,
+                response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+            )  # fmt: skip
+        assert refused.value.param == "response_format.json_schema.schema"
+    text += "".join(chunk.choices[0].text for chunk in pieces)
+    assert text == client.completions.create(**asked).choices[0].text
+    server.wait_until_idle()

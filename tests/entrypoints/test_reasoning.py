@@ -1,0 +1,47 @@
+"""Where reasoning ends, in texts that are cut anywhere."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from octavo.entrypoints.openai.reasoning import STYLES, Reasoning, ReasoningSplitter
+
+
+def split(style: str, prompt: str, text: str, cuts: list[int] | None = None) -> tuple[str, str]:
+    reasoning = Reasoning.after(prompt, STYLES[style])
+    if reasoning is None:
+        return "", text
+    splitter = ReasoningSplitter(reasoning)
+    edges = [0, *(cuts or []), len(text)]
+    parts = [splitter.add(text[a:b]) for a, b in itertools.pairwise(edges)] + [splitter.finish()]
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+CASES = [
+    ("qwen3", "assistant\n", "<think>\nSo: 2 + 2.\n\nIs 4.\n</think>\n\nFour.\n", "So: 2 + 2.\n\nIs 4.", "Four.\n"),
+    ("qwen3", "assistant\n", "Four, <think> or not.", "", "Four, <think> or not."),
+    ("qwen3", "assistant\n", "<think>\nwithout an end </thin", "without an end </thin", ""),
+    ("qwen3", "assistant\n<think>\n", "So.\n</think>\n\nFour.", "So.", "Four."),
+    ("qwen3", "assistant\n<think>\n\n</think>\n\n", "Four. </think>", "", "Four. </think>"),
+    ("qwen3", "assistant\n", "<thin", "", "<thin"),
+    ("qwen3", "assistant\n", "", "", ""),
+    ("qwen3", "assistant\n", "<think></think>Four", "", "Four"),
+    ("deepseek_r1", "Assistant:", "So.\n</think>\n\nFour.", "So.", "Four."),
+    ("deepseek_r1", "Assistant:", "<think>\nSo.</think>Four.", "So.", "Four."),
+    ("deepseek_r1", "Assistant:", "no end\n\n", "no end", ""),
+    ("mistral", "", "[THINK]So [1].[/THINK]Four.", "So [1].", "Four."),
+    ("seed_oss", "", "<seed:think>So</seed:think>Four", "So", "Four"),
+]
+
+
+@pytest.mark.parametrize(("style", "prompt", "text", "reasoning", "content"), CASES)
+def test_reasoning_and_content_are_told_apart(style: str, prompt: str, text: str, reasoning: str, content: str) -> None:
+    assert split(style, prompt, text) == (reasoning, content)
+    assert split(style, prompt, text, list(range(1, len(text)))) == (reasoning, content)
+    rng = random.Random(1)
+    for _ in range(30):
+        cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(1, 4))))
+        assert split(style, prompt, text, cuts) == (reasoning, content)

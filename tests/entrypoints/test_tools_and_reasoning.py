@@ -1,0 +1,193 @@
+"""Tools and reasoning over HTTP: what reaches the model, and what comes back, streamed or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from octavo.entrypoints.chat_template import render_chat
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.errors import ConfigError
+from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
+
+USER = {"role": "user", "content": "Hi"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}\n{% endfor %}"
+)
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+THOUGHT = "<think>\nWhich city?\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def chatty(tiny_tokenizer: Path) -> FakeEngine:
+    engine = FakeEngine(tiny_tokenizer)
+    engine.tokenizer.chat_template = TEMPLATE
+    return engine
+
+
+@pytest.fixture(scope="module")
+def url(chatty: FakeEngine) -> Iterator[str]:
+    with serving(
+        chatty, disable_log_requests=True, enable_auto_tool_choice=True, tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+    ) as url:  # fmt: skip
+        yield url
+
+
+@pytest.fixture
+def client(url: str, chatty: FakeEngine) -> Iterator[openai.OpenAI]:
+    chatty.reset()
+    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+def both(client: openai.OpenAI, **fields: Any) -> Any:
+    """The whole answer's choice, after comparing it with the streamed one."""
+    asked: dict[str, Any] = {"model": MODEL, "messages": [USER], **fields}
+    choice = client.chat.completions.create(**asked).choices[0]
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "calls": []}
+    reason = None
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for part in chunk.choices:
+            reason = part.finish_reason or reason
+            for name in ("content", "reasoning_content", "reasoning"):
+                message[name] += getattr(part.delta, name, None) or ""
+            for call in part.delta.tool_calls or ():
+                if call.id:
+                    assert call.index == len(message["calls"])
+                    message["calls"].append([call.function.name, ""])
+                message["calls"][call.index][1] += call.function.arguments
+    assert reason == choice.finish_reason
+    assert message["content"] == (choice.message.content or "")
+    assert message["reasoning_content"] == message["reasoning"] == (getattr(choice.message, "reasoning", None) or "")
+    calls = choice.message.tool_calls or ()
+    assert message["calls"] == [[call.function.name, call.function.arguments] for call in calls]
+    return choice
+
+
+def grammar_of(engine: FakeEngine) -> str:
+    return str(engine.seen[-1][1].grammar)
+
+
+def test_an_answer_with_reasoning_and_a_call(client: openai.OpenAI, chatty: FakeEngine) -> None:
+    chatty.answer = THOUGHT + "One moment.\n" + CALL
+    choice = both(client, tools=[WEATHER])
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.reasoning_content == "Which city?"
+    assert choice.message.content == "One moment."
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
+        "function", "get_weather", {"city": "Zürich"},
+    )  # fmt: skip
+    assert call.id.startswith("call_")
+
+
+def test_reasoning_can_be_left_out(client: openai.OpenAI, chatty: FakeEngine) -> None:
+    chatty.answer = THOUGHT + "Four."
+    choice = both(client, extra_body={"include_reasoning": False})
+    assert choice.message.content == "Four."
+    assert "reasoning_content" not in choice.message.model_dump()
+    both(client, logprobs=True)
+
+
+def test_without_tools_or_with_none_of_them_calls_are_text(client: openai.OpenAI, chatty: FakeEngine) -> None:
+    chatty.answer = CALL
+    for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = both(client, **fields)
+        assert (choice.message.content, choice.finish_reason, choice.message.tool_calls) == (CALL, "stop", None)
+        assert "get_weather" not in chatty.tokenizer.decode(chatty.seen[-1][0])
+
+
+def test_a_broken_or_cut_call_is_content(client: openai.OpenAI, chatty: FakeEngine) -> None:
+    chatty.answer = CALL.replace("}}", "}")
+    choice = both(client, tools=[WEATHER])
+    assert (choice.message.content, choice.finish_reason) == (chatty.answer, "stop")
+    chatty.answer = CALL
+    choice = both(client, tools=[WEATHER], max_tokens=40)
+    assert (choice.message.content, choice.finish_reason) == (CALL[:40], "length")
+
+
+def test_a_named_function_gets_arguments_by_its_grammar(client: openai.OpenAI, chatty: FakeEngine) -> None:
+    chatty.answer = '{"city": "Zürich"}'
+    choice = both(client, tools=[NOW, WEATHER], tool_choice={"type": "function", "function": {"name": "get_weather"}})
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", chatty.answer)
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert '"city"' in grammar_of(chatty)
+    assert "think" in grammar_of(chatty)
+
+
+def test_required_calls_are_read_from_the_list(client: openai.OpenAI, chatty: FakeEngine) -> None:
+    chatty.answer = '[{"name": "get_weather", "parameters": {"city": "a]}, {\\""}}, {"name": "now", "parameters": {}}]'
+    choice = both(client, tools=[NOW, WEATHER], tool_choice="required")
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls] == [
+        ("get_weather", {"city": 'a]}, {"'}), ("now", {}),
+    ]  # fmt: skip
+    assert choice.finish_reason == "tool_calls"
+    assert "{0,31}" in grammar_of(chatty)
+    both(client, tools=[NOW], tool_choice="required", parallel_tool_calls=False)
+    assert "{0,31}" not in grammar_of(chatty)
+
+
+def test_the_templates_that_know_tools_get_them_and_others_a_description(chatty: FakeEngine) -> None:
+    messages: list[dict[str, Any]] = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]  # fmt: skip
+    knowing = (
+        "{% for t in tools %}{{ t.function.name }};{% endfor %}{% for m in messages %}{% if m.tool_calls %}"
+        "{{ m.tool_calls[0].function.arguments.city }}{% else %}{{ m.role }}={{ m.content }}{% endif %};{% endfor %}"
+    )
+    tools: list[dict[str, Any]] = [WEATHER]
+    rendered = render_chat(chatty.tokenizer, messages, chat_template=knowing, tools=tools)
+    assert rendered == "get_weather;user=Hi;Rome;tool=rain;"
+    plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    rendered = render_chat(chatty.tokenizer, messages, chat_template=plain, tools=tools)
+    assert rendered.startswith("[system]You may call one or more functions")
+    assert '"description": "The weather."' in rendered
+    assert '[assistant]<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>' in rendered
+    assert rendered.endswith("[user]<tool_response>\nrain\n</tool_response>")
+    system = {"role": "system", "content": "Be kind."}
+    rendered = render_chat(chatty.tokenizer, [system, USER], chat_template=plain, tools=tools)
+    assert rendered.startswith("[system]Be kind.\n\nYou may call")
+
+
+def test_an_answer_with_calls_can_be_sent_back(client: openai.OpenAI, chatty: FakeEngine) -> None:
+    chatty.answer = THOUGHT + CALL
+    message = both(client, tools=[WEATHER]).message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sun"}
+    chatty.answer = "It is sunny."
+    messages: list[Any] = [USER, message.model_dump(), result]
+    assert both(client, tools=[WEATHER], messages=messages).message.content == "It is sunny."
+    prompt = chatty.tokenizer.decode(chatty.seen[-1][0])
+    assert prompt == "get_weather;user: Hiassistant: get_weather(Zürich)tool: sun"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"enable_auto_tool_choice": True}, "--enable-auto-tool-choice needs --tool-call-parser"),
+        ({"tool_call_parser": "x"}, "--tool-call-parser must be one of hermes, llama3_json, mistral, pythonic, qwen"),
+        ({"reasoning_parser": "x"}, "--reasoning-parser must be one of deepseek_r1, glm45"),
+    ],
+)
+def test_flags_are_checked(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerArgs(**flags).check()

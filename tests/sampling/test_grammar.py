@@ -1,0 +1,140 @@
+"""What makes a grammar of `structured_outputs`, and what is refused at the door."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.sampling.grammar import after_reasoning, make_grammar, mark
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def accepts(text: str, **wanted: Any) -> bool:
+    """Whether a grammar takes exactly this text, byte by byte."""
+    return follows(make_grammar(StructuredOutputsParams(**wanted)), text)
+
+
+def follows(grammar: str, text: str) -> bool:
+    from llguidance import LLMatcher, LLTokenizer
+
+    matcher = LLMatcher(LLTokenizer("byte"), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+
+def test_a_schema_takes_what_is_valid_and_nothing_else() -> None:
+    assert accepts('{"a": 1}', json=OBJECT)
+    assert accepts('{"a": 1, "b": []}', json=OBJECT)
+    assert accepts('{\n    "a": 1\n}', json='{"type": "object", "properties": {"a": {"type": "integer"}}}')
+    assert not accepts('{"a": "x"}', json=OBJECT)
+    assert not accepts('{"b": 1}', json=OBJECT)
+    assert accepts("[1]", json={})
+
+
+def test_whitespace_within_json_is_bounded_and_can_be_chosen() -> None:
+    assert not accepts('{"a":' + 50 * " " + "1}", json=OBJECT)
+    assert accepts('{"a":1}', json=OBJECT, disable_any_whitespace=True)
+    assert not accepts('{"a": 1}', json=OBJECT, disable_any_whitespace=True)
+    assert accepts('{"a":__1}', json=OBJECT, whitespace_pattern="_*")
+
+
+def test_additional_properties_can_be_disabled_where_a_schema_says_nothing_of_them() -> None:
+    nested = {"type": "object", "properties": {"o": OBJECT, "p": {**OBJECT, "additionalProperties": True}}}
+    closed: dict[str, Any] = {"json": nested, "disable_additional_properties": True}
+    assert accepts('{"o": {"a": 1}}', **closed)
+    assert not accepts('{"o": {"a": 1, "b": 2}}', **closed)
+    assert accepts('{"p": {"a": 1, "b": 2}}', **closed)
+
+
+def test_other_structures() -> None:
+    assert accepts("{}", json_object=True) and not accepts("[]", json_object=True)
+    assert accepts("ab/c", regex="a./c") and not accepts("ab/cd", regex="a./c")
+    assert accepts('say "no"\n', choice=["yes", 'say "no"\n', "世界"]) and accepts("世界", choice=["yes", "世界"])
+    assert not accepts("ye", choice=["yes", "no"])
+    assert accepts("a1", grammar='start: "a" NUMBER\nNUMBER: /[0-9]+/')
+    assert accepts("yes!", grammar='root ::= ("yes" | "no") "!"')
+
+
+@pytest.mark.parametrize(("text", "expected"), [("<think>\nso {\n</think>\n\n[1]", True), ("so</think>[1]", False)])
+def test_a_grammar_begins_after_the_reasoning(text: str, expected: bool) -> None:
+    inner = make_grammar(StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}}))
+    think, end = mark("<think>", None), mark("</think>", None)
+    assert follows(after_reasoning(inner, think, end, is_optional=False), text) is expected
+    assert follows(after_reasoning(inner, None, end, is_optional=False), text)  # anything is a thought
+    assert follows(after_reasoning(inner, think, end, is_optional=True), "[1]")
+    assert not follows(after_reasoning(inner, think, end, is_optional=False), "[1]")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({}, "structured_outputs needs exactly one of json, regex, choice, grammar, json_object, structural_tag"),
+        ({"json": {}, "choice": ["a"]}, "got json and choice"),
+        ({"json": "{"}, "structured_outputs.json cannot be read"),
+        ({"json": "[]"}, "a schema is an object"),
+        ({"json": 7}, "structured_outputs.json must be a JSON schema"),
+        ({"json": {"type": "strange"}}, "structured_outputs.json cannot be followed: Invalid type: strange"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema"),
+        ({"json": {"$ref": "http://example.com/x"}}, "not present"),
+        ({"json": {"uniqueItems": True}}, "Unimplemented keys"),
+        ({"regex": "("}, "structured_outputs.regex cannot be followed"),
+        ({"regex": "(?=a)"}, "look-around"),
+        ({"regex": ""}, "structured_outputs.regex must be a non-empty string"),
+        ({"choice": []}, "structured_outputs.choice must be a list of non-empty strings"),
+        ({"choice": "yes"}, "structured_outputs.choice must be a list"),
+        ({"choice": ["\ud800"]}, "valid Unicode"),
+        ({"grammar": "start: nobody"}, "unknown name"),
+        ({"grammar": "root ::= ("}, "structured_outputs.grammar cannot be"),
+        ({"grammar": "x" * (1 << 21)}, "1048576 is the most"),
+        ({"json_object": "yes"}, "structured_outputs.json_object must be true or false"),
+        ({"structural_tag": "{}"}, "structural_tag is not built yet"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_field_and_the_reason(wanted: Any, message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        make_grammar(SamplingParams(structured_outputs=wanted).structured_outputs)  # type: ignore[arg-type]
+    assert message in str(refused.value)
+    assert (refused.value.param or "").startswith("structured_outputs")
+    assert "\n" not in str(refused.value)
+
+
+def _deep(levels: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def _bomb(levels: int) -> Any:
+    defs: dict[str, Any] = {
+        f"d{i}": {"type": "object", "properties": {name: {"$ref": f"#/$defs/d{i + 1}"} for name in "abcdef"}}
+        for i in range(levels)
+    }
+    return {"$defs": {**defs, f"d{levels}": {"type": "object"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"json": _deep(3000)},
+        {"json": _bomb(200)},
+        {"json": {"allOf": [{"anyOf": [_deep(2) for _ in range(30)]} for _ in range(8)]}},
+        {"json": {"properties": {f"p{i}": {"pattern": "^(a|b)*c{1,50}$"} for i in range(2000)}}},
+        {"regex": "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"},
+        {"regex": "(.*x.*)" * 2000},
+        {"choice": [f"choice {i}" for i in range(30000)]},
+        {"grammar": "start: " + " | ".join(f'"{i}"' for i in range(30000))},
+        {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
+    ],
+)
+def test_hostile_structures_are_taken_or_refused_in_a_moment(wanted: dict[str, Any]) -> None:
+    begin = time.process_time()
+    with contextlib.suppress(RequestError):
+        make_grammar(StructuredOutputsParams(**wanted))
+    assert time.process_time() - begin < 20  # seconds of this process; a hundred times what it takes
