@@ -23,6 +23,8 @@ constexpr int64_t kTaskBytes = 128 * 1024;
 // Rows whose inputs stay in a second-level cache while a thread's panels go by.
 constexpr int64_t kMaxChunkRows = 256;
 constexpr int64_t kMinChunkRows = 48;
+// Rows a thread from which on rows are shared out before panels are.
+constexpr int64_t kOwnRows = 32;
 // Of an integer product: the same two, as bytes of weights and of quantized rows.
 constexpr int64_t kIntTaskBytes = 32 * 1024;
 constexpr int64_t kChunkBytes = 256 * 1024;
@@ -92,6 +94,9 @@ Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     if (args.row_chunks * units < wanted) {
         args.row_chunks = std::max(args.row_chunks, std::min(ceil_div(wanted, units), args.rows / kMinChunkRows));
     }
+    // Where each thread has rows enough of its own, it keeps to them from one product to the next: what it has written
+    // is in its cache, and may be far from another's.
+    if (args.rows >= kOwnRows * threads) args.row_chunks = ceil_div(args.row_chunks, threads) * threads;
     const int64_t task_bytes = integers ? kIntTaskBytes : kTaskBytes;
     args.panel_chunks = integers ? std::min(static_cast<int64_t>(bytes) / task_bytes, wanted)
                                  : static_cast<int64_t>(bytes) / task_bytes;
