@@ -1,27 +1,97 @@
 // Run-time dispatch by cpuid. The compiler's own __builtin_cpu_supports also asks whether the operating system saves
-// the wide registers, which cpuid's feature bits alone do not tell.
+// the wide registers, which cpuid's feature bits alone do not tell; for what not every compiler has a name for, the
+// bits are read here.
 #include "dispatch.h"
 
 #include <atomic>
 #include <stdexcept>
 
+#ifdef OCTAVO_X86_KERNELS
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 namespace octavo {
 
 namespace {
 
-std::vector<const KernelTable*> available_tables() {
+#ifdef OCTAVO_X86_KERNELS
+
+struct Registers {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Registers cpuid_features(unsigned subleaf) {
+    Registers r;
+    __get_cpuid_count(7, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
+    return r;
+}
+
+// Whether this process may use the tile registers. Linux keeps room for them (8 KB a thread) only in processes that
+// have asked for it; threads and forked children are included.
+[[maybe_unused]] bool may_use_tiles() {
+#if defined(__linux__) && defined(__x86_64__)
+    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
+    if ((cpuid_features(0).edx & kAll) != kAll) return false;
+    constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+    constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
+    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return false;
+    // The system has set XCR0's bits for tiles (17: their shapes, 18: their data), or it would not have granted this.
+    // Asked all the same: not every hypervisor and sandbox is a faithful one.
+    unsigned low, high;
+    asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low >> 17 & 3) == 3;
+#else
+    return false;
+#endif
+}
+
+// The table of a set that differs from `base` in its products alone. It lives as long as the process.
+[[maybe_unused]] const KernelTable* with_products(const char* name, const KernelTable& base, Kernel linear) {
+    KernelTable* table = new KernelTable(base);
+    table->name = name;
+    table->linear = linear;
+    return table;
+}
+
+#endif
+
+std::vector<const KernelTable*> find_tables() {
     std::vector<const KernelTable*> tables;
 #ifdef OCTAVO_X86_KERNELS
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
+#ifdef OCTAVO_AMX
+    if (avx512_bf16 && may_use_tiles()) tables.push_back(with_products("amx", kTable_avx512_bf16, kLinear_amx));
+#endif
     if (avx512_bf16) tables.push_back(&kTable_avx512_bf16);
+    if (avx512_vnni) tables.push_back(with_products("avx512_vnni", kTable_avx512, kLinear_avx512_vnni));
     if (avx512) tables.push_back(&kTable_avx512);
+#ifdef OCTAVO_AVX2_VNNI
+    if (avx2 && (cpuid_features(1).eax >> 4 & 1)) {
+        tables.push_back(with_products("avx2_vnni", kTable_avx2, kLinear_avx2_vnni));
+    }
+#endif
     if (avx2) tables.push_back(&kTable_avx2);
+    // Slow ones, for tests: behind what they need, so that the best table is never one of them.
+#ifdef OCTAVO_EMULATED_ISAS
+    if (avx512_bf16) tables.push_back(with_products("amx_emulated", kTable_avx512_bf16, kLinear_amx_emulated));
+    if (avx2) tables.push_back(with_products("avx2_vnni_emulated", kTable_avx2, kLinear_avx2_vnni_emulated));
+#endif
 #endif
     tables.push_back(&kTable_portable);
+    return tables;
+}
+
+const std::vector<const KernelTable*>& available_tables() {
+    static const std::vector<const KernelTable*> tables = find_tables();
     return tables;
 }
 

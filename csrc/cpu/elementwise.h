@@ -1,11 +1,31 @@
-// Norms, rotary embedding with the cache write, copies of rows and argmax: one pass over each row, in float32, in an
-// order that the row's length alone decides. Included by kernels.cpp only.
+// Norms, quantized rows, rotary embedding with the cache write, copies of rows and argmax: one pass over each row, in
+// float32, in an order that the row's length alone decides. Included by kernels.cpp only.
 #pragma once
 
 #include "quantize.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
+
+template <class T>
+void quantize_rows(const QuantizeArgs& a, int64_t begin, int64_t end) {
+    const int64_t blocks = (a.width + kQBlock - 1) / kQBlock;
+    for (int64_t row = begin; row < end; ++row) {
+        const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+        quantize_row(a.width, a.out + row * blocks, [&](int64_t i, int lanes) { return load_some(x + i, lanes); });
+    }
+}
+
+void quantize(const void* args, int64_t task) {
+    const QuantizeArgs& a = *static_cast<const QuantizeArgs*>(args);
+    const int64_t begin = task * a.rows_per_task;
+    const int64_t end = min_of(begin + a.rows_per_task, a.rows);
+    if (a.dtype == kF32) {
+        quantize_rows<float>(a, begin, end);
+    } else {
+        quantize_rows<uint16_t>(a, begin, end);
+    }
+}
 
 // Four sums in turn hide the latency of the addition; their order is a function of n.
 template <class T>

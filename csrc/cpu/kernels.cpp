@@ -2,6 +2,7 @@
 // OCTAVO_ISA (its namespace and the suffix of its table) defined.
 #include "attention.h"
 #include "elementwise.h"
+#include "embedding.h"
 #include "linear.h"
 #include "sampling.h"
 

@@ -215,6 +215,12 @@ extern const KernelTable kTable_portable;
 extern const KernelTable kTable_avx2;
 extern const KernelTable kTable_avx512;
 extern const KernelTable kTable_avx512_bf16;
+// Products of the sets that have nothing else of their own.
+extern const Kernel kLinear_avx2_vnni;
+extern const Kernel kLinear_avx2_vnni_emulated;
+extern const Kernel kLinear_avx512_vnni;
+extern const Kernel kLinear_amx;
+extern const Kernel kLinear_amx_emulated;
 
 // Packing moves bits only, so it is compiled once.
 void pack_panel(const void* args, int64_t task);

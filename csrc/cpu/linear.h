@@ -1,6 +1,7 @@
 // Products with packed matrices. One micro-kernel computes R rows by V vectors of outputs, each output in one
 // accumulator that runs over k in order, so a row's bits depend neither on R and V nor on how the work was cut. Those
-// with integer matrices are in linear_int.h. Included by kernels.cpp only.
+// with integer matrices are in linear_int.h, those by the tile instructions in linear_tiles.h. Included by kernels.cpp
+// and products.cpp only.
 #pragma once
 
 #include "epilogue.h"
@@ -16,6 +17,9 @@ constexpr int kPrefetchBytes = 4096;
 }  // namespace octavo::OCTAVO_ISA
 
 #include "linear_int.h"
+#ifdef OCTAVO_TILES
+#include "linear_tiles.h"
+#endif
 
 namespace octavo::OCTAVO_ISA {
 namespace {
@@ -133,56 +137,19 @@ void linear(const void* args, int64_t task) {
     if (m.format == kWeightF32) {
         linear_block<F32>(a, row_begin, row_end, panel_begin * kVecsPerPanel, panel_end * kVecsPerPanel);
     } else if (m.format == kWeightBF16) {
+#ifdef OCTAVO_TILES
+        bf16_tile_block(a, row_begin, row_end, panel_begin, panel_end);
+#else
         linear_block<BF16>(a, row_begin, row_end, panel_begin * kVecsPerPanel, panel_end * kVecsPerPanel);
+#endif
     } else {
-        with_format(m,
-                    [&](auto format) { int_block<decltype(format)>(a, row_begin, row_end, panel_begin, panel_end); });
-    }
-}
-
-// Row n of a float matrix: element k goes to f(k, value).
-template <class E, class Function>
-inline void float_row(const Matrix& m, int64_t n, Function f) {
-    using T = typename E::T;
-    const int64_t steps = (m.k + E::kStep - 1) / E::kStep;
-    const T* w = static_cast<const T*>(m.data) + (n / kPanel * steps * kPanel + n % kPanel) * E::kStep;
-    for (int64_t k = 0; k < m.k; ++k) {
-        const T x = w[k / E::kStep * kPanel * E::kStep + k % E::kStep];
-        if constexpr (sizeof(T) == 4) {
-            f(k, x);
-        } else {
-            f(k, float_of_bits(static_cast<uint32_t>(x) << 16));
-        }
-    }
-}
-
-// Row token_ids[t] is one lane of one panel: gathered, because a tied embedding is stored only once, packed.
-void embedding(const void* args, int64_t task) {
-    const EmbeddingArgs& a = *static_cast<const EmbeddingArgs*>(args);
-    const Matrix& m = a.matrix;
-    const int64_t begin = task * a.tokens_per_task;
-    const int64_t end = min_of(begin + a.tokens_per_task, a.tokens);
-    for (int64_t t = begin; t < end; ++t) {
-        const int64_t row = a.token_ids[t];
-        const bool valid = row >= 0 && row < m.n;
-        const auto read = [&](auto put) {
-            if (!valid) {
-                for (int64_t k = 0; k < m.k; ++k) put(k, 0.0f);
-            } else if (m.format == kWeightF32) {
-                float_row<F32>(m, row, put);
-            } else if (m.format == kWeightBF16) {
-                float_row<BF16>(m, row, put);
-            } else {
-                with_format(m, [&](auto format) { int_row<decltype(format)>(m, row, put); });
-            }
-        };
-        if (a.out_dtype == kF32) {
-            float* out = static_cast<float*>(a.out) + t * m.k;
-            read([&](int64_t k, float x) { out[k] = a.scale * x; });
-        } else {
-            uint16_t* out = static_cast<uint16_t*>(a.out) + t * m.k;
-            read([&](int64_t k, float x) { out[k] = narrow_scalar(a.scale * x); });
-        }
+        with_format(m, [&](auto format) {
+#ifdef OCTAVO_TILES
+            int_tile_block<decltype(format)>(a, row_begin, row_end, panel_begin, panel_end);
+#else
+            int_block<decltype(format)>(a, row_begin, row_end, panel_begin, panel_end);
+#endif
+        });
     }
 }
 

@@ -1,7 +1,7 @@
 // Products of quantized rows with integer matrices. A tile is R rows by one panel. The products of codes and elements
 // are summed in integers, which are exact in any order; what is left of a block is a few float operations per output,
 // in one order over the blocks, so a row's bits depend neither on R nor on how the work was cut.
-// Included by linear.h only.
+// Included by linear.h and embedding.h only.
 #pragma once
 
 #include "epilogue.h"

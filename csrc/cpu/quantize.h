@@ -1,4 +1,4 @@
-// Rows of floats as quantized rows (QBlock), block by block. Included by kernels.cpp only.
+// Rows of floats as quantized rows (QBlock), block by block. Included by elementwise.h and epilogue.h only.
 #pragma once
 
 #include "simd.h"
@@ -61,26 +61,6 @@ inline void quantize_row(int64_t n, QBlock* out, F f) {
             store(x + i, left > 0 ? f(begin + i, left < kLanes ? static_cast<int>(left) : kLanes) : zero());
         }
         quantize_block(x, out[begin / kQBlock]);
-    }
-}
-
-template <class T>
-void quantize_rows(const QuantizeArgs& a, int64_t begin, int64_t end) {
-    const int64_t blocks = (a.width + kQBlock - 1) / kQBlock;
-    for (int64_t row = begin; row < end; ++row) {
-        const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-        quantize_row(a.width, a.out + row * blocks, [&](int64_t i, int lanes) { return load_some(x + i, lanes); });
-    }
-}
-
-void quantize(const void* args, int64_t task) {
-    const QuantizeArgs& a = *static_cast<const QuantizeArgs*>(args);
-    const int64_t begin = task * a.rows_per_task;
-    const int64_t end = min_of(begin + a.rows_per_task, a.rows);
-    if (a.dtype == kF32) {
-        quantize_rows<float>(a, begin, end);
-    } else {
-        quantize_rows<uint16_t>(a, begin, end);
     }
 }
 

@@ -112,16 +112,40 @@ inline Ints high_nibbles(Ints v) { return _mm256_and_si256(_mm256_srli_epi16(v, 
 inline Vec load_half(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+#if defined(__AVXVNNI__)
+#define OCTAVO_VPDPBUSD _mm256_dpbusd_avx_epi32
+#elif defined(OCTAVO_EMULATE_VNNI)
+// vpdpbusd as Intel's manual has it: bytes of the second operand are unsigned, those of the third signed.
+inline Ints emulated_vpdpbusd(Ints acc, Ints a, Ints b) {
+    alignas(32) int32_t sums[kLanes];
+    alignas(32) uint8_t unsigned_bytes[4 * kLanes];
+    alignas(32) int8_t signed_bytes[4 * kLanes];
+    memcpy(sums, &acc, sizeof(sums));
+    memcpy(unsigned_bytes, &a, sizeof(unsigned_bytes));
+    memcpy(signed_bytes, &b, sizeof(signed_bytes));
+    for (int i = 0; i < 4 * kLanes; ++i) sums[i / 4] += unsigned_bytes[i] * signed_bytes[i];
+    return load_ints(sums);
+}
+#define OCTAVO_VPDPBUSD emulated_vpdpbusd
+#endif
 // Adds the four products of unsigned codes and signed bytes in every lane. Four-bit codes cannot saturate vpmaddubsw.
 inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {
+#ifdef OCTAVO_VPDPBUSD
+    return OCTAVO_VPDPBUSD(acc, codes, x);
+#else
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+#endif
 }
 // The same for codes of eight bits, as even and odd bytes in 16 bits each.
 inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
+#ifdef OCTAVO_VPDPBUSD
+    return OCTAVO_VPDPBUSD(acc, codes, x);
+#else
     const Ints even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)),
                                         _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
     const Ints odd = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8));
     return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+#endif
 }
 // The low bytes of the lanes' bits.
 inline void store_low_bytes(int8_t* p, Vec v) {

@@ -1,0 +1,169 @@
+// AMX: eight tile registers of up to 16 rows by 64 bytes, a thread's own, and the instructions on them that the
+// products use. Inline assembly rather than intrinsics, because these take no template arguments in GCC and do not say
+// that they read memory. With OCTAVO_EMULATE_TILES the same functions are plain code with the semantics of Intel's
+// manual, faults included, so that the products can be tested on a machine without AMX. Included by linear_tiles.h
+// only.
+#pragma once
+
+#include "simd.h"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+constexpr int kTileMaxRows = 16;
+constexpr int kTileMaxBytes = 64;
+
+// The operand of ldtilecfg: of every tile in use its rows and the bytes of a row.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1;
+    uint8_t start_row = 0;
+    uint8_t reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+
+    void set(int tile, int num_rows, int bytes) {
+        rows[tile] = static_cast<uint8_t>(num_rows);
+        row_bytes[tile] = static_cast<uint16_t>(bytes);
+    }
+};
+static_assert(sizeof(TileShapes) == 64, "as ldtilecfg reads it");
+
+#ifndef OCTAVO_EMULATE_TILES
+
+inline void tile_configure(const TileShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes) : "memory"); }
+inline void tile_release() { asm volatile("tilerelease" : : : "memory"); }
+template <int kTile>
+inline void tile_zero() {
+    asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
+}
+// Rows lie `stride` bytes apart.
+template <int kTile>
+inline void tile_load(const void* p, int64_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(kTile) : "memory");
+}
+template <int kTile>
+inline void tile_store(void* p, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(kTile) : "memory");
+}
+// C += A B: pairs of bf16.
+template <int kC, int kA, int kB>
+inline void tile_dot_bf16() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+// C += A B: fours of bytes, signed in A and unsigned in B.
+template <int kC, int kA, int kB>
+inline void tile_dot_codes() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
+#else
+
+struct EmulatedTiles {
+    TileShapes shapes;
+    bool configured;
+    alignas(64) uint8_t data[8][kTileMaxRows][kTileMaxBytes];
+};
+thread_local EmulatedTiles emulated{};
+
+// What the processor refuses to execute. It raises SIGILL there, and so does this.
+inline void fault_unless(bool allowed) {
+    if (!allowed) __builtin_trap();
+}
+
+inline void tile_configure(const TileShapes& shapes) {
+    fault_unless(shapes.palette == 1 && shapes.start_row == 0);
+    for (int t = 0; t < 16; ++t) {
+        const bool in_use = shapes.rows[t] > 0;
+        fault_unless(in_use == (shapes.row_bytes[t] > 0) && (t < 8 || !in_use));
+        fault_unless(shapes.rows[t] <= kTileMaxRows && shapes.row_bytes[t] <= kTileMaxBytes);
+    }
+    emulated = EmulatedTiles{};
+    emulated.shapes = shapes;
+    emulated.configured = true;
+}
+inline void tile_release() { emulated = EmulatedTiles{}; }
+
+inline void fault_unless_usable(int t) { fault_unless(emulated.configured && emulated.shapes.rows[t] > 0); }
+template <int kTile>
+inline void tile_zero() {
+    fault_unless_usable(kTile);
+    memset(emulated.data[kTile], 0, sizeof(emulated.data[kTile]));
+}
+template <int kTile>
+inline void tile_load(const void* p, int64_t stride) {
+    tile_zero<kTile>();
+    for (int m = 0; m < emulated.shapes.rows[kTile]; ++m) {
+        memcpy(emulated.data[kTile][m], static_cast<const char*>(p) + m * stride, emulated.shapes.row_bytes[kTile]);
+    }
+}
+template <int kTile>
+inline void tile_store(void* p, int64_t stride) {
+    fault_unless_usable(kTile);
+    for (int m = 0; m < emulated.shapes.rows[kTile]; ++m) {
+        memcpy(static_cast<char*>(p) + m * stride, emulated.data[kTile][m], emulated.shapes.row_bytes[kTile]);
+    }
+}
+
+template <int kC, int kA, int kB>
+inline void fault_unless_shapes_fit() {
+    static_assert(kC != kA && kC != kB && kA != kB, "the processor refuses one tile for two operands");
+    const TileShapes& s = emulated.shapes;
+    fault_unless_usable(kC);
+    fault_unless_usable(kA);
+    fault_unless_usable(kB);
+    fault_unless(s.rows[kC] == s.rows[kA] && s.row_bytes[kC] == s.row_bytes[kB] && s.row_bytes[kA] == 4 * s.rows[kB]);
+    fault_unless(s.row_bytes[kB] % 4 == 0);
+}
+
+// Even and odd elements of k have a sum each, from zero and in order; the two are added to each other and the result to
+// C. Every operation is rounded to nearest even, with denormals taken and given as zeros.
+template <int kC, int kA, int kB>
+inline void tile_dot_bf16() {
+    fault_unless_shapes_fit<kC, kA, kB>();
+    const TileShapes& s = emulated.shapes;
+    const Pairs high = set1_pair(0xffff0000u);
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(0x9fc0);  // No exceptions, nearest even, and no denormals (FTZ, DAZ).
+    asm volatile("" : : : "memory");
+    for (int m = 0; m < s.rows[kC]; ++m) {
+        float c[kTileMaxBytes / 4];
+        memcpy(c, emulated.data[kC][m], sizeof(c));
+        for (int n = 0; n < s.row_bytes[kC] / 4; n += kLanes) {
+            Vec even = zero(), odd = zero();
+            for (int k = 0; k < s.rows[kB]; ++k) {
+                uint32_t pair;
+                memcpy(&pair, emulated.data[kA][m] + 4 * k, sizeof(pair));
+                const Pairs b = load_pairs(reinterpret_cast<const uint16_t*>(emulated.data[kB][k] + 4 * n));
+                const Vec low_b = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16));
+                even = fma(_mm512_castsi512_ps(set1_pair(pair << 16)), low_b, even);
+                odd = fma(_mm512_castsi512_ps(set1_pair(pair & 0xffff0000u)), _mm512_castsi512_ps(and_pairs(b, high)),
+                          odd);
+            }
+            store(c + n, add(load(c + n), add(even, odd)));
+        }
+        memcpy(emulated.data[kC][m], c, sizeof(c));
+    }
+    asm volatile("" : : : "memory");
+    _mm_setcsr(mode);
+}
+
+template <int kC, int kA, int kB>
+inline void tile_dot_codes() {
+    fault_unless_shapes_fit<kC, kA, kB>();
+    const TileShapes& s = emulated.shapes;
+    for (int m = 0; m < s.rows[kC]; ++m) {
+        int32_t c[kTileMaxBytes / 4];
+        memcpy(c, emulated.data[kC][m], sizeof(c));
+        const uint8_t* a = emulated.data[kA][m];
+        for (int k = 0; k < s.rows[kB]; ++k) {
+            const uint8_t* b = emulated.data[kB][k];
+            for (int i = 0; i < s.row_bytes[kB]; ++i) c[i / 4] += static_cast<int8_t>(a[4 * k + i % 4]) * b[i];
+        }
+        memcpy(emulated.data[kC][m], c, sizeof(c));
+    }
+}
+
+#endif
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA
