@@ -99,6 +99,7 @@ using Ints = __m512i;
 inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
 inline void store_ints(void* p, Ints v) { _mm512_storeu_si512(p, v); }
 inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 inline Ints set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Ints set1_bytes(const int8_t* p) {
     int32_t four;

@@ -111,7 +111,7 @@ def test_a_row_of_linear_has_the_same_bits_in_every_batch(
     alone = torch.cat([cpu.linear(row[None], weight) for row in x])
     for num_threads in (1, 2, 3):
         _cpu.set_threads(num_threads)
-        for rows in (2, 3, 5, 7, 12, 13, 64, 200):
+        for rows in (2, 3, 5, 7, 12, 13, 16, 17, 31, 33, 64, 200):
             for begin in (0, 1, 64):
                 assert_same_bits(cpu.linear(x[begin : begin + rows], weight), alone[begin : begin + rows])
 
@@ -133,8 +133,30 @@ def test_a_row_of_the_fused_products_has_the_same_bits_in_every_batch(
     alone = torch.cat([both(i, i + 1) for i in range(100)])
     for num_threads in (1, 2, 3):
         _cpu.set_threads(num_threads)
-        for rows in (2, 3, 5, 7, 12, 13, 100):
+        for rows in (2, 3, 5, 7, 12, 13, 16, 17, 31, 33, 100):
             assert_same_bits(both(0, rows), alone[:rows])
+
+
+def without_denormals(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.abs() < torch.finfo(torch.float32).tiny, 0.0, x)
+
+
+@pytest.mark.parametrize("isa", [i for i in _cpu.available_isas() if i.startswith("amx")], indirect=True)
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, 64, 32), (20, 70, 40), (37, 161, 65)])
+def test_tiles_sum_bfloat16_in_the_order_that_is_documented(isa: str, rows: int, k: int, n: int) -> None:
+    """Of every 32 elements of k the even and the odd ones, then both to the sum so far; denormals are zeros."""
+    x, weight = random(0, rows, k, dtype=torch.bfloat16), random(1, n, k, dtype=torch.bfloat16)
+    x[::3, 1::2] *= 1e-38
+    weight[::2, ::2] *= 1e-20
+    a, b = (without_denormals(t.float()).double() for t in (x, weight))
+    total = torch.zeros(rows, n)
+    for begin in range(0, k, 32):
+        sums = [torch.zeros(rows, n), torch.zeros(rows, n)]
+        for i in range(begin, min(begin + 32, k)):
+            # Exact in float64 but for the last addition's rounding, which is far finer than that to float32.
+            sums[i % 2] = without_denormals((sums[i % 2].double() + a[:, i, None] * b[None, :, i]).float())
+        total = without_denormals(total + without_denormals(sums[0] + sums[1]))
+    assert_same_bits(cpu.linear(x, cpu.pack_linear([weight]), torch.float32), total)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -182,6 +182,23 @@ def test_a_row_of_integer_products_has_the_same_bits_in_every_batch(isa: str, th
                 assert torch.equal(actual, expected[begin:end])
 
 
+# Sets whose vectors are alike: the second has its own instructions for integer sums alone, which are exact.
+ALIKE = [("avx2", "avx2_vnni"), ("avx2", "avx2_vnni_emulated"), ("avx512", "avx512_vnni"), ("avx512_bf16", "amx"),
+         ("avx512_bf16", "amx_emulated")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plain", "other"), [p for p in ALIKE if {*p} <= {*_cpu.available_isas()}])
+def test_integer_products_have_the_same_bits_by_any_instruction(any_isa: None, plain: str, other: str) -> None:
+    for form in FORMATS:
+        for rows, k, n in [(1, 64, 32), (4, 577, 40), (8, 200, 70), (15, 100, 64), (16, 1100, 97), (90, 330, 50)]:
+            x, weight = random(rows, rows, k), pack(random_matrix(k, n, k, form), random(n, n))
+            results = []
+            for isa in (plain, other):
+                _cpu.set_isa(isa)
+                results.append(cpu.linear(x, weight))
+            assert_same_bits(*results)
+
+
 @generated
 @given(form=formats, k=sizes, n=sizes, tokens=st.integers(1, 30))
 def test_embedding_reads_rows_of_integer_matrices(isa: str, form: Format, k: int, n: int, tokens: int) -> None:

@@ -25,6 +25,7 @@ def test_the_best_instruction_set_comes_first_and_portable_always_works() -> Non
     assert _cpu.available_isas()[-1] == "portable"
     result = run_python("from octavo import _cpu; print(_cpu.isa())", OCTAVO_CPU_ISA="")
     assert result.stdout.strip() == _cpu.available_isas()[0]
+    assert "emulated" not in result.stdout
 
 
 def test_an_unknown_instruction_set_is_refused_with_those_available() -> None:
