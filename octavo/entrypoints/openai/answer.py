@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.entrypoints.openai.protocol import AssistantMessage, CalledFunction, ToolCall
 from octavo.entrypoints.openai.reasoning import Reasoning, ReasoningSplitter
+from octavo.entrypoints.openai.responses import AssistantMessage, CalledFunction, ToolCall
 from octavo.entrypoints.openai.tools.calls import Call, Piece, ToolParser, new_call_id
 
 

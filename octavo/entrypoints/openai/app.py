@@ -12,7 +12,7 @@ from octavo.entrypoints.openai import chat, completions, docs_page, generate, he
 from octavo.entrypoints.openai.description import OVERVIEW, complete
 from octavo.entrypoints.openai.errors import add_error_handlers
 from octavo.entrypoints.openai.gate import Gate
-from octavo.entrypoints.openai.protocol import ErrorResponse
+from octavo.entrypoints.openai.responses import ErrorResponse
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.entrypoints.openai.state import ServerState
 from octavo.entrypoints.openai.streaming import SERVER_SEND

@@ -13,14 +13,8 @@ from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.openai.answer import AnswerReader
 from octavo.entrypoints.openai.answer_format import answer_format, check_tool_choice, grammar_maker
 from octavo.entrypoints.openai.logprobs import LogprobsFormatter
-from octavo.entrypoints.openai.protocol import (
-    ChatChoice,
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-    ChatLogprobs,
-    ChatMessage,
-    Usage,
-)
+from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage
+from octavo.entrypoints.openai.responses import ChatChoice, ChatCompletionResponse, ChatLogprobs, Usage
 from octavo.entrypoints.openai.state import ServerState, json_response, make_usage, state_of
 from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, encode_json, run_until_disconnect
 from octavo.outputs import CompletionOutput, RequestOutput

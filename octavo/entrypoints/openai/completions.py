@@ -15,13 +15,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from octavo.entrypoints.openai.logprobs import LogprobsFormatter
-from octavo.entrypoints.openai.protocol import (
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    CompletionResponse,
-    Usage,
-)
+from octavo.entrypoints.openai.protocol import CompletionRequest
+from octavo.entrypoints.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from octavo.entrypoints.openai.state import ServerState, json_response, make_usage, state_of
 from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, encode_json, merge, run_until_disconnect
 from octavo.errors import RequestError

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.engine.detokenizer import GPT2_BYTES
-from octavo.entrypoints.openai.protocol import (
+from octavo.entrypoints.openai.responses import (
     ChatLogprobs,
     ChatTokenLogprob,
     ChatTopLogprob,

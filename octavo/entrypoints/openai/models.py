@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from octavo.entrypoints.openai.protocol import ModelCard, ModelList
+from octavo.entrypoints.openai.responses import ModelCard, ModelList
 from octavo.entrypoints.openai.state import ServerState, state_of
 
 router = APIRouter(tags=["OpenAI"])

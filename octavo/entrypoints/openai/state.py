@@ -24,7 +24,9 @@ from starlette.responses import Response
 
 from octavo.engine.wire import EngineRequest
 from octavo.entrypoints.openai.errors import RETRY_AFTER_S
-from octavo.entrypoints.openai.protocol import ID_PATTERN, PromptTokensDetails, SamplingRequest, Usage
+from octavo.entrypoints.openai.fields import ID_PATTERN
+from octavo.entrypoints.openai.protocol import SamplingRequest
+from octavo.entrypoints.openai.responses import PromptTokensDetails, Usage
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.outputs import RequestOutput

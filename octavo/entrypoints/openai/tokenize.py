@@ -7,7 +7,8 @@ import asyncio
 from fastapi import APIRouter, Request
 
 from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.openai.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from octavo.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
+from octavo.entrypoints.openai.responses import DetokenizeResponse, TokenizeResponse
 from octavo.entrypoints.openai.state import MAX_INLINE_LENGTH, ServerState, state_of
 from octavo.errors import RequestError
 

@@ -1,0 +1,161 @@
+"""The types of fields in request bodies, and which fields are not built.
+
+Types are checked strictly ("5" is no number). A field of either API that is not built yet is refused by name unless its
+value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from octavo.errors import RequestError
+
+ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part of an id
+
+# Fields of OpenAI's or vLLM's API that are not built, with the values that ask for nothing. null always does.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_decoding_backend": ("auto", "guidance"),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_cache_retention": (),
+    "prompt_embeds": (),
+    "reasoning_effort": (),
+    "return_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+def refuse_unbuilt(data: Any, built: Container[str] = ()) -> Any:
+    """Take the fields of `_NOT_BUILT` out of a request body, or refuse the first that asks for something. A field that
+    is `built` for this route stays."""
+    if not isinstance(data, dict):
+        return data
+    unbuilt = [name for name in data if name in _NOT_BUILT and name not in built]
+    for name in unbuilt:
+        value = data[name]
+        if value is not None and not any(type(value) is type(idle) and value == idle for idle in _NOT_BUILT[name]):
+            raise RequestError(f"{name} is not built yet; leave it out.", param=name)
+    return {name: value for name, value in data.items() if name not in unbuilt} if unbuilt else data
+
+
+def _check_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("should be valid Unicode, without lone surrogates") from None
+    return text
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+# An integer that fits what comes after: the wire and the arrays have 64 bits.
+Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, AfterValidator(_check_text)]
+Texts = Annotated[list[Text], BeforeValidator(_as_list)]
+Id = Annotated[str, Field(pattern=ID_PATTERN)]
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
+def _check_prompt(value: Any) -> list[str | list[int]]:
+    """A list of prompts, each text or token ids, out of the four forms that the API knows."""
+    prompts = [value] if isinstance(value, str) or (value and _is_token_ids(value)) else value
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) or _is_token_ids(prompt) for prompt in prompts):
+        raise ValueError("should be a string, a list of token ids, or a list of strings or of lists of token ids")
+    if not prompts:
+        raise ValueError("should not be empty")
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _check_text(prompt)
+    return prompts
+
+
+_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_check_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                _TOKEN_IDS_SCHEMA,
+                {"type": "array", "items": _TOKEN_IDS_SCHEMA, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+def _check_one_prompt(value: Any) -> str | list[int]:
+    if isinstance(value, str):
+        return _check_text(value)
+    if not value or not _is_token_ids(value):
+        raise ValueError("should be a string or a list of token ids")
+    return list(value)
+
+
+Prompt = Annotated[
+    str | list[int],
+    PlainValidator(_check_one_prompt),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _TOKEN_IDS_SCHEMA]}),
+]
+
+
+def _check_content(value: Any) -> str:
+    """Text, or the joined text of a list of parts. Lines are what vLLM joins parts by."""
+    if isinstance(value, str):
+        return _check_text(value)
+    if not isinstance(value, list):
+        raise ValueError("should be a string or a list of parts of type text")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"has a part of type {kind!r}, which is not built yet; only text is")
+        if kind is None or not isinstance(part.get("text"), str):
+            raise ValueError('should be a string or a list of parts like {"type": "text", "text": "..."}')
+        texts.append(_check_text(part["text"]))
+    return "\n".join(texts)
+
+
+Content = Annotated[
+    str,
+    PlainValidator(_check_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+            ]
+        }
+    ),
+]
