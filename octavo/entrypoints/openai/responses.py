@@ -1,4 +1,4 @@
-"""The bodies of the API's responses. Chunks of streams, made once a token, are written by `streaming` without models."""
+"""The bodies of the API's responses. Chunks of streams, made once a token, are written by `streaming` without them."""
 
 from __future__ import annotations
 
