@@ -40,6 +40,10 @@ def test_chat_and_tokenize_agree_on_the_prompt(http: httpx.Client, engine: FakeE
     body = {"messages": [{"role": "user", "content": "Hi"}]}
     http.post("/v1/chat/completions", json=body)
     assert http.post("/tokenize", json=body).json()["tokens"] == engine.seen[0][0]
+    tools = [{"type": "function", "function": {"name": "greet", "description": "Says hello."}}]
+    http.post("/v1/chat/completions", json={**body, "tools": tools, "tool_choice": "required"})
+    assert http.post("/tokenize", json={**body, "tools": tools}).json()["tokens"] == engine.seen[1][0]
+    assert "Says hello." in engine.tokenizer.decode(engine.seen[1][0])
 
 
 def test_detokenize_gives_the_text_back(http: httpx.Client, engine: FakeEngine) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -13,11 +13,14 @@ from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.openai.answer import AnswerReader
 from octavo.entrypoints.openai.answer_format import answer_format, check_tool_choice, grammar_maker
 from octavo.entrypoints.openai.logprobs import LogprobsFormatter
-from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage
+from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
 from octavo.entrypoints.openai.responses import ChatChoice, ChatCompletionResponse, ChatLogprobs, Usage
 from octavo.entrypoints.openai.state import ServerState, json_response, make_usage, state_of
 from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, encode_json, run_until_disconnect
 from octavo.outputs import CompletionOutput, RequestOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -49,15 +52,7 @@ class _Job:
         tokenizer = state.engine.tokenizer
         check_tool_choice(body, state.args)
         self._formatter = LogprobsFormatter(tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
-        continues = bool(body.continue_final_message)
-        self._prompt = render_chat(
-            tokenizer,
-            [_for_template(message) for message in body.messages],
-            add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
-            continue_final_message=continues,
-            template_options=body.chat_template_kwargs,
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or () if body.chosen_tools],
-        )
+        self._prompt = render_messages(tokenizer, body, body.messages, body.tools if body.chosen_tools else None)
         self._format = answer_format(body, state.args, self._prompt)
         if any(text in state.special_tokens for text in self._format.marks):
             params.skip_special_tokens = False  # they must be read
@@ -205,6 +200,24 @@ class _Job:
 
     def _usage(self) -> Usage:
         return make_usage(self._num_prompt, self._num_completion, self._num_cached)
+
+
+def render_messages(
+    tokenizer: PreTrainedTokenizerFast,
+    body: ChatCompletionRequest | TokenizeRequest,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+) -> str:
+    """The prompt that `messages` and `tools` make with the template's options of `body`. Raises `RequestError`."""
+    continues = bool(body.continue_final_message)
+    return render_chat(
+        tokenizer,
+        [_for_template(message) for message in messages],
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+        template_options=body.chat_template_kwargs,
+        tools=[tool.model_dump(exclude_none=True) for tool in tools or ()],
+    )
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:

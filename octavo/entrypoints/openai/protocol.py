@@ -378,6 +378,7 @@ class TokenizeRequest(_Request):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -388,7 +389,7 @@ class TokenizeRequest(_Request):
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
             if self.messages is None and getattr(self, name) is not None:
                 raise RequestError(f"{name} is for messages; a prompt has no chat template.", param=name)
         if self.continue_final_message and self.add_generation_prompt:

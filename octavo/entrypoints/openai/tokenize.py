@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import APIRouter, Request
 
-from octavo.entrypoints.chat_template import render_chat
+from octavo.entrypoints.openai.chat import render_messages
 from octavo.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 from octavo.entrypoints.openai.responses import DetokenizeResponse, TokenizeResponse
 from octavo.entrypoints.openai.state import MAX_INLINE_LENGTH, ServerState, state_of
@@ -57,11 +57,4 @@ def _text(state: ServerState, body: TokenizeRequest) -> str:
     if body.messages is None:
         assert body.prompt is not None
         return body.prompt
-    continues = bool(body.continue_final_message)
-    return render_chat(
-        state.engine.tokenizer,
-        [message.model_dump(exclude_none=True) for message in body.messages],
-        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continues,
-        template_options=body.chat_template_kwargs,
-    )
+    return render_messages(state.engine.tokenizer, body, body.messages, body.tools)
