@@ -153,7 +153,11 @@ def test_a_gguf_file_is_not_read_as_another_format(load_format: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["/none/such", "./none", "none.gguf", "a/b/c", "what is this", "../x", "org/"])
-def test_a_path_that_is_not_there_never_reaches_the_network(name: str) -> None:
+def test_a_path_that_is_not_there_never_reaches_the_network(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(LoadError, match="there is no file or folder"):
         resolve(name)
 
