@@ -101,9 +101,8 @@ class SequenceTable:
         slots = self.slot_mapping[:num_tokens]
         np.multiply(self.blocks[row_of, places], self.block_size, out=slots)
         slots += offsets
-        width = -(
-            -(max(plan.num_computed) + max(plan.num_tokens)) // self.block_size
-        )  # of the longest, or a little more
+        most_tokens = max(plan.num_computed) + max(plan.num_tokens)  # of the longest sequence, or a little more
+        width = -(-most_tokens // self.block_size)
         self.block_tables[:num_seqs, :width] = self.blocks[:, :width].take(rows, 0)
         last_tokens = starts[1:] - 1
         if plan.num_samples.count(1) == num_seqs:
