@@ -25,10 +25,15 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LayerKVCache:
-    """One layer's keys and values. The first dimension of both is the block; the rest is the backend's own layout."""
+    """One layer's keys and values. The first dimension of both is the block; the rest is the backend's own layout.
+
+    The scales are what stored elements are multiplied with; they are for eight-bit floats and 1 for other types.
+    """
 
     key: Tensor
     value: Tensor
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
     @property
     def num_blocks(self) -> int:
@@ -175,13 +180,15 @@ class Ops(Protocol):
         seq_lens: Tensor,
         scale: float,
         sliding_window: int = 0,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Causal attention of query [T, Q, D] over the paged cache -> [T, Q * D] in the dtype of query.
 
         Sequence s owns rows query_start_loc[s] .. query_start_loc[s + 1] ([S + 1] int32), which are its last positions;
         its keys are positions 0 .. seq_lens[s] - 1 ([S] int32, this step's tokens included), found through
         block_tables [S, max_blocks] int32. Any mix of one-row (decode) and many-row (prefill) sequences is one call.
-        With a sliding window W > 0 position p sees keys p - W + 1 .. p. The row's summation order is a function of its
+        With a sliding window W > 0 position p sees keys p - W + 1 .. p. With a soft cap C > 0 scores x become
+        C * tanh(x / C) after scaling (Gemma Team 2024). The row's summation order is a function of its
         position alone (online softmax, Milakov & Gimelshein 2018, over fixed tiles of keys).
         """
         ...

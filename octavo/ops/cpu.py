@@ -328,8 +328,10 @@ def rotary_and_cache(
 
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
-    scale: float, sliding_window: int = 0,
+    scale: float, sliding_window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
+    if softcap:
+        raise ConfigError("soft-capped attention is not built for CPUs.")
     tokens, query_heads, head_size = query.shape
     kv_heads = cache.key.shape[1]
     assert query_heads % kv_heads == 0

@@ -143,8 +143,15 @@ def rotary_and_cache(
     query.copy_(_rotate(query, cos, sin))
     block_size = cache.key.shape[1]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    cache.key[block, offset] = _rotate(key, cos, sin).to(cache.key.dtype)
-    cache.value[block, offset] = value.to(cache.value.dtype)
+    cache.key[block, offset] = _to_cache(_rotate(key, cos, sin), cache.key.dtype, cache.key_scale)
+    cache.value[block, offset] = _to_cache(value, cache.value.dtype, cache.value_scale)
+
+
+def _to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    if dtype.itemsize > 1:
+        return x.to(dtype)
+    largest = torch.finfo(dtype).max  # beyond it conversion would give NaN
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def paged_attention(
@@ -155,6 +162,7 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     sliding_window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     num_tokens, num_heads, head_size = query.shape
     group = num_heads // cache.key.shape[2]
@@ -162,15 +170,18 @@ def paged_attention(
     for s, seq_len in enumerate(seq_lens.tolist()):
         start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
         blocks = block_tables[s, : -(-seq_len // cache.key.shape[1])].long()
-        keys = cache.key[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+        keys = cache.key[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1) * cache.key_scale
         values = cache.value[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), keys) * scale
+        if softcap > 0:
+            scores = softcap * (scores / softcap).tanh()
         distance = torch.arange(seq_len - (end - start), seq_len)[:, None] - torch.arange(seq_len)[None, :]
         hidden = distance < 0
         if sliding_window > 0:
             hidden |= distance >= sliding_window
         scores.masked_fill_(hidden, float("-inf"))
-        out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(query.dtype)
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values) * cache.value_scale
+        out[start:end] = attended.to(query.dtype)
     return out.view(num_tokens, num_heads * head_size)
 
 
@@ -198,4 +209,4 @@ def allocate_kv_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
 ) -> LayerKVCache:
     shape = (num_blocks, block_size, num_kv_heads, head_size)
-    return LayerKVCache(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+    return LayerKVCache(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
