@@ -29,6 +29,10 @@ class RequestError(OctavoError, ValueError):
         self.code = code
 
 
+class DeviceMemoryError(OctavoError):
+    """A step did not find the device memory that it needs. None of it was computed; the engine goes on."""
+
+
 class EngineDeadError(OctavoError):
     """The engine process has ended; the request cannot be answered by this server."""
 

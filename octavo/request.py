@@ -28,7 +28,8 @@ class Sequence:
     index: int = 0  # which completion of its request
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
     stop_reasons: dict[int, int | None] = field(default_factory=dict)  # tokens that end it -> what is then reported
-    num_computed_tokens: int = 0  # tokens whose keys and values are in the cache
+    num_computed_tokens: int = 0  # tokens whose keys and values are in the cache, or will be when steps under way end
+    num_awaited_tokens: int = 0  # output that steps under way will bring; the device knows it before the scheduler does
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as computed
     num_registered_blocks: int = 0  # leading blocks that were offered to the prefix index
@@ -49,7 +50,8 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """Awaited ones included."""
+        return len(self.token_ids) + self.num_awaited_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -62,7 +64,20 @@ class Sequence:
     @property
     def num_lacking_tokens(self) -> int:
         """Tokens still to compute. One is a decode, many a prefill; the scheduler makes no other difference."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_awaited_tokens - self.num_computed_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """The output is as long as it may become once what is awaited has come."""
+        return self.num_tokens - len(self.request.prompt_token_ids) >= self.request.max_tokens
+
+    @property
+    def needs_its_tokens(self) -> bool:
+        """Its next step cannot be prepared before the tokens of the last one are known: whoever draws looks at them, or
+        they decide which sequences there are."""
+        if self.beam is not None or self.num_pending_forks:
+            return True
+        return self.params.follows_output or self.params.grammar is not None
 
     @property
     def num_rows(self) -> int:

@@ -185,6 +185,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         return self.n if self.use_beam_search else self.num_sequences
 
     @property
+    def follows_output(self) -> bool:
+        """Whether logits are changed by what has been put out so far, other than by a grammar."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.min_tokens
+            or self.bad_words_token_ids
+            or self.logits_processors
+        )
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether the engine must report the log-probability of each sampled token."""
         return self.logprobs is not None or self.num_sequences > self.n or self.use_beam_search

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
 from octavo.engine.wire import BlockMap, EngineRequest, SequenceOutput, StepOutputs
-from octavo.errors import RequestError
+from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.scheduling.plan import StepPlan
 from octavo.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from octavo.execution.executor import Executor
+    from octavo.execution.executor import Executor, PendingStep
 
 logger = logging.getLogger(__name__)
 
@@ -26,24 +28,25 @@ _PREPARE_WAIT_S = 0.01  # messages are looked for between two waits
 
 
 class EngineCore:
-    """A scheduler and an executor in step."""
+    """A scheduler and an executor in step, or the scheduler one step ahead of a device that need not wait for it."""
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         if executor is None:
-            from octavo.execution.executor import LocalExecutor  # imports torch: not before it is needed
+            from octavo.execution.executor import create_executor  # imports torch: not before it is needed
 
-            executor = LocalExecutor(config)
+            executor = create_executor(config)
         self.executor = executor
         cache = KVCacheManager(
             executor.num_blocks, config.cache.block_size, executor.num_host_blocks, config.cache.enable_prefix_caching
         )
-        self.scheduler = Scheduler(config.scheduler, cache, config.model.seed)
+        self.scheduler = Scheduler(config.scheduler, cache, config.model.seed, executor.runs_ahead)
+        self._under_way: deque[tuple[StepPlan, PendingStep]] = deque()
         self._refused: list[SequenceOutput] = []
         self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}  # their grammars are being compiled
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._refused) or bool(self._preparing)
+        return self.scheduler.has_work or bool(self._under_way) or bool(self._refused) or bool(self._preparing)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run is answered with an error in the next step's outputs."""
@@ -63,14 +66,23 @@ class EngineCore:
         return BlockMap(self.scheduler.cache.pool.states())
 
     def step(self) -> StepOutputs:
-        """Schedule, execute, account. Returns at once when there is nothing to run."""
+        """Schedule, execute, account; or, while the device computes what was scheduled, account for the step before.
+        Returns at once when there is nothing to run."""
         started = time.perf_counter()
         if self._preparing:
             self._queue_prepared()
         outputs, self._refused = self._refused, []
         plan = self.scheduler.schedule()
+        num_ahead = 0
         if plan.rows:
-            outputs += self.scheduler.update(plan, self.executor.execute(plan))
+            try:
+                self._under_way.append((plan, self.executor.submit(plan)))
+                num_ahead = 1 if plan.runs_ahead else 0
+            except DeviceMemoryError as e:
+                outputs += self.scheduler.withdraw(plan, str(e))
+        while len(self._under_way) > num_ahead:
+            plan, pending = self._under_way.popleft()
+            outputs += self.scheduler.update(plan, pending.result())
         stats = self.scheduler.take_stats()
         stats.step_s = time.perf_counter() - started
         return StepOutputs(outputs, stats)

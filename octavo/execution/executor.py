@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -33,16 +34,38 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 1 << 30
 
 
+class PendingStep(Protocol):
+    """A step that was handed to a device."""
+
+    def result(self) -> StepResult:
+        """Wait until it has been computed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step that was computed while it was handed over."""
+
+    done: StepResult
+
+    def result(self) -> StepResult:
+        return self.done
+
+
 class Executor(Protocol):
     """What the engine core needs of whatever runs the model."""
 
+    runs_ahead: bool  # a step may be submitted before the tokens of the last one are known
     num_blocks: int
     num_host_blocks: int
     weight_bytes: int  # of the packed matrices
     cache_bytes: int  # of the KV cache, used or not
     startup: dict[str, float]  # seconds by phase
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Start a step; those submitted before it are computed first. Raises `DeviceMemoryError` if there is too little
+        memory for it, with nothing lost but this step."""
+        ...
 
     def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
         """Make ready to follow a grammar. Plans may admit sequences that have it when the future is done; it raises
@@ -50,8 +73,15 @@ class Executor(Protocol):
         ...
 
 
+def create_executor(config: EngineConfig) -> Executor:
+    """The executor of `config.device`. Raises `LoadError` or `ConfigError` when model or cache do not fit."""
+    return LocalExecutor(config)
+
+
 class LocalExecutor:
-    """One device, this process. Raises `LoadError` or `ConfigError` when model or cache do not fit."""
+    """The processors of this machine, in this process."""
+
+    runs_ahead = False  # Python and kernels share the processors: there is nothing to overlap
 
     def __init__(self, config: EngineConfig) -> None:
         phases = Phases()
@@ -116,8 +146,8 @@ class LocalExecutor:
                 config.cache.cpu_memory_utilization,
             )
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.runner.execute(plan)
+    def submit(self, plan: StepPlan) -> DoneStep:
+        return DoneStep(self.runner.execute(plan))
 
     def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
         return self._grammars.prepare(grammar, eos_token_ids)

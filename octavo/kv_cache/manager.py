@@ -99,9 +99,9 @@ class KVCacheManager:
             changed.append((len(table) - 1, table[-1]))
         return changed
 
-    def register_computed(self, seq: Sequence) -> None:
+    def register_computed(self, seq: Sequence, num_computed: int) -> None:
         """Index the blocks of `seq` that have become full of computed tokens."""
-        num_full = seq.num_computed_tokens // self.block_size
+        num_full = num_computed // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
             return
         seq.extend_block_hashes(self.block_size)

@@ -196,13 +196,4 @@ class SamplingTable:
 
 
 def _is_special(params: SamplingParams) -> bool:
-    return bool(
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-        or params.min_tokens
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or params.bad_words_token_ids
-        or params.logits_processors
-    )
+    return bool(params.follows_output or params.logit_bias or params.allowed_token_ids is not None)

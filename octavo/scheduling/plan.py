@@ -36,6 +36,9 @@ class StepPlan:
     num_tokens: list[int] = field(default_factory=list)  # tokens to compute now, those after num_computed
     num_samples: list[int] = field(default_factory=list)  # 0 in mid-prompt, 1, or the number of forks to start
 
+    # The next step may be planned before the tokens of this one are known: each sampled row goes on with its own.
+    runs_ahead: bool = False
+
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)

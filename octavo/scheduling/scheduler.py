@@ -3,6 +3,10 @@
 There is no prefill phase and no decode phase. A sequence lacks the tokens that it has but has not computed: one for a
 decode, many for a prompt, fewer after a prefix hit. When blocks run out, the sequence that comes last in the order
 gives its blocks back and waits again at its old place.
+
+A device that is fed ahead gets its next step before the tokens of the last one are known: a sequence then has a token
+that is awaited, which counts like any other. What turns out to have been its last token makes one row of the step
+under way pointless; that row's result is dropped.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import heapq
 import random
 import time
 from bisect import insort
+from collections import deque
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -26,10 +31,15 @@ _scheduling_order = attrgetter("key", "index")
 
 
 class Scheduler:
-    """Owns the sequences. `schedule` and `update` alternate; `add` and `abort` may come between an update and the next
-    schedule."""
+    """Owns the sequences. Each plan of `schedule` that has rows comes back in `update`, in order, or in `withdraw`.
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, seed: int | None = None) -> None:
+    `add` and `abort` may come at any time. Another plan may be made before the last one has come back if that says
+    `runs_ahead`.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, cache: KVCacheManager, seed: int | None = None, runs_ahead: bool = False
+    ) -> None:
         self.config = config
         self.cache = cache
         self.running: list[Sequence] = []  # in scheduling order; the last one is preempted first
@@ -40,8 +50,9 @@ class Scheduler:
         self._num_swapped = 0  # those of them that wait with their blocks on the host
         self._num_rows_taken = 0  # rows of running sequences and of the forks they will start
         self._arrivals = 0
+        self._runs_ahead = runs_ahead
         self._random = random.Random(seed)
-        self._scheduled: list[Sequence] = []  # parallel to the rows of the plan under way
+        self._under_way: deque[list[Sequence]] = deque()  # of each plan under way, parallel to its rows
         self._stats = EngineStats()
 
     @property
@@ -106,42 +117,59 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step. The plan may be empty of rows only if nothing can run."""
         plan = StepPlan()
-        self._scheduled = []
+        scheduled: list[Sequence] = []
         budget = self.config.max_num_batched_tokens
-        budget, preempted = self._schedule_running(plan, budget)
+        budget, preempted = self._schedule_running(plan, scheduled, budget)
         if not preempted:
-            self._schedule_waiting(plan, budget)
-        while not plan.rows and self.running:  # beams that wait for others, which find no blocks or no rows
-            self._preempt(self.running.pop())
-            self._schedule_waiting(plan, budget)
+            self._schedule_waiting(plan, scheduled, budget)
+        if not self._under_way:
+            while not plan.rows and self.running:  # beams that wait for others, which find no blocks or no rows
+                self._preempt(self.running.pop())
+                self._schedule_waiting(plan, scheduled, budget)
         plan.moves = self.cache.take_moves()
         # A plan without rows is not executed. The first sequence always gets its blocks: the pool holds any one alone.
         assert plan.rows or not (plan.moves.swap_out or plan.moves.copy or plan.moves.swap_in), "moves would be lost"
+        if plan.rows:
+            self._set_off(plan, scheduled)
         return plan
 
-    def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
+    def _set_off(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
+        """From here on the plan's tokens count as computed, and as awaited what it samples if it `runs_ahead`."""
+        self._under_way.append(scheduled)
+        plan.runs_ahead = self._runs_ahead and not any(
+            seq.needs_its_tokens for seq, samples in zip(scheduled, plan.num_samples, strict=True) if samples
+        )
+        for seq, num_tokens, num_samples in zip(scheduled, plan.num_tokens, plan.num_samples, strict=True):
+            seq.num_computed_tokens += num_tokens
+            if plan.runs_ahead:
+                seq.num_awaited_tokens += num_samples
+
+    def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> tuple[int, bool]:
         preempted = False
         i = 0
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             i += 1
             num_tokens = seq.num_lacking_tokens
-            if num_tokens == 0:
-                continue  # a beam that waits for the others
+            if num_tokens == 0 or (seq.num_awaited_tokens and seq.is_complete):
+                continue  # a beam that waits for the others; a sequence whose last token is under way
             if num_tokens > 1:
                 # One token is kept back for each sequence behind, so that a long prompt never stalls the decodes.
                 num_tokens = min(num_tokens, max(1, budget - (len(self.running) - i)))
             while (changed := self.cache.grow(seq, seq.num_computed_tokens + num_tokens)) is None:
+                if self._under_way and not plan.rows:
+                    return budget, True  # what is under way may end sequences: nobody loses blocks before that is known
                 preempted = True
                 victim = self.running.pop()
                 self._preempt(victim)
                 if victim is seq:
                     return budget, True
             self._plan_row(plan, seq, num_tokens, changed)
+            scheduled.append(seq)
             budget -= num_tokens
         return budget, preempted
 
-    def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
+    def _schedule_waiting(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
         while self._waiting and budget > 0:
             seq = self._waiting[0][2]
             if seq.is_aborted:
@@ -159,13 +187,17 @@ class Scheduler:
             self._num_rows_taken += seq.num_rows
             insort(self.running, seq, key=_scheduling_order)
             self._plan_row(plan, seq, num_tokens, [])
+            scheduled.append(seq)
             budget -= num_tokens
 
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Give a waiting sequence its blocks. Returns the tokens to compute, or 0 if it must go on waiting.
 
-        Blocks for all its tokens must be free, so that a prompt which cannot finish does not push others out.
+        Blocks for all its tokens must be free, so that a prompt which cannot finish does not push others out. One that
+        was preempted while a token of it was under way waits for that token.
         """
+        if seq.num_awaited_tokens:
+            return 0
         needed = self.cache.blocks_for(seq.num_tokens)
         if seq.host_blocks:
             if needed > self.cache.pool.num_free or not self.cache.swap_in(seq):
@@ -214,31 +246,30 @@ class Scheduler:
         plan.num_tokens.append(num_tokens)
         num_samples = 1 if seq.beam is not None else seq.num_rows
         plan.num_samples.append(num_samples if num_tokens == seq.num_lacking_tokens else 0)
-        self._scheduled.append(seq)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Account for a finished step: tokens computed and sampled, forks, ends. Returns what is new, by sequence."""
         outputs: list[SequenceOutput] = []
         errors = result.errors
         place = 0  # in result.tokens
-        for seq, row, num_tokens, num_samples in zip(
-            self._scheduled, plan.rows, plan.num_tokens, plan.num_samples, strict=True
+        for seq, row, num_computed, num_tokens, num_samples in zip(
+            self._under_way.popleft(), plan.rows, plan.num_computed, plan.num_tokens, plan.num_samples, strict=True
         ):
             first, place = place, place + num_samples
-            if errors:
-                if row in errors and not seq.is_aborted:
-                    outputs.append(self._output(seq, [], "error", error=errors[row]))
-                    for other in list(self._requests[seq.request.request_id]) if seq.beam is not None else [seq]:
-                        self._drop(other)
-                if seq.is_aborted:  # it, or another beam of its search
-                    continue
             self._stats.num_computed_tokens += num_tokens
-            seq.num_computed_tokens += num_tokens
-            self.cache.register_computed(seq)
+            if row in errors and not seq.is_aborted:
+                outputs.append(self._output(seq, [], "error", error=errors[row]))
+                for other in list(self._requests[seq.request.request_id]) if seq.beam is not None else [seq]:
+                    self._drop(other)
+            if seq.is_aborted:  # it, or another beam of its search; or it ended while this step was under way
+                continue
+            if plan.runs_ahead:
+                seq.num_awaited_tokens -= num_samples
+            if seq.row is not None:  # it was not preempted meanwhile
+                self.cache.register_computed(seq, num_computed + num_tokens)
             if row in result.prompt_logprobs:
                 # A preempted prompt starts over: what it reported before is replaced by the same values.
-                position = seq.num_computed_tokens - num_tokens
-                seq.prompt_logprobs[position:] = result.prompt_logprobs[row]
+                seq.prompt_logprobs[num_computed:] = result.prompt_logprobs[row]
             if num_samples == 1 and seq.beam is not None:
                 found = result.logprobs[first] if result.logprobs is not None else None
                 assert found is not None, "a beam got no tokens to choose from"
@@ -250,9 +281,23 @@ class Scheduler:
                 siblings = [seq, *self._start_forks(seq)]
                 outputs += [self._append(sibling, result, first + i) for i, sibling in enumerate(siblings)]
         assert place == len(result.tokens), f"{place} tokens were to be sampled and {len(result.tokens)} came"
-        self._scheduled = []
         if self.config.check_invariants:
             self.check()
+        return outputs
+
+    def withdraw(self, plan: StepPlan, error: str) -> list[SequenceOutput]:
+        """The step that was planned last did not run, for want of memory: end its newest request, so that the others
+        may find enough, and plan the rest again. Returns what the request is told."""
+        scheduled = self._under_way.pop()
+        for seq, num_tokens, num_samples in zip(scheduled, plan.num_tokens, plan.num_samples, strict=True):
+            if not seq.is_aborted:
+                seq.num_computed_tokens -= num_tokens
+                seq.num_awaited_tokens -= num_samples if plan.runs_ahead else 0
+        newest = max((seq for seq in scheduled if not seq.is_aborted), key=_scheduling_order)
+        outputs = []
+        for seq in list(self._requests[newest.request.request_id]):
+            outputs.append(self._output(seq, [], "error", error=error))
+            self._drop(seq)
         return outputs
 
     def take_stats(self) -> EngineStats:
@@ -281,7 +326,10 @@ class Scheduler:
         assert len(waiting) + len(self.running) == sum(1 for _ in self.live_sequences()), "a sequence was lost"
         assert self._num_live == len(waiting) + len(self.running), "the count of live sequences is wrong"
         assert self._num_swapped == sum(bool(seq.host_blocks) for seq in waiting), "the count of swapped ones is wrong"
-        assert all((seq.num_lacking_tokens > 0) != seq.is_held for seq in self.running), "a sequence lacks nothing"
+        scheduled = [seq for step in self._under_way for seq in step]
+        assert all((seq.num_lacking_tokens > 0) != seq.is_held or seq in scheduled for seq in self.running), (
+            "a sequence lacks nothing"
+        )
         if not self.has_work:
             assert self.cache.pool.num_used == self.cache.host_pool.num_used == 0, "blocks are in use when idle"
 

@@ -23,7 +23,7 @@ def compute(cache: KVCacheManager, seq: Sequence) -> None:
     """Take blocks for all tokens of `seq` and count them as computed."""
     assert cache.grow(seq, seq.num_tokens) is not None
     seq.num_computed_tokens = seq.num_tokens
-    cache.register_computed(seq)
+    cache.register_computed(seq, seq.num_computed_tokens)
 
 
 def test_a_prefix_is_found_block_by_block_while_its_owner_runs_and_after() -> None:
@@ -73,7 +73,7 @@ def test_only_full_computed_blocks_are_indexed() -> None:
     seq = sequence([1, 2, 3, 4, 5, 6, 7, 8])
     assert cache.grow(seq, 8) is not None
     seq.num_computed_tokens = 7
-    cache.register_computed(seq)
+    cache.register_computed(seq, seq.num_computed_tokens)
     assert [key is not None for key in cache.pool.hashes[:2]] == [True, False]
 
 
@@ -170,7 +170,7 @@ def test_blocks_that_come_back_from_the_host_are_offered_to_the_index_again() ->
     cache.release(evicting)
     assert cache.find_prefix(sequence([1, 2, 3, 4, 5])) == []
     assert cache.swap_in(seq)
-    cache.register_computed(seq)
+    cache.register_computed(seq, seq.num_computed_tokens)
     assert cache.find_prefix(sequence([1, 2, 3, 4, 5])) == seq.block_table[:1]
 
 

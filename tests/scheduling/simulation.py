@@ -12,7 +12,7 @@ the rest: the memory of every sequence, the budgets, progress, and each finished
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -43,6 +43,8 @@ class Setup:
     preemption_mode: str = "recompute"
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
+    runs_ahead: bool = False  # steps are planned before the results of the last one are known
+    memory_failures: int = 0  # percent of the steps that the device has no memory for
 
     @property
     def max_model_len(self) -> int:
@@ -99,8 +101,10 @@ class Simulation:
             policy=setup.policy,
             preemption_mode=setup.preemption_mode,
         )
-        self.scheduler = Scheduler(config, self.cache)
+        self.scheduler = Scheduler(config, self.cache, runs_ahead=setup.runs_ahead)
         self.device = Device(self)
+        self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
+        self._failures = random.Random(5)
         self.requests: dict[str, Watched] = {}
         self.num_operations = 0
         self.num_steps = 0
@@ -135,7 +139,10 @@ class Simulation:
         self.requests[request_id] = watched
         if self.setup.policy == "fcfs":
             # The oldest sequence computes at least one token in each step, so that this is the longest it can take.
-            watched.deadline = self.num_steps + sum(other.num_most_steps for other in self.requests.values())
+            watched.deadline = self.num_steps + 2 * self.setup.runs_ahead
+            watched.deadline += sum(other.num_most_steps for other in self.requests.values())
+            if self.setup.memory_failures:  # each is a step for nothing
+                watched.deadline = None
         self.scheduler.add(request)
         self._count("add")
         return request_id
@@ -167,7 +174,10 @@ class Simulation:
 
     def step(self) -> EngineStats:
         """Schedule, compute and account, and check everything that must hold of a step."""
-        running_before = [seq for seq in self.scheduler.running if not seq.is_held]
+        running_before = [
+            seq for seq in self.scheduler.running
+            if not seq.is_held and not (seq.num_awaited_tokens and seq.is_complete)
+        ]  # fmt: skip
         held_before = [seq for seq in self.scheduler.live_sequences() if seq.is_held]
         plan = self.scheduler.schedule()
         self.seen["held beam"] += len(held_before)
@@ -175,13 +185,22 @@ class Simulation:
         self._check_plan(plan)
         rows = set(plan.rows)
         passed_over = [seq for seq in running_before if seq.row is None or seq.row not in rows]
+        if not rows and self.under_way:
+            passed_over = []  # nobody loses blocks before the results of the last step are known
         if plan.rows:
-            outputs = self.scheduler.update(plan, self.device.execute(plan))
-            for output in outputs:
-                self._take(output)
+            result = self.device.execute(plan)
+            if self._failures.randrange(100) < self.setup.memory_failures:
+                self._withdraw(plan)
+            else:
+                self.under_way.append((plan, result))
         else:
-            assert not self.scheduler.has_work, "requests wait and nothing runs"
+            assert not self.scheduler.has_work or self.under_way, "requests wait and nothing runs"
             assert plan.moves.swap_in == plan.moves.swap_out == plan.moves.copy == []
+        num_ahead = 1 if plan.rows and plan.runs_ahead else 0
+        self.seen["ahead"] += num_ahead
+        while len(self.under_way) > num_ahead:
+            for output in self.scheduler.update(*self.under_way.popleft()):
+                self._take(output)
         stats = self.scheduler.take_stats()
         assert stats.num_preemptions or not passed_over, "a running sequence got no token though none was preempted"
         self.seen["preemption"] += stats.num_preemptions
@@ -203,9 +222,10 @@ class Simulation:
 
     def drain(self) -> None:
         """Run until nothing is left, and see that nothing is."""
-        limit = self.num_steps + sum(watched.num_most_steps for watched in self.requests.values())
-        while self.scheduler.has_work:
-            assert self.num_steps <= limit, "the requests do not come to an end"
+        limit = self.num_steps + 2 * self.setup.runs_ahead
+        limit += sum(watched.num_most_steps for watched in self.requests.values())
+        while self.scheduler.has_work or self.under_way:
+            assert self.setup.memory_failures or self.num_steps <= limit, "the requests do not come to an end"
             self.step()
         assert not self.requests, "a request was forgotten"
         assert self.cache.pool.num_used == self.cache.host_pool.num_used == 0
@@ -219,6 +239,15 @@ class Simulation:
                 tokens = min(max(seq.num_computed_tokens - i * size, 0), size)
                 filled[block] = max(filled.get(block, 0), tokens)
         return sum(filled.values())
+
+    def _withdraw(self, plan: StepPlan) -> None:
+        """The step failed for want of memory: its newest request ends, and nothing else is lost."""
+        scheduled = {seq.row: seq for seq in self.scheduler.running}
+        newest = max((scheduled[row] for row in plan.rows), key=lambda seq: (seq.key, seq.index))
+        for output in self.scheduler.withdraw(plan, FAILURE):
+            assert (output.request_id, output.finish_reason) == (newest.request.request_id, "error")
+        del self.requests[newest.request.request_id]
+        self.seen["withdrawn"] += 1
 
     def _take(self, output: SequenceOutput) -> None:
         """Compare what a sequence puts out with what it must."""
@@ -267,8 +296,9 @@ class Simulation:
             plan.rows, plan.num_computed, plan.num_tokens, plan.num_samples, strict=True
         ):
             seq = scheduled[row]
-            assert computed == seq.num_computed_tokens
-            is_complete = computed + count == seq.num_tokens
+            assert computed + count == seq.num_computed_tokens
+            num_tokens = seq.num_tokens - (samples if plan.runs_ahead else 0)
+            is_complete = computed + count == num_tokens
             assert is_complete or self.setup.enable_chunked_prefill, "a prompt was cut though chunked prefill is off"
             assert samples == ((1 if seq.beam is not None else seq.num_rows) if is_complete else 0)
 
@@ -394,9 +424,8 @@ class Device:
             self.table.tokens[row, position] = token
         sequences = {seq.row: seq for seq in self.simulation.scheduler.running}
         last_states = self._compute(plan, sequences)
-        counts = dict(zip(plan.rows, plan.num_tokens, strict=True))
         for seq in self.simulation.scheduler.live_sequences():
-            self._check_memory(seq, seq.num_computed_tokens + (counts.get(seq.row, 0) if seq.row is not None else 0))
+            self._check_memory(seq, min(seq.num_computed_tokens, len(seq.token_ids)))
         return self._sample(plan, sequences, last_states)
 
     def _move(self, pairs: list[tuple[int, int]], source: list[int], destination: list[int]) -> None:

@@ -116,7 +116,7 @@ def test_a_beam_that_is_preempted_leaves_the_others_waiting_for_it() -> None:
     for _ in range(30):
         plan = s.schedule()
         held += [seq for seq in s.live_sequences() if seq.is_held]
-        sampled = [seq for seq, samples in zip(s._scheduled, plan.num_samples, strict=True) if samples]
+        sampled = [seq for seq, samples in zip(s._under_way[-1], plan.num_samples, strict=True) if samples]
         result = offered(plan, *[{3: 0.6, 4: 0.3}] * len(sampled))
         s.update(plan, result)
         if not s.has_work:

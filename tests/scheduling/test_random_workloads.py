@@ -14,23 +14,23 @@ from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from tests.scheduling.simulation import Setup, Simulation, Workload
 
-SWITCHES = list(product(("fcfs", "priority"), ("recompute", "swap"), (True, False), (True, False)))
-OPERATIONS_EACH = 8000
+SWITCHES = list(product(("fcfs", "priority"), ("recompute", "swap"), (True, False), (True, False), (True, False)))
+OPERATIONS_EACH = 4000
 
 
 def test_the_default_run_makes_at_least_50_000_operations() -> None:
     assert len(SWITCHES) * OPERATIONS_EACH >= 50_000
 
 
-@pytest.mark.parametrize(("policy", "preemption_mode", "chunked", "caching"), SWITCHES)
+@pytest.mark.parametrize(("policy", "preemption_mode", "chunked", "caching", "ahead"), SWITCHES)
 def test_every_answer_is_that_of_a_standalone_run_and_nothing_is_lost(
-    policy: str, preemption_mode: str, chunked: bool, caching: bool
+    policy: str, preemption_mode: str, chunked: bool, caching: bool, ahead: bool
 ) -> None:
     rng = random.Random(f"{policy} {preemption_mode} {chunked} {caching}")
     num_operations = 0
     seen: dict[str, int] = {}
     while num_operations < OPERATIONS_EACH or (
-        num_operations < 4 * OPERATIONS_EACH and unseen(seen, preemption_mode, chunked, caching)
+        num_operations < 4 * OPERATIONS_EACH and unseen(seen, preemption_mode, chunked, caching, ahead)
     ):
         max_num_seqs = rng.choice([1, 3, 5, 8, 12])
         setup = Setup(
@@ -43,6 +43,8 @@ def test_every_answer_is_that_of_a_standalone_run_and_nothing_is_lost(
             preemption_mode=preemption_mode,
             enable_chunked_prefill=chunked,
             enable_prefix_caching=caching,
+            runs_ahead=ahead,
+            memory_failures=rng.choice([0, 0, 2]),
         )
         simulation = Simulation(setup)
         Workload(simulation, rng.randint).run(400)
@@ -52,20 +54,21 @@ def test_every_answer_is_that_of_a_standalone_run_and_nothing_is_lost(
             seen[what] = seen.get(what, 0) + count
     assert num_operations >= OPERATIONS_EACH
     # A workload that never preempts, forks or hits proves nothing.
-    assert not unseen(seen, preemption_mode, chunked, caching), f"what the workload has seen: {seen}"
+    assert not unseen(seen, preemption_mode, chunked, caching, ahead), f"what the workload has seen: {seen}"
     assert caching or not seen["prefix hit"]
 
 
-def unseen(seen: dict[str, int], preemption_mode: str, chunked: bool, caching: bool) -> set[str]:
+def unseen(seen: dict[str, int], preemption_mode: str, chunked: bool, caching: bool, ahead: bool) -> set[str]:
     """What a workload must exercise and has not."""
     wanted = {
         "preemption", "copy on write", "abort waiting", "abort running", "abort one of several", "abort an unborn fork",
         "prompt logprobs", "finish: stop", "finish: length", "finish: error",
-        "finish of a search", "held beam", "held beam preempted",
+        "finish of a search", "held beam", "held beam preempted", "withdrawn",
     }  # fmt: skip
     wanted |= {"swap", "swap back", "abort swapped"} if preemption_mode == "swap" else set()
     wanted |= {"chunk of a prompt"} if chunked else set()
     wanted |= {"prefix hit"} if caching else set()
+    wanted |= {"ahead"} if ahead else set()
     return {what for what in wanted if not seen.get(what)}
 
 
@@ -87,6 +90,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             preemption_mode=st.sampled_from(["recompute", "swap"]),
             enable_chunked_prefill=st.booleans(),
             enable_prefix_caching=st.booleans(),
+            runs_ahead=st.booleans(),
+            memory_failures=st.sampled_from([0, 0, 10]),
         )
     )
     def start(self, setup: Setup) -> None:

@@ -56,7 +56,7 @@ def result_of(plan: StepPlan, token: int = 7) -> StepResult:
 
 def step(s: Scheduler, token: int = 7) -> list[SequenceOutput]:
     plan = s.schedule()
-    return s.update(plan, result_of(plan, token))
+    return s.update(plan, result_of(plan, token)) if plan.rows else []
 
 
 def computed(s: Scheduler) -> dict[str, int]:
