@@ -28,6 +28,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.wire import StepOutputs, decode_core_message, encode_message
 from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
+from octavo.execution.executor import DoneStep
 from octavo.execution.step_batch import SequenceTable
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.metrics.prometheus import EngineMetrics
@@ -87,6 +88,8 @@ class NoModel:
     does between two real steps: they take several times as long then.
     """
 
+    runs_ahead = False
+
     def __init__(self, config: EngineConfig, token_ids: list[int], num_weight_bytes: int = 0) -> None:
         limits, max_model_len, block_size = config.scheduler, config.model.max_model_len, config.cache.block_size
         self.table = SequenceTable(limits.max_num_seqs, limits.max_num_batched_tokens, max_model_len, block_size)
@@ -100,15 +103,13 @@ class NoModel:
         self._logits = torch.zeros(0, self._vocab_size)
         self._weights = np.ones(num_weight_bytes // 8)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> DoneStep:
+        self.table.update(plan)
         for admission in plan.admissions:
-            self.table.admit(admission)
             self.sampling.admit(admission)
-        for row, position, block in plan.new_blocks:
-            self.table.blocks[row, position] = block
         self.table.build(plan)
         self.compute()
-        return self.sample()
+        return DoneStep(self.sample())
 
     def compute(self) -> None:
         self._weights.sum()
@@ -120,7 +121,7 @@ class NoModel:
             self._logits = torch.zeros(len(samples.rows), self._vocab_size)
         best = self.sampler.ops.argmax(self._logits)
         tokens, logprobs, _ = self.sampler.sample(self._logits, best, settings)
-        self.table.append(tokens)
+        self.table.append(samples, tokens)
         return StepResult(tokens.tolist(), logprobs)
 
 

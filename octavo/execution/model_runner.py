@@ -64,17 +64,13 @@ class ModelRunner:
                 destination.value[destination_blocks] = source.value[source_blocks]
 
     def _update_tables(self, plan: StepPlan) -> None:
+        self.table.update(plan)
         for admission in plan.admissions:
-            self.table.admit(admission)
             self.sampling.admit(admission)
             self._wants_prompt_logprobs.pop(admission.row, None)
             has_output = len(admission.token_ids) > admission.num_prompt_tokens
             if admission.params.prompt_logprobs is not None and not has_output:
                 self._wants_prompt_logprobs[admission.row] = admission.params.prompt_logprobs
-        for row, position, block in plan.new_blocks:
-            self.table.blocks[row, position] = block
-        for row, position, token in plan.new_tokens:
-            self.table.tokens[row, position] = token
 
     def _sample(self, logits: Tensor, best: Tensor) -> StepResult:
         """Draw the plan's samples and append the first of each row to the row's tokens."""
@@ -83,7 +79,7 @@ class ModelRunner:
             return StepResult(tokens=[])
         settings = self.sampling.build(samples.rows, samples.forks, samples.lengths, self.table.tokens)
         tokens, logprobs, errors = self.sampler.sample(logits, best, settings)
-        self.table.append(tokens)
+        self.table.append(samples, tokens)
         self.sampling.advance(samples.rows, samples.forks, tokens)
         return StepResult(
             tokens.tolist(), logprobs, errors={int(samples.rows[n]): message for n, message in errors.items()}

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.scheduling.plan import Admission, StepPlan
+from octavo.scheduling.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,23 @@ class Samples:
     lengths: NDArray[np.int64]  # tokens of the row before the sample
 
 
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """The arrays that `SequenceTable.gather` fills the beginnings of: `StepBatch`'s, as the host writes them."""
+
+    token_ids: NDArray[np.int32]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    slot_mapping: NDArray[np.int64]  # [T]
+    query_start_loc: NDArray[np.int32]  # [S + 1]
+    seq_lens: NDArray[np.int32]  # [S]
+    sample_rows: NDArray[np.int64]  # [N]
+
+
 class SequenceTable:
     """Tokens [max_num_seqs, max_model_len + 1] and blocks [max_num_seqs, max_blocks] of the running sequences.
 
-    The other arrays are a step's: `StepBatch` describes them, `build` fills their beginnings. They never move.
+    `arrays` and `block_tables` are a step's where the device reads the host's memory: `build` fills their beginnings.
+    They never move.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int) -> None:
@@ -55,13 +68,16 @@ class SequenceTable:
         # np.zeros commits no memory until a row is used.
         self.tokens: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.blocks: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.token_ids = np.zeros(max_num_batched_tokens, np.int32)
-        self.positions = np.zeros(max_num_batched_tokens, np.int64)
-        self.slot_mapping = np.zeros(max_num_batched_tokens, np.int64)
-        self.query_start_loc = np.zeros(max_num_seqs + 1, np.int32)
-        self.seq_lens = np.zeros(max_num_seqs, np.int32)
+        self.num_known = np.zeros(max_num_seqs, np.int64)  # leading tokens of each row that `tokens` holds
+        self.arrays = StepArrays(
+            token_ids=np.zeros(max_num_batched_tokens, np.int32),
+            positions=np.zeros(max_num_batched_tokens, np.int64),
+            slot_mapping=np.zeros(max_num_batched_tokens, np.int64),
+            query_start_loc=np.zeros(max_num_seqs + 1, np.int32),
+            seq_lens=np.zeros(max_num_seqs, np.int32),
+            sample_rows=np.zeros(max_num_seqs, np.int64),
+        )
         self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.sample_rows = np.zeros(max_num_seqs, np.int64)
         self._numbers = np.arange(max(max_num_batched_tokens, max_num_seqs) + 1)
         self._no_forks = np.zeros(max_num_seqs, np.int64)
         self._sizes: tuple[int, int, int] | None = None  # of the last batch; most steps have those of the step before
@@ -70,20 +86,38 @@ class SequenceTable:
 
     def full_batch(self) -> StepBatch:
         """The whole arrays that batches are the beginnings of: what a step is recorded with."""
-        return self._views(len(self.token_ids), len(self.seq_lens), len(self.sample_rows))
+        arrays = self.arrays
+        return self._views(len(arrays.token_ids), len(arrays.seq_lens), len(arrays.sample_rows))
 
-    def admit(self, admission: Admission) -> None:
-        row = admission.row
-        self.tokens[row, : len(admission.token_ids)] = admission.token_ids
-        self.blocks[row, : len(admission.block_table)] = admission.block_table
+    def update(self, plan: StepPlan) -> None:
+        """Take in the plan's admissions, new blocks and new tokens."""
+        for admission in plan.admissions:
+            row, num_tokens = admission.row, len(admission.token_ids)
+            self.tokens[row, :num_tokens] = admission.token_ids
+            self.blocks[row, : len(admission.block_table)] = admission.block_table
+            self.num_known[row] = num_tokens
+        for row, position, block in plan.new_blocks:
+            self.blocks[row, position] = block
+        for row, position, token in plan.new_tokens:
+            self.tokens[row, position] = token
+            self.num_known[row] = position + 1
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """Gather the scheduled rows of a plan whose admissions and new blocks have been applied."""
+        """Gather the scheduled rows of a plan that `update` has seen."""
+        self.gather(plan, self.arrays)
+        most_tokens = max(plan.num_computed) + max(plan.num_tokens)  # of the longest sequence, or a little more
+        width = -(-most_tokens // self.block_size)
+        num_seqs = len(plan.rows)
+        self.block_tables[:num_seqs, :width] = self.blocks[:, :width].take(plan.rows, 0)
+        return self._views(plan.total_tokens, num_seqs, len(self.samples.rows))
+
+    def gather(self, plan: StepPlan, into: StepArrays) -> NDArray[np.int64]:
+        """Fill the beginnings of `into` and set `samples`. Returns the row of each token [T]."""
         rows = np.array(plan.rows, np.int64)
         computed = np.array(plan.num_computed, np.int64)
         num_seqs, num_tokens = len(rows), plan.total_tokens
-        starts = self.query_start_loc[: num_seqs + 1]
-        positions = self.positions[:num_tokens]
+        starts = into.query_start_loc[: num_seqs + 1]
+        positions = into.positions[:num_tokens]
         if num_tokens == num_seqs:  # one token each
             starts[:] = self._numbers[: num_seqs + 1]
             seq_lens = computed + 1
@@ -95,15 +129,12 @@ class SequenceTable:
             seq_lens = computed + counts
             row_of = np.repeat(rows, counts)
             positions[:] = self._numbers[:num_tokens] + np.repeat(computed - starts[:-1], counts)
-        self.seq_lens[:num_seqs] = seq_lens
-        self.token_ids[:num_tokens] = self.tokens[row_of, positions]
+        into.seq_lens[:num_seqs] = seq_lens
+        into.token_ids[:num_tokens] = self.tokens[row_of, positions]
         places, offsets = np.divmod(positions, self.block_size)
-        slots = self.slot_mapping[:num_tokens]
+        slots = into.slot_mapping[:num_tokens]
         np.multiply(self.blocks[row_of, places], self.block_size, out=slots)
         slots += offsets
-        most_tokens = max(plan.num_computed) + max(plan.num_tokens)  # of the longest sequence, or a little more
-        width = -(-most_tokens // self.block_size)
-        self.block_tables[:num_seqs, :width] = self.blocks[:, :width].take(rows, 0)
         last_tokens = starts[1:] - 1
         if plan.num_samples.count(1) == num_seqs:
             self.samples = Samples(rows, self._no_forks[:num_seqs], seq_lens)
@@ -113,28 +144,30 @@ class SequenceTable:
             firsts = np.repeat(np.cumsum(num_samples) - num_samples, num_samples)
             forks = self._numbers[: len(firsts)] - firsts
             self.samples = Samples(np.repeat(rows, num_samples), forks, np.repeat(seq_lens, num_samples))
-        self.sample_rows[: len(last_tokens)] = last_tokens
-        return self._views(num_tokens, num_seqs, len(last_tokens))
+        into.sample_rows[: len(last_tokens)] = last_tokens
+        return row_of
 
-    def append(self, tokens: NDArray[np.int64]) -> None:
-        """Continue the rows of the last batch. Forks bring their tokens when they are admitted."""
-        rows, lengths, forks = self.samples.rows, self.samples.lengths, self.samples.forks
-        if forks.any():
-            continues = forks == 0
+    def append(self, samples: Samples, tokens: NDArray[np.int64]) -> None:
+        """Continue the rows that `tokens` [N] were sampled for. Forks bring their tokens when they are admitted."""
+        rows, lengths = samples.rows, samples.lengths
+        if samples.forks.any():
+            continues = samples.forks == 0
             rows, lengths, tokens = rows[continues], lengths[continues], tokens[continues]
         self.tokens[rows, lengths] = tokens
+        self.num_known[rows] = lengths + 1
 
     def _views(self, num_tokens: int, num_seqs: int, num_samples: int) -> StepBatch:
         sizes = num_tokens, num_seqs, num_samples
         if sizes != self._sizes:
             self._sizes = sizes
+            arrays = self.arrays
             self._batch = StepBatch(
-                token_ids=torch.from_numpy(self.token_ids[:num_tokens]),
-                positions=torch.from_numpy(self.positions[:num_tokens]),
-                slot_mapping=torch.from_numpy(self.slot_mapping[:num_tokens]),
-                query_start_loc=torch.from_numpy(self.query_start_loc[: num_seqs + 1]),
-                seq_lens=torch.from_numpy(self.seq_lens[:num_seqs]),
+                token_ids=torch.from_numpy(arrays.token_ids[:num_tokens]),
+                positions=torch.from_numpy(arrays.positions[:num_tokens]),
+                slot_mapping=torch.from_numpy(arrays.slot_mapping[:num_tokens]),
+                query_start_loc=torch.from_numpy(arrays.query_start_loc[: num_seqs + 1]),
+                seq_lens=torch.from_numpy(arrays.seq_lens[:num_seqs]),
                 block_tables=torch.from_numpy(self.block_tables[:num_seqs]),
-                sample_rows=torch.from_numpy(self.sample_rows[:num_samples]),
+                sample_rows=torch.from_numpy(arrays.sample_rows[:num_samples]),
             )
         return self._batch

@@ -94,16 +94,13 @@ def test_gathering_equals_building_the_batch_token_by_token(
 ) -> None:
     t = table()
     for plan, tokens, blocks in history:
-        for a in plan.admissions:
-            t.admit(a)
-        for row, position, block in plan.new_blocks:
-            t.blocks[row, position] = block
+        t.update(plan)
         assert_equal(t.build(plan), plan, tokens, blocks)
 
 
 def test_a_row_of_the_longest_length_has_room_for_its_last_sampled_token() -> None:
     t = table()
-    t.admit(admission(MAX_SEQS - 1, list(range(MAX_LEN)), list(range(MAX_BLOCKS))))
+    t.update(StepPlan(admissions=[admission(MAX_SEQS - 1, list(range(MAX_LEN)), list(range(MAX_BLOCKS)))]))
     t.tokens[MAX_SEQS - 1, MAX_LEN] = 5
     plan = StepPlan(rows=[MAX_SEQS - 1], num_computed=[0], num_tokens=[MAX_LEN], num_samples=[1])
     batch = t.build(plan)
@@ -113,7 +110,7 @@ def test_a_row_of_the_longest_length_has_room_for_its_last_sampled_token() -> No
 
 def test_batches_are_views_of_buffers_that_live_as_long_as_the_table() -> None:
     t = table()
-    t.admit(admission(0, [1, 2, 3], [4]))
+    t.update(StepPlan(admissions=[admission(0, [1, 2, 3], [4])]))
     plan = StepPlan(rows=[0], num_computed=[0], num_tokens=[3], num_samples=[1])
     first = t.build(plan)
     addresses = [x.data_ptr() for x in (first.token_ids, first.positions, first.slot_mapping, first.block_tables)]

@@ -415,13 +415,9 @@ class Device:
         self._move(plan.moves.swap_out, self.memory, self.host_memory)
         self._move(plan.moves.copy, self.memory, self.memory)
         self._move(plan.moves.swap_in, self.host_memory, self.memory)
+        self.table.update(plan)
         for admission in plan.admissions:
-            self.table.admit(admission)
             self.admissions[admission.row] = admission
-        for row, position, block in plan.new_blocks:
-            self.table.blocks[row, position] = block
-        for row, position, token in plan.new_tokens:
-            self.table.tokens[row, position] = token
         sequences = {seq.row: seq for seq in self.simulation.scheduler.running}
         last_states = self._compute(plan, sequences)
         for seq in self.simulation.scheduler.live_sequences():
