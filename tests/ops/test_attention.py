@@ -8,7 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import (
+
+from octavo import _cpu
+from octavo.errors import ConfigError
+from octavo.ops import cpu
+from tests.ops.kernel_cases import (
     CPU,
     DTYPES,
     Heads,
@@ -21,10 +25,6 @@ from kernel_cases import (
     random,
     reference_batch,
 )
-
-from octavo import _cpu
-from octavo.errors import ConfigError
-from octavo.ops import cpu
 
 ranges = st.lists(
     st.tuples(st.one_of(st.integers(1, 70), st.sampled_from([64, 127, 512, 513, 600])), st.integers(1, 100)),

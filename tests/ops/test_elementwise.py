@@ -6,7 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import (
+
+from octavo import _cpu
+from octavo.ops import cpu, torch_ref
+from tests.ops.kernel_cases import (
     DTYPES,
     Heads,
     assert_near,
@@ -17,9 +20,6 @@ from kernel_cases import (
     random,
     split_qkv,
 )
-
-from octavo import _cpu
-from octavo.ops import cpu, torch_ref
 
 widths = st.one_of(st.integers(1, 80), st.sampled_from([128, 576, 1000]))
 

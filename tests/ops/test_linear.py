@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import DTYPES, assert_near, assert_same_bits, generated, random
 
 from octavo import _cpu
 from octavo.ops import cpu, torch_ref
+from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated, random
 
 sizes = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 200, 577]))
 # Every row-tile height and its neighbours, and enough rows for several chunks of rows.

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from int_matrices import FORMATS, Format, pack, random_matrix, reference
-from kernel_cases import DTYPES, assert_near, assert_same_bits, generated, generated_few, random
 from torch import Tensor
 
 from octavo import _cpu
 from octavo.ops import cpu, torch_ref
+from tests.ops.int_matrices import FORMATS, Format, pack, random_matrix, reference
+from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated, generated_few, random
 
 sizes = st.one_of(st.integers(1, 140), st.sampled_from([192, 200, 577]))
 # Every row-tile height and its neighbours, and enough rows for several chunks of rows.

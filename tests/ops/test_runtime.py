@@ -9,10 +9,10 @@ import threading
 
 import pytest
 import torch
-from kernel_cases import assert_same_bits, random
 
 from octavo import _cpu
 from octavo.ops import cpu
+from tests.ops.kernel_cases import assert_same_bits, random
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:

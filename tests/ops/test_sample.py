@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import generated, random
 from torch import Tensor
 
 from octavo import _cpu
 from octavo.ops import cpu, torch_ref
+from tests.ops.kernel_cases import generated, random
 
 
 def settings(rows: int, width: int, seed: int) -> dict[str, Tensor]:
