@@ -1,0 +1,33 @@
+"""Every kernel is compiled for both compute capabilities, spills nothing and leaves room for enough warps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ops.triton.compiling import MAX_SHARED_BYTES, Case, Compiled, Failed, all_cases, compile_all
+
+CASES = all_cases()
+Results = tuple[list[Compiled], list[Failed]]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Results:
+    """All the cases that this run has chosen, compiled side by side."""
+    chosen = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    return compile_all({name: case for name, case in CASES.items() if name in chosen})
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"), [(name, capability) for name, case in CASES.items() for capability in case.capabilities]
+)
+def test_kernels_compile_and_fit(name: str, capability: int, results: Results) -> None:
+    case: Case = CASES[name]
+    compiled, failed = results
+    assert [f.error for f in failed if (f.case, f.capability) == (name, capability)] == []
+    kernels = [c for c in compiled if (c.case, c.capability) == (name, capability)]
+    assert kernels
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, f"registers are spilled: {kernel}"
+        assert kernel.registers <= case.max_registers, kernel
+        assert kernel.shared_bytes <= MAX_SHARED_BYTES[capability], kernel
+        assert kernel.warps_per_multiprocessor >= case.min_warps, f"{kernel.warps_per_multiprocessor} warps: {kernel}"
