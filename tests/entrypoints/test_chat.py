@@ -111,6 +111,37 @@ def test_no_top_logprobs_are_given_unless_asked(client: openai.OpenAI) -> None:
     assert all(token.top_logprobs == [] for token in content)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 1}, {"tools": [F], "tool_choice": "required"}, {"stop": "W"}],
+)
+def test_token_ids_come_when_asked_and_streams_have_the_same(
+    client: openai.OpenAI, engine: FakeEngine, fields: dict[str, Any]
+) -> None:
+    engine.answer = '[{"name": "f", "parameters": {"a": "Grüße, 世界"}}]' if "tools" in fields else "Grüße, Welt"
+    asked = {**fields, "extra_body": {"return_token_ids": True}}
+    whole = chat(client, **asked)
+    assert whole.prompt_token_ids == engine.seen[-1][0]
+    for choice in whole.choices:
+        text = engine.answer + str(choice.index or "")
+        every = [*engine.inputs.encode(text), engine.tokenizer.eos_token_id]
+        assert choice.token_ids == (every[: len("Grüße, W".encode())] if "stop" in fields else every)
+    token_ids: dict[int, list[int]] = {}
+    for chunk in chat(client, stream=True, **asked):
+        (choice,) = chunk.choices
+        if choice.delta.role:
+            assert (chunk.prompt_token_ids, choice.index in token_ids) == (whole.prompt_token_ids, False)
+        else:
+            assert not hasattr(chunk, "prompt_token_ids")
+        token_ids.setdefault(choice.index, []).extend(getattr(choice, "token_ids", []))
+    assert token_ids == {choice.index: choice.token_ids for choice in whole.choices}
+
+
+def test_answers_without_token_ids_do_not_mention_them(http: httpx.Client) -> None:
+    assert 'token_ids":[' not in http.post("/v1/chat/completions", json={"messages": [USER]}).text
+    assert "token_ids" not in http.post("/v1/chat/completions", json={"messages": [USER], "stream": True}).text
+
+
 def test_content_may_come_in_text_parts(client: openai.OpenAI, engine: FakeEngine) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     chat(client, messages=[{"role": "user", "content": parts}])

@@ -57,7 +57,7 @@ class _Job:
         if any(text in state.special_tokens for text in self._format.marks):
             params.skip_special_tokens = False  # they must be read
         self._readers: dict[int, AnswerReader] = {}
-        self._num_prompt = 0
+        self._prompt_token_ids: list[int] = []
         self._num_completion = 0
         self._num_cached = 0
 
@@ -66,7 +66,7 @@ class _Job:
         structure = self._params.structured_outputs
         grammar = grammar_maker(self._body, self._format, structure, self._state.special_tokens)
         # The template has put the special tokens in already.
-        token_ids, self._generator = await self._state.submit(
+        self._prompt_token_ids, self._generator = await self._state.submit(
             self._id,
             self._body,
             self._params,
@@ -74,7 +74,6 @@ class _Job:
             add_special_tokens=bool(self._body.add_special_tokens),
             grammar=grammar,
         )
-        self._num_prompt = len(token_ids)
 
     async def collect(self) -> ChatCompletionResponse:
         """The whole answer."""
@@ -96,6 +95,7 @@ class _Job:
             ],
             usage=self._usage(),
             prompt_logprobs=self._formatter.prompt(final.prompt_logprobs or []) if wants_prompt else None,
+            prompt_token_ids=self._prompt_token_ids if self._body.return_token_ids else None,
         )
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -110,7 +110,12 @@ class _Job:
             wants_usage=body.wants_usage,
         )
         # Nothing but text, which is what most chunks are.
-        plain = not body.logprobs and not body.wants_continuous_usage and self._format.is_plain
+        plain = (
+            not body.logprobs
+            and not body.wants_continuous_usage
+            and not body.return_token_ids
+            and self._format.is_plain
+        )
         begun = False
         try:
             async for output in self._generator:
@@ -136,32 +141,20 @@ class _Job:
 
     def _begin(self, writer: ChunkWriter, index: int) -> bytes:
         delta = b'"delta":' + encode_json({"role": self._role, "content": ""})
-        return writer.choice(index, delta, usage=self._usage_so_far())
+        prompt = b""
+        if self._body.return_token_ids:
+            prompt = b',"prompt_token_ids":' + encode_json(self._prompt_token_ids)
+        return writer.choice(index, delta, usage=self._usage_so_far(), chunk_fields=prompt)
 
     def _event(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:
-        """One chunk in full generality; empty when it would say nothing."""
-        if not self._format.is_plain:
-            return self._read_event(writer, completion)
+        """Chunks in full generality, one a delta, of which the last bears what else there is; empty when they would say
+        nothing."""
         logprobs = self._logprobs(completion)
-        if not completion.text and completion.finish_reason is None and (logprobs is None or not logprobs.content):
-            return b""
-        delta = {"content": completion.text} if completion.text or completion.finish_reason is None else {}
-        return writer.choice(
-            completion.index,
-            b'"delta":' + encode_json(delta),
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-            logprobs=None if logprobs is None else logprobs.model_dump_json().encode(),
-            usage=self._usage_so_far(),
-        )
-
-    def _read_event(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:
-        """The chunks of an answer that is not content alone, one a delta; the last bears what else there is."""
-        logprobs = self._logprobs(completion)
+        token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
         reader = self._readers.setdefault(completion.index, AnswerReader(self._format))
         deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
         if not deltas:
-            if completion.finish_reason is None and (logprobs is None or not logprobs.content):
+            if completion.finish_reason is None and not token_ids and (logprobs is None or not logprobs.content):
                 return b""
             deltas = [{}]
         *first, last = deltas
@@ -170,7 +163,7 @@ class _Job:
         chunks.append(
             writer.choice(
                 completion.index,
-                b'"delta":' + encode_json(last),
+                b'"delta":' + encode_json(last) + token_ids,
                 finish_reason=reader.finish_reason(completion.finish_reason),
                 stop_reason=completion.stop_reason,
                 logprobs=None if logprobs is None else logprobs.model_dump_json().encode(),
@@ -188,6 +181,7 @@ class _Job:
             logprobs=self._logprobs(completion),
             finish_reason=reader.finish_reason(completion.finish_reason) or "abort",
             stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if self._body.return_token_ids else None,
         )
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
@@ -199,7 +193,7 @@ class _Job:
         return self._usage().model_dump_json().encode() if self._body.wants_continuous_usage else None
 
     def _usage(self) -> Usage:
-        return make_usage(self._num_prompt, self._num_completion, self._num_cached)
+        return make_usage(len(self._prompt_token_ids), self._num_completion, self._num_cached)
 
 
 def render_messages(

@@ -245,6 +245,7 @@ class GenerationRequest(SamplingRequest):
     prompt_cache_key: Text | None = None
     # vLLM's.
     prompt_logprobs: Int | None = None
+    return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
     @model_validator(mode="after")
@@ -280,7 +281,6 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Int | None = None
     echo: bool | None = None
     logprobs: Int | None = None
-    return_token_ids: bool | None = None
 
     @property
     def only_prompt(self) -> bool:

@@ -43,8 +43,8 @@ class ChunkWriter:
         }
         self._head = b"data: " + encode_json(fields)[:-1] + b',"choices":['
         self._choice_heads: dict[int, bytes] = {}
-        self._tail = b'],"usage":null}\n\n' if wants_usage else b"]}\n\n"
-        self._plain_tail = b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._tail = b',"usage":null}\n\n' if wants_usage else b"}\n\n"
+        self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._tail
 
     def text(self, index: int, field: bytes) -> bytes:
         """The plain chunk of a running choice: `field` is its text or delta, encoded with its name."""
@@ -59,13 +59,15 @@ class ChunkWriter:
         stop_reason: int | str | None = None,
         logprobs: bytes | None = None,
         usage: bytes | None = None,
+        chunk_fields: bytes = b"",
     ) -> bytes:
-        """Any chunk of a choice; `logprobs` and `usage` are JSON."""
+        """Any chunk of a choice; `logprobs` and `usage` are JSON, `chunk_fields` what stands beside the choices, with a
+        comma before each."""
         rest = b',"logprobs":%b,"finish_reason":%b' % (logprobs or b"null", encode_json(finish_reason))
         if finish_reason is not None:
             rest += b',"stop_reason":' + encode_json(stop_reason)
-        tail = self._tail if usage is None else b'],"usage":' + usage + b"}\n\n"
-        return b"".join((self._choice_head(index), field, rest, b"}", tail))
+        tail = self._tail if usage is None else b',"usage":' + usage + b"}\n\n"
+        return b"".join((self._choice_head(index), field, rest, b"}]", chunk_fields, tail))
 
     def usage(self, usage: bytes) -> bytes:
         """The last chunk, which has no choices."""
