@@ -11,10 +11,8 @@ import jsonschema
 import pytest
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
-from octavo.entrypoints.openai.tools.forced import grammar_of_tools
 from octavo.errors import RequestError
 from tests.e2e.driving import run_arriving
-from tests.schemas import random_schema
 
 PERSON = {
     "type": "object",
@@ -39,41 +37,6 @@ def structured(temperature: float = 0.0, max_tokens: int = 900, **fields: Any) -
     names = StructuredOutputsParams.__struct_fields__
     wanted = StructuredOutputsParams(**{name: fields.pop(name) for name in names if name in fields})
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, structured_outputs=wanted, **fields)
-
-
-@pytest.mark.slow
-def test_two_hundred_random_schemas_are_followed(llm: LLM) -> None:
-    schemas = [random_schema(seed) for seed in range(200)]
-    params = [
-        structured(temperature=0.8 * (i % 2), seed=i, json=schema, disable_any_whitespace=i % 3 == 0)
-        for i, schema in enumerate(schemas)
-    ]
-    outputs = llm.generate(["A JSON object: "] * 200, params, use_tqdm=False)
-    for schema, output in zip(schemas, outputs, strict=True):
-        completion = output.outputs[0]
-        assert completion.finish_reason == "stop", (schema, completion.text)
-        value = json.loads(completion.text)
-        jsonschema.validate(
-            value, schema, jsonschema.Draft202012Validator,
-            format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
-        )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_two_hundred_random_functions_are_called_with_valid_arguments(llm: LLM) -> None:
-    tools = [{f"f{i}": random_schema(1000 + i), "other": random_schema(2000 + i)} for i in range(200)]
-    params = [
-        SamplingParams(
-            temperature=0.8 * (i % 2), seed=i, max_tokens=1000, grammar=grammar_of_tools(schemas, is_parallel=False)
-        )
-        for i, schemas in enumerate(tools)
-    ]
-    outputs = llm.generate(["Call a function: "] * 200, params, use_tqdm=False)
-    for schemas, output in zip(tools, outputs, strict=True):
-        completion = output.outputs[0]
-        assert completion.finish_reason == "stop", (schemas, completion.text)
-        (call,) = json.loads(completion.text)
-        jsonschema.validate(call["parameters"], schemas[call["name"]], jsonschema.Draft202012Validator)
 
 
 def test_every_kind_of_structure_is_followed_beside_free_text(llm: LLM) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -29,6 +31,13 @@ WEATHER: Any = {
         },
     },
 }
+FORMATS = jsonschema.FormatChecker(("ipv4", "uuid"))
+
+
+@FORMATS.checks("date", ValueError)
+def _is_date(value: object) -> bool:
+    """As RFC 3339 has it: with a year 0, which Python's calendar lacks, and which is a leap year as 2000 is."""
+    return not isinstance(value, str) or bool(datetime.date.fromisoformat(re.sub("^0000", "2000", value)))
 
 
 class Weather(pydantic.BaseModel):
@@ -99,27 +108,55 @@ def test_a_streamed_answer_equals_the_whole_one(client: openai.OpenAI, asked: di
         assert {choice.finish_reason for choice in whole.choices} == {"tool_calls"}
 
 
-def test_random_functions_that_must_be_called(server: Server) -> None:
-    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=280)
-    schemas = [random_schema(seed + 1000) for seed in range(12)]
+def ask_at_once(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
+    """The only choice of each chat, in their order."""
 
-    async def call(i: int) -> Any:
-        tool: Any = {"type": "function", "function": {"name": f"function_{i}", "parameters": schemas[i]}}
-        other: Any = {"type": "function", "function": {"name": "function", "parameters": schemas[i - 1]}}
-        return await client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "Go."}], tools=[tool, other], tool_choice="required",
-            parallel_tool_calls=False, temperature=0.8 * (i % 2), seed=i, max_tokens=1200,
-        )  # fmt: skip
+    async def ask_all() -> list[Any]:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=280) as client:
+            return await asyncio.gather(*(client.chat.completions.create(model=MODEL, **body) for body in bodies))
 
-    async def call_all() -> list[Any]:
-        return await asyncio.gather(*map(call, range(12)))
+    return [answer.choices[0] for answer in asyncio.run(ask_all())]
 
-    for i, answer in enumerate(asyncio.run(call_all())):
-        choice = answer.choices[0]
-        assert choice.finish_reason == "tool_calls", (schemas[i], choice)
-        (made,) = choice.message.tool_calls
-        schema = schemas[i] if made.function.name == f"function_{i}" else schemas[i - 1]
-        jsonschema.validate(json.loads(made.function.arguments), schema, jsonschema.Draft202012Validator)
+
+def test_two_hundred_random_schemas_are_followed(server: Server) -> None:
+    schemas = [random_schema(seed) for seed in range(200)]
+    asked: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": "JSON."}], "temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 900}
+        for i in range(200)
+    ]
+    for i, schema in enumerate(schemas):
+        if i % 3:
+            json_schema = {"name": "x", "schema": schema, "strict": True}
+            asked[i]["response_format"] = {"type": "json_schema", "json_schema": json_schema}
+        else:
+            asked[i]["extra_body"] = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
+    for schema, choice in zip(schemas, ask_at_once(server, asked), strict=True):
+        assert choice.finish_reason == "stop", (schema, choice)
+        jsonschema.validate(
+            json.loads(choice.message.content), schema, jsonschema.Draft202012Validator, format_checker=FORMATS
+        )
+    server.wait_until_idle()
+
+
+def test_two_hundred_random_functions_are_called_with_valid_arguments(server: Server) -> None:
+    schemas = [{f"f{i}": random_schema(1000 + i), "other": random_schema(2000 + i)} for i in range(200)]
+    asked = [
+        {
+            "messages": [{"role": "user", "content": "Go."}], "tool_choice": "required", "parallel_tool_calls": False,
+            "tools": [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in schemas[i].items()],
+            "temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 1000,
+            "extra_body": {"truncate_prompt_tokens": 32},  # to read the functions' descriptions would take a minute
+        }
+        for i in range(200)
+    ]  # fmt: skip
+    for known, choice in zip(schemas, ask_at_once(server, asked), strict=True):
+        assert choice.finish_reason == "tool_calls", (known, choice)
+        (call,) = choice.message.tool_calls
+        schema = known[call.function.name]
+        jsonschema.validate(
+            json.loads(call.function.arguments), schema, jsonschema.Draft202012Validator, format_checker=FORMATS
+        )
     server.wait_until_idle()
 
 
