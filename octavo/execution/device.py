@@ -88,7 +88,7 @@ class CudaStream:
 
 class CudaEvent:
     def __init__(self) -> None:
-        self.event = torch.cuda.Event(blocking=True)  # a host that waits does not spin: the server needs the processor
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a host that waits does not spin: the server needs the processor
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -101,10 +101,10 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", 0)
         torch.cuda.set_device(self.torch_device)
         self.name = torch.cuda.get_device_name(self.torch_device)
-        compute = torch.cuda.Stream(self.torch_device)
+        compute = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(compute)  # so that entering `compute` again changes nothing
         self.compute = CudaStream(compute)
-        self.copies = CudaStream(torch.cuda.Stream(self.torch_device))
+        self.copies = CudaStream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
         self._graph_memory = torch.cuda.graph_pool_handle()
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

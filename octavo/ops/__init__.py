@@ -197,6 +197,25 @@ class Ops(Protocol):
         """logits [S, V] float32 -> [S] int64; the lowest index wins a tie."""
         ...
 
+    def penalize(
+        self,
+        logits: Tensor,
+        samples: Tensor,
+        tokens: Tensor,
+        counts: Tensor,
+        repetition: Tensor,
+        frequency: Tensor,
+        presence: Tensor,
+    ) -> None:
+        """Make tokens that were seen less likely in logits [N, V] float32, in place.
+
+        Sample `samples[p]` has seen `tokens[p]` ([P] int64, each pair once) and has it `counts[p]` ([P] float32) times
+        in its output. Positive logits are divided by the sample's `repetition` [N] float32 and others multiplied with
+        it (Keskar et al. 2019); then `frequency` [N] times the count and, if that is not zero, `presence` [N] are
+        taken off (the OpenAI API's definition). All but `logits` may be on the host.
+        """
+        ...
+
     def sample(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor
     ) -> Tensor:
@@ -224,6 +243,20 @@ class Ops(Protocol):
         device: torch.device,
     ) -> LayerKVCache:
         """An uninitialised cache in this backend's layout. Pages that are never written cost no memory."""
+        ...
+
+
+class DeviceOps(Ops, Protocol):
+    """What a backend provides beyond that if its device is not the processor that Python runs on.
+
+    Nothing waits for the device, so that all of it can be captured in a graph; and tokens of a step whose slot is -1
+    and sequences of length 0, with which steps are padded to a graph's size, do nothing.
+    """
+
+    def mask_tokens(self, logits: Tensor, words: Tensor, samples: Tensor) -> None:
+        """Set logits [N, V] float32 of samples [M] int64 to -inf, in place, where the bit of words [M, W] int32 is 0.
+
+        Token t is bit t % 32 of word t // 32; 32 W ≥ V."""
         ...
 
 

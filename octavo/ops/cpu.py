@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -359,6 +360,16 @@ def argmax(logits: Tensor) -> Tensor:
     out = empty((rows,), torch.int64)
     _cpu.argmax(logits.data_ptr(), logits.stride(0), rows, width, out.data_ptr())
     return out
+
+
+def penalize(
+    logits: Tensor, samples: Tensor, tokens: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor,
+    presence: Tensor,
+) -> None:  # fmt: skip
+    rows, places, of = logits.numpy(), (samples.numpy(), tokens.numpy()), samples.numpy()
+    values, penalty, count = rows[places], repetition.numpy()[of], counts.numpy()
+    values = np.where(values > 0, values / penalty, values * penalty)
+    rows[places] = values - (frequency.numpy()[of] * count + presence.numpy()[of] * (count > 0))
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor) -> Tensor:

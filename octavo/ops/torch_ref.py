@@ -142,9 +142,10 @@ def rotary_and_cache(
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     query.copy_(_rotate(query, cos, sin))
     block_size = cache.key.shape[1]
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-    cache.key[block, offset] = _to_cache(_rotate(key, cos, sin), cache.key.dtype, cache.key_scale)
-    cache.value[block, offset] = _to_cache(value, cache.value.dtype, cache.value_scale)
+    has_slot = slot_mapping >= 0
+    block, offset = slot_mapping[has_slot] // block_size, slot_mapping[has_slot] % block_size
+    cache.key[block, offset] = _to_cache(_rotate(key, cos, sin)[has_slot], cache.key.dtype, cache.key_scale)
+    cache.value[block, offset] = _to_cache(value[has_slot], cache.value.dtype, cache.value_scale)
 
 
 def _to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -166,7 +167,7 @@ def paged_attention(
 ) -> Tensor:
     num_tokens, num_heads, head_size = query.shape
     group = num_heads // cache.key.shape[2]
-    out = torch.empty_like(query)
+    out = torch.zeros_like(query)
     for s, seq_len in enumerate(seq_lens.tolist()):
         start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
         blocks = block_tables[s, : -(-seq_len // cache.key.shape[1])].long()
@@ -187,6 +188,27 @@ def paged_attention(
 
 def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
+
+
+def penalize(
+    logits: Tensor,
+    samples: Tensor,
+    tokens: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    for s, t, count in zip(samples.tolist(), tokens.tolist(), counts.tolist(), strict=True):
+        logit = logits[s, t]
+        logits[s, t] = logit / repetition[s] if logit > 0 else logit * repetition[s]
+        logits[s, t] -= frequency[s] * count + presence[s] * (count > 0)
+
+
+def mask_tokens(logits: Tensor, words: Tensor, samples: Tensor) -> None:
+    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    is_allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    logits[samples] = logits[samples].masked_fill(~is_allowed, float("-inf"))
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor) -> Tensor:

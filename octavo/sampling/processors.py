@@ -5,20 +5,21 @@ The cost of a step follows the tokens that it touches: what can be worked out on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.ops import Ops
 from octavo.sampling.batch import RowSettings
 
 Special = list[tuple[int, RowSettings, NDArray[np.int32]]]
 _MASKED = float("-inf")
 
 
-def process_logits(logits: Tensor, special: Special) -> dict[int, str]:
+def process_logits(logits: Tensor, special: Special, ops: Ops) -> dict[int, str]:
     """Apply everything that `special` samples ask for to logits [N, V] float32, in place.
 
     Order: biases and allowed tokens, bad words, minimum length, penalties, then the request's own processors. Returns
@@ -27,12 +28,12 @@ def process_logits(logits: Tensor, special: Special) -> dict[int, str]:
     _add_bias(logits, special)
     _mask(logits, special, _bad_word_ends)
     _mask(logits, special, _early_stops)
-    _penalize(logits, special)
+    _penalize(logits, special, ops)
     return _run_callers_processors(logits, special)
 
 
 def _mask(logits: Tensor, special: Special, tokens_of: Callable[[RowSettings, NDArray[np.int32]], list[int]]) -> None:
-    samples, masked = _flatten([(n, tokens_of(settings, tokens)) for n, settings, tokens in special])
+    samples, masked = _flatten((n, tokens_of(settings, tokens)) for n, settings, tokens in special)
     if len(samples):
         logits[samples, masked] = _MASKED
 
@@ -57,21 +58,21 @@ def _early_stops(settings: RowSettings, tokens: NDArray[np.int32]) -> list[int]:
 def _add_bias(logits: Tensor, special: Special) -> None:
     for n, settings, _ in special:
         if (bias := settings.bias(logits.shape[1])) is not None:
-            logits[n] += bias
+            logits[n] += bias.to(logits.device)
 
 
-def _penalize(logits: Tensor, special: Special) -> None:
-    """Repetition over prompt and output, then frequency and presence over the output (the OpenAI API's definition)."""
-    rows = logits.numpy()
-    for n, settings, tokens in special:
-        if not settings.has_penalties:
-            continue
+def _penalize(logits: Tensor, special: Special, ops: Ops) -> None:
+    penalized = [(n, settings, tokens) for n, settings, tokens in special if settings.has_penalties]
+    if not penalized:
+        return
+    seen = [settings.seen_tokens(tokens) for _, settings, tokens in penalized]
+    samples, tokens = _flatten((n, distinct) for (n, _, _), (distinct, _) in zip(penalized, seen, strict=True))
+    penalties = np.zeros((3, len(logits)), np.float32)
+    for n, settings, _ in penalized:
         params = settings.params
-        seen, counts = settings.seen_tokens(tokens)
-        values = rows[n, seen]
-        if (penalty := params.repetition_penalty) != 1.0:
-            values = np.where(values > 0, values / penalty, values * penalty)
-        rows[n, seen] = values - (params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
+        penalties[:, n] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    counts = torch.from_numpy(np.concatenate([count for _, count in seen]))
+    ops.penalize(logits, samples, tokens, counts, *torch.from_numpy(penalties))
 
 
 def _run_callers_processors(logits: Tensor, special: Special) -> dict[int, str]:
@@ -89,8 +90,9 @@ def _run_callers_processors(logits: Tensor, special: Special) -> dict[int, str]:
     return errors
 
 
-def _flatten(pairs: list[tuple[int, list[int] | NDArray[np.int32]]]) -> tuple[Tensor, Tensor]:
+def _flatten(pairs: Iterable[tuple[int, list[int] | NDArray[np.int64]]]) -> tuple[Tensor, Tensor]:
     """[(sample, tokens)] -> sample of each token, token: two int64 tensors of the same length."""
+    pairs = list(pairs)
     samples = np.repeat(np.array([n for n, _ in pairs], np.int64), [len(tokens) for _, tokens in pairs])
     tokens = np.concatenate([np.asarray(tokens, np.int64) for _, tokens in pairs]) if pairs else samples
     return torch.from_numpy(samples), torch.from_numpy(tokens)

@@ -15,12 +15,12 @@ from torch import Tensor
 from octavo.engine.wire import TokenLogprobs
 from octavo.ops import Ops
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.beams import offers, score_beams
+from octavo.sampling.beams import best_tokens, offers, score_beams
+from octavo.sampling.logprobs import entries, measure
 from octavo.sampling.processors import process_logits
 from octavo.sampling.random import uniform
-from octavo.sampling_params import MAX_LOGPROBS
 
-_NOTHING_TO_CHOOSE = (
+NOTHING_TO_CHOOSE = (
     "no token could be chosen: allowed_token_ids, bad_words, min_tokens, structured_outputs and logits_processors "
     "together leave none with a finite logit."
 )
@@ -48,7 +48,7 @@ class Sampler:
         if batch.masks:
             self._follow_grammars(logits, best, batch)
         if batch.special:
-            errors = process_logits(logits, batch.special) | errors
+            errors = process_logits(logits, batch.special, self.ops) | errors
             best = self.ops.argmax(logits)
         errors = _nothing_to_choose(logits, best) | errors
         tokens: NDArray[np.int64] = best.numpy()
@@ -67,11 +67,12 @@ class Sampler:
             return tokens, None, errors
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if raw is not None:
-            found = token_logprobs(raw, tokens[wanted], batch.num_logprobs[wanted])
-            for n, entry in zip(wanted.tolist(), found, strict=True):
+            measured = token_logprobs(raw, tokens[wanted], batch.num_logprobs[wanted])
+            for n, entry in zip(wanted.tolist(), measured, strict=True):
                 logprobs[n] = entry
-        for n, entry in offers(logits, tokens.tolist(), batch.beams):
-            logprobs[n] = entry
+        for found in best_tokens(logits, batch.beams):
+            for n, entry in offers(*found):
+                logprobs[n] = entry
         return tokens, logprobs, errors
 
     def _follow_grammars(self, logits: Tensor, best: Tensor, batch: SamplingBatch) -> None:
@@ -95,25 +96,9 @@ def _nothing_to_choose(logits: Tensor, best: Tensor) -> dict[int, str]:
     highest = logits.numpy()[np.arange(len(best)), best.numpy()].tolist()
     if math.isfinite(sum(highest)):
         return {}
-    return {n: _NOTHING_TO_CHOOSE for n, logit in enumerate(highest) if not math.isfinite(logit)}
+    return {n: NOTHING_TO_CHOOSE for n, logit in enumerate(highest) if not math.isfinite(logit)}
 
 
 def token_logprobs(logits: Tensor, tokens: NDArray[np.int64], num_top: NDArray[np.int64]) -> list[TokenLogprobs]:
     """Log-probabilities of `tokens` [N] and of each row's `num_top` [N] most likely ones under logits [N, V]."""
-    logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(1, torch.from_numpy(tokens)[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
-    # Which of several equal tokens are in the top depends on how many are asked for: always ask for the same number.
-    top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]) if num_top.max() > 0 else 0, dim=-1)
-    return [
-        TokenLogprobs([token, *top_ids[:k]], [logprob, *top_values[:k]], rank)
-        for token, logprob, rank, top_ids, top_values, k in zip(
-            tokens.tolist(),
-            chosen[:, 0].tolist(),
-            ranks.tolist(),
-            top.indices.tolist(),
-            top.values.tolist(),
-            num_top.tolist(),
-            strict=True,
-        )
-    ]
+    return entries(measure(logits, torch.from_numpy(tokens), num_top).tensors, num_top)

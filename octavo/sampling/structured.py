@@ -96,18 +96,18 @@ class TokenMask:
     makes; whoever takes the most likely one mostly finds its bit set."""
 
     def __init__(self, words: NDArray[np.uint32], vocab_size: int) -> None:
-        self._words = words
+        self.words = words
         self._vocab_size = vocab_size
         self._tokens: NDArray[np.int64] | None = None  # in order: the allowed ones or the others, whichever are fewer
         self._are_allowed = False
 
     def allows(self, token: int) -> bool:
-        return bool(int(self._words[token >> 5]) >> (token & 31) & 1)
+        return bool(int(self.words[token >> 5]) >> (token & 31) & 1)
 
     def prepare(self) -> NDArray[np.int64]:
         """Work out the lists, which takes some tens of microseconds."""
         if self._tokens is None:
-            allowed = np.unpackbits(self._words.view(np.uint8), bitorder="little")[: self._vocab_size].view(bool)
+            allowed = np.unpackbits(self.words.view(np.uint8), bitorder="little")[: self._vocab_size].view(bool)
             self._are_allowed = 2 * int(np.count_nonzero(allowed)) <= self._vocab_size
             self._tokens = np.flatnonzero(allowed if self._are_allowed else ~allowed)
         return self._tokens

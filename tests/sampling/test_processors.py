@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.ops import cpu
 from octavo.sampling.batch import RowSettings, SamplingTable
 from octavo.sampling.processors import process_logits
 from octavo.sampling_params import SamplingParams
@@ -27,7 +28,7 @@ def process(rows: list[Row]) -> tuple[torch.Tensor, dict[int, str]]:
         (n, RowSettings(row.params, len(row.prompt), row.stop_token_ids), np.array(row.prompt + row.output, np.int32))
         for n, row in enumerate(rows)
     ]
-    return logits, process_logits(logits, special)
+    return logits, process_logits(logits, special, cpu)
 
 
 def naive(row: Row) -> list[float]:
@@ -186,7 +187,7 @@ def test_penalties_count_the_tokens_of_a_growing_sequence_once() -> None:
     for token in [4, 4, 3, 4, *range(V), 4]:
         row.output.append(token)
         logits = row.logits[None].clone()
-        process_logits(logits, [(0, settings_of_row, np.array(row.prompt + row.output, np.int32))])
+        process_logits(logits, [(0, settings_of_row, np.array(row.prompt + row.output, np.int32))], cpu)
         torch.testing.assert_close(logits[0], torch.tensor(naive(row)), rtol=1e-5, atol=1e-5)
 
 
@@ -195,7 +196,7 @@ def test_penalties_follow_a_sequence_with_many_different_tokens() -> None:
     params = SamplingParams(presence_penalty=1.0)
     tokens = np.arange(vocab_size, dtype=np.int32)[::-1].copy()
     logits = torch.zeros(1, vocab_size)
-    process_logits(logits, [(0, RowSettings(params, 300, []), tokens)])
+    process_logits(logits, [(0, RowSettings(params, 300, []), tokens)], cpu)
     assert (logits[0, :700] == -1).all()
     assert (logits[0, 700:] == 0).all()
 
