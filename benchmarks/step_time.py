@@ -25,7 +25,7 @@ import torch
 from octavo import _cpu
 from octavo.bench.plot import BLUE, GREEN, ORANGE, new_figure, save_figure
 from octavo.config import EngineArgs
-from octavo.execution.executor import LocalExecutor
+from octavo.execution.local_executor import LocalExecutor
 from octavo.models.decoder_config import DecoderConfig
 from octavo.ops import cpu
 from octavo.scheduling.plan import StepPlan

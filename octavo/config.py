@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from octavo.devices import why_not_cuda
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 from octavo.loading.checkpoint import Checkpoint, resolve
@@ -24,7 +26,9 @@ PreemptionMode = Literal["recompute", "swap"]
 DEFAULT_MAX_BATCHED_TOKENS = 2048
 # What a model's generation_config.json may say for requests that leave it out.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_QUANTIZATIONS = ("gguf", "int8")
+_QUANTIZATIONS = {"cpu": ("gguf", "int8"), "cuda": ("gguf", "int8", "fp8")}
+_BLOCK_SIZES = {"cpu": (8, 16, 32), "cuda": (8, 16, 32, 64, 128, 256)}
+_FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 GIB = 1 << 30
 
 
@@ -44,18 +48,20 @@ class EngineArgs(Flags):
         "stay as they are in bfloat16; float32 expands them and computes with float32 throughout, for reference.",
     )
     quantization: str | None = flag(
-        None, "How weights are held: 'int8' quantizes weights of floats as they are loaded; 'gguf' is for GGUF files, "
-        "which need no flag. Default: as the model's files have them.",
+        None, "How weights are held: 'int8' and, on GPUs, 'fp8' quantize weights of floats as they are loaded; 'gguf' "
+        "is for GGUF files, which need no flag. Default: as the model's files have them.",
     )  # fmt: skip
     generation_config: Literal["auto", "none", "vllm"] = flag(
         "auto", "Where sampling defaults come from: the model's generation_config, or ('none', 'vllm') Octavo's own."
     )
-    kv_cache_dtype: str = flag("auto", "Type of the KV cache; auto is the model's. FP8 is not built yet.")
+    kv_cache_dtype: str = flag(
+        "auto", "Type of the KV cache; auto is the model's. On GPUs also fp8, which is fp8_e4m3, and fp8_e5m2."
+    )
     max_model_len: int | None = flag(None, "Tokens of prompt and output together; default: the model's.", positive=True)
     gpu_memory_utilization: float = flag(0.90, "Share of a GPU's memory for weights, activations and KV cache.")
     cpu_memory_utilization: float = flag(0.30, "Share of the free RAM, after the weights, for the KV cache on CPU.")
     num_gpu_blocks_override: int | None = flag(None, "KV blocks to allocate, whatever the memory.", positive=True)
-    block_size: int = flag(16, "Tokens in a KV block: 8, 16 or 32.")
+    block_size: int = flag(16, "Tokens in a KV block: 8, 16 or 32; on GPUs up to 256.")
     swap_space: float = flag(4.0, "GiB of host memory for swapped requests, with --preemption-mode swap.")
     max_num_seqs: int = flag(256, "Sequences in a step at most.", positive=True)
     max_num_batched_tokens: int | None = flag(None, "Tokens in a step at most; default 2048.", positive=True)
@@ -67,7 +73,7 @@ class EngineArgs(Flags):
     seed: int | None = flag(None, "Seed of requests that bring none, and of dummy weights; default: not repeatable.")
     chat_template: str | None = flag(None, "File with a Jinja chat template, or the template; default: the model's.")
     trust_remote_code: bool = flag(False, "Run Python code that comes with a model. Not built yet.")
-    device: Device = flag("auto", "Where the model runs.")
+    device: Device = flag("auto", "Where the model runs; auto takes a CUDA device if there is one.")
     cpu_threads: int | None = flag(
         None, "Threads that compute on CPU; default: the cores of one NUMA node, within affinity and quota.",
         positive=True,
@@ -103,7 +109,8 @@ class EngineArgs(Flags):
 
         Raises `ConfigError` for a flag that cannot be honoured, `LoadError` for a model that cannot be found or read.
         """
-        self._check()
+        device = self._device()
+        self._check(device)
         # Imported here because it needs the groups below and most users of EngineArgs never get this far.
         from octavo.models.decoder_config import DecoderConfig
 
@@ -133,11 +140,12 @@ class EngineArgs(Flags):
                 f"--max-num-batched-tokens {budget} is less than --max-model-len {max_model_len}: a prompt that long "
                 "could never run. Raise it, or leave chunked prefill on."
             )
+        dtype = self._dtype(checkpoint, device)
         return EngineConfig(
             model=ModelConfig(
                 checkpoint=checkpoint,
                 served_model_names=list(self.served_model_name) or [checkpoint.name],
-                dtype=self._dtype(checkpoint),
+                dtype=dtype,
                 max_model_len=max_model_len,
                 vocab_size=decoder.vocab_size,
                 seed=self.seed,
@@ -152,6 +160,7 @@ class EngineArgs(Flags):
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 swap_space_bytes=int(self.swap_space * GIB),
                 enable_prefix_caching=self.enable_prefix_caching,
+                dtype=_FP8.get(self.kv_cache_dtype, dtype),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=min(self.max_num_seqs, budget),
@@ -161,18 +170,26 @@ class EngineArgs(Flags):
                 preemption_mode=self.preemption_mode,
                 check_invariants=self.check_invariants,
             ),
-            device="cpu",
+            device=device,
+            enforce_eager=self.enforce_eager,
             cpu_threads=self.cpu_threads,
             cpus=self._cpus(),
             log_stats=not self.disable_log_stats,
         )
 
-    def _check(self) -> None:
+    def _device(self) -> str:
+        if self.device == "auto":
+            return "cpu" if why_not_cuda() else "cuda"
+        if self.device == "cuda" and (reason := why_not_cuda()):
+            raise ConfigError(f"--device cuda: {reason}. Or use --device cpu.")
+        return self.device
+
+    def _check(self, device: str) -> None:
         self.check_flags()
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name must not be empty.")
-        if self.block_size not in (8, 16, 32):
-            raise ConfigError(f"--block-size must be 8, 16 or 32, got {self.block_size}.")
+        if self.block_size not in (sizes := _BLOCK_SIZES[device]):
+            raise ConfigError(f"--block-size must be {_listed(sizes, 'or')}{_on(device)}, got {self.block_size}.")
         for name in ("gpu_memory_utilization", "cpu_memory_utilization"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be in (0, 1], got {getattr(self, name)}.")
@@ -180,17 +197,15 @@ class EngineArgs(Flags):
             raise ConfigError(f"--swap-space must be 0 or more GiB, got {self.swap_space}.")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("--preemption-mode swap needs --swap-space above 0.")
-        if self.device == "cuda":
-            raise ConfigError("--device cuda is not built yet; use --device cpu.")
-        if self.dtype == "float16":
+        if self.dtype == "float16" and device == "cpu":
             raise ConfigError("--dtype float16 is not built for CPUs; use bfloat16 or float32.")
-        if self.quantization not in (None, *_QUANTIZATIONS):
+        if self.quantization not in (None, *(methods := _QUANTIZATIONS[device])):
             raise ConfigError(
-                f"--quantization {self.quantization} is not built yet; {' and '.join(_QUANTIZATIONS)} are. Leave it "
-                "out to serve the weights as they are."
+                f"--quantization {self.quantization} is not built yet{_on(device)}; {_listed(methods, 'and')} are. "
+                "Leave it out to serve the weights as they are."
             )
-        if self.kv_cache_dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not built yet; use auto.")
+        if self.kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16", *(_FP8 if device == "cuda" else ())):
+            raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not built yet{_on(device)}; use auto.")
         if self.trust_remote_code:
             raise ConfigError("--trust-remote-code is not built yet: Octavo runs no code from checkpoints.")
 
@@ -219,16 +234,26 @@ class EngineArgs(Flags):
         given = checkpoint.generation_config
         return {name: given[name] for name in _SAMPLING_DEFAULTS if isinstance(given.get(name), int | float)}
 
-    def _dtype(self, checkpoint: Checkpoint) -> str:
+    def _dtype(self, checkpoint: Checkpoint, device: str) -> str:
         dtype: str = self.dtype
         if dtype == "auto":
             stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-            dtype = "float32" if stored == "float32" else "bfloat16"
-        if self.kv_cache_dtype not in ("auto", dtype):
+            kept = ("float32", "float16") if device == "cuda" else ("float32",)
+            dtype = str(stored) if stored in kept else "bfloat16"
+        if self.kv_cache_dtype not in ("auto", dtype, *_FP8):
             raise ConfigError(
-                f"--kv-cache-dtype {self.kv_cache_dtype} with --dtype {dtype}: on CPUs both must be the same."
+                f"--kv-cache-dtype {self.kv_cache_dtype} with --dtype {dtype}: both must be the same, but for fp8."
             )
         return dtype
+
+
+def _listed(values: Iterable[object], conjunction: str) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} {conjunction} {last}"
+
+
+def _on(device: str) -> str:
+    return " on CPUs" if device == "cpu" else ""
 
 
 @dataclass(kw_only=True)
@@ -242,11 +267,11 @@ class ModelConfig:
 
     checkpoint: Checkpoint
     served_model_names: list[str]
-    dtype: str  # "float32" or "bfloat16"
+    dtype: str  # "float32", "bfloat16" or "float16", as torch has them
     max_model_len: int
     vocab_size: int
     seed: int | None
-    quantization: str | None = None  # "gguf" or "int8"
+    quantization: str | None = None  # "gguf", "int8" or "fp8"
     chat_template: str | None = None  # a file or a template, in the place of the model's own
     default_sampling_params: dict[str, Any] = field(default_factory=dict)  # for fields that a request leaves out
 
@@ -261,6 +286,7 @@ class CacheConfig:
     gpu_memory_utilization: float
     swap_space_bytes: int
     enable_prefix_caching: bool
+    dtype: str  # of the cache; the model's, or an eight-bit float's
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +308,8 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
-    device: str
+    device: str  # "cpu" or "cuda"
     log_stats: bool
+    enforce_eager: bool = False  # no captured graphs on a GPU
     cpu_threads: int | None = None  # None: as many as fit
     cpus: list[int] | None = None  # one for each thread

@@ -51,8 +51,20 @@ class Device(Protocol):
 
     name: str
     torch_device: torch.device
-    compute: Stream
-    copies: Stream
+
+    @property
+    def compute(self) -> Stream: ...
+
+    @property
+    def copies(self) -> Stream: ...
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """What is free, to whoever asks first, and what there is in all."""
+        ...
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """Do `work` and tell how much memory it took at its height, beyond what was in use before."""
+        ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory that the device can reach by itself, zeroed."""
@@ -106,6 +118,18 @@ class CudaDevice:
         self.compute = CudaStream(compute)
         self.copies = CudaStream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
         self._graph_memory = torch.cuda.graph_pool_handle()
+
+    def memory_bytes(self) -> tuple[int, int]:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.torch_device)
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_allocated(self.torch_device)
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(self.torch_device) - before
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)

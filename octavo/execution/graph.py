@@ -41,3 +41,21 @@ class StepGraph:
     def profile(self, num_tokens: int, num_seqs: int, num_samples: int) -> list[tuple[str, float]]:
         """The step that is in the buffers, call by call: (operation, nanoseconds)."""
         return self._program.profile(num_tokens, num_seqs, num_samples)
+
+
+class EagerStep:
+    """The same step, run call by call (`--enforce-eager`): for finding out which operation does what."""
+
+    def __init__(self, model: Decoder, ops: Ops, caches: list[LayerKVCache]) -> None:
+        self._model, self._ops, self._caches = model, ops, caches
+        self._hidden: Tensor
+
+    def run(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """As `StepGraph.run`."""
+        self._hidden = self._model.forward(batch, self._caches)
+        logits = self._model.logits(self._ops.take_rows(self._hidden, batch.sample_rows))
+        return logits, self._ops.argmax(logits)
+
+    def logits_of(self, first: int, count: int) -> Tensor:
+        """As `StepGraph.logits_of`."""
+        return self._model.logits(self._hidden[first : first + count])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.engine.wire import TokenLogprobs
-from octavo.execution.graph import StepGraph
+from octavo.execution.graph import EagerStep, StepGraph
 from octavo.execution.step_batch import SequenceTable, StepBatch
 from octavo.ops import LayerKVCache
 from octavo.sampling.batch import SamplingTable
@@ -24,7 +24,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        graph: StepGraph,
+        graph: StepGraph | EagerStep,
         table: SequenceTable,
         sampler: Sampler,
         caches: list[LayerKVCache],

@@ -125,6 +125,7 @@ class SequenceTable:
             positions[:] = computed
         else:
             counts = np.array(plan.num_tokens, np.int64)
+            starts[0] = 0
             np.cumsum(counts, out=starts[1:])
             seq_lens = computed + counts
             row_of = np.repeat(rows, counts)

@@ -8,7 +8,7 @@ tokens, samples that belong to nobody.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.execution.step_batch import StepArrays
 
 _ALIGNMENT = 16  # bytes, of each array
-_A = TypeVar("_A", Tensor, NDArray[np.generic])
+_A = TypeVar("_A", Tensor, NDArray[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class StepLayout:
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = end
 
-    def on_host(self, buffer: NDArray[np.uint8]) -> StepInputs[NDArray[np.generic]]:
+    def on_host(self, buffer: NDArray[np.uint8]) -> StepInputs[NDArray[Any]]:
         """The arrays in `buffer` [≥ num_bytes]."""
         return StepInputs(*(buffer[at : at + size].view(dtype) for at, size, dtype in self._places))
 
@@ -104,13 +104,13 @@ class StepLayout:
         return StepInputs(*(buffer[at : at + size].view(_TORCH[dtype]) for at, size, dtype in self._places))
 
 
-def step_arrays(inputs: StepInputs[NDArray[np.generic]]) -> StepArrays:
+def step_arrays(inputs: StepInputs[NDArray[Any]]) -> StepArrays:
     """What `SequenceTable.gather` fills."""
     arrays = inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.query_start_loc, inputs.seq_lens
-    return StepArrays(*arrays, inputs.sample_rows)  # type: ignore[arg-type]
+    return StepArrays(*arrays, inputs.sample_rows)
 
 
-def pad(inputs: StepInputs[NDArray[np.generic]], used: StepShape, nobody: int, nowhere: int) -> None:
+def pad(inputs: StepInputs[NDArray[Any]], used: StepShape, nobody: int, nowhere: int) -> None:
     """Fill what lies beyond the `used` beginnings. `nowhere` is a place of the block tables that no sequence reads."""
     for array in (inputs.positions, inputs.token_ids):
         array[used.num_tokens :] = 0

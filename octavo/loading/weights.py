@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,8 +28,10 @@ if TYPE_CHECKING:  # octavo.models imports this module
     from octavo.models.decoder_config import DecoderConfig
 
 GIB = 1 << 30
+QUANTIZED_AT_LOAD = {"int8": int8.FORMAT, "fp8": "FP8"}  # --quantization -> format of `QuantizedMatrix`
 # Pages of a mapped file count as the process's memory: after so many bytes they are let go of.
 _MAPPED_BYTES = 32 << 20
+_CPU = torch.device("cpu")
 _PROC_CGROUP = Path("/proc/self/cgroup")
 
 # In checkpoints but not part of a model here: rotary frequencies and masks are computed from the configuration.
@@ -56,17 +56,24 @@ class Weights(Protocol):
 
 
 def open_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, seed: int | None = None, quantization: str | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    seed: int | None = None,
+    quantization: str | None = None,
+    device: torch.device = _CPU,
 ) -> Weights:
-    """Open a checkpoint's weights. `seed` is that of dummy weights; without one they differ from run to run.
+    """Open a checkpoint's weights. `seed` is that of dummy weights, which are made on `device`; without one they differ
+    from run to run.
 
     Matrices of GGUF files keep their few bits, unless `dtype` is float32: that is the reference, which computes with
-    what the blocks stand for. With `quantization` "int8" matrices of floats are to be quantized as they are packed.
+    what the blocks stand for. With `quantization` "int8" or "fp8" matrices of floats are to be quantized as they are
+    packed.
     """
     if checkpoint.format == "dummy":
+        from octavo.loading.dummy_weights import DummyWeights
         from octavo.models.decoder_config import DecoderConfig
 
-        return DummyWeights(DecoderConfig.from_hf(checkpoint.config), dtype, seed, quantization)
+        return DummyWeights(DecoderConfig.from_hf(checkpoint.config), dtype, seed, quantization, device)
     tied = bool(checkpoint.config.get("tie_word_embeddings"))
     if checkpoint.format == "gguf":
         return GGUFWeights(checkpoint.weight_files, dtype, tied, quantization)
@@ -97,9 +104,9 @@ def weight_bytes(
 ) -> tuple[int, str]:
     """Bytes that the model's matrices take once they are packed, and in what they are held."""
     kind = str(dtype).removeprefix("torch.")
-    if quantization == "int8":
+    if quantization in QUANTIZED_AT_LOAD:
         num_bytes = decoder.num_weight_parameters() * int8.LAYOUT.packed_bytes(PANEL, BLOCK) // (PANEL * BLOCK)
-        return num_bytes, "int8"
+        return num_bytes, quantization
     if checkpoint.format != "gguf" or dtype is torch.float32:
         return decoder.num_weight_parameters() * dtype.itemsize, kind
     num_bytes, formats = 0, dict[str, None]()
@@ -198,8 +205,8 @@ class _FloatWeights(_FileWeights):
         return _float_tensor(self._stored(name, shape), name, self._source).to(self._dtype).contiguous()
 
     def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | QuantizedMatrix:
-        if self._quantization == "int8":
-            return _to_int8(_float_tensor(self._stored(name, shape), name, self._source))
+        if self._quantization in QUANTIZED_AT_LOAD:
+            return to_be_quantized(_float_tensor(self._stored(name, shape), name, self._source), self._quantization)
         return self.take(name, shape)
 
 
@@ -261,9 +268,9 @@ class GGUFWeights(_FileWeights):
         self._mapped_bytes = 0
         super().__init__(list(self._tensors), tied, files[0])
         quantized = {t.info.type.name for t in self._tensors.values()} - set(PLAIN_TYPES)
-        if quantization == "int8" and quantized:
+        if quantization in QUANTIZED_AT_LOAD and quantized:
             raise LoadError(
-                f"--quantization int8 quantizes weights of floats, but {files[0]} is quantized already "
+                f"--quantization {quantization} quantizes weights of floats, but {files[0]} is quantized already "
                 f"({', '.join(sorted(quantized))}); leave the flag out to serve it as it is."
             )
 
@@ -274,8 +281,8 @@ class GGUFWeights(_FileWeights):
         tensor = self._tensor(name, shape)
         tensor_type = tensor.info.type.name
         if plain := PLAIN_TYPES.get(tensor_type):
-            if self._quantization == "int8":
-                return _to_int8(packed_rows(self._file, tensor).view(plain))
+            if self._quantization in QUANTIZED_AT_LOAD:
+                return to_be_quantized(packed_rows(self._file, tensor).view(plain), self._quantization)
         elif self._dtype is not torch.float32:
             return QuantizedMatrix(tensor_type, packed_rows(self._file, tensor), shape)
         return dequantize(self._file, tensor, self._dtype)
@@ -295,75 +302,6 @@ class GGUFWeights(_FileWeights):
         # The mapping goes with the last tensor that aliases it; closing it by hand would pull it from under them.
         self._tensors = {}
         del self._file
-
-
-class DummyWeights:
-    """Random weights that depend on (seed, name, shape) only, for tests and benchmarks without a model's files."""
-
-    _STD = 0.02  # the initializer_range of most configurations
-    # Elements drawn at once: the values are drawn in float32 whatever the type, so that types differ by rounding only.
-    _CHUNK = 1 << 20
-
-    def __init__(
-        self, decoder: DecoderConfig, dtype: torch.dtype, seed: int | None, quantization: str | None = None
-    ) -> None:
-        self._decoder = decoder
-        self._dtype = dtype
-        self._quantization = quantization
-        self._seed = int.from_bytes(os.urandom(4)) if seed is None else seed
-
-    def __contains__(self, name: str) -> bool:
-        """Whether a checkpoint of this configuration would have the tensor."""
-        decoder, (*_, module, kind) = self._decoder, name.rsplit(".", 2)
-        if name == "lm_head.weight":
-            return not decoder.tie_word_embeddings
-        if module in ("q_norm", "k_norm"):
-            return decoder.qk_norm
-        if module in ("qkv_proj", "gate_up_proj"):
-            present = decoder.fused_projections
-        else:
-            present = not (
-                decoder.fused_projections and module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-            )
-        if kind == "bias":
-            if module in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
-                return present and decoder.qkv_bias
-            if module == "o_proj":
-                return decoder.output_bias
-            return present and decoder.mlp_bias and module in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-        return present
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self:
-            raise LoadError(f"dummy weights of this configuration have no tensor {name}.")
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self._dtype)
-        out = torch.empty(shape, dtype=self._dtype)
-        flat = out.view(-1)
-
-        def fill(start: int) -> None:
-            # crc32 rather than hash(), which differs between processes. torch's generator takes 32 bits of a seed only.
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name} {start}".encode()))
-            part = flat[start : start + self._CHUNK]
-            part.copy_(torch.empty(part.numel()).normal_(0.0, self._STD, generator=generator))
-
-        starts = range(0, flat.numel(), self._CHUNK)
-        if len(starts) == 1:
-            fill(0)
-        else:  # drawing is the slow part, and torch does it on one core
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(fill, starts))
-        return out
-
-    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | QuantizedMatrix:
-        tensor = self.take(name, shape)
-        return _to_int8(tensor) if self._quantization == "int8" else tensor
-
-    def check_all_taken(self) -> None:
-        """There is nothing that could be left."""
-
-    def close(self) -> None:
-        """There is nothing open."""
 
 
 def _load_pt(path: str) -> dict[str, Tensor]:
@@ -392,9 +330,9 @@ def _float_tensor(tensor: Tensor, name: str, source: str) -> Tensor:
     return tensor
 
 
-def _to_int8(tensor: Tensor) -> QuantizedMatrix:
+def to_be_quantized(tensor: Tensor, quantization: str) -> QuantizedMatrix:
     """Nothing is computed here: the packer quantizes as it reads."""
     if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         tensor = tensor.float()
     num_out, num_in = tensor.shape
-    return QuantizedMatrix(int8.FORMAT, tensor.contiguous(), (num_out, num_in))
+    return QuantizedMatrix(QUANTIZED_AT_LOAD[quantization], tensor.contiguous(), (num_out, num_in))

@@ -99,13 +99,21 @@ class Decoder:
     """token ids -> hidden states -> logits."""
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, ops: Ops, max_positions: int, dtype: torch.dtype
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        ops: Ops,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         self.config, self.ops, self.dtype = config, ops, dtype
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = ops.pack_linear([weights.take_matrix("model.embed_tokens.weight", shape)])
-        rotary = rotary_table(config.rope, max_positions)
-        unrotated = identity_table(config.rope.rotary_dim, max_positions) if any(config.no_rope_layers) else rotary
+        rotary = rotary_table(config.rope, max_positions).to(device)
+        unrotated = rotary
+        if any(config.no_rope_layers):
+            unrotated = identity_table(config.rope.rotary_dim, max_positions).to(device)
         self.blocks = [
             DecoderBlock(
                 config,

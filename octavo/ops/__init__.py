@@ -20,8 +20,6 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError
-
 
 @dataclass(frozen=True, slots=True)
 class LayerKVCache:
@@ -260,13 +258,11 @@ class DeviceOps(Ops, Protocol):
         ...
 
 
-def load(device: str, cpu_threads: int | None = None, cpus: list[int] | None = None) -> Ops:
-    """The backend for a device ("cpu"), and how many threads compute, on which processors.
+def load(cpu_threads: int | None = None, cpus: list[int] | None = None) -> Ops:
+    """The native backend, and how many threads compute, on which processors.
 
-    Raises `ConfigError` for a device that Octavo does not serve yet, and for threads that this process cannot have.
+    Raises `ConfigError` for threads that this process cannot have.
     """
-    if device != "cpu":
-        raise ConfigError(f"device {device!r} is not built yet; use --device cpu.")
     backend = import_module("octavo.ops.cpu")
     backend.use_threads(cpu_threads, cpus)
     return cast(Ops, backend)

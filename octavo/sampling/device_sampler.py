@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class Drawn:
         return found, errors
 
 
-def fill(inputs: StepInputs[NDArray[np.generic]], batch: SamplingBatch) -> None:
+def fill(inputs: StepInputs[NDArray[Any]], batch: SamplingBatch) -> None:
     """Write what `draw` needs of the batch into the step's inputs."""
     count = len(batch.temperature)
     inputs.temperature[:count] = batch.temperature

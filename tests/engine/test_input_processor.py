@@ -26,7 +26,7 @@ def model(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def engine_config(model: ModelConfig) -> EngineConfig:
-    cache = CacheConfig(16, None, 0.3, 0.9, 0, True)
+    cache = CacheConfig(16, None, 0.3, 0.9, 0, True, "bfloat16")
     return EngineConfig(model, cache, SchedulerConfig(8, 256, True, "fcfs", "recompute"), "cpu", False)
 
 

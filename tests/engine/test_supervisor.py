@@ -36,7 +36,7 @@ def with_engine(tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     checkpoint = Checkpoint("stub", "dummy", str(tiny_tokenizer), [], str(tiny_tokenizer), {})
     config = EngineConfig(
         model=ModelConfig(checkpoint, ["stub"], "float32", 64, 259, None),
-        cache=CacheConfig(16, None, 0.3, 0.9, 0, True),
+        cache=CacheConfig(16, None, 0.3, 0.9, 0, True, "bfloat16"),
         scheduler=SchedulerConfig(8, 256, True, "fcfs", "recompute"),
         device="cpu",
         log_stats=False,

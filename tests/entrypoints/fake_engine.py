@@ -42,7 +42,7 @@ class FakeEngine:
         model = ModelConfig(checkpoint, [MODEL, "alias"], "float32", MAX_MODEL_LEN, 259, None)
         self.config = EngineConfig(
             model=model,
-            cache=CacheConfig(16, None, 0.3, 0.9, 0, True),
+            cache=CacheConfig(16, None, 0.3, 0.9, 0, True, "bfloat16"),
             scheduler=SchedulerConfig(8, 256, True, "fcfs", "recompute"),
             device="cpu",
             log_stats=False,

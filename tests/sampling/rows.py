@@ -52,7 +52,7 @@ def sample(rows: list[Row]) -> Samples:
     lengths = np.array([len(row.prompt) + len(row.output) for row in rows], np.int64)
     batch = table.build(places, np.zeros(len(rows), np.int64), lengths, tokens)
     logits = torch.stack([row.logits for row in rows])
-    drawn, logprobs, errors = Sampler(ops.load("cpu")).sample(logits, logits.argmax(-1), batch)
+    drawn, logprobs, errors = Sampler(ops.load()).sample(logits, logits.argmax(-1), batch)
     return Samples(drawn.tolist(), logprobs or [None] * len(rows), errors)
 
 

@@ -112,7 +112,7 @@ def run_requests(
     )  # fmt: skip
     scheduler = Scheduler(config, KVCacheManager(num_blocks, 4, 0, True))
     table = SequenceTable(config.max_num_seqs, budget, 128, 4)
-    runner = ModelRunner(cast(Any, TableModel()), table, Sampler(ops.load("cpu")), [], [])
+    runner = ModelRunner(cast(Any, TableModel()), table, Sampler(ops.load()), [], [])
     for name, one in params.items():
         scheduler.add(EngineRequest(name, prompts[name], one, [], one.max_tokens or 1, 0.0))
     tokens: dict[str, dict[int, list[int]]] = {name: {} for name in params}

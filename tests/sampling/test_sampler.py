@@ -247,7 +247,7 @@ def test_the_first_tokens_of_forks_are_those_that_their_own_rows_would_draw() ->
     table.admit(Admission(1, [3, 4], 2, [], SamplingParams(n=count), [], 9, 0))
     rows = np.full(count, 1, np.int64)
     batch = table.build(rows, np.arange(count), np.full(count, 2, np.int64), np.zeros((2, 4), np.int32))
-    drawn, _, _ = Sampler(ops.load("cpu")).sample(logits.repeat(count, 1), logits.argmax(-1).repeat(count), batch)
+    drawn, _, _ = Sampler(ops.load()).sample(logits.repeat(count, 1), logits.argmax(-1).repeat(count), batch)
     assert drawn.tolist() == [sample([Row(logits, seed=9, index=index)]).tokens[0] for index in range(count)]
     assert len(set(drawn.tolist())) > count // 2
 

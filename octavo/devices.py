@@ -1,0 +1,46 @@
+"""Which devices this machine has, found out without importing torch: a server asks before it starts a core."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@cache
+def num_cuda_devices() -> int:
+    """CUDA devices that the driver shows to this process; CUDA_VISIBLE_DEVICES counts. 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+@cache
+def why_not_cuda() -> str | None:
+    """What stands between this process and a CUDA device, and what to do about it; None if nothing does."""
+    if num_cuda_devices() == 0:
+        return "no CUDA device was found: the driver (libcuda.so.1) is missing or shows none"
+    if not _torch_has_cuda():
+        return "the installed torch was built without CUDA; install a CUDA build of it (https://pytorch.org)"
+    if find_spec("triton") is None:
+        return "the package triton is missing; install octavo[cuda]"
+    return None
+
+
+def _torch_has_cuda() -> bool:
+    """As torch/version.py says. Importing torch would take seconds."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return False
+    return re.search(r"^cuda\b[^=\n]*=\s*['\"]", text, re.MULTILINE) is not None

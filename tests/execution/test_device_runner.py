@@ -1,0 +1,166 @@
+"""The device's runner gives the answers of the CPU's, on a device that is as late as a device can be.
+
+Both sides are whole engine cores on the same small random model in float32: the CPU's native kernels, which wait for
+each step, and the reference operations behind `LateDevice`, one step ahead, with and without graphs, swapping, forks,
+beams, grammars and steps that find no memory.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from transformers import LlamaConfig
+
+from octavo.config import EngineArgs, EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.engine.wire import EngineRequest, SequenceOutput
+from octavo.execution.device_executor import DeviceExecutor
+from octavo.ops import torch_ref
+from octavo.sampling_params import SamplingParams
+from tests.execution.late_device import LateDevice
+
+VOCAB = 320
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, bos_token_id=1, eos_token_id=EOS,
+        pad_token_id=0, architectures=["LlamaForCausalLM"], tie_word_embeddings=False, dtype="float32",
+    ).save_pretrained(folder)  # fmt: skip
+    for file in tiny_tokenizer.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def config_of(model: Path, **flags: Any) -> EngineConfig:
+    defaults = {
+        "load_format": "dummy", "dtype": "float32", "seed": 3, "max_num_seqs": 6, "max_num_batched_tokens": 24,
+        "max_model_len": 96, "block_size": 8, "num_gpu_blocks_override": 30, "check_invariants": True, "device": "cpu",
+        "swap_space": 0.001,
+    }  # fmt: skip
+    return EngineArgs(model=str(model), **(defaults | flags)).create_engine_config()
+
+
+def requests(seed: int, num: int = 14, **fixed: Any) -> list[EngineRequest]:
+    """Prompts that begin alike, with settings that exercise every way of drawing a token."""
+    rng = random.Random(seed)
+    document = [rng.randrange(3, VOCAB) for _ in range(60)]
+    found = []
+    for i in range(num):
+        prompt = document[: rng.randrange(1, 50)] + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 6))]
+        max_tokens = rng.randrange(1, 24)
+        settings: dict[str, Any] = rng.choice(
+            [
+                {},
+                {},
+                {"temperature": 0.9, "seed": i},
+                {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": i},
+                {"logprobs": 3},
+                {"prompt_logprobs": 2, "temperature": 0.5, "seed": i},
+                {"n": 3, "temperature": 1.0, "seed": i},
+                {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2},
+                {"min_tokens": 5, "bad_words_token_ids": [[7], [8, 9]]},
+                {"logit_bias": {5: 3.0, 6: -2.0}, "temperature": 1.0, "seed": i},
+                {"n": 2, "use_beam_search": True},
+                {"ignore_eos": True},
+            ]
+        )
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens} | settings | fixed))
+        found.append(EngineRequest(f"r{i}", prompt, params, [EOS], max_tokens, 0.0))
+    return found
+
+
+def run(core: EngineCore, todo: list[EngineRequest], seed: int = 0) -> dict[tuple[str, int], list[SequenceOutput]]:
+    """All outputs by sequence. Requests come in between steps."""
+    rng = random.Random(seed)
+    todo = list(todo)
+    found: dict[tuple[str, int], list[SequenceOutput]] = {}
+    for _ in range(2000):
+        while todo and rng.random() < 0.4:
+            core.add(todo.pop(0))
+        if not core.has_work and not todo:
+            break
+        for output in core.step().outputs:
+            found.setdefault((output.request_id, output.index), []).append(output)
+    assert not core.has_work
+    assert core.scheduler.cache.pool.num_used == core.scheduler.cache.host_pool.num_used == 0
+    return found
+
+
+def told(outputs: list[SequenceOutput]) -> dict[str, Any]:
+    """What a user sees of a sequence: tokens, why it ended, and which tokens it was told the likelihood of."""
+    logprobs = [entry for output in outputs for entry in output.logprobs or []]
+    prompt = [entry for output in outputs for entry in output.prompt_logprobs or []]
+    return {
+        "tokens": [token for output in outputs for token in output.token_ids],
+        "end": (outputs[-1].finish_reason, outputs[-1].stop_reason, outputs[-1].error),
+        "logprobs": [entry.token_ids for entry in logprobs],
+        "prompt": [entry.token_ids for entry in prompt],
+        "values": [round(value, 3) for entry in logprobs + prompt for value in entry.logprobs],
+    }
+
+
+def device_core(config: EngineConfig, device: LateDevice) -> EngineCore:
+    return EngineCore(config, DeviceExecutor(config, device, cast(Any, torch_ref)))
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "call by call": {"enforce_eager": True},
+    "few blocks": {"num_gpu_blocks_override": 13},
+    "few blocks, swapped": {"num_gpu_blocks_override": 13, "preemption_mode": "swap"},
+    "no prefix cache": {"enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_answer_is_the_cpus(model: Path, flags: dict[str, Any], seed: int) -> None:
+    config = config_of(model, **flags)
+    device = LateDevice(seed)
+    core = device_core(config, device)
+    found = run(core, requests(seed), seed)
+    expected = run(EngineCore(config), requests(seed), seed)
+    assert {key: told(outputs) for key, outputs in found.items()} == {
+        key: told(outputs) for key, outputs in expected.items()
+    }
+    assert (device.num_replays > 0) != config.enforce_eager
+    num_preemptions = sum(outputs[-1].num_preemptions for outputs in found.values())
+    assert num_preemptions or "num_gpu_blocks_override" not in flags
+
+
+def test_plain_requests_are_computed_one_step_ahead(model: Path) -> None:
+    core = device_core(config_of(model), LateDevice(0))
+    todo = requests(5, ignore_eos=True, max_tokens=20, temperature=0.0)
+    seen_ahead = 0
+    for request in [r for r in todo if r.params == SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)]:
+        request.max_tokens = 20
+        core.add(request)
+    while core.has_work:
+        core.step()
+        seen_ahead += len(core._under_way) == 1
+    assert seen_ahead > 20
+
+
+def test_a_step_without_memory_ends_its_newest_request_and_no_other(model: Path) -> None:
+    config = config_of(model)
+    device = LateDevice(1)
+    core = device_core(config, device)
+    expected = {key: told(outputs) for key, outputs in run(core, requests(2), 2).items()}
+    device._memory_failures = 0.01
+    found = {key: told(outputs) for key, outputs in run(core, requests(2), 2).items()}
+    assert device.num_failures > 3
+    failed = {key for key, outcome in found.items() if outcome["end"][0] == "error"}
+    assert 0 < len({request_id for request_id, _ in failed}) <= device.num_failures
+    for key in found.keys() - failed:
+        assert found[key] == expected[key]
+    for key in failed:
+        assert "ran out of device memory" in found[key]["end"][2]
+    assert found.keys() | failed >= {key for key in expected if key[1] == 0}
