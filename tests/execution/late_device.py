@@ -95,7 +95,7 @@ class LateDevice:
 
     def __init__(self, seed: int, memory_failures: float = 0.0) -> None:
         self._random = random.Random(seed)
-        self._memory_failures = memory_failures
+        self.memory_failures = memory_failures
         self.compute, self.copies = LateStream(self), LateStream(self)
         self.graph_outputs: list[tuple[Tensor, ...]] = []
         self.num_replays = 0
@@ -128,7 +128,7 @@ class LateDevice:
             assert any(stream.step() for stream in streams), "the streams wait for each other"
 
     def maybe_fail(self) -> None:
-        if self._random.random() < self._memory_failures:
+        if self._random.random() < self.memory_failures:
             self.num_failures += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -8,6 +8,7 @@ beams, grammars and steps that find no memory.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,7 +49,7 @@ def config_of(model: Path, **flags: Any) -> EngineConfig:
     return EngineArgs(model=str(model), **(defaults | flags)).create_engine_config()
 
 
-def requests(seed: int, num: int = 14, **fixed: Any) -> list[EngineRequest]:
+def requests(seed: int, num: int = 20, **fixed: Any) -> list[EngineRequest]:
     """Prompts that begin alike, with settings that exercise every way of drawing a token."""
     rng = random.Random(seed)
     document = [rng.randrange(3, VOCAB) for _ in range(60)]
@@ -66,10 +67,13 @@ def requests(seed: int, num: int = 14, **fixed: Any) -> list[EngineRequest]:
                 {"prompt_logprobs": 2, "temperature": 0.5, "seed": i},
                 {"n": 3, "temperature": 1.0, "seed": i},
                 {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2},
-                {"min_tokens": 5, "bad_words_token_ids": [[7], [8, 9]]},
+                {"min_tokens": min(5, max_tokens), "bad_words_token_ids": [[7], [8, 9]]},
                 {"logit_bias": {5: 3.0, 6: -2.0}, "temperature": 1.0, "seed": i},
                 {"n": 2, "use_beam_search": True},
                 {"ignore_eos": True},
+                # Ends that nobody foresees, while the next step is under way.
+                {"stop_token_ids": list(range(3, 60))},
+                {"stop_token_ids": list(range(3, 60)), "temperature": 1.0, "seed": i},
             ]
         )
         params = SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens} | settings | fixed))
@@ -138,25 +142,27 @@ def test_every_answer_is_the_cpus(model: Path, flags: dict[str, Any], seed: int)
 
 def test_plain_requests_are_computed_one_step_ahead(model: Path) -> None:
     core = device_core(config_of(model), LateDevice(0))
-    todo = requests(5, ignore_eos=True, max_tokens=20, temperature=0.0)
-    seen_ahead = 0
-    for request in [r for r in todo if r.params == SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)]:
-        request.max_tokens = 20
-        core.add(request)
+    for i in range(3):
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        core.add(EngineRequest(f"r{i}", [5, 6, 7 + i], params, [EOS], 20, 0.0))
+    num_steps = num_ahead = 0
     while core.has_work:
         core.step()
-        seen_ahead += len(core._under_way) == 1
-    assert seen_ahead > 20
+        num_steps += 1
+        num_ahead += len(core._under_way) == 1
+    assert (num_steps, num_ahead) == (21, 20)
 
 
-def test_a_step_without_memory_ends_its_newest_request_and_no_other(model: Path) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_without_memory_ends_its_newest_request_and_no_other(model: Path, seed: int) -> None:
+    device = LateDevice(seed)
     config = config_of(model)
-    device = LateDevice(1)
-    core = device_core(config, device)
-    expected = {key: told(outputs) for key, outputs in run(core, requests(2), 2).items()}
-    device._memory_failures = 0.01
-    found = {key: told(outputs) for key, outputs in run(core, requests(2), 2).items()}
-    assert device.num_failures > 3
+    # A new block for each token: what the device was not told must reach it with a later step.
+    core = device_core(replace(config, cache=replace(config.cache, block_size=1, num_blocks_override=400)), device)
+    expected = {key: told(outputs) for key, outputs in run(core, requests(seed), seed).items()}
+    device.memory_failures = 0.03
+    found = {key: told(outputs) for key, outputs in run(core, requests(seed), seed).items()}
+    assert device.num_failures > 0
     failed = {key for key, outcome in found.items() if outcome["end"][0] == "error"}
     assert 0 < len({request_id for request_id, _ in failed}) <= device.num_failures
     for key in found.keys() - failed:
