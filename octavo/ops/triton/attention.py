@@ -1,0 +1,438 @@
+"""Paged attention: one launch for any mix of prefill and decode rows, whatever their lengths.
+
+A tile of work has the query heads of one key/value head for as many tokens as fill a tensor-core tile, so that grouped
+heads share what is loaded. It passes over the keys as online softmax does (Milakov & Gimelshein 2018; Dao et al. 2022).
+
+*Reduction.* Keys are cut into splits at fixed places (`_split_begin`). Each split is summed from scratch, tile by tile,
+and the splits are merged in their order. Few rows with many keys (decode) let one program sum each split, and the last
+of them to finish merges (FlashDecoding: Dao et al. 2023); all other tiles merge as they go, with the same arithmetic.
+So nothing but its own position decides how a row is summed, and the kernel may choose freely who does it.
+
+*Work.* Programs stay on their multiprocessor and fetch tiles of work until there are none. Each derives the list from
+the lengths on the device: no plan is made on the host, a captured graph follows the lengths of the batch that it is
+replayed with, and wide block tables cost nothing while sequences are short.
+
+*Limits.* A decode row reads 2 * D * bytes a key and key/value head and does 4 * D * group operations with them: 4 a
+byte for a group of 4 in bfloat16, where an H100 can do 300. Even the 64 rows that its tensor cores are given at least
+keep them busy for a quarter of the time that the bytes take, and the softmax of these rows takes about as long beside
+it. Two programs a multiprocessor with 32 KiB or more in flight each are three times the latency of memory times its
+bandwidth (20 KiB a multiprocessor), so large batches should read at 80 to 90% of the rate of a copy. Prefill does
+2 * BLOCK_M operations a byte that it loads: 128 rows ask 3 TB/s of the L2 cache at 400 Tflop/s, 64 more than it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops import LayerKVCache
+from octavo.ops.triton import launch
+
+SPLIT_KEYS = 256  # of the first splits; a multiple of every BLOCK_N
+_SPLITS_PER_LEVEL = tl.constexpr(16)  # then their size doubles: 128k keys are 81 splits, the last ones of 8192
+_NUM_LEVELS = tl.constexpr(12)  # enough for 16M keys
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+_WORKSPACE_FLOATS = 8 << 20  # sequences that find no room here are not split
+_MIN_PARTIAL_FLOATS = 64  # what a split of one key/value head takes there at least
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_NEXT_ITEM, _FINISHED_PROGRAMS, _NUM_GLOBAL_COUNTERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+# --- Splits: fixed places in the keys, and who sums what -------------------------------------------------------------
+
+
+@triton.jit
+def _split_of(key, SPLIT: tl.constexpr):
+    """The split that a key belongs to."""
+    level = key * 0
+    for i in tl.static_range(1, _NUM_LEVELS):
+        level += (key // (_SPLITS_PER_LEVEL * SPLIT) + 1 >= (1 << i)).to(tl.int32)
+    level_begin = _SPLITS_PER_LEVEL * SPLIT * ((1 << level) - 1)
+    return _SPLITS_PER_LEVEL * level + ((key - level_begin) // SPLIT >> level)
+
+
+@triton.jit
+def _split_begin(split, SPLIT: tl.constexpr):
+    """The first key of a split."""
+    level = split // _SPLITS_PER_LEVEL
+    return (_SPLITS_PER_LEVEL * ((1 << level) - 1) + (split % _SPLITS_PER_LEVEL << level)) * SPLIT
+
+
+@triton.jit
+def _plan(
+    query_start_loc, seq_lens, num_seqs, num_partials, KV_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, MAX_SEQS: tl.constexpr,
+):  # fmt: skip
+    """-> (end of the items of each sequence [MAX_SEQS], its first place among the partial sums or -1 [MAX_SEQS]).
+
+    An item is a tile of query tokens, or one split of a sequence whose tokens are one tile, times a key/value head.
+    A sequence is split if it is worth more than a quarter of what a program does on average.
+    """
+    seqs = tl.arange(0, MAX_SEQS)
+    start = tl.load(query_start_loc + seqs, mask=seqs < num_seqs, other=0)
+    tokens = tl.load(query_start_loc + seqs + 1, mask=seqs < num_seqs, other=0) - start
+    keys = tl.load(seq_lens + seqs, mask=seqs < num_seqs, other=0)
+    first_key = keys * 0
+    if WINDOW > 0:
+        first_key = tl.maximum(keys - tokens - WINDOW + 1, 0)
+    num_tiles = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    cost = (keys - first_key) // BLOCK_N + 1
+    average = tl.sum(num_tiles * cost, 0) * KV_HEADS // tl.num_programs(0)
+    num_splits = _split_of(tl.maximum(keys - 1, 0), SPLIT) - _split_of(first_key, SPLIT) + 1
+    wants_split = (num_tiles == 1) & (num_splits > 1) & (4 * cost > average)
+    partials = tl.where(wants_split, num_splits * tokens, 0)
+    partials_end = tl.cumsum(partials, 0)
+    is_split = wants_split & (partials_end <= num_partials)
+    items = tl.where(is_split, num_splits, num_tiles) * KV_HEADS
+    return tl.cumsum(items, 0), tl.where(is_split, partials_end - partials, -1)
+
+
+# --- Arithmetic ------------------------------------------------------------------------------------------------------
+# Fused multiply-adds are written out and the compiler forms no others (enable_fp_fusion), so that two places that sum
+# the same give the same bits.
+
+
+@triton.jit
+def _finite(x):
+    """The maximum that exponents are taken relative to, also where nothing has been seen yet."""
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def _merge(acc, row_max, row_sum, split_acc, split_max, split_sum):
+    """Add a split's sums to those of the splits before it. A split without visible keys changes nothing."""
+    new_max = tl.maximum(row_max, split_max)
+    before = tl.exp2(row_max - _finite(new_max))
+    added = tl.exp2(split_max - _finite(new_max))
+    acc = tl.fma(split_acc, added[:, None], acc * before[:, None])
+    return acc, new_max, tl.fma(split_sum, added, row_sum * before)
+
+
+@triton.jit
+def _normalized(acc, row_sum, value_scale):
+    """Rows that have seen no key are zeros."""
+    return acc * tl.where(row_sum > 0, value_scale / row_sum, 0.0)[:, None]
+
+
+@triton.jit
+def _cap(x, CAP: tl.constexpr):
+    """CAP * tanh(x / CAP)"""
+    e = tl.exp2(x * (2 * _LOG2E / CAP))
+    return CAP - (2 * CAP) / (e + 1)
+
+
+@triton.jit
+def _dot(a, b, acc):
+    if _INTERPRETED:  # it takes bfloat16 for integers
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _as_query(x, DTYPE: tl.constexpr):
+    """Loaded keys or values in the dtype of the query. Bytes are float8_e4m3fn for GPUs that cannot convert it: its
+    exponent and mantissa lie in float16 as in a number that is 2^-8 times as large."""
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.uint16)
+        x = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    return x.to(DTYPE)
+
+
+# --- The kernel ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs", "num_partials", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
+)
+def _attention_kernel(
+    query, key, value, block_tables, query_start_loc, seq_lens, out, merged, partials, counters,
+    num_tokens, num_seqs, num_partials, query_stride, table_stride, score_scale, value_scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+    MAX_SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGE_IN_MEMORY: tl.constexpr,
+):  # fmt: skip
+    """`partials` holds, for each (split of a sequence, token), sums [Q, D]; then for each of them maxima and sums [Q, 2].
+    `merged` holds a tile [BLOCK_M, D_P2] for each program, with MERGE_IN_MEMORY. `counters` are 0 before and after."""
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    item_ends, partial_begins = _plan(
+        query_start_loc, seq_lens, num_seqs, num_partials, KV_HEADS, TILE_TOKENS, BLOCK_N, SPLIT, WINDOW, MAX_SEQS
+    )
+    num_items = tl.max(item_ends, 0)
+    stats = partials + num_partials * (HEADS * D)
+
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_P2)
+    merged += program * (BLOCK_M * D_P2) + m[:, None] * D_P2 + d[None, :]
+
+    # Tokens that belong to no sequence pad the batch of a graph. They are zeros, as they must not become NaN.
+    padding = tl.load(query_start_loc + num_seqs).to(tl.int64)
+    for pad in range(padding * HEADS + program, num_tokens.to(tl.int64) * HEADS, num_programs):
+        tl.store(out + (padding * 0 + pad) * D + d, d * 0.0, mask=d < D)
+
+    item = program
+    while item < num_items:
+        seq = tl.sum((item_ends <= item).to(tl.int32), 0)
+        first_item = tl.max(tl.where(item_ends <= item, item_ends, 0), 0)
+        partial = tl.max(tl.where(tl.arange(0, MAX_SEQS) == seq, partial_begins, -1), 0)
+        is_split = partial >= 0
+        kv_head = (item - first_item) % KV_HEADS
+        part = (item - first_item) // KV_HEADS
+
+        # Which rows: the first are the last tiles, which have the most keys.
+        seq_token = tl.load(query_start_loc + seq)
+        seq_tokens = tl.load(query_start_loc + seq + 1) - seq_token
+        num_keys = tl.load(seq_lens + seq)
+        tile_token = tl.where(is_split, 0, ((seq_tokens - 1) // TILE_TOKENS - part) * TILE_TOKENS)
+        tile_tokens = tl.minimum(seq_tokens - tile_token, TILE_TOKENS)
+        first_position = num_keys - seq_tokens + tile_token
+        position = first_position + m // GROUP
+
+        # Which keys.
+        begin = first_position * 0
+        if WINDOW > 0:
+            begin = tl.maximum(first_position - WINDOW + 1, 0)
+        end = first_position + tile_tokens
+        first_split = _split_of(begin, SPLIT)
+        num_splits = _split_of(tl.maximum(end - 1, 0), SPLIT) - first_split + 1
+        split = first_split
+        if is_split:
+            split += part
+            begin = tl.maximum(begin, _split_begin(split, SPLIT))
+            end = tl.minimum(end, _split_begin(split + 1, SPLIT))
+        begin = begin // BLOCK_N * BLOCK_N
+        split_end = _split_begin(split + 1, SPLIT)
+
+        token = (seq_token + tile_token + m // GROUP).to(tl.int64)
+        head = kv_head * GROUP + m % GROUP
+        is_row = m < tile_tokens * GROUP
+        q = tl.load(
+            query + token[:, None] * query_stride + head[:, None] * D + d[None, :],
+            mask=is_row[:, None] & (d < D)[None, :], other=0.0,
+        )  # fmt: skip
+
+        acc = tl.zeros([BLOCK_M, D_P2], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        split_acc, split_max, split_sum = acc, row_max, row_sum
+        num_merged = begin * 0
+        table = block_tables + seq.to(tl.int64) * table_stride
+        if BLOCK_SIZE < BLOCK_N:  # each row of the tile looks its block up, a tile ahead
+            block = tl.load(table + (begin + n) // BLOCK_SIZE, mask=begin + n < end, other=0)
+        else:
+            block = tl.load(table + begin // BLOCK_SIZE, mask=begin < end, other=0)
+        for tile_key in range(begin, end, BLOCK_N):
+            slot = block.to(tl.int64) * BLOCK_SIZE + (tile_key + n) % BLOCK_SIZE
+            offset = (slot * KV_HEADS + kv_head) * D
+            is_key = tile_key + n < end
+            # Other keys are hidden below, whatever is loaded. But a weight of 0 does not hide a value that is NaN.
+            if D == D_P2:
+                k = tl.load(key + offset[:, None] + d[None, :])
+                v = tl.load(value + offset[:, None] + d[None, :], mask=is_key[:, None], other=0.0)
+            else:
+                k = tl.load(key + offset[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+                v = tl.load(value + offset[:, None] + d[None, :], mask=is_key[:, None] & (d < D)[None, :], other=0.0)
+            if BLOCK_SIZE < BLOCK_N:
+                next_key = tile_key + BLOCK_N + n
+                block = tl.load(table + next_key // BLOCK_SIZE, mask=next_key < end, other=0)
+            else:
+                next_key = tile_key + BLOCK_N
+                block = tl.load(table + next_key // BLOCK_SIZE, mask=next_key < end, other=0)
+
+            scores = _dot(q, tl.trans(_as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            if tile_key >= split_end:
+                if MERGE_IN_MEMORY:
+                    acc = tl.load(merged, mask=(num_merged + m * 0 > 0)[:, None], other=0.0)
+                acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+                if MERGE_IN_MEMORY:
+                    tl.store(merged, acc)
+                    tl.debug_barrier()
+                # The next weights are 2^(-inf) times the other sums: these start again from zero.
+                split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                split += 1
+                split_end = _split_begin(split + 1, SPLIT)
+                num_merged += 1
+            scale = score_scale * _LOG2E
+            if SOFTCAP > 0:
+                scores = _cap(scores * score_scale, SOFTCAP)
+                scale = scale * 0 + _LOG2E
+            hides = tile_key + BLOCK_N > first_position + 1
+            if WINDOW > 0:
+                hides = hides | (tile_key <= first_position + TILE_TOKENS - 1 - WINDOW)
+            if hides:
+                visible = (tile_key + n)[None, :] <= position[:, None]
+                if WINDOW > 0:
+                    visible = visible & ((tile_key + n)[None, :] > position[:, None] - WINDOW)
+                scores = tl.where(visible, scores, float("-inf"))
+
+            new_max = tl.maximum(split_max, tl.max(scores, 1) * scale)
+            weights = tl.exp2(tl.fma(scores, scale, -_finite(new_max)[:, None]))
+            before = tl.exp2(split_max - _finite(new_max))
+            split_sum = tl.fma(split_sum, before, tl.sum(weights, 1))
+            split_max = new_max
+            split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
+        if MERGE_IN_MEMORY:
+            acc = tl.load(merged, mask=(num_merged + m * 0 > 0)[:, None], other=0.0)
+        acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+
+        if is_split:
+            row = (partial + part * seq_tokens + m // GROUP) * HEADS + head
+            tl.store(partials + row[:, None] * D + d[None, :], acc, mask=is_row[:, None] & (d < D)[None, :])
+            tl.store(stats + row * 2, row_max, mask=is_row)
+            tl.store(stats + row * 2 + 1, row_sum, mask=is_row)
+            tl.debug_barrier()  # all threads have written before one of them counts
+            counter = counters + _NUM_GLOBAL_COUNTERS + partial * KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+                tl.store(counter, 0)
+                for i in range(seq_tokens):
+                    _merge_partials(
+                        partials, stats, (partial + i) * HEADS + kv_head * GROUP, seq_tokens * HEADS, num_splits,
+                        out + ((seq_token.to(tl.int64) + i) * HEADS + kv_head * GROUP) * D, value_scale,
+                        GROUP, GROUP_P2, D, D_P2,
+                    )  # fmt: skip
+        else:
+            tl.store(
+                out + (token * HEADS + head)[:, None] * D + d[None, :], _normalized(acc, row_sum, value_scale),
+                mask=is_row[:, None] & (d < D)[None, :],
+            )  # fmt: skip
+
+        # The first items are handed out by number. Who comes last cleans up for the next launch.
+        item = num_items
+        if num_items > num_programs:
+            item = num_programs + tl.atomic_add(counters + _NEXT_ITEM, 1, sem="relaxed", scope="gpu")
+    if num_items > num_programs:  # noqa: SIM102
+        if tl.atomic_add(counters + _FINISHED_PROGRAMS, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+            tl.store(counters + _NEXT_ITEM, 0)
+            tl.store(counters + _FINISHED_PROGRAMS, 0)
+
+
+@triton.jit
+def _merge_partials(
+    partials, stats, row, split_stride, num_splits, out, value_scale, GROUP: tl.constexpr, GROUP_P2: tl.constexpr,
+    D: tl.constexpr, D_P2: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one token's heads, which are rows `row` .. of `partials`, and write their output."""
+    g = tl.arange(0, GROUP_P2)
+    d = tl.arange(0, D_P2)
+    acc = tl.zeros([GROUP_P2, D_P2], tl.float32)
+    row_max = tl.full([GROUP_P2], float("-inf"), tl.float32)
+    row_sum = tl.zeros([GROUP_P2], tl.float32)
+    for first in range(0, num_splits, 4):
+        for i in tl.static_range(4):  # loads of four splits at a time overlap
+            rows = row + (first + i) * split_stride + g
+            exists = (g < GROUP) & (g * 0 + first + i < num_splits)
+            # What other programs wrote is in the L2 cache (.cg), not in this multiprocessor's.
+            split_acc = tl.load(
+                partials + rows[:, None] * D + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            split_max = tl.load(stats + rows * 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
+            split_sum = tl.load(stats + rows * 2 + 1, mask=exists, other=0.0, cache_modifier=".cg")
+            acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+    is_element = (g < GROUP)[:, None] & (d < D)[None, :]
+    tl.store(out + g[:, None] * D + d[None, :], _normalized(acc, row_sum, value_scale), mask=is_element)
+
+
+# --- The launch ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a launch is cut: rows and keys of a tile, and what a program takes of its multiprocessor."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_multiprocessor: int
+    merge_in_memory: bool = False
+
+
+def _tiles(device: torch.device, dtype: torch.dtype, head_size: int, group: int, is_prefill: bool) -> Tiles:
+    """Bits depend on block_n alone, as long as all warps lie along the rows of a tile.
+
+    64 rows and four warps are the least that Hopper's instructions take. A thread holds block_m * head_size / (32 *
+    num_warps) sums, and as many merged ones unless these are in memory; registers decide how many programs fit.
+    """
+    padded = triton.next_power_of_2(head_size)
+    if dtype is torch.float32:  # for comparisons only: it uses no tensor cores
+        return Tiles(max(16, triton.next_power_of_2(group)), 32, 4, 1, 2)
+    if padded > 128:
+        return Tiles(128 if group > 64 else 64, 32, 4, 2, 2, merge_in_memory=True)
+    block_n = 128 if padded <= 64 else 64
+    is_small = launch.capability(device) < (9, 0) and launch.capability(device) != (8, 0)  # 99 KiB of shared memory
+    num_stages = 2 if is_small or block_n == 128 else 3
+    if (is_prefill and not is_small) or group > 64:
+        return Tiles(128, block_n, 8, num_stages, 1)
+    return Tiles(64, block_n, 4, num_stages, 2)
+
+
+@cache
+def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Partial sums, and counters that every launch leaves at zero. One set a device: launches must not overlap."""
+    num_counters = _NUM_GLOBAL_COUNTERS.value + _WORKSPACE_FLOATS // _MIN_PARTIAL_FLOATS
+    partials = torch.empty(_WORKSPACE_FLOATS, dtype=torch.float32, device=device)
+    return partials, torch.zeros(num_counters, dtype=torch.int32, device=device)
+
+
+def paged_attention(
+    query: Tensor,
+    cache: LayerKVCache,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """`Ops.paged_attention` for caches of `octavo.ops.triton.cache`, in any dtype that the query is in or float8.
+
+    Rows of sequences without keys and rows after the last sequence's are zeros. Entries of a block table that
+    `seq_lens` does not reach may be anything.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    num_blocks, block_size, num_kv_heads, _ = cache.key.shape
+    num_seqs, group = len(seq_lens), num_heads // num_kv_heads
+    assert cache.key.shape == cache.value.shape == (num_blocks, block_size, num_kv_heads, head_size)
+    assert cache.key.is_contiguous() and cache.value.is_contiguous()
+    assert cache.key.dtype is cache.value.dtype
+    assert cache.key.dtype is query.dtype or cache.key.dtype.itemsize == 1
+    assert query.stride()[1:] == (head_size, 1), "the heads of a token must be contiguous"
+    assert num_heads == group * num_kv_heads and group <= 128 and 16 <= head_size <= 256
+    assert block_size & (block_size - 1) == 0
+    assert block_tables.dtype is query_start_loc.dtype is seq_lens.dtype is torch.int32
+    assert block_tables.stride(1) == 1 and query_start_loc.is_contiguous() and seq_lens.is_contiguous()
+    assert len(query_start_loc) == num_seqs + 1 and len(block_tables) >= num_seqs
+    out = torch.empty((num_tokens, num_heads * head_size), dtype=query.dtype, device=query.device)
+    if num_tokens == 0:
+        return out
+
+    tiles = _tiles(query.device, query.dtype, head_size, group, is_prefill=num_tokens > 2 * num_seqs)
+    padded_size = triton.next_power_of_2(head_size)
+    num_programs = launch.num_multiprocessors(query.device) * tiles.programs_per_multiprocessor
+    workspace, counters = _workspace(query.device)
+    merged_floats = num_programs * tiles.block_m * padded_size if tiles.merge_in_memory else 0
+    merged, partials = workspace[:merged_floats], workspace[merged_floats:]
+    key, value = cache.key, cache.value
+    if key.dtype is torch.float8_e4m3fn and launch.capability(query.device) < (8, 9):
+        key, value = key.view(torch.uint8), value.view(torch.uint8)
+    _attention_kernel[(num_programs,)](
+        query, key, value, block_tables, query_start_loc, seq_lens, out, merged, partials, counters,
+        num_tokens, num_seqs, len(partials) // (num_heads * (head_size + 2)), query.stride(0), block_tables.stride(0),
+        scale * cache.key_scale, cache.value_scale,
+        KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
+        BLOCK_SIZE=block_size, WINDOW=sliding_window, SOFTCAP=float(softcap), SPLIT=SPLIT_KEYS,
+        MAX_SEQS=max(256, triton.next_power_of_2(num_seqs)) if num_seqs <= 256 else max(1024, triton.next_power_of_2(num_seqs)),
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MERGE_IN_MEMORY=tiles.merge_in_memory,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
