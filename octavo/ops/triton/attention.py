@@ -115,6 +115,14 @@ def _merge(acc, row_max, row_sum, split_acc, split_max, split_sum):
 
 
 @triton.jit
+def _hide(scores, key, position, WINDOW: tl.constexpr):
+    visible = key[None, :] <= position[:, None]
+    if WINDOW > 0:
+        visible = visible & (key[None, :] > position[:, None] - WINDOW)
+    return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
 def _normalized(acc, row_sum, value_scale):
     """Rows that have seen no key are zeros."""
     return acc * tl.where(row_sum > 0, value_scale / row_sum, 0.0)[:, None]
@@ -152,27 +160,31 @@ def _as_query(x, DTYPE: tl.constexpr):
     do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
 )
 def _attention_kernel(
-    query, key, value, block_tables, query_start_loc, seq_lens, out, merged, partials, counters,
+    query, key, value, block_tables, query_start_loc, seq_lens, out, plans, partials, counters,
     num_tokens, num_seqs, num_partials, query_stride, table_stride, score_scale, value_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    MAX_SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGE_IN_MEMORY: tl.constexpr,
+    MAX_SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
     """`partials` holds, for each (split of a sequence, token), sums [Q, D]; then for each of them maxima and sums [Q, 2].
-    `merged` holds a tile [BLOCK_M, D_P2] for each program, with MERGE_IN_MEMORY. `counters` are 0 before and after."""
+    `plans` has room for 2 * MAX_SEQS numbers of each program. `counters` are 0 before and after."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     program, num_programs = tl.program_id(0), tl.num_programs(0)
+    seqs = tl.arange(0, MAX_SEQS)
     item_ends, partial_begins = _plan(
         query_start_loc, seq_lens, num_seqs, num_partials, KV_HEADS, TILE_TOKENS, BLOCK_N, SPLIT, WINDOW, MAX_SEQS
     )
     num_items = tl.max(item_ends, 0)
+    plans += program * (2 * MAX_SEQS)  # kept in the cache, as registers are what this kernel is short of
+    tl.store(plans + seqs, item_ends)
+    tl.store(plans + MAX_SEQS + seqs, partial_begins)
+    tl.debug_barrier()
     stats = partials + num_partials * (HEADS * D)
 
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_P2)
-    merged += program * (BLOCK_M * D_P2) + m[:, None] * D_P2 + d[None, :]
 
     # Tokens that belong to no sequence pad the batch of a graph. They are zeros, as they must not become NaN.
     padding = tl.load(query_start_loc + num_seqs).to(tl.int64)
@@ -181,9 +193,9 @@ def _attention_kernel(
 
     item = program
     while item < num_items:
-        seq = tl.sum((item_ends <= item).to(tl.int32), 0)
-        first_item = tl.max(tl.where(item_ends <= item, item_ends, 0), 0)
-        partial = tl.max(tl.where(tl.arange(0, MAX_SEQS) == seq, partial_begins, -1), 0)
+        seq = tl.sum((tl.load(plans + seqs) <= item).to(tl.int32), 0)
+        first_item = tl.load(plans + seq - 1, mask=seq > 0, other=0)
+        partial = tl.load(plans + MAX_SEQS + seq)
         is_split = partial >= 0
         kv_head = (item - first_item) % KV_HEADS
         part = (item - first_item) // KV_HEADS
@@ -195,7 +207,8 @@ def _attention_kernel(
         tile_token = tl.where(is_split, 0, ((seq_tokens - 1) // TILE_TOKENS - part) * TILE_TOKENS)
         tile_tokens = tl.minimum(seq_tokens - tile_token, TILE_TOKENS)
         first_position = num_keys - seq_tokens + tile_token
-        position = first_position + m // GROUP
+        row = tile_token * GROUP + m  # of the sequence, which has GROUP for each token
+        position = num_keys - seq_tokens + row // GROUP
 
         # Which keys.
         begin = first_position * 0
@@ -212,9 +225,9 @@ def _attention_kernel(
         begin = begin // BLOCK_N * BLOCK_N
         split_end = _split_begin(split + 1, SPLIT)
 
-        token = (seq_token + tile_token + m // GROUP).to(tl.int64)
-        head = kv_head * GROUP + m % GROUP
-        is_row = m < tile_tokens * GROUP
+        token = (seq_token + row // GROUP).to(tl.int64)
+        head = kv_head * GROUP + row % GROUP
+        is_row = row < (tile_token + tile_tokens) * GROUP
         q = tl.load(
             query + token[:, None] * query_stride + head[:, None] * D + d[None, :],
             mask=is_row[:, None] & (d < D)[None, :], other=0.0,
@@ -224,7 +237,6 @@ def _attention_kernel(
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         split_acc, split_max, split_sum = acc, row_max, row_sum
-        num_merged = begin * 0
         table = block_tables + seq.to(tl.int64) * table_stride
         if BLOCK_SIZE < BLOCK_N:  # each row of the tile looks its block up, a tile ahead
             block = tl.load(table + (begin + n) // BLOCK_SIZE, mask=begin + n < end, other=0)
@@ -250,29 +262,23 @@ def _attention_kernel(
 
             scores = _dot(q, tl.trans(_as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
             if tile_key >= split_end:
-                if MERGE_IN_MEMORY:
-                    acc = tl.load(merged, mask=(num_merged + m * 0 > 0)[:, None], other=0.0)
                 acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
-                if MERGE_IN_MEMORY:
-                    tl.store(merged, acc)
-                    tl.debug_barrier()
                 # The next weights are 2^(-inf) times the other sums: these start again from zero.
                 split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 split += 1
                 split_end = _split_begin(split + 1, SPLIT)
-                num_merged += 1
             scale = score_scale * _LOG2E
             if SOFTCAP > 0:
                 scores = _cap(scores * score_scale, SOFTCAP)
                 scale = scale * 0 + _LOG2E
-            hides = tile_key + BLOCK_N > first_position + 1
-            if WINDOW > 0:
-                hides = hides | (tile_key <= first_position + TILE_TOKENS - 1 - WINDOW)
-            if hides:
-                visible = (tile_key + n)[None, :] <= position[:, None]
+            if not MASKS_ALL:
+                hides = tile_key + BLOCK_N > first_position + 1
                 if WINDOW > 0:
-                    visible = visible & ((tile_key + n)[None, :] > position[:, None] - WINDOW)
-                scores = tl.where(visible, scores, float("-inf"))
+                    hides = hides | (tile_key <= first_position + TILE_TOKENS - 1 - WINDOW)
+                if hides:
+                    scores = _hide(scores, tile_key + n, position, WINDOW)
+            else:
+                scores = _hide(scores, tile_key + n, position, WINDOW)
 
             new_max = tl.maximum(split_max, tl.max(scores, 1) * scale)
             weights = tl.exp2(tl.fma(scores, scale, -_finite(new_max)[:, None]))
@@ -280,15 +286,13 @@ def _attention_kernel(
             split_sum = tl.fma(split_sum, before, tl.sum(weights, 1))
             split_max = new_max
             split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
-        if MERGE_IN_MEMORY:
-            acc = tl.load(merged, mask=(num_merged + m * 0 > 0)[:, None], other=0.0)
         acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
 
         if is_split:
-            row = (partial + part * seq_tokens + m // GROUP) * HEADS + head
-            tl.store(partials + row[:, None] * D + d[None, :], acc, mask=is_row[:, None] & (d < D)[None, :])
-            tl.store(stats + row * 2, row_max, mask=is_row)
-            tl.store(stats + row * 2 + 1, row_sum, mask=is_row)
+            place = (partial + part * seq_tokens + row // GROUP) * HEADS + head
+            tl.store(partials + place[:, None] * D + d[None, :], acc, mask=is_row[:, None] & (d < D)[None, :])
+            tl.store(stats + place * 2, row_max, mask=is_row)
+            tl.store(stats + place * 2 + 1, row_sum, mask=is_row)
             tl.debug_barrier()  # all threads have written before one of them counts
             counter = counters + _NUM_GLOBAL_COUNTERS + partial * KV_HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
@@ -354,7 +358,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
-    merge_in_memory: bool = False
+    masks_all: bool = False
 
 
 def _tiles(device: torch.device, dtype: torch.dtype, head_size: int, group: int, is_prefill: bool) -> Tiles:
@@ -364,16 +368,16 @@ def _tiles(device: torch.device, dtype: torch.dtype, head_size: int, group: int,
     num_warps) sums, and as many merged ones unless these are in memory; registers decide how many programs fit.
     """
     padded = triton.next_power_of_2(head_size)
+    has_wgmma = launch.capability(device) >= (9, 0)
     if dtype is torch.float32:  # for comparisons only: it uses no tensor cores
-        return Tiles(max(16, triton.next_power_of_2(group)), 32, 4, 1, 2)
+        return Tiles(max(16, triton.next_power_of_2(group)), 16, 4, 1, 2)
     if padded > 128:
-        return Tiles(128 if group > 64 else 64, 32, 4, 2, 2, merge_in_memory=True)
-    block_n = 128 if padded <= 64 else 64
-    is_small = launch.capability(device) < (9, 0) and launch.capability(device) != (8, 0)  # 99 KiB of shared memory
-    num_stages = 2 if is_small or block_n == 128 else 3
-    if (is_prefill and not is_small) or group > 64:
-        return Tiles(128, block_n, 8, num_stages, 1)
-    return Tiles(64, block_n, 4, num_stages, 2)
+        return Tiles(128 if group > 64 else 64, 32, 8, 2, 1)
+    block_n = (8192 if has_wgmma else 4096) // max(padded, 64)
+    num_stages = 2 if block_n == 128 else 3
+    if is_prefill or group > 64:
+        return Tiles(128, block_n, 8, num_stages, 1, masks_all=not has_wgmma)
+    return Tiles(64, block_n, 4, num_stages, 2, masks_all=not has_wgmma)
 
 
 @cache
@@ -419,20 +423,19 @@ def paged_attention(
     tiles = _tiles(query.device, query.dtype, head_size, group, is_prefill=num_tokens > 2 * num_seqs)
     padded_size = triton.next_power_of_2(head_size)
     num_programs = launch.num_multiprocessors(query.device) * tiles.programs_per_multiprocessor
+    max_seqs = max(256 if num_seqs <= 256 else 1024, triton.next_power_of_2(num_seqs))  # few kernels to compile
     workspace, counters = _workspace(query.device)
-    merged_floats = num_programs * tiles.block_m * padded_size if tiles.merge_in_memory else 0
-    merged, partials = workspace[:merged_floats], workspace[merged_floats:]
+    plans, partials = workspace.split([num_programs * 2 * max_seqs, len(workspace) - num_programs * 2 * max_seqs])
     key, value = cache.key, cache.value
     if key.dtype is torch.float8_e4m3fn and launch.capability(query.device) < (8, 9):
         key, value = key.view(torch.uint8), value.view(torch.uint8)
     _attention_kernel[(num_programs,)](
-        query, key, value, block_tables, query_start_loc, seq_lens, out, merged, partials, counters,
+        query, key, value, block_tables, query_start_loc, seq_lens, out, plans.view(torch.int32), partials, counters,
         num_tokens, num_seqs, len(partials) // (num_heads * (head_size + 2)), query.stride(0), block_tables.stride(0),
         scale * cache.key_scale, cache.value_scale,
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
         BLOCK_SIZE=block_size, WINDOW=sliding_window, SOFTCAP=float(softcap), SPLIT=SPLIT_KEYS,
-        MAX_SEQS=max(256, triton.next_power_of_2(num_seqs)) if num_seqs <= 256 else max(1024, triton.next_power_of_2(num_seqs)),
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MERGE_IN_MEMORY=tiles.merge_in_memory,
+        MAX_SEQS=max_seqs, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
