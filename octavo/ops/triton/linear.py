@@ -1,0 +1,136 @@
+"""Products with matrices whose elements are multiplied as they lie in memory: floats, and (`SCALED`) eight-bit numbers
+with a scale for each output channel, by activations with a scale for each token.
+
+A program computes a tile of channels by tokens over all of k. Where there are fewer tokens than make the tensor cores
+the limit, what counts is that all multiprocessors read weights all the time: channels are then dealt out evenly, so
+that a program of a small matrix has fewer than its tile holds, and the rest of the tile is masked. That wastes sums,
+which are not what such a product waits for, and needs no second pass over partial sums, as splitting k would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.triton.launch import capability, num_multiprocessors
+from octavo.ops.triton.tiles import GATED, UNIT, dot, finish, place
+
+
+@triton.jit(do_not_specialize=["num_rows", "units"])
+def _linear(
+    x, x_scales, w, w_scales, bias, out, num_rows, width, num_in, units, stride_x, stride_xs, stride_w, stride_out,
+    scale, SCALED: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
+):  # fmt: skip
+    """x [num_rows, num_in], w [width or, gated, 2 * width, num_in] -> the epilogue of x w^T in `out` [num_rows, width].
+
+    A program writes `units` times 8 columns of it."""
+    first, first_t = place(width, num_rows, units * UNIT, BLOCK_T, GROUP_T)
+    SIDES: tl.constexpr = 2 if EPILOGUE == GATED else 1
+    first_n, rows, num_out = first * SIDES, units * (UNIT * SIDES), width * SIDES
+    k = tl.arange(0, BLOCK_K)
+    channels = tl.arange(0, BLOCK_N)
+    tokens = tl.arange(0, BLOCK_T)
+    channel_mask = ((channels < rows) & (first_n + channels < num_out))[:, None]
+    token_mask = (first_t + tokens < num_rows)[None, :]
+    w_at = w + first_n.to(tl.int64) * stride_w + (channels[:, None] * stride_w + k[None, :])
+    x_at = x + first_t.to(tl.int64) * stride_x + (tokens[None, :] * stride_x + k[:, None])
+    acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.int32 if w.dtype.element_ty == tl.int8 else tl.float32)
+    for first_k in range(0, num_in, BLOCK_K):
+        if EVEN_K:
+            w_mask, x_mask = channel_mask, token_mask
+        else:
+            w_mask = channel_mask & (first_k + k < num_in)[None, :]
+            x_mask = token_mask & (first_k + k < num_in)[:, None]
+        acc = dot(tl.load(w_at, mask=w_mask, other=0.0), tl.load(x_at, mask=x_mask, other=0.0), acc)
+        w_at += BLOCK_K
+        x_at += BLOCK_K
+    y = tl.trans(acc)
+    if SCALED:
+        w_scale = tl.load(w_scales + first_n + channels, mask=first_n + channels < num_out, other=0.0)
+        t = first_t + tokens
+        x_scale = tl.load(x_scales + t.to(tl.int64) * stride_xs, mask=t < num_rows, other=0.0)
+        y = y.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+    finish(
+        y, first, first_t, units * UNIT, width, num_rows, bias, out, stride_out, scale, EPILOGUE, HAS_BIAS, BLOCK_N,
+        BLOCK_T,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut up: `block_n` channels by `block_t` tokens a program, `block_k` bytes of k at a time."""
+
+    block_n: int
+    block_t: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By the number of tokens up to which each serves. Bytes of k rather than elements: types of one, two and four bytes
+# then take the same memory. On Hopper, whose instruction takes 64 channels a group of four warps, ...
+_HOPPER_FEW = (Tile(64, 16, 512, 4, 5), Tile(64, 32, 512, 4, 4), Tile(64, 64, 256, 4, 6), Tile(64, 128, 256, 4, 4))
+# ... one such program fills a multiprocessor's memory. Where each has several to compute, two run side by side, so that
+# one reads while the other begins or ends.
+_HOPPER_FEW_HALF = (Tile(64, 16, 256, 4, 5), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 6), Tile(64, 128, 128, 4, 4))
+_HOPPER_MANY = (Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 8, 4), Tile(64, 128, 256, 4, 4))
+# Ampere's instruction takes 16 channels. Multiprocessors of 8.6 and 8.9 have 100 KB, of which these use 96.
+_AMPERE_FEW = (Tile(64, 16, 256, 4, 4), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4))
+_AMPERE_MANY = (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4), Tile(64, 128, 128, 4, 4))
+# Float32 is multiplied without tensor cores, from registers.
+_SINGLE = (Tile(32, 16, 128, 4, 3), Tile(32, 32, 64, 4, 3), Tile(32, 64, 64, 4, 3))
+
+
+def choose_tile(device: torch.device, num_rows: int, num_out: int, dtype: torch.dtype, unit: int) -> tuple[Tile, int]:
+    """The tile for a product, and how many channels of it a program computes, which is a multiple of `unit`."""
+    machine = num_multiprocessors(device)
+    hopper = capability(device)[0] >= 9
+    if dtype is torch.float32:
+        tile = next((t for t in _SINGLE if num_rows <= t.block_t), _SINGLE[-1])
+    elif num_rows <= 128:
+        few = _HOPPER_FEW if hopper else _AMPERE_FEW
+        if hopper and triton.cdiv(num_out, 64) > machine:
+            few = _HOPPER_FEW_HALF
+        tile = next(t for t in few if num_rows <= t.block_t)
+    else:
+        # The largest tile of which there are about as many as multiprocessors.
+        many = _HOPPER_MANY if hopper else _AMPERE_MANY
+        counts = [triton.cdiv(num_out, t.block_n) * triton.cdiv(num_rows, t.block_t) for t in many]
+        tile = next((t for t, count in zip(many, counts, strict=True) if 10 * count >= 9 * machine), many[-1])
+    programs = max(1, machine // triton.cdiv(num_rows, tile.block_t))
+    rows = min(tile.block_n, unit * triton.cdiv(num_out, unit * programs))
+    if triton.cdiv(num_out, tile.block_n) >= programs:
+        rows = tile.block_n
+    elif not hopper:
+        tile = replace(tile, block_n=max(16, triton.next_power_of_2(rows)))
+    return tile, rows
+
+
+def launch(
+    x: Tensor, x_scales: Tensor | None, w: Tensor, w_scales: Tensor | None, bias: Tensor | None, out: Tensor,
+    epilogue: tl.constexpr, scale: float = 1.0,
+) -> None:  # fmt: skip
+    """The epilogue of x [T, K] w^T, w [N, K], in the rows of `out`. The scales [T], [N] are for eight-bit elements."""
+    num_rows, num_in = x.shape
+    num_out = w.shape[0]
+    if num_rows == 0:
+        return
+    sides = 2 if epilogue is GATED else 1
+    width, unit = num_out // sides, UNIT.value * sides
+    tile, rows = choose_tile(x.device, num_rows, num_out, w.dtype, unit)
+    block_k = tile.block_k // w.element_size()
+    if (x.stride(0) * x.element_size()) % 16:  # such rows are read element by element, through registers
+        block_k //= 8
+    grid = (triton.cdiv(num_out, rows) * triton.cdiv(num_rows, tile.block_t),)
+    _linear[grid](
+        x, x_scales, w, w_scales, bias, out, num_rows, width, num_in, rows // unit, x.stride(0),
+        0 if x_scales is None else x_scales.stride(0), w.stride(0), out.stride(0), scale,
+        SCALED=w_scales is not None, EPILOGUE=epilogue, HAS_BIAS=bias is not None, EVEN_K=num_in % block_k == 0,
+        BLOCK_N=tile.block_n, BLOCK_T=tile.block_t, BLOCK_K=block_k, GROUP_T=8,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,75 @@
+"""What the kernels of all matrix products share: which tile a program computes, the product of two tiles, the epilogue.
+
+Products are computed transposed, W x^T: output channels are the rows of the tensor cores' instruction and tokens its
+columns, of which Hopper takes 8 to 256 at a time. So one family of instructions serves one token and thousands. An
+output is one chain of sums in float32 over k in ascending steps of 16, whatever the shape of the tile that it is in:
+that is why a token's result does not depend on the others.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+# Epilogues: what becomes of a finished sum y.
+STORE = tl.constexpr(0)  # out = y
+ADD = tl.constexpr(1)  # out += scale * y
+GATED = tl.constexpr(2)  # out = silu(y of a gate's row) * y of an up row
+
+# Channels come in units of 8, so that the compiler sees that masks change only between them and writes 16 bytes at
+# once. A gated matrix has 8 rows of the gate, then 8 of up, and so on.
+UNIT = tl.constexpr(8)
+
+# The interpreter multiplies bfloat16 as if they were integers (up to Triton 3.9).
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def place(width, num_rows, columns, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr):
+    """-> the first of the `columns` of the output and the first token of this program's tile.
+
+    Programs that run at the same time take GROUP_T tiles of tokens for each tile of channels, so that both are read
+    from the L2 cache by most of them."""
+    program = tl.program_id(0)
+    tiles_n = tl.cdiv(width, columns)
+    tiles_t = tl.cdiv(num_rows, BLOCK_T)
+    group = program // (GROUP_T * tiles_n)
+    first_t = group * GROUP_T
+    group_size = tl.minimum(tiles_t - first_t, GROUP_T)
+    within = program % (GROUP_T * tiles_n)
+    return (within // group_size) * columns, (first_t + within % group_size) * BLOCK_T
+
+
+@triton.jit
+def dot(w, x, acc):
+    """acc + w [N, K] x [K, T], summed in float32 (int32 for integers)."""
+    if _INTERPRETED and w.dtype.is_bf16():
+        w, x = w.to(tl.float32), x.to(tl.float32)
+    return tl.dot(w, x, acc, input_precision="ieee", out_dtype=acc.dtype)
+
+
+@triton.jit
+def finish(
+    y, first, first_t, columns, width, num_rows, bias, out, stride_out, scale,
+    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Sums y [BLOCK_T, BLOCK_N] float32 -> `columns` columns of `out` [num_rows, width] from `first` on."""
+    SIDES: tl.constexpr = 2 if EPILOGUE == GATED else 1
+    if HAS_BIAS:
+        channels = first * SIDES + tl.arange(0, BLOCK_N)
+        y += tl.load(bias + channels, mask=channels < width * SIDES, other=0.0)[None, :]
+    if EPILOGUE == GATED:
+        pairs = tl.reshape(y, (BLOCK_T, BLOCK_N // (2 * UNIT), 2, UNIT))
+        gate, up = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+        gate = tl.reshape(gate, (BLOCK_T, BLOCK_N // 2))
+        up = tl.reshape(up, (BLOCK_T, BLOCK_N // 2))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    n = tl.arange(0, BLOCK_N // SIDES)
+    tokens = first_t + tl.arange(0, BLOCK_T)
+    mask = (tokens < num_rows)[:, None] & ((n < columns) & (first + n < width))[None, :]
+    at = out + tokens.to(tl.int64)[:, None] * stride_out + (first + n)[None, :]
+    if EPILOGUE == ADD:
+        y = tl.fma(y, scale, tl.load(at, mask=mask, other=0.0).to(tl.float32))
+    tl.store(at, y.to(out.dtype.element_ty), mask=mask)
