@@ -25,5 +25,9 @@ LAYOUTS = {
 _TYPES = {t.name: t for t in TENSOR_TYPES.values()}
 
 
+def block_bytes(matrix_format: str) -> int:
+    return _TYPES[matrix_format].block_bytes
+
+
 def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     return dequantize_rows(_TYPES[matrix.format], matrix.data, dtype)

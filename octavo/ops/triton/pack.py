@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from octavo.ops import QuantizedMatrix
+from octavo.ops.triton.linear_int import workspace_for
 from octavo.ops.triton.tiles import UNIT
-from octavo.ops.triton.weights import FloatWeight, PackedWeight
-from octavo.quantization import dequantize
+from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight
+from octavo.quantization import common_layout, dequantize, gguf_codes
+from octavo.quantization.codes import Codes
+from octavo.quantization.gguf import LAYOUTS
+from octavo.quantization.layout import Layout
 
 
 def pack_linear(
@@ -20,21 +26,100 @@ def pack_linear(
     device: torch.device | None = None,
 ) -> PackedWeight:
     """`Ops.pack_linear`, on `device` or where the first part is."""
-    assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape), "gated parts are gate and up"
-    k = parts[0].shape[1]
-    assert all(part.shape[1] == k for part in parts), f"parts of {[tuple(part.shape) for part in parts]}"
-    device = device or _device_of(parts[0])
-    rows = RowOrder([part.shape[0] for part in parts], gated)
+    device = device or parts[0].data.device
+    rows = RowOrder([(part.shape[0], part.shape[1]) for part in parts], gated)
     floats = [part for part in parts if isinstance(part, Tensor)]
+    if not floats and all(part.format in LAYOUTS for part in parts if isinstance(part, QuantizedMatrix)):
+        return _pack_gguf([part for part in parts if isinstance(part, QuantizedMatrix)], rows, bias, device)
     dtype = floats[0].dtype if floats else torch.bfloat16
     # Some of a file's matrices were not worth fewer bits: those next to them follow.
     tensors = (dequantize(part, dtype) if isinstance(part, QuantizedMatrix) else part for part in parts)
+    k = rows.num_in
     data = torch.zeros(rows.num_padded, _rounded_up(k, 16), dtype=dtype, device=device)[:, :k]
     for side, part in enumerate(tensors):
         if part.dtype is not dtype:
             raise TypeError(f"pack_linear wants parts of one dtype, not {dtype} and {part.dtype}.")
         rows.place(data, side, part.to(device))
     return FloatWeight(rows.num_rows, k, gated, data, pack_bias(bias, rows, device))
+
+
+def _pack_gguf(parts: list[QuantizedMatrix], rows: RowOrder, bias: Tensor | None, device: torch.device) -> IntWeight:
+    layout = common_layout(LAYOUTS[part.format] for part in parts)
+
+    def pieces(part: QuantizedMatrix) -> Iterator[tuple[int, Codes]]:
+        step = max(1, _PIECE_ELEMENTS // (UNIT.value * rows.num_in)) * UNIT.value
+        for start in range(0, part.shape[0], step):
+            piece = part.rows(start, min(start + step, part.shape[0]))
+            moved = QuantizedMatrix(piece.format, piece.data.to(device), piece.shape)
+            yield start, gguf_codes.unpack(moved).widened(layout.bits, layout.group, layout.minima)
+
+    return _pack_pieces([partial(pieces, part) for part in parts], layout, rows, bias, device)
+
+
+def pack_codes(
+    parts: Sequence[Codes], bias: Tensor | None = None, gated: bool = False, device: torch.device | None = None
+) -> IntWeight:
+    """Matrices that are unpacked already, as those of AWQ and GPTQ."""
+    device = device or parts[0].codes.device
+    layout = common_layout(Layout(part.bits, part.group, part.minima is not None) for part in parts)
+    wide = [part.widened(layout.bits, layout.group, layout.minima) for part in parts]
+    rows = RowOrder([part.shape for part in parts], gated)
+    return _pack_pieces([partial(iter, [(0, part)]) for part in wide], layout, rows, bias, device)
+
+
+# Elements that are unpacked at once: 64 MB of codes.
+_PIECE_ELEMENTS = 1 << 26
+
+
+def _pack_pieces(
+    parts: Sequence[Callable[[], Iterator[tuple[int, Codes]]]], layout: Layout, rows: RowOrder,
+    bias: Tensor | None, device: torch.device,
+) -> IntWeight:  # fmt: skip
+    """From each part's pieces, all of one layout, with the rows where they start."""
+    block = BLOCK_WORDS * 32 // layout.bits
+    num_blocks = -(-rows.num_in // block)
+    num_groups = _rounded_up(num_blocks * block // layout.group, 2)
+    factor = _factor((codes for part in parts for _, codes in part()))
+    codes = torch.zeros(rows.num_padded, num_blocks * BLOCK_WORDS, dtype=torch.int32, device=device)
+    halves = torch.zeros(rows.num_padded, num_groups, 2 if layout.minima else 1, dtype=torch.float16, device=device)
+    for side, part in enumerate(parts):
+        for start, piece in part():
+            rows.place(codes, side, pack_words(piece.codes.to(device), layout.bits), start)
+            numbers = [piece.scales] if piece.minima is None else [piece.scales, piece.minima]
+            stacked = torch.stack([(x.to(device) / factor).half() for x in numbers], -1)
+            rows.place(halves[:, : stacked.shape[1]], side, stacked, start)
+    scales = halves.flatten(1).view(torch.int32).T.contiguous()
+    workspace = workspace_for(rows.num_padded, num_blocks, device)
+    return IntWeight(
+        rows.num_rows, rows.num_in, rows.gated, layout.bits, layout.group, layout.minima, factor, codes, scales,
+        pack_bias(bias, rows, device), workspace,
+    )  # fmt: skip
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [N, K] -> int32 [N, blocks * BLOCK_WORDS], as `IntWeight` has them."""
+    planes = 32 // bits
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (planes * BLOCK_WORDS)))
+    split = codes.reshape(len(codes), -1, planes, BLOCK_WORDS)
+    words: Tensor = split[:, :, 0].int()
+    for plane in range(1, planes):
+        words |= split[:, :, plane].int() << (bits * plane)
+    return words.flatten(1)
+
+
+def _factor(pieces: Iterable[Codes]) -> float:
+    """A power of two that takes scales into float16's range: the largest becomes 2^4 and more, so that no element is
+    beyond that range either, and 18 binary orders of magnitude below it keep full precision. 1 where the scales are
+    float16 numbers already."""
+    largest, exact = 0.0, True
+    for piece in pieces:
+        largest = max(largest, float(piece.scales.abs().max()))
+        exact = exact and torch.equal(piece.scales.half().float(), piece.scales)
+        if piece.minima is not None:
+            largest = max(largest, float(piece.minima.abs().max()) / 32)
+    if largest == 0 or (exact and largest < 1024):
+        return 1.0
+    return math.ldexp(1.0, math.frexp(largest)[1] - 5)
 
 
 def pack_bias(bias: Tensor | None, rows: RowOrder, device: torch.device) -> Tensor | None:
@@ -48,29 +133,28 @@ def pack_bias(bias: Tensor | None, rows: RowOrder, device: torch.device) -> Tens
 
 
 class RowOrder:
-    """Where the rows of a matrix's parts go: one part after the other, or gate and up alternating by `UNIT` rows."""
+    """Where the rows of a matrix's parts [N, K] go: one part after the other, or gate and up alternating by `UNIT`."""
 
-    def __init__(self, sizes: list[int], gated: bool) -> None:
-        self.sizes, self.gated = sizes, gated
-        self.num_rows = sum(sizes)
-        self.num_padded = sum(_rounded_up(size, UNIT.value) for size in sizes) if gated else self.num_rows
+    def __init__(self, shapes: Sequence[tuple[int, int]], gated: bool) -> None:
+        assert not gated or (len(shapes) == 2 and shapes[0] == shapes[1]), "gated parts are gate and up"
+        self.sizes, self.gated, self.num_in = [n for n, _ in shapes], gated, shapes[0][1]
+        assert all(k == self.num_in for _, k in shapes), f"parts of {shapes}"
+        self.num_rows = sum(self.sizes)
+        self.num_padded = sum(_rounded_up(size, UNIT.value) for size in self.sizes) if gated else self.num_rows
 
-    def place(self, out: Tensor, side: int, part: Tensor) -> None:
-        """Copy a part's rows to theirs in `out`, whose first dimension is all rows."""
+    def place(self, out: Tensor, side: int, part: Tensor, start: int = 0) -> None:
+        """Copy rows `start` and following of a part to theirs in `out`, whose first dimension is all rows."""
         if not self.gated:
-            first = sum(self.sizes[:side])
-            out[first : first + self.sizes[side]] = part
+            first = sum(self.sizes[:side]) + start
+            out[first : first + len(part)] = part
             return
         unit = UNIT.value
-        alternating = out.unflatten(0, (-1, 2, unit))
+        assert start % unit == 0
+        alternating = out.unflatten(0, (-1, 2, unit))[start // unit :]
         whole = len(part) // unit
         alternating[:whole, side] = part[: whole * unit].unflatten(0, (whole, unit))
         if rest := len(part) - whole * unit:
             alternating[whole, side, :rest] = part[whole * unit :]
-
-
-def _device_of(part: Tensor | QuantizedMatrix) -> torch.device:
-    return part.data.device if isinstance(part, QuantizedMatrix) else part.device
 
 
 def _rounded_up(size: int, multiple: int) -> int:

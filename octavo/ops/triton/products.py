@@ -8,19 +8,23 @@ from torch import Tensor
 
 from octavo.ops import LinearWeight
 from octavo.ops.triton import linear as linear_float
+from octavo.ops.triton import linear_int
 from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.tiles import ADD, GATED, STORE
-from octavo.ops.triton.weights import FloatWeight, PackedWeight
+from octavo.ops.triton.weights import FloatWeight, IntWeight, PackedWeight
 
 __all__ = ["linear", "linear_add", "linear_silu_and_mul", "pack_linear", "quantize"]
 
 
 def _product(op: str, x: Tensor, weight: PackedWeight, out: Tensor, epilogue: tl.constexpr, scale: float = 1.0) -> None:
+    assert x.shape[1] == weight.in_features, f"{op}: {x.shape[1]} inputs for a matrix of {weight.in_features}"
+    assert x.stride(1) == 1 or x.shape[1] == 1
+    if isinstance(weight, IntWeight):
+        linear_int.launch(x, weight, out, epilogue, scale)
+        return
     assert isinstance(weight, FloatWeight)
     if x.dtype is not weight.data.dtype:
         raise TypeError(f"{op}: the input is {x.dtype} but the matrix is packed as {weight.data.dtype}.")
-    assert x.shape[1] == weight.in_features, f"{op}: {x.shape[1]} inputs for a matrix of {weight.in_features}"
-    assert x.stride(1) == 1 or x.shape[1] == 1
     linear_float.launch(x, None, weight.data, None, weight.bias, out, epilogue, scale)
 
 

@@ -1,7 +1,7 @@
 """Packed weights as the products take them: frozen data on one device. `pack` makes and `products` uses them.
 
 Rows of a gated matrix are 8 of the gate, 8 of up, and so on, so that one tile of a product holds both; the last of each
-may be padding. `codes_dtype` is the type of the codes that activations are quantized to for the matrix, if they are.
+may be padding. `activation_dtype` is that of the codes to which activations are quantized for the matrix, if they are.
 """
 
 from __future__ import annotations
@@ -10,6 +10,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+BLOCK_WORDS = 32  # of codes, that lie together
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Where programs of one product leave partial sums for each other; products on one stream share it. `tickets` are
+    all zero between products."""
+
+    partials: Tensor  # float32
+    tickets: Tensor  # int32
 
 
 def _num_bytes(*tensors: Tensor | None) -> int:
@@ -31,7 +42,7 @@ class FloatWeight:
         return _num_bytes(self.data, self.bias)
 
     @property
-    def codes_dtype(self) -> None:
+    def activation_dtype(self) -> None:
         return None
 
 
@@ -57,13 +68,14 @@ class IntWeight:
     codes: Tensor
     scales: Tensor
     bias: Tensor | None
+    workspace: Workspace | None  # of all such matrices
 
     @property
     def num_bytes(self) -> int:
         return _num_bytes(self.codes, self.scales, self.bias)
 
     @property
-    def codes_dtype(self) -> None:
+    def activation_dtype(self) -> None:
         return None
 
 
@@ -83,7 +95,7 @@ class ScaledWeight:
         return _num_bytes(self.codes, self.scales, self.bias)
 
     @property
-    def codes_dtype(self) -> torch.dtype:
+    def activation_dtype(self) -> torch.dtype:
         return self.codes.dtype
 
 

@@ -1,0 +1,206 @@
+"""Products with matrices of 4- and 8-bit codes (`weights.IntWeight`), whose elements become floats of the activations'
+type in registers and are multiplied on the tensor cores.
+
+Unpacking costs some four instructions an element, so that a tile must not be half empty, as those of floats may be: all
+64 channels of Hopper's instruction are real. For few tokens k is cut into chunks instead, as many as make programs for
+the machine: a function of the matrix alone. A chunk's sum starts from zero, and an output is the sum of its chunks in
+order, whether different programs compute them, of which the last to arrive adds them up, or one program all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.triton.launch import capability, num_multiprocessors
+from octavo.ops.triton.tiles import GATED, dot, finish, place
+from octavo.ops.triton.weights import BLOCK_WORDS, IntWeight, Workspace
+
+
+@triton.jit
+def _half(words, high):
+    """One of the two float16 in each word."""
+    return ((words >> (16 * high)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _unpack(words, scales, minima, PLANE: tl.constexpr, BITS: tl.constexpr, MINIMA: tl.constexpr, DTYPE: tl.constexpr):
+    """Elements PLANE of words: their values, which scales and minima broadcast to, in DTYPE."""
+    # The code becomes the top of the mantissa of a number from 2^BITS on: an exact float without a conversion.
+    SHIFT: tl.constexpr = BITS * PLANE + BITS - 23
+    MASK: tl.constexpr = 0x7FFFFF >> (23 - BITS) << (23 - BITS)
+    ONE: tl.constexpr = (127 + BITS) << 23
+    bits = words >> SHIFT if SHIFT > 0 else words << -SHIFT
+    value = ((bits & MASK) | ONE).to(tl.float32, bitcast=True)
+    base: tl.constexpr = 1.0 * (1 << BITS) if MINIMA else 1.5 * (1 << BITS)
+    if DTYPE == tl.float32:  # noqa: SIM300
+        return tl.fma(value - base, scales, minima)
+    # Less exact where a minimum is far larger than its scale, by less than the type can tell; an instruction less.
+    return tl.fma(value, scales, minima - base * scales).to(DTYPE)
+
+
+@triton.jit
+def _add_blocks(
+    acc, total, x, codes, scales, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows, num_in,
+    stride_x, stride_codes, stride_scales, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr,
+    MANY_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Sums over blocks of k: acc, and with MANY_CHUNKS the total of all chunks but the last."""
+    PLANES: tl.constexpr = 32 // BITS
+    n = first_n + tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_T)
+    j = tl.arange(0, WORDS)
+    in_n, in_t = n < num_out, first_t + t < num_rows
+    codes_at = codes + n.to(tl.int64)[:, None] * stride_codes + j[None, :]
+    x_at = x + first_t.to(tl.int64) * stride_x + (t[None, :] * stride_x + j[:, None])
+    scales_at = scales + n
+    for block in range(first_block, last_block):
+        if MANY_CHUNKS:  # noqa: SIM102
+            if block % chunk_blocks == 0:
+                total += acc
+                acc = tl.zeros_like(acc)
+        words = tl.load(codes_at + block * WORDS, mask=in_n[:, None], other=0)
+        for plane in tl.static_range(PLANES):
+            k = (block * PLANES + plane) * WORDS
+            x_mask = in_t[None, :] if EVEN_K else in_t[None, :] & (k + j < num_in)[:, None]
+            x_tile = tl.load(x_at + k, mask=x_mask, other=0.0)
+            if GROUP == 16:
+                # Two groups in the tile.
+                if MINIMA:
+                    one = tl.load(scales_at + (k // 16) * stride_scales, mask=in_n, other=0)
+                    two = tl.load(scales_at + (k // 16 + 1) * stride_scales, mask=in_n, other=0)
+                    minima = tl.where((j < 16)[None, :], _half(one, 1)[:, None], _half(two, 1)[:, None])
+                    d = tl.where((j < 16)[None, :], _half(one, 0)[:, None], _half(two, 0)[:, None])
+                else:
+                    both = tl.load(scales_at + (k // 32) * stride_scales, mask=in_n, other=0)
+                    d = tl.where((j < 16)[None, :], _half(both, 0)[:, None], _half(both, 1)[:, None])
+                    minima = 0.0
+            elif (plane * WORDS) % GROUP == 0:
+                if MINIMA:
+                    both = tl.load(scales_at + (k // GROUP) * stride_scales, mask=in_n, other=0)
+                    d, minima = _half(both, 0)[:, None], _half(both, 1)[:, None]
+                else:
+                    both = tl.load(scales_at + (k // (2 * GROUP)) * stride_scales, mask=in_n, other=0)
+                    d, minima = _half(both, (k // GROUP) % 2)[:, None], 0.0
+            acc = dot(_unpack(words, d, minima, plane, BITS, MINIMA, x.dtype.element_ty), x_tile, acc)
+    return acc, total
+
+
+@triton.jit(do_not_specialize=["num_rows", "chunk_blocks", "num_blocks"])
+def _linear_int(
+    x, codes, scales, bias, out, partials, tickets, num_rows, width, num_in, num_blocks, chunk_blocks,
+    stride_x, stride_codes, stride_scales, stride_out, scale, factor,
+    BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr, NUM_CHUNKS: tl.constexpr, SPLIT: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, 0) of all chunks or, with SPLIT, program (tile, chunk)."""
+    SIDES: tl.constexpr = 2 if EPILOGUE == GATED else 1
+    COLUMNS: tl.constexpr = BLOCK_N // SIDES
+    first, first_t = place(width, num_rows, COLUMNS, BLOCK_T, GROUP_T)
+    first_n, num_out = first * SIDES, width * SIDES
+    first_block, last_block = 0, num_blocks
+    if SPLIT:
+        first_block = tl.program_id(1) * chunk_blocks
+        last_block = tl.minimum(first_block + chunk_blocks, num_blocks)
+    zeros = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    acc, total = _add_blocks(
+        zeros, zeros, x, codes, scales, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows,
+        num_in, stride_x, stride_codes, stride_scales, BITS, GROUP, MINIMA, NUM_CHUNKS > 1 and not SPLIT, EVEN_K,
+        WORDS, BLOCK_N, BLOCK_T,
+    )  # fmt: skip
+    if SPLIT:
+        n, t = first_n + tl.arange(0, BLOCK_N), first_t + tl.arange(0, BLOCK_T)
+        mask = (t < num_rows)[:, None] & (n < num_out)[None, :]
+        at = partials + (t[:, None] * num_out + n[None, :])
+        chunk_size = num_rows * num_out
+        tl.store(at + tl.program_id(1) * chunk_size, tl.trans(acc), mask=mask)
+        # All of this program's partial sums are written before its ticket, and all others' before they are read here.
+        tl.debug_barrier()
+        ticket = tl.atomic_add(tickets + tl.program_id(0), 1, sem="acq_rel")
+        if ticket == NUM_CHUNKS - 1:
+            tl.store(tickets + tl.program_id(0), 0)  # for the next product
+            y = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+            for chunk in tl.static_range(NUM_CHUNKS):
+                y += tl.load(at + chunk * chunk_size, mask=mask, other=0.0, cache_modifier=".cg")
+            finish(
+                y * factor, first, first_t, COLUMNS, width, num_rows, bias, out, stride_out, scale, EPILOGUE, HAS_BIAS,
+                BLOCK_N, BLOCK_T,
+            )  # fmt: skip
+    else:
+        finish(
+            tl.trans(total + acc) * factor, first, first_t, COLUMNS, width, num_rows, bias, out, stride_out, scale,
+            EPILOGUE, HAS_BIAS, BLOCK_N, BLOCK_T,
+        )  # fmt: skip
+
+
+# Chunks make about two programs for each of an H100's multiprocessors out of tiles of 64 channels, and have this many
+# blocks at least. They are part of what a matrix means, so they do not depend on the device.
+_PROGRAMS, _TILE_CHANNELS, _MIN_BLOCKS = 264, 64, 4
+_MAX_SPLIT_ROWS = 128
+
+
+def num_chunks(num_out: int, num_blocks: int) -> tuple[int, int]:
+    """Of a matrix: chunks of k, and blocks in each (fewer in the last)."""
+    wanted = max(1, _PROGRAMS // triton.cdiv(num_out, _TILE_CHANNELS))
+    blocks = max(triton.cdiv(num_blocks, wanted), min(num_blocks, _MIN_BLOCKS))
+    return triton.cdiv(num_blocks, blocks), blocks
+
+
+_workspaces: dict[torch.device, Workspace] = {}
+
+
+def workspace_for(num_out: int, num_blocks: int, device: torch.device) -> Workspace | None:
+    """Enough for products with a matrix of that size; None if it has but one chunk. Matrices of one device share the
+    largest so far, and the smaller ones before it live as long as a matrix that has them."""
+    chunks, _ = num_chunks(num_out, num_blocks)
+    if chunks == 1:
+        return None
+    size = chunks * num_out * _MAX_SPLIT_ROWS
+    tiles = triton.cdiv(num_out, 16) * triton.cdiv(_MAX_SPLIT_ROWS, 16)
+    found = _workspaces.get(device)
+    if found is None or found.partials.numel() < size or found.tickets.numel() < tiles:
+        found = _workspaces[device] = Workspace(
+            torch.empty(size, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
+        )
+    return found
+
+
+def _tile(num_rows: int, hopper: bool, single: bool) -> tuple[int, int, int, int]:
+    """Channels, tokens, warps and stages: those that spill no registers, with room for two programs at a time."""
+    if single:
+        return 32, 16, 4, 2
+    if num_rows <= 16 and hopper:
+        return 64, 16, 4, 4
+    if num_rows <= 32:
+        return 64, 32, 4, 3 if hopper else 4
+    if num_rows <= 64:
+        return 64, 64, 4, 2
+    return (128, 128, 8, 2) if hopper else (64, 128, 8, 2)
+
+
+def launch(x: Tensor, weight: IntWeight, out: Tensor, epilogue: tl.constexpr, scale: float = 1.0) -> None:
+    """The epilogue of x [T, K] W^T in the rows of `out`."""
+    num_rows, num_in = x.shape
+    if num_rows == 0:
+        return
+    num_out = weight.codes.shape[0]
+    num_blocks = weight.codes.shape[1] // BLOCK_WORDS
+    chunks, chunk_blocks = num_chunks(num_out, num_blocks)
+    block_n, block_t, warps, stages = _tile(
+        num_rows, capability(x.device)[0] >= 9, x.dtype is torch.float32
+    )  # fmt: skip
+    tiles = triton.cdiv(num_out, block_n) * triton.cdiv(num_rows, block_t)
+    split = chunks > 1 and num_rows <= _MAX_SPLIT_ROWS and tiles < 2 * num_multiprocessors(x.device)
+    workspace = weight.workspace
+    assert workspace is not None or not split
+    _linear_int[(tiles, chunks if split else 1)](
+        x, weight.codes, weight.scales, weight.bias, out, None if workspace is None else workspace.partials,
+        None if workspace is None else workspace.tickets, num_rows, out.shape[1], num_in, num_blocks, chunk_blocks,
+        x.stride(0), weight.codes.stride(0), weight.scales.stride(0), out.stride(0), scale, weight.factor,
+        BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima, EPILOGUE=epilogue, HAS_BIAS=weight.bias is not None,
+        EVEN_K=num_in % (BLOCK_WORDS * 32 // weight.bits) == 0, NUM_CHUNKS=chunks, SPLIT=split, WORDS=BLOCK_WORDS,
+        BLOCK_N=block_n, BLOCK_T=block_t, GROUP_T=8, num_warps=warps, num_stages=stages,
+    )  # fmt: skip

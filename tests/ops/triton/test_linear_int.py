@@ -1,0 +1,96 @@
+"""Products with matrices of codes, against the values that the matrices stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.ops import torch_ref
+from octavo.ops.triton import linear_int, pack, products
+from octavo.quantization import dequantize
+from octavo.quantization.codes import Codes
+from tests.ops.triton.conftest import DEVICE
+from tests.ops.triton.test_linear import TOLERANCE, assert_near, draw
+from tests.quantization.blocks import BLOCKS, random_matrix
+
+
+def random_codes(bits: int, group: int, minima: bool, n: int, k: int, seed: int = 0) -> Codes:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, (n, k), generator=generator).to(torch.uint8)
+    scales = (torch.randn(n, -(-k // group), generator=generator) / (1 << bits)).half().float()
+    added = torch.randn(n, -(-k // group), generator=generator).half().float() if minima else None
+    return Codes(bits, group, codes, scales, added)
+
+
+@pytest.mark.parametrize("minima", [False, True])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (4, 16), (8, 16), (8, 32), (8, 128)])
+def test_every_layout_is_multiplied(bits: int, group: int, minima: bool) -> None:
+    codes, x, bias = random_codes(bits, group, minima, 72, 600), draw(3, 600), draw(72)
+    weight = pack.pack_codes([codes], bias, device=DEVICE)
+    assert (weight.bits, weight.group, weight.minima) == (bits, group, minima)
+    expected = x.double() @ codes.dequantize().to(DEVICE).double().T + bias
+    assert_near(products.linear(x, weight), expected, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 20, 40])
+def test_epilogues(dtype: torch.dtype, rows: int) -> None:
+    x, bias = draw(rows, 320, dtype=dtype), draw(80)
+    parts = [random_codes(4, 32, True, 40, 320, seed) for seed in (1, 2)]
+    matrix = torch.cat([part.dequantize() for part in parts]).to(DEVICE)
+    reference = torch_ref.DenseWeight(matrix, bias, gated=True)
+    gated = products.linear_silu_and_mul(x, pack.pack_codes(parts, bias, gated=True, device=DEVICE))
+    assert_near(gated, torch_ref.linear_silu_and_mul(x.float(), reference), 4 * TOLERANCE[dtype])
+    weight, residual = pack.pack_codes(parts, bias, device=DEVICE), draw(rows, 80, dtype=dtype)
+    expected = residual.float() + 0.5 * torch_ref.linear(x.float(), reference)
+    products.linear_add(x, weight, residual, 0.5)
+    assert_near(residual, expected, 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gguf_matrices(name: str) -> None:
+    matrix, x = random_matrix(name, 40, 512), draw(2, 512)
+    weight = products.pack_linear([matrix], device=DEVICE)
+    expected = x.double() @ dequantize(matrix).to(DEVICE).double().T
+    # Scales that are products of two numbers are rounded to float16.
+    assert_near(products.linear(x, weight), expected, 1e-3 if name.endswith("_K") else 1e-5)
+
+
+@pytest.mark.parametrize("names", [("Q4_0", "Q4_1"), ("Q4_K", "Q6_K"), ("Q8_0", "Q5_1"), ("Q4_0", "BF16")])
+def test_parts_of_different_formats_become_one(names: tuple[str, str]) -> None:
+    parts = [draw(24, 256) if name == "BF16" else random_matrix(name, 24, 256) for name in names]
+    values = [part if isinstance(part, torch.Tensor) else dequantize(part).to(DEVICE) for part in parts]
+    x = draw(2, 256)
+    expected = x.double() @ torch.cat(values).double().T
+    assert_near(products.linear(x, products.pack_linear(parts, device=DEVICE)), expected, 1e-3)
+
+
+def test_scales_far_from_float16_keep_their_precision() -> None:
+    for power in (-40, 30):
+        codes = random_codes(4, 32, True, 8, 64)
+        assert codes.minima is not None
+        far = Codes(4, 32, codes.codes, codes.scales * 2.0**power, codes.minima * 2.0**power)
+        x = draw(1, 64)
+        found = products.linear(x, pack.pack_codes([far], device=DEVICE)).double() / 2.0**power
+        assert_near(found, x.double() @ codes.dequantize().to(DEVICE).double().T, 1e-5)
+
+
+def test_a_row_is_the_same_in_one_program_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks by different programs, and by one that computes all of them."""
+    weight = pack.pack_codes([random_codes(4, 32, True, 72, 2100)], device=DEVICE)
+    assert linear_int.num_chunks(72, 9) == (3, 4)
+    x = draw(5, 2100, dtype=torch.bfloat16)
+    split = products.linear(x, weight, torch.float32)
+    assert torch.equal(products.linear(x, weight, torch.float32), split), "the tickets were not given back"
+    assert torch.equal(products.linear(x[2:3], weight, torch.float32)[0], split[2])
+    monkeypatch.setattr(linear_int, "_MAX_SPLIT_ROWS", 0)
+    assert torch.equal(products.linear(x, weight, torch.float32), split)
+    expected = x[2].double() @ random_codes(4, 32, True, 72, 2100).dequantize().to(DEVICE).double().T
+    assert_near(split[2], expected, 2**-7)
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (4096, 14336), (64, 64), (128256, 4096)])
+def test_chunks_cover_k(n: int, k: int) -> None:
+    blocks = -(-k // 256)
+    chunks, size = linear_int.num_chunks(n, blocks)
+    assert (chunks - 1) * size < blocks <= chunks * size
