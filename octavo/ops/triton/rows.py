@@ -14,8 +14,8 @@ def _take_rows(x, rows, out, x_stride, count, WIDTH: tl.constexpr, BLOCK: tl.con
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + n)
-    mask = (column < WIDTH) & (row >= 0) & (row < count)
-    values = tl.load(x + row * x_stride + column, mask=mask, other=0)
+    width = tl.where((row >= 0) & (row < count), WIDTH, 0)
+    values = tl.load(x + row * x_stride + column, mask=column < width, other=0)
     tl.store(out + n * WIDTH + column, values, mask=column < WIDTH)
 
 

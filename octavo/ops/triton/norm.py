@@ -1,0 +1,126 @@
+"""RMS norm, with what follows it where a quantized matrix consumes the result.
+
+The sum of squares is taken in an order that depends on the row's length alone: tile, warps and rows of a program are
+chosen by it, never by how many rows there are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops import LinearWeight
+from octavo.ops.triton.quantize import empty_quantized, encode, largest_code, magnitude, row_scale
+
+_MAX_TILE = 16384  # elements that a program has in registers at once
+
+
+@triton.jit
+def _row_start(row, inner, outer_stride, inner_stride):
+    """Where row (row // inner, row % inner) of a view begins."""
+    return (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+
+
+@triton.jit(do_not_specialize=["num_rows", "inner"])
+def _rms_norm(
+    x, weight, out, num_rows, inner, outer_stride, inner_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program p normalises rows p * ROWS ..; a whole row is in registers."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    start = _row_start(row, inner, outer_stride, inner_stride)
+    values = tl.load(x + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + eps)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    normed = values * factor[:, None] * scale[None, :]
+    row = row.to(tl.int64)
+    tl.store(out + row[:, None] * WIDTH + column[None, :], normed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["inner"])
+def _rms_norm_of_long_rows(
+    x, weight, out, inner, outer_stride, inner_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program a row, which reads it twice."""
+    row = tl.program_id(0)
+    x += _row_start(row, inner, outer_stride, inner_stride)
+    row = row.to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK):
+        values = tl.load(x + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+        squares += values * values
+    factor = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+    for start in tl.range(0, WIDTH, BLOCK):
+        mask = start + column < WIDTH
+        values = tl.load(x + start + column, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(weight + start + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row * WIDTH + start + column, (values * factor * scale).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["inner"])
+def _rms_norm_quantized(
+    x, weight, codes, scales, inner, outer_stride, inner_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """One program a row, all of it in registers -> a row as octavo.ops.triton.quantize has it."""
+    row = tl.program_id(0)
+    x += _row_start(row, inner, outer_stride, inner_stride)
+    row = row.to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    values = tl.load(x + column, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    normed = values * factor * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    scale, inverse = row_scale(tl.max(magnitude(normed), 0), LARGEST)
+    tl.store(scales + row * ((WIDTH + 16) // 4) + WIDTH // 4, scale)
+    tl.store(codes + row * (WIDTH + 16) + column, encode(normed, inverse, codes.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, consumer: LinearWeight | None = None) -> Tensor:
+    """`Ops.rms_norm`: x [..., H] -> the same shape and dtype; for a `consumer` whose `activation_dtype` is an
+    eight-bit type, uint8 [rows, H + 16]. x may be a strided view of two or three dimensions."""
+    width = x.shape[-1]
+    assert weight.shape == (width,) and weight.is_contiguous()
+    codes_dtype: torch.dtype | None = getattr(consumer, "activation_dtype", None)
+    rows = x.numel() // width
+    if codes_dtype is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    else:
+        out = empty_quantized(rows, width, x.device)
+    if not rows:
+        return out
+    if x.stride(-1) != 1 or x.dim() > 3:
+        x = x.reshape(-1, width).contiguous()
+    inner, outer_stride, inner_stride = 1, 0, 0
+    if x.dim() == 2:
+        outer_stride = x.stride(0)
+    elif x.dim() == 3:
+        inner, (outer_stride, inner_stride) = x.shape[1], x.stride()[:2]
+    block = triton.next_power_of_2(width)
+    if codes_dtype is not None:
+        assert block <= 2 * _MAX_TILE, f"rms_norm: rows of {width} are too long to be quantized"
+        _rms_norm_quantized[(rows,)](
+            x, weight, out.view(codes_dtype), out.view(torch.float32), inner, outer_stride, inner_stride, eps,
+            WIDTH=width, BLOCK=block, LARGEST=largest_code(codes_dtype), num_warps=_num_warps(block),
+        )  # fmt: skip
+    elif block > _MAX_TILE:
+        _rms_norm_of_long_rows[(rows,)](
+            x, weight, out, inner, outer_stride, inner_stride, eps, WIDTH=width, BLOCK=8192, num_warps=16
+        )
+    else:
+        rows_per_program = max(1, 1024 // block)  # the norms of heads are short
+        _rms_norm[(triton.cdiv(rows, rows_per_program),)](
+            x, weight, out, rows, inner, outer_stride, inner_stride, eps,
+            WIDTH=width, BLOCK=block, ROWS=rows_per_program, num_warps=_num_warps(block * rows_per_program),
+        )  # fmt: skip
+    return out
+
+
+def _num_warps(elements: int) -> int:
+    """8 elements a thread, which is one load of 16 bytes in bfloat16, until a row needs more."""
+    return min(max(elements // 256, 1), 16)

@@ -1,0 +1,117 @@
+"""Activations as eight-bit matrices multiply them: a row is codes and one scale, chosen by the row's largest magnitude.
+
+A quantized matrix is uint8 [T, K + 16]: K codes, int8 or float8_e4m3fn, then the row's float32 scale in the first four
+of the last 16 bytes, which keep rows aligned (K is a multiple of 16). A code times the scale is the value.
+
+A row that is not finite has the scale NaN, so that what is computed from it is not mistaken for a number.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SCALE_BYTES = 16
+# What the largest magnitude of a row becomes.
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def row_bytes(width: int) -> int:
+    """Bytes of a quantized row of that many elements."""
+    assert width % 16 == 0, f"rows of {width} elements are not quantized; they must be a multiple of 16"
+    return width + SCALE_BYTES
+
+
+def empty_quantized(rows: int, width: int, device: torch.device) -> Tensor:
+    """uint8 [rows, width + 16], uninitialised."""
+    return torch.empty((rows, row_bytes(width)), dtype=torch.uint8, device=device)
+
+
+def codes_of(quantized: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 [T, K + 16] -> its codes [T, K], of which rows are K + 16 apart."""
+    return quantized.view(dtype)[:, :-SCALE_BYTES]
+
+
+def scales_of(quantized: Tensor) -> Tensor:
+    """uint8 [T, K + 16] -> its scales [T] float32, which are (K + 16) / 4 apart."""
+    return quantized.view(torch.float32)[:, -SCALE_BYTES // 4]
+
+
+def largest_code(dtype: torch.dtype) -> float:
+    """The code of a row's largest magnitude, for `row_scale`."""
+    return _LARGEST[dtype]
+
+
+@triton.jit
+def magnitude(x):
+    """|x| for `row_scale`: what is not finite counts as infinite."""
+    x = tl.abs(x)
+    return tl.where(x < float("inf"), x, float("inf"))
+
+
+@triton.jit
+def row_scale(absmax, LARGEST: tl.constexpr):
+    """The largest `magnitude` of a row (or of each of some rows) -> the scale to store, and what to multiply with."""
+    is_finite = absmax < float("inf")
+    is_some = is_finite & (absmax > 2.0**-100)  # below, the inverse might overflow
+    divisor = tl.where(is_some, absmax, 1.0)
+    scale = tl.where(is_some, tl.div_rn(divisor, tl.full(divisor.shape, LARGEST, tl.float32)), 0.0)
+    inverse = tl.where(is_some, tl.div_rn(tl.full(divisor.shape, LARGEST, tl.float32), divisor), 0.0)
+    return tl.where(is_finite, scale, float("nan")), inverse
+
+
+@triton.jit
+def encode(x, inverse, DTYPE: tl.constexpr):
+    """float32 values times their row's inverse scale -> codes (DTYPE is tl.int8 or tl.float8e4nv), to nearest even."""
+    x = tl.where(tl.abs(x) < float("inf"), x, 0.0) * inverse
+    if tl.int8 == DTYPE:
+        # At 1.5 * 2^23 floats are the integers: adding rounds, to even as nothing else here does everywhere.
+        x = (x + 12582912.0) - 12582912.0
+        x = tl.minimum(tl.maximum(x, -127.0), 127.0)
+    else:
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _quantize_rows(
+    x, x_stride, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SINGLE: tl.constexpr
+):
+    """One program a row, which reads it twice unless it is a SINGLE block."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    codes += row * (WIDTH + 16)
+    column = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    values = largest
+    for start in tl.range(0, WIDTH, BLOCK):
+        values = tl.load(x + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, magnitude(values))
+    scale, inverse = row_scale(tl.max(largest, 0), LARGEST)
+    tl.store(scales + row * ((WIDTH + 16) // 4) + WIDTH // 4, scale)
+    for start in tl.range(0, WIDTH, BLOCK):
+        if not SINGLE:
+            values = tl.load(x + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+        tl.store(codes + start + column, encode(values, inverse, codes.dtype.element_ty), mask=start + column < WIDTH)
+
+
+def quantize_rows(x: Tensor, codes_dtype: torch.dtype) -> Tensor:
+    """x [T, K] -> uint8 [T, K + 16] with codes of `codes_dtype`: int8, or float8_e4m3fn (compute capability 8.9 on)."""
+    rows, width = x.shape
+    assert x.stride(1) == 1 or width == 1
+    out = empty_quantized(rows, width, x.device)
+    if rows:
+        block, num_warps = _tile(width)
+        _quantize_rows[(rows,)](
+            x, x.stride(0), out.view(codes_dtype), out.view(torch.float32), WIDTH=width, BLOCK=block,
+            LARGEST=largest_code(codes_dtype), SINGLE=block >= width, num_warps=num_warps,
+        )  # fmt: skip
+    return out
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """Elements that a program has in registers at once, and its warps: about 16 elements a thread."""
+    block = min(triton.next_power_of_2(width), 8192)
+    return block, min(max(block // 512, 1), 16)

@@ -1,0 +1,140 @@
+"""Norms, activations, quantized rows and rows by index: Triton's kernels against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops import torch_ref
+from octavo.ops.triton import norm
+from octavo.ops.triton.activation import silu_and_mul
+from octavo.ops.triton.norm import rms_norm
+from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
+from octavo.ops.triton.rows import take_rows
+from tests.ops.kernel_cases import assert_near, assert_same_bits, random
+from tests.ops.triton.conftest import DEVICE
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CODES = [torch.int8, torch.float8_e4m3fn]
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """As much of a quantized matrix as `rms_norm` asks for."""
+
+    activation_dtype: torch.dtype | None
+    in_features: int = 0
+    out_features: int = 0
+    num_bytes: int = 0
+
+
+def on_device(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return random(seed, *shape, dtype=dtype).to(DEVICE)
+
+
+def decoded(quantized: Tensor, dtype: torch.dtype) -> Tensor:
+    assert quantized.dtype is torch.uint8
+    return codes_of(quantized, dtype).float() * scales_of(quantized)[:, None]
+
+
+def assert_quantized(quantized: Tensor, dtype: torch.dtype, expected: Tensor) -> None:
+    """Within half a step of the codes from `expected` [T, K], with the scale that the largest magnitude gives."""
+    largest = expected.float().abs().amax(-1)
+    scale = scales_of(quantized)
+    torch.testing.assert_close(scale, largest / (127 if dtype is torch.int8 else 448), rtol=1e-5, atol=0)
+    expected = expected.float().abs()
+    error = (decoded(quantized, dtype).abs() - expected).abs()
+    if dtype is torch.int8:
+        assert (error <= 0.5001 * scale[:, None]).all()
+        return
+    # Three bits of mantissa, and steps of 2^-9 below the smallest normal number.
+    near = error <= torch.maximum(expected * 2.0**-3.99, 2.0**-9.99 * scale[:, None])
+    if DEVICE.type == "cpu":  # the interpreter loses the carry of mantissas that round up to 2, and cuts small numbers
+        code = (expected / scale[:, None]).to(dtype).float()
+        near |= (code.frexp().mantissa == 0.5) | (code < 2.0**-6)
+    assert near.all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 64), (5, 300), (17, 128), (2, 2048), (2, 16384), (2, 20000)])
+def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = on_device(rows, rows, width, dtype=dtype) * 3, on_device(1, width, dtype=dtype)
+    assert_near(rms_norm(x, weight, 1e-5), torch_ref.rms_norm(x, weight, 1e-5))
+
+
+def test_rms_norm_of_views_and_of_a_float32_weight() -> None:
+    qkv = on_device(0, 5, 6 * 32, dtype=torch.bfloat16).view(5, 6, 32)
+    weight = on_device(1, 32)
+    for x in (qkv[:, 1:5], qkv[:, 5], qkv[1, 2], qkv[:0], qkv.transpose(0, 1)[1:3]):
+        out = rms_norm(x, weight, 1e-6)
+        assert out.is_contiguous()
+        assert_near(out, torch_ref.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("width", [32, 300, 4096])
+def test_the_norm_of_a_row_does_not_depend_on_other_rows(width: int) -> None:
+    x, weight = on_device(0, 37, width, dtype=torch.bfloat16), on_device(1, width)
+    together = rms_norm(x, weight, 1e-5)
+    for start, end in ((0, 1), (3, 4), (8, 31)):
+        assert_same_bits(rms_norm(x[start:end], weight, 1e-5), together[start:end])
+
+
+def test_long_rows_are_normalised_alike_wherever_the_tile_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = on_device(0, 3, 500), on_device(1, 500)
+    expected = torch_ref.rms_norm(x, weight, 1e-5)
+    monkeypatch.setattr(norm, "_MAX_TILE", 256)
+    assert_near(rms_norm(x, weight, 1e-5), expected)
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("width", [16, 304, 4096])
+def test_rms_norm_quantizes_for_its_consumer(width: int, codes: torch.dtype) -> None:
+    x, weight = on_device(0, 4, width, dtype=torch.bfloat16), on_device(1, width)
+    out = rms_norm(x, weight, 1e-5, Consumer(codes))
+    assert out.shape == (4, width + 16)
+    assert_quantized(out, codes, torch_ref.rms_norm(x.float(), weight, 1e-5))
+    assert rms_norm(x, weight, 1e-5, Consumer(None)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize(("width", "dtype"), [(16, torch.float32), (208, torch.bfloat16), (9008, torch.float16)])
+def test_quantized_rows(width: int, dtype: torch.dtype, codes: torch.dtype) -> None:
+    x = on_device(2, 3, 2 * width, dtype=dtype)[:, width:] * 20
+    assert_quantized(quantize_rows(x, codes), codes, x)
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_rows_of_zeros_and_rows_that_are_not_finite(codes: torch.dtype) -> None:
+    x = on_device(0, 5, 32)
+    x[0] = 0
+    x[1] = 2.0**-110
+    x[2, 3] = float("nan")
+    x[3, 31] = -float("inf")
+    values = decoded(quantize_rows(x, codes), codes)
+    assert (values[:2] == 0).all()
+    assert values[2:4].isnan().all()
+    assert values[4].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 1040), (0, 16)])
+def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype) -> None:
+    x = on_device(0, rows, 2 * width, dtype=dtype) * 5
+    gate, up = x.float().chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert_near(silu_and_mul(x), expected.to(dtype))
+    assert silu_and_mul(x, out_dtype=torch.float32).dtype is torch.float32
+    if rows:
+        for codes in CODES:
+            assert_quantized(silu_and_mul(x, codes), codes, expected)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
+def test_take_rows(dtype: torch.dtype) -> None:
+    x = (on_device(0, 9, 2 * 2100) * 9).to(dtype)[:, 2100:]
+    rows = torch.tensor([8, 0, 3, 3], device=DEVICE)
+    assert torch.equal(take_rows(x, rows), x[rows])
+    assert take_rows(x, rows[:0]).shape == (0, 2100)
