@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from octavo.ops.triton.activation import silu_and_mul
+from octavo.ops.triton.logits import add_bias, apply_masks, penalize
 from octavo.ops.triton.norm import rms_norm
 from octavo.ops.triton.quantize import quantize_rows
 from octavo.ops.triton.rows import take_rows
+from octavo.ops.triton.sampling import argmax, sample
 from tests.ops.triton.compiling import Case
 
 BF16, F32, INT8, FP8 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
@@ -37,7 +39,21 @@ def norm_of_heads(heads: int, all_heads: int, head_size: int) -> None:
     rms_norm(empty(64, all_heads, head_size)[:, :heads], empty(head_size), 1e-6)
 
 
+def draw(vocab: int) -> None:
+    rows = 64
+    settings = [empty(rows, dtype=dtype) for dtype in (F32, torch.int64, F32, F32, torch.float64)]
+    sample(empty(rows, vocab, dtype=F32), *settings, check=True)
+
+
+def change_logits() -> None:
+    logits, settings, entries = empty(64, 128256, dtype=F32), empty(64, dtype=F32), empty(900, dtype=torch.int32)
+    penalize(logits, entries, entries, entries, settings, settings, settings)
+    add_bias(logits, entries, entries, empty(900, dtype=F32))
+    apply_masks(logits, empty(8, 4008, dtype=torch.int32), empty(8, dtype=torch.int32))
+
+
 CASES = {
+    "logits": Case(change_logits, min_warps=32),
     "norm": Case(lambda: norm(4096), min_warps=32),
     "norm_576": Case(lambda: norm(576), min_warps=32),
     "norm_long": Case(lambda: norm(16384), min_warps=16),
@@ -50,5 +66,9 @@ CASES = {
     "silu_and_mul": Case(lambda: silu_and_mul(empty(64, 28672)), min_warps=32),
     "silu_and_mul_int8": Case(lambda: silu_and_mul(empty(64, 28672), INT8), min_warps=32),
     "silu_and_mul_fp8": Case(lambda: silu_and_mul(empty(64, 28672), FP8), min_warps=32, capabilities=(90,)),
+    "argmax": Case(lambda: argmax(empty(64, 128256, dtype=F32), check=True), min_warps=16),
+    "sample_49152": Case(lambda: draw(49152), min_warps=16),
+    "sample_128256": Case(lambda: draw(128256), min_warps=16),
+    "sample_262144": Case(lambda: draw(262144), min_warps=16),
     "take_rows": Case(lambda: take_rows(empty(256, 4096), empty(64, dtype=torch.int64)), min_warps=32),
 }

@@ -1,0 +1,106 @@
+"""What changes logits [N, V] float32 in place before a token is chosen: penalties, biases, masks of grammars.
+
+Work comes as flat lists, an entry for each (sample, token) that is touched, each pair at most once in a list. Entries
+whose sample is negative are left out, so that a list may be padded to the length that a graph was captured with.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 256  # entries of a program
+_MASK_BLOCK = 2048  # logits of a program
+
+
+@triton.jit(do_not_specialize=["length"])
+def _penalize(logits, stride, samples, tokens, counts, repetition, frequency, presence, length, BLOCK: tl.constexpr):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sample = tl.load(samples + entry, mask=entry < length, other=-1)
+    mask = sample >= 0
+    token = tl.load(tokens + entry, mask=mask, other=0)
+    count = tl.load(counts + entry, mask=mask, other=0)
+    place = logits + sample.to(tl.int64) * stride + token
+    value = tl.load(place, mask=mask, other=0.0)
+    repeated = tl.load(repetition + sample, mask=mask, other=1.0)
+    value = tl.where(value > 0, tl.div_rn(value, repeated), value * repeated)
+    per_token = tl.load(frequency + sample, mask=mask, other=0.0)
+    once = tl.load(presence + sample, mask=mask, other=0.0)
+    value -= per_token * count + tl.where(count > 0, once, 0.0)
+    tl.store(place, value, mask=mask)
+
+
+def penalize(
+    logits: Tensor, samples: Tensor, tokens: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor,
+    presence: Tensor,
+) -> None:  # fmt: skip
+    """Penalise the tokens that samples have seen: `samples`, `tokens` and `counts` (how often in the output; 0 for a
+    token of the prompt alone) are [P] int32, the penalties [N] float32.
+
+    Positive logits are divided by `repetition` and others multiplied; then `frequency` times the count and, of tokens
+    of the output, `presence` is taken off.
+    """
+    _check(logits, samples, tokens, counts)
+    for penalty in (repetition, frequency, presence):
+        assert penalty.dtype is torch.float32 and penalty.shape == (logits.shape[0],) and penalty.is_contiguous()
+    if length := len(samples):
+        _penalize[(triton.cdiv(length, _BLOCK),)](
+            logits, logits.stride(0), samples, tokens, counts, repetition, frequency, presence, length, BLOCK=_BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["length"])
+def _add_bias(logits, stride, samples, tokens, values, length, BLOCK: tl.constexpr):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sample = tl.load(samples + entry, mask=entry < length, other=-1)
+    mask = sample >= 0
+    place = logits + sample.to(tl.int64) * stride + tl.load(tokens + entry, mask=mask, other=0)
+    tl.store(place, tl.load(place, mask=mask) + tl.load(values + entry, mask=mask), mask=mask)
+
+
+def add_bias(logits: Tensor, samples: Tensor, tokens: Tensor, values: Tensor) -> None:
+    """logits[samples, tokens] += values, all [P], int32 but for the values. Minus infinity takes a token out."""
+    _check(logits, samples, tokens)
+    assert values.dtype is torch.float32 and values.shape == samples.shape and values.is_contiguous()
+    if length := len(samples):
+        _add_bias[(triton.cdiv(length, _BLOCK),)](
+            logits, logits.stride(0), samples, tokens, values, length, BLOCK=_BLOCK, num_warps=4
+        )
+
+
+@triton.jit
+def _apply_masks(
+    logits, stride, words, words_stride, samples, VOCAB: tl.constexpr, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (m, c): piece c of the sample that mask m is for."""
+    mask_index = tl.program_id(0).to(tl.int64)
+    sample = tl.load(samples + mask_index).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if sample >= 0:
+        word = tl.load(words + mask_index * words_stride + column // 32, mask=column < NUM_WORDS * 32, other=0)
+        is_hidden = ((word >> (column % 32)) & 1) == 0
+        tl.store(logits + sample * stride + column, -float("inf"), mask=is_hidden & (column < VOCAB))
+
+
+def apply_masks(logits: Tensor, words: Tensor, samples: Tensor) -> None:
+    """Set the logits of tokens whose bit is 0 to minus infinity: token t of sample samples[m] has bit t % 32 of
+    words[m, t // 32]. `words` [M, W] int32, `samples` [M] int32; tokens beyond the words are hidden too."""
+    masks, num_words = words.shape
+    vocab = logits.shape[1]
+    assert logits.dtype is torch.float32 and logits.stride(1) == 1
+    assert words.dtype is samples.dtype is torch.int32 and words.stride(1) == 1
+    assert samples.shape == (masks,) and samples.is_contiguous()
+    if masks:
+        _apply_masks[(masks, triton.cdiv(vocab, _MASK_BLOCK))](
+            logits, logits.stride(0), words, words.stride(0), samples, VOCAB=vocab, NUM_WORDS=num_words,
+            BLOCK=_MASK_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
+def _check(logits: Tensor, *lists: Tensor) -> None:
+    assert logits.dtype is torch.float32 and logits.stride(1) == 1
+    for entries in lists:
+        assert entries.dtype is torch.int32 and entries.shape == lists[0].shape and entries.is_contiguous()

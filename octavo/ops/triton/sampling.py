@@ -1,0 +1,331 @@
+"""Choosing tokens: argmax, and drawing by temperature, top-k, top-p and min-p without sorting.
+
+A row of logits is cut into chunks, and a chunk into pieces, by the vocabulary alone. Three launches draw:
+
+1. `_find_maxima`, a program a chunk: the largest logit of every piece.
+2. `_narrow`, a program a chunk. A token's *distance* is (largest logit - its logit) / temperature, so the likeliest
+   tokens have distance 0, its weight exp(-distance). Of rows that limit their tokens, those that may stay are moved to
+   the front of their chunk as distances, in order; the largest of pieces bound the k likeliest, and a token whose
+   weight times the vocabulary is less than 1 - top_p is not among the likeliest top_p.
+3. `_draw`, a program a row: the limits are bisected over the bits of distances, whose order as integers is that of
+   positive floats; then the chunk and the token at `dice` are found.
+
+Weights are summed as integers, in units of 2^-40 of the likeliest token's: sums are exact, so they do not depend on
+who adds what in which order, and a row is reproducible whatever is computed beside it. What rounding a weight down
+loses is less than 2^-40 a token, and 2^-22 of the mass in a vocabulary of 256k; the weight itself has the precision
+of a float32 exponential. Tokens less likely than 2^-40 times the likeliest are never drawn.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHUNK = 4096  # logits of a program; a program a row would leave most of a GPU idle when rows are few
+_PIECE = 256
+_TILE = 4096  # candidates that `_draw` looks at in one turn
+_INFINITY = tl.constexpr(0x7F800000)  # the bits of an infinite float
+
+
+@triton.jit
+def _find_maxima(logits, stride, maxima, VOCAB: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """Program (n, c): the largest logits of the PIECES pieces of chunk c of row n. NaN is never the largest."""
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1) * PIECES + tl.arange(0, PIECES)
+    column = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    x = tl.load(logits + row * stride + column, mask=column < VOCAB, other=-float("inf"))
+    x = tl.where(x == x, x, -float("inf"))
+    tl.store(maxima + row * (tl.num_programs(1) * PIECES) + piece, tl.max(x, 1))
+
+
+@triton.jit
+def _first_of_largest(row, maximum, largest, VOCAB: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """The lowest token that has the `largest` logit of a row, of whose pieces `maximum` [PIECES] are the largest."""
+    piece = tl.min(tl.where(maximum == largest, tl.arange(0, PIECES), PIECES - 1), 0)
+    column = piece * PIECE + tl.arange(0, PIECE)
+    x = tl.load(row + column, mask=column < VOCAB, other=float("nan"))
+    token = tl.min(tl.where(x == largest, column, VOCAB), 0)
+    return tl.where(token < VOCAB, token, 0)  # nothing but NaN
+
+
+@triton.jit
+def _argmax(
+    logits, stride, maxima, out,
+    VOCAB: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, NUM_PIECES: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    piece = tl.arange(0, PIECES)
+    maximum = tl.load(maxima + n * NUM_PIECES + piece, mask=piece < NUM_PIECES, other=-float("inf"))
+    largest = tl.max(maximum, 0)
+    token = _first_of_largest(logits + n * stride, maximum, largest, VOCAB, PIECE, PIECES)
+    if CHECK:
+        token = tl.where((largest > -float("inf")) & (largest < float("inf")), token, -1)
+    tl.store(out + n, token.to(tl.int64))
+
+
+@triton.jit
+def _distance(x, largest, temperature):
+    """0 for the largest logit, infinite for -inf and NaN."""
+    inverse = tl.minimum(1.0 / temperature, 1e38)  # finite, for 0 times it must be 0
+    distance = (largest - x) * inverse
+    return tl.where(distance >= 0, distance, float("inf"))
+
+
+@triton.jit
+def _weight(distance):
+    """exp(-distance) in units of 2^-40, as int64."""
+    return (tl.exp2(distance * -1.4426950408889634) * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def _min_p_distance(min_p):
+    """How far tokens may be for `min_p`. A hair is added, so that rounding does not take those at the very limit."""
+    return tl.where(min_p > 0, 1e-7 - 1.000001 * tl.log(tl.maximum(min_p, 1e-37)), float("inf"))
+
+
+@triton.jit
+def _is_limited(top_k, top_p, min_p, VOCAB: tl.constexpr):
+    return ((top_k > 0) & (top_k < VOCAB)) | (top_p < 1) | (min_p > 0)
+
+
+@triton.jit
+def _bound_of_likeliest(distance, k):
+    """Distances [n] -> a little more than the k-th smallest: the upper 13 bits of it, with the others set."""
+    bits = distance.to(tl.int32, bitcast=True)
+    found = tl.full((), 0, tl.int32)
+    for i in range(12):
+        half = 1 << (30 - i)
+        count = tl.sum((bits < found + half).to(tl.int32), 0)
+        found = tl.where(count >= k, found, found + half)
+    return tl.minimum(found | 0x7FFFF, _INFINITY).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _narrow(
+    logits, stride, maxima, temperature, top_k, top_p, min_p, counts, masses,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, NUM_PIECES: tl.constexpr,
+):  # fmt: skip
+    """Program (n, c), for rows that are drawn: the weight of chunk c, after min_p, to `masses` [N, C].
+
+    If the row limits its tokens the chunk is overwritten, with `counts` [N, C] distances. If these are no more than
+    half of its length, their places in the chunk are at its end, as floats; otherwise all are there, in their places.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    piece = tl.arange(0, PIECES)
+    maximum = tl.load(maxima + n * NUM_PIECES + piece, mask=piece < NUM_PIECES, other=-float("inf"))
+    largest = tl.max(maximum, 0)
+    t = tl.load(temperature + n)
+    if (t > 0) & (largest > -float("inf")) & (largest < float("inf")):
+        k, p, min_p_of_row = tl.load(top_k + n), tl.load(top_p + n), tl.load(min_p + n)
+        begin = logits + n * stride + chunk * CHUNK
+        length = tl.minimum(CHUNK, VOCAB - chunk * CHUNK)
+        offset = tl.arange(0, CHUNK)
+        x = tl.load(begin + offset, mask=offset < length, other=-float("inf"))
+        distance = _distance(x, largest, t)
+        bound = _min_p_distance(min_p_of_row)
+        mass = tl.sum(tl.where(distance <= bound, _weight(distance), 0), 0)
+        tl.store(masses + n * tl.num_programs(1) + chunk, mass)
+        if _is_limited(k, p, min_p_of_row, VOCAB):
+            if (k > 0) & (k < VOCAB):
+                if k <= NUM_PIECES:
+                    bound = tl.minimum(bound, _bound_of_likeliest(_distance(maximum, largest, t), k))
+            elif p < 1:
+                bound = tl.minimum(bound, tl.log(VOCAB / (1 - p)) + 0.01)
+            kept = (distance <= bound) & (offset < length)
+            count = tl.sum(kept.to(tl.int32), 0)
+            if 2 * count <= length:
+                place = tl.cumsum(kept.to(tl.int32), 0) - 1
+                tl.debug_barrier()  # all of the chunk has been read
+                tl.store(begin + place, distance, mask=kept)
+                tl.store(begin + length - count + place, offset.to(tl.float32), mask=kept)
+                tl.store(counts + n * tl.num_programs(1) + chunk, count)
+            else:
+                tl.store(begin + offset, distance, mask=offset < length)
+                tl.store(counts + n * tl.num_programs(1) + chunk, length)
+
+
+@triton.jit
+def _sums(row, count, num_tiles, limit, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
+    """Candidates whose distance has bits up to `limit`: their weight in each chunk [CHUNKS] int64, and their number.
+    Chunk c has `count[c]` candidates, of which a turn takes WIDTH."""
+    start = tl.arange(0, CHUNKS)[:, None] * CHUNK
+    mass = tl.zeros((CHUNKS, WIDTH), tl.int64)
+    number = tl.zeros((CHUNKS, WIDTH), tl.int32)
+    for tile in range(0, num_tiles):
+        column = tile * WIDTH + tl.arange(0, WIDTH)[None, :]
+        exists = column < count[:, None]
+        distance = tl.load(row + start + column, mask=exists, other=0.0)
+        inside = exists & (distance.to(tl.int32, bitcast=True) <= limit)
+        mass += tl.where(inside, _weight(distance), 0)
+        number += inside.to(tl.int32)
+    return tl.sum(mass, 1), tl.sum(tl.sum(number, 1), 0)
+
+
+@triton.jit
+def _tighten(
+    row, count, num_tiles, limit, mass, number, wanted,
+    BY_WEIGHT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Lower `limit`, within which candidates have `mass` and are `number`, as far as they still have the `wanted`
+    weight, or are that many -> the same three. If they are fewer from the start, nothing changes."""
+    has = tl.sum(mass, 0) if BY_WEIGHT else number.to(tl.int64)
+    below = tl.full((), -1, tl.int32)  # too low a limit
+    number_below = tl.full((), 0, tl.int32)
+    if has < wanted:
+        below = limit
+    # Once a single candidate lies between the two limits, where exactly the limit is makes no difference.
+    while (limit - below > 1) & (number - number_below > 1):
+        middle = below + (limit - below) // 2
+        mass_within, number_within = _sums(row, count, num_tiles, middle, CHUNK, CHUNKS, WIDTH)
+        has = tl.sum(mass_within, 0) if BY_WEIGHT else number_within.to(tl.int64)
+        if has >= wanted:
+            limit, mass, number = middle, mass_within, number_within
+        else:
+            below, number_below = middle, number_within
+    return limit, mass, number
+
+
+@triton.jit
+def _draw_from(
+    row, largest, t, k, p, min_p, dice, counts, masses,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A token of a row that `_narrow` has seen; `counts` and `masses` are the row's."""
+    chunks = tl.arange(0, CHUNKS)
+    mass = tl.load(masses + chunks, mask=chunks < NUM_CHUNKS, other=0)
+    limit = tl.full((), _INFINITY, tl.int32)
+    is_limited = _is_limited(k, p, min_p, VOCAB)
+    if is_limited:
+        count = tl.load(counts + chunks, mask=chunks < NUM_CHUNKS, other=0)
+        num_tiles = (tl.max(count, 0) + WIDTH - 1) // WIDTH
+        left = tl.sum(mass, 0)  # after min_p; candidates alone may have less
+        limit = _min_p_distance(min_p).to(tl.int32, bitcast=True)
+        mass, number = _sums(row, count, num_tiles, limit, CHUNK, CHUNKS, WIDTH)
+        if (k > 0) & (k < VOCAB):
+            limit, mass, number = _tighten(row, count, num_tiles, limit, mass, number, k, False, CHUNK, CHUNKS, WIDTH)
+            left = tl.sum(mass, 0)
+        if p < 1:
+            wanted = tl.ceil(p.to(tl.float64) * left.to(tl.float64)).to(tl.int64)
+            limit, mass, number = _tighten(
+                row, count, num_tiles, limit, mass, number, wanted, True, CHUNK, CHUNKS, WIDTH
+            )
+
+    total = tl.sum(mass, 0)  # at least 2^40, the likeliest token's
+    target = tl.minimum((dice * total.to(tl.float64)).to(tl.int64), total - 1)
+    chunk = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
+    target -= tl.sum(tl.where(chunks < chunk, mass, 0), 0)
+
+    begin = row + chunk * CHUNK
+    length = tl.minimum(CHUNK, VOCAB - chunk * CHUNK)
+    size = length
+    if is_limited:
+        size = tl.load(counts + chunk)
+    offset = tl.arange(0, CHUNK)
+    value = tl.load(begin + offset, mask=offset < size, other=0.0)
+    distance = value
+    if not is_limited:
+        distance = _distance(value, largest, t)
+    inside = (offset < size) & (distance.to(tl.int32, bitcast=True) <= limit)
+    weight = tl.where(inside, _weight(distance), 0)
+    place = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
+    place = tl.minimum(place, size - 1)
+    if is_limited & (2 * size <= length):
+        place = tl.load(begin + length - size + place).to(tl.int32)
+    return chunk * CHUNK + place
+
+
+@triton.jit
+def _draw(
+    logits, stride, maxima, temperature, top_k, top_p, min_p, dice, counts, masses, out,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, NUM_PIECES: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    n = tl.program_id(0).to(tl.int64)
+    row = logits + n * stride
+    piece = tl.arange(0, PIECES)
+    maximum = tl.load(maxima + n * NUM_PIECES + piece, mask=piece < NUM_PIECES, other=-float("inf"))
+    largest = tl.max(maximum, 0)
+    t = tl.load(temperature + n)
+    is_finite = (largest > -float("inf")) & (largest < float("inf"))
+    token = tl.full((), 0, tl.int32)
+    if is_finite & (t > 0):
+        token = _draw_from(
+            row, largest, t, tl.load(top_k + n), tl.load(top_p + n), tl.load(min_p + n), tl.load(dice + n),
+            counts + n * NUM_CHUNKS, masses + n * NUM_CHUNKS, VOCAB, CHUNK, CHUNKS, NUM_CHUNKS, WIDTH,
+        )  # fmt: skip
+    else:
+        token = _first_of_largest(row, maximum, largest, VOCAB, PIECE, PIECES)
+        if CHECK:
+            token = tl.where(is_finite, token, -1)
+    tl.store(out + n, token.to(tl.int64))
+
+
+def _maxima(logits: Tensor) -> Tensor:
+    """logits [S, V] -> the largest of each piece [S, P] float32, those after the last being -inf."""
+    rows, vocab = logits.shape
+    assert logits.dtype is torch.float32 and logits.stride(1) == 1
+    num_chunks = triton.cdiv(vocab, _CHUNK)
+    pieces = _CHUNK // _PIECE
+    maxima = torch.empty((rows, num_chunks * pieces), dtype=torch.float32, device=logits.device)
+    _find_maxima[(rows, num_chunks)](
+        logits, logits.stride(0), maxima, VOCAB=vocab, PIECE=_PIECE, PIECES=pieces, num_warps=4
+    )
+    return maxima
+
+
+def argmax(logits: Tensor, check: bool = False) -> Tensor:
+    """`Ops.argmax`: logits [S, V] float32 -> [S] int64; the lowest index wins a tie. NaN is never the largest.
+
+    With `check` a row whose largest logit is not finite gives -1, which says on the device that nothing could be
+    chosen; without, some token.
+    """
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        maxima = _maxima(logits)
+        num_pieces = maxima.shape[1]
+        _argmax[(rows,)](
+            logits, logits.stride(0), maxima, out, VOCAB=vocab, PIECE=_PIECE,
+            PIECES=triton.next_power_of_2(num_pieces), NUM_PIECES=num_pieces, CHECK=check, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor,
+    check: bool = False,
+) -> Tensor:  # fmt: skip
+    """`Ops.sample`, of logits [S, V] float32 that are overwritten -> [S] int64. A row whose temperature is 0 gives its
+    argmax, so that one call serves any mix; `check` is that of `argmax`."""
+    rows, vocab = logits.shape
+    for tensor, dtype in (
+        (temperature, torch.float32),
+        (top_k, torch.int64),
+        (top_p, torch.float32),
+        (min_p, torch.float32),
+        (dice, torch.float64),
+    ):
+        assert tensor.dtype is dtype and tensor.shape == (rows,) and tensor.is_contiguous()
+    assert vocab < 1 << 22, "sums of weights would overflow"
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if not rows:
+        return out
+    maxima = _maxima(logits)
+    num_chunks, num_pieces = triton.cdiv(vocab, _CHUNK), maxima.shape[1]
+    chunks, pieces = triton.next_power_of_2(num_chunks), triton.next_power_of_2(num_pieces)
+    counts = torch.empty((rows, num_chunks), dtype=torch.int32, device=logits.device)
+    masses = torch.empty((rows, num_chunks), dtype=torch.int64, device=logits.device)
+    _narrow[(rows, num_chunks)](
+        logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, counts, masses,
+        VOCAB=vocab, CHUNK=_CHUNK, PIECES=pieces, NUM_PIECES=num_pieces, num_warps=8,
+    )  # fmt: skip
+    _draw[(rows,)](
+        logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, dice, counts, masses, out,
+        VOCAB=vocab, CHUNK=_CHUNK, CHUNKS=chunks, NUM_CHUNKS=num_chunks, WIDTH=max(_TILE // chunks, 16),
+        PIECE=_PIECE, PIECES=pieces, NUM_PIECES=num_pieces, CHECK=check, num_warps=16,
+    )  # fmt: skip
+    return out

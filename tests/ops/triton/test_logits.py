@@ -1,0 +1,71 @@
+"""Penalties, biases and grammars' masks on logits, against what the sampler does on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.ops.triton.logits import add_bias, apply_masks, penalize
+from octavo.sampling.structured import TokenMask
+from tests.ops.kernel_cases import assert_same_bits, random
+from tests.ops.triton.conftest import DEVICE
+
+ROWS, VOCAB = 5, 700
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def test_penalties_follow_their_definition() -> None:
+    logits = random(0, ROWS, VOCAB) * 5
+    logits[0, 3] = -float("inf")
+    repetition, frequency, presence = random(1, ROWS).abs() + 0.5, random(2, ROWS), random(3, ROWS)
+    repetition[1] = 1
+    generator = torch.Generator().manual_seed(4)
+    seen = torch.stack([torch.randperm(VOCAB, generator=generator)[:100] for _ in range(ROWS)])
+    counts = torch.randint(0, 4, seen.shape, generator=generator)
+    expected = logits.clone()
+    for n in range(ROWS):
+        values = expected[n, seen[n]]
+        values = torch.where(values > 0, values / repetition[n], values * repetition[n])
+        expected[n, seen[n]] = values - (frequency[n] * counts[n] + presence[n] * (counts[n] > 0))
+    samples = torch.arange(ROWS).repeat_interleave(100)
+    samples[-3:] = -1  # padding
+    expected[-1, seen[-1, -3:]] = logits[-1, seen[-1, -3:]]
+    out = logits.to(DEVICE)
+    lists = [x.flatten().int().to(DEVICE) for x in (samples, seen, counts)]
+    penalize(out, *lists, *(x.to(DEVICE) for x in (repetition, frequency, presence)))
+    torch.testing.assert_close(out.cpu(), expected)
+    untouched = torch.ones(ROWS, VOCAB, dtype=torch.bool).scatter(1, seen, False)
+    assert torch.equal(out.cpu()[untouched], logits[untouched])
+
+
+def test_biases_are_added_and_may_take_tokens_out() -> None:
+    logits = random(0, ROWS, VOCAB).to(DEVICE)
+    expected = logits.clone()
+    expected[1, 5] += 2.5
+    expected[4, 699] = -float("inf")
+    values = torch.tensor([2.5, -float("inf"), 7.0], device=DEVICE)
+    add_bias(logits, ints(1, 4, -1), ints(5, 699, 0), values)
+    assert_same_bits(logits, expected)
+    add_bias(logits, ints(), ints(), values[:0])
+
+
+def test_masks_hide_what_a_grammar_does_not_allow() -> None:
+    logits = random(0, ROWS, VOCAB)
+    words = np.random.default_rng(0).integers(0, 2**32, (3, 23), dtype=np.uint32)
+    words[1] = 0
+    expected = logits.clone()
+    for m, sample in ((0, 4), (1, 0)):
+        TokenMask(words[m], VOCAB).apply(expected[sample].numpy())
+    out = logits.to(DEVICE)
+    apply_masks(out, torch.from_numpy(words.view(np.int32)).to(DEVICE), ints(4, 0, -1))
+    assert_same_bits(out.cpu(), expected)
+
+
+def test_tokens_beyond_a_mask_are_hidden() -> None:
+    logits = torch.zeros(1, 40, device=DEVICE)
+    apply_masks(logits, ints(-1)[None], ints(0))
+    assert torch.equal(logits[0].isfinite().cpu(), torch.arange(40) < 32)
