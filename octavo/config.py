@@ -109,8 +109,7 @@ class EngineArgs(Flags):
 
         Raises `ConfigError` for a flag that cannot be honoured, `LoadError` for a model that cannot be found or read.
         """
-        device = self._device()
-        self._check(device)
+        device = self._check()
         # Imported here because it needs the groups below and most users of EngineArgs never get this far.
         from octavo.models.decoder_config import DecoderConfig
 
@@ -184,8 +183,10 @@ class EngineArgs(Flags):
             raise ConfigError(f"--device cuda: {reason}. Or use --device cpu.")
         return self.device
 
-    def _check(self, device: str) -> None:
+    def _check(self) -> str:
+        """Refuse what cannot be honoured on the device that is chosen. Returns that."""
         self.check_flags()
+        device = self._device()
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name must not be empty.")
         if self.block_size not in (sizes := _BLOCK_SIZES[device]):
@@ -208,6 +209,7 @@ class EngineArgs(Flags):
             raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not built yet{_on(device)}; use auto.")
         if self.trust_remote_code:
             raise ConfigError("--trust-remote-code is not built yet: Octavo runs no code from checkpoints.")
+        return device
 
     def _cpus(self) -> list[int] | None:
         """The processors of --cpu-threads-bind, in order."""

@@ -43,6 +43,12 @@ def write_model(folder: Path, **config: Any) -> str:
     return str(folder)
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has."""
+    monkeypatch.setattr("octavo.config.why_not_cuda", lambda: "no CUDA device was found")
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> dict[str, Any]:
     """Keywords of a model that costs nothing to find."""
@@ -108,7 +114,7 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
         ({"swap_space": "4"}, "--swap-space must be a number, got '4'"),
         ({"enforce_eager": 1}, "--enforce-eager must be true or false, got 1"),
         ({"served_model_name": [1]}, "--served-model-name must be a list of strings"),
-        ({"block_size": 12}, "--block-size must be 8, 16 or 32, got 12"),
+        ({"block_size": 12}, "--block-size must be 8, 16 or 32 on CPUs, got 12"),
         ({"gpu_memory_utilization": 0.0}, r"--gpu-memory-utilization must be in \(0, 1\], got 0.0"),
         ({"cpu_memory_utilization": 1.1}, "--cpu-memory-utilization must be in"),
         ({"cpu_memory_utilization": float("nan")}, "--cpu-memory-utilization must be in"),
@@ -116,12 +122,12 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
         ({"swap_space": float("nan")}, "--swap-space must be 0 or more GiB"),
         ({"swap_space": float("inf")}, "--swap-space must be 0 or more GiB"),
         ({"preemption_mode": "swap", "swap_space": 0.0}, "--preemption-mode swap needs --swap-space above 0"),
-        ({"device": "cuda"}, "--device cuda is not built yet"),
+        ({"device": "cuda"}, "--device cuda: no CUDA device was found.* Or use --device cpu"),
         ({"dtype": "float16"}, "--dtype float16 is not built for CPUs"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not built yet"),
         ({"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "both must be the same"),
         ({"trust_remote_code": True}, "--trust-remote-code is not built yet"),
-        ({"quantization": "awq"}, "--quantization awq is not built yet; gguf and int8 are"),
+        ({"quantization": "awq"}, "--quantization awq is not built yet on CPUs; gguf and int8 are"),
         ({"quantization": "gguf"}, "--quantization gguf is for GGUF files, but .* has dummy weights"),
         ({"max_model_len": 513}, "--max-model-len 513 is more than the model's 512 positions"),
         (
@@ -240,3 +246,26 @@ def test_threads_are_a_number_or_a_list_of_processors(tmp_path: Path) -> None:
                 ["--cpu-threads-bind", "0,1", "--cpu-threads", "3"], ["--cpu-threads", "0"]):  # fmt: skip
         with pytest.raises(ConfigError, match="--cpu-threads"):
             parse(*args, *bad).create_engine_config()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    monkeypatch.setattr("octavo.config.why_not_cuda", lambda: None)
+
+
+def test_a_gpu_is_taken_if_there_is_one_and_nothing_else_was_said(model: dict[str, Any], gpu: None) -> None:
+    assert [config(device=device, **model).device for device in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+
+
+def test_a_gpu_has_types_and_sizes_of_its_own(model: dict[str, Any], gpu: None) -> None:
+    made = config(dtype="float16", kv_cache_dtype="fp8", quantization="fp8", block_size=256, **model)
+    assert (made.model.dtype, made.cache.dtype, made.model.quantization) == ("float16", "float8_e4m3fn", "fp8")
+    assert config(kv_cache_dtype="fp8_e5m2", **model).cache.dtype == "float8_e5m2"
+    assert config(dtype="bfloat16", **model).cache.dtype == "bfloat16"
+    for args, message in [
+        ({"block_size": 12}, "--block-size must be 8, 16, 32, 64, 128 or 256, got 12"),
+        ({"quantization": "awq"}, "--quantization awq is not built yet; gguf, int8 and fp8 are"),
+        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype int4 is not built yet; use auto"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            config(**(model | args))

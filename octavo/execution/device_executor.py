@@ -35,7 +35,7 @@ _GIB = 1 << 30
 
 def load_ops() -> DeviceOps:
     """The CUDA backend."""
-    return cast(DeviceOps, import_module("octavo.ops.triton"))
+    return cast(DeviceOps, import_module("octavo.ops.cuda"))
 
 
 class DeviceExecutor:

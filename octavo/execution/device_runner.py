@@ -301,17 +301,16 @@ class DeviceRunner:
     def _table_updates(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Flat places in the device's block tables that change, and their blocks."""
         width = self.table.blocks.shape[1]
-        places = [row * width + position for row, position, _ in plan.new_blocks]
-        blocks = [block for _, _, block in plan.new_blocks]
-        parts = [np.array(places, np.int64)]
-        for admission in plan.admissions:
-            parts.append(np.arange(len(admission.block_table), dtype=np.int64) + admission.row * width)
-            blocks += admission.block_table
-        for row in self._stale.intersection(plan.rows):
-            parts.append(np.arange(width, dtype=np.int64) + row * width)
-            blocks += self.table.blocks[row].tolist()
-            self._stale.discard(row)
-        return np.concatenate(parts), np.array(blocks, np.int32)
+        stale = self._stale.intersection(plan.rows)
+        self._stale -= stale
+        new_blocks = [entry for entry in plan.new_blocks if entry[0] not in stale] if stale else plan.new_blocks
+        parts = [np.array([row * width + position for row, position, _ in new_blocks], np.int64)]
+        blocks = [np.array([block for _, _, block in new_blocks], np.int32)]
+        lengths = {admission.row: len(admission.block_table) for admission in plan.admissions}
+        for row, length in (lengths | dict.fromkeys(stale, width)).items():
+            parts.append(np.arange(row * width, row * width + length))
+            blocks.append(self.table.blocks[row, :length])
+        return np.concatenate(parts), np.concatenate(blocks)
 
     def _forward(self, inputs: StepInputs[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The model on what was uploaded -> hidden [T, H] before the final norm, logits [N, V], their argmax [N]."""

@@ -223,7 +223,8 @@ class Ops(Protocol):
         then all but the top_k likeliest (int64, 0 is all); then all but the smallest set of the likeliest that has
         top_p of the mass left. Tokens that are equally likely stay or go together. The token is the first one, by
         index, up to which the remaining mass exceeds dice (float64 in [0, 1)) times its sum. Other tensors are
-        [S] float32. Rows whose largest logit is not finite give a meaningless token.
+        [S] float32. Rows whose largest logit is not finite give a meaningless token. `DeviceOps` take the most likely
+        token where the temperature is 0, so that one call serves any mix.
         """
         ...
 

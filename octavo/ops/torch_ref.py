@@ -214,6 +214,9 @@ def mask_tokens(logits: Tensor, words: Tensor, samples: Tensor) -> None:
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor) -> Tensor:
     tokens = []
     for r in range(len(logits)):
+        if temperature[r] == 0:
+            tokens.append(int(logits[r].argmax()))
+            continue
         probs = ((logits[r] - logits[r].max()) / temperature[r]).double().softmax(-1)
         probs[probs < min_p[r] * probs.max()] = 0
         if 0 < top_k[r] < len(probs):

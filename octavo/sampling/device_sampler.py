@@ -73,8 +73,7 @@ def draw(
     """logits [N, V] float32, which may be overwritten, and their argmax [N] int64 -> the step's samples. Without a
     batch they are the most likely tokens."""
     if batch is None:
-        return Drawn(_checked(logits, best, best))
-    count = len(best)
+        return Drawn(torch.where(_is_finite(logits, best), best, NO_TOKEN))
     drawn = Drawn(best, dict(batch.errors))
     wanted = np.flatnonzero(batch.num_logprobs >= 0)
     drawn.wanted = wanted.tolist()
@@ -89,23 +88,22 @@ def draw(
         drawn.errors |= process_logits(logits, batch.special, ops)
     if batch.masks or batch.special:
         best = ops.argmax(logits)
-    tokens = best
-    if (batch.temperature > 0).any():
-        is_greedy = inputs.temperature[:count] == 0  # drawn like the others, and then not taken
-        temperature = torch.where(is_greedy, 1.0, inputs.temperature[:count])
-        others = (inputs.top_k[:count], inputs.top_p[:count], inputs.min_p[:count], inputs.dice[:count])
-        tokens = torch.where(is_greedy, best, ops.sample(logits, temperature, *others))
-    drawn.tokens = _checked(logits, best, tokens)
-    if raw is not None:
-        drawn.logprobs = measure(raw, drawn.tokens[_on(logits, wanted)].clamp(min=0), batch.num_logprobs[wanted])
     if batch.beams:
         drawn.offers = best_tokens(logits, batch.beams)
+    is_finite = _is_finite(logits, best)
+    tokens = best
+    if (batch.temperature > 0).any():  # after everything else: logits are lost
+        settings = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.dice)
+        tokens = ops.sample(logits, *(setting[: len(best)] for setting in settings))
+    drawn.tokens = torch.where(is_finite, tokens, NO_TOKEN)
+    if raw is not None:
+        drawn.logprobs = measure(raw, drawn.tokens[_on(logits, wanted)].clamp(min=0), batch.num_logprobs[wanted])
     return drawn
 
 
-def _checked(logits: Tensor, best: Tensor, tokens: Tensor) -> Tensor:
+def _is_finite(logits: Tensor, best: Tensor) -> Tensor:
     """Masks that leave nothing, and logits that are not numbers, end their own request and nothing else."""
-    return torch.where(logits.gather(1, best[:, None])[:, 0].isfinite(), tokens, NO_TOKEN)
+    return logits.gather(1, best[:, None])[:, 0].isfinite()
 
 
 def _on(logits: Tensor, samples: NDArray[np.int64]) -> Tensor:

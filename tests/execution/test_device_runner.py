@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from torch import Tensor
 from transformers import LlamaConfig
 
 from octavo.config import EngineArgs, EngineConfig
@@ -111,8 +112,20 @@ def told(outputs: list[SequenceOutput]) -> dict[str, Any]:
     }
 
 
+class Reference:
+    """The reference operations, of which sampling destroys the logits, as it may."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch_ref, name)
+
+    def sample(self, logits: Tensor, *settings: Tensor) -> Tensor:
+        tokens = torch_ref.sample(logits, *settings)
+        logits.fill_(float("nan"))
+        return tokens
+
+
 def device_core(config: EngineConfig, device: LateDevice) -> EngineCore:
-    return EngineCore(config, DeviceExecutor(config, device, cast(Any, torch_ref)))
+    return EngineCore(config, DeviceExecutor(config, device, cast(Any, Reference())))
 
 
 FLAGS: dict[str, dict[str, Any]] = {

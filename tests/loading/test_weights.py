@@ -286,15 +286,15 @@ def test_dummy_weights_depend_on_seed_and_name_only(hf_config: dict[str, Any]) -
     assert first[0, :3].tolist() == pytest.approx(_FIRST_VALUES, rel=1e-5)
 
 
-_FIRST_VALUES = [0.0198354889, -0.0116428444, 0.0142162712]
+_FIRST_VALUES = [-0.0067176246, -0.0300370622, 0.0159099139]
 
 
-def test_dummy_norms_are_ones_and_large_tensors_are_drawn_in_parts(hf_config: dict[str, Any]) -> None:
+def test_dummy_norms_are_ones_and_large_tensors_repeat_no_row(hf_config: dict[str, Any]) -> None:
     weights = _dummy(hf_config)
     assert torch.equal(weights.take("model.norm.weight", (64,)), torch.ones(64))
     large = weights.take("model.embed_tokens.weight", (3000, 700))
     assert large.std() == pytest.approx(0.02, rel=0.01)
-    assert large[-1].abs().max() > 0
+    assert len(large.unique(dim=0)) == 3000
     weights.check_all_taken()
 
 

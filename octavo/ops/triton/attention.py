@@ -166,7 +166,7 @@ def _attention_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
     MAX_SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
-    """`partials` holds, for each (split of a sequence, token), sums [Q, D]; then for each of them maxima and sums [Q, 2].
+    """`partials` holds sums [Q, D] for each (split of a sequence, token); then maxima and sums [Q, 2] for each of them.
     `plans` has room for 2 * MAX_SEQS numbers of each program. `counters` are 0 before and after."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
