@@ -20,6 +20,7 @@ from octavo.loading.checkpoint import Checkpoint, resolve
 LoadFormat = Literal["auto", "safetensors", "gguf", "pt", "dummy"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+AttentionBackend = Literal["auto", "triton", "flash_attn"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["recompute", "swap"]
 
@@ -74,6 +75,10 @@ class EngineArgs(Flags):
     chat_template: str | None = flag(None, "File with a Jinja chat template, or the template; default: the model's.")
     trust_remote_code: bool = flag(False, "Run Python code that comes with a model. Not built yet.")
     device: Device = flag("auto", "Where the model runs; auto takes a CUDA device if there is one.")
+    attention_backend: AttentionBackend = flag(
+        "auto", "Attention on GPUs: Octavo's kernel in Triton, FlashAttention, or whichever is faster at start and as "
+        "sure to give a request the same answer whatever else is computed.",
+    )  # fmt: skip
     cpu_threads: int | None = flag(
         None, "Threads that compute on CPU; default: the cores of one NUMA node, within affinity and quota.",
         positive=True,
@@ -171,6 +176,7 @@ class EngineArgs(Flags):
             ),
             device=device,
             enforce_eager=self.enforce_eager,
+            attention_backend=self.attention_backend,
             cpu_threads=self.cpu_threads,
             cpus=self._cpus(),
             log_stats=not self.disable_log_stats,
@@ -198,6 +204,8 @@ class EngineArgs(Flags):
             raise ConfigError(f"--swap-space must be 0 or more GiB, got {self.swap_space}.")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("--preemption-mode swap needs --swap-space above 0.")
+        if self.attention_backend != "auto" and device == "cpu":
+            raise ConfigError(f"--attention-backend {self.attention_backend} is for GPUs, and the device is the CPU.")
         if self.dtype == "float16" and device == "cpu":
             raise ConfigError("--dtype float16 is not built for CPUs; use bfloat16 or float32.")
         if self.quantization not in (None, *(methods := _QUANTIZATIONS[device])):
@@ -312,6 +320,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     device: str  # "cpu" or "cuda"
     log_stats: bool
-    enforce_eager: bool = False  # no captured graphs on a GPU
+    enforce_eager: bool = False  # nothing is captured, call by call
+    attention_backend: str = "auto"
     cpu_threads: int | None = None  # None: as many as fit
     cpus: list[int] | None = None  # one for each thread

@@ -14,6 +14,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+_TIMED = 5
+
 
 class Event(Protocol):
     """A point in a stream."""
@@ -64,6 +66,10 @@ class Device(Protocol):
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
         """Do `work` and tell how much memory it took at its height, beyond what was in use before."""
+        ...
+
+    def time_s(self, work: Callable[[], object]) -> float:
+        """Seconds that `work` takes on the device, when it has been done before."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -130,6 +136,16 @@ class CudaDevice:
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(self.torch_device) - before
+
+    def time_s(self, work: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        work()
+        begin.record(self.compute.stream)
+        for _ in range(_TIMED):
+            work()
+        end.record(self.compute.stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / _TIMED
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)

@@ -24,6 +24,7 @@ from octavo.loading.weights import check_fits, open_weights
 from octavo.models.decoder import Decoder
 from octavo.models.decoder_config import DecoderConfig
 from octavo.ops import DeviceOps, LayerKVCache
+from octavo.ops.attention_choice import AttentionShape, with_attention
 from octavo.phases import Phases
 from octavo.sampling.structured import GrammarCompiler
 from octavo.scheduling.plan import StepPlan
@@ -53,6 +54,13 @@ class DeviceExecutor:
         free, total = device.memory_bytes()
         check_fits(checkpoint, decoder, dtype, quantization, free)
         logger.info("device: %s, %.1f of %.1f GiB free", device.name, free / _GIB, total / _GIB)
+        if device.torch_device.type == "cuda":
+            shape = AttentionShape(
+                decoder.num_heads, decoder.num_kv_heads, decoder.head_size, config.cache.block_size,
+                decoder.sliding_window, dtype, cache_dtype, device.torch_device,
+            )  # fmt: skip
+            ops = with_attention(ops, config.attention_backend, shape, device.time_s)
+            phases.end("attention chosen")
         weights = PlacedWeights(
             open_weights(checkpoint, dtype, config.model.seed, quantization, device.torch_device), device.torch_device
         )

@@ -108,6 +108,10 @@ class LateDevice:
         work()
         return 1 << 20
 
+    def time_s(self, work: Callable[[], object]) -> float:
+        work()
+        return 1.0
+
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
 

@@ -1,0 +1,124 @@
+"""Which attention a GPU runs: Octavo's own kernel, or FlashAttention where it is there, faster, and as dependable.
+
+Both are tried at start on the model's shapes, with as many rows as make a busy decode step and with a prompt. Another
+kernel is taken only if it is faster in sum, and if a row has the same bits alone, among others, and in a prompt:
+answers that change with load are not worth a faster kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.ops import DeviceOps, LayerKVCache, flash
+
+logger = logging.getLogger(__name__)
+
+_NUM_SEQS, _CONTEXT, _PROMPT = 64, 1024, 1024  # of the two steps that are timed
+_WORTH_IT = 0.97  # of the time of our own
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What attention works on in a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    sliding_window: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    device: torch.device
+
+
+Attention = Callable[..., Tensor]
+
+
+def with_attention(
+    ops: DeviceOps, wanted: str, shape: AttentionShape, time_s: Callable[[Callable[[], object]], float]
+) -> DeviceOps:
+    """`ops` with the attention that is `wanted`: "triton", "flash_attn", or "auto" to measure by `time_s`.
+
+    Logs what was chosen and why. Raises `ConfigError` if "flash_attn" is wanted and cannot be.
+    """
+    if wanted == "triton":
+        return ops
+    reason = flash.why_not(shape.dtype, shape.cache_dtype)
+    if reason is None:
+        reason = _why_not_taken(ops.paged_attention, flash.paged_attention, shape, time_s, wanted == "auto")
+    if reason is None:
+        logger.info("attention: FlashAttention, in one split")
+        return _replaced(ops, flash.paged_attention)
+    if wanted == "flash_attn":
+        raise ConfigError(f"--attention-backend flash_attn: {reason}. Use auto or triton.")
+    logger.info("attention: Triton (FlashAttention: %s)", reason)
+    return ops
+
+
+def _replaced(ops: DeviceOps, attention: Attention) -> DeviceOps:
+    names = [name for name in dir(ops) if not name.startswith("_")]
+    operations: dict[str, Any] = {name: getattr(ops, name) for name in names} | {"paged_attention": attention}
+    return cast(DeviceOps, SimpleNamespace(**operations))
+
+
+def _why_not_taken(
+    own: Attention,
+    other: Attention,
+    shape: AttentionShape,
+    time_s: Callable[[Callable[[], object]], float],
+    must_be_faster: bool,
+) -> str | None:
+    """None if `other` is to be taken."""
+    decode, prompt, cache = _steps(shape)
+    scale = shape.head_size**-0.5
+
+    def attend(kernel: Attention, step: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        query, tables, starts, lens = step
+        return kernel(query, cache, tables, starts, lens, scale, shape.sliding_window)
+
+    try:
+        rows, prompted = attend(other, decode), attend(other, prompt)
+        query, tables, starts, lens = decode
+        alone = attend(other, (query[-1:], tables[-1:], starts[:2], lens[-1:]))
+    except (RuntimeError, TypeError, ValueError) as e:
+        return f"it does not take this model's shapes ({str(e).splitlines()[0]})"
+    worst = max(float((a - b).abs().max()) for a, b in ((rows, attend(own, decode)), (prompted, attend(own, prompt))))
+    if not worst < 0.02:
+        return f"its results are others, by {worst:.3g}"
+    # The last row of the decode step and of the prompt are the same token.
+    if not (torch.equal(alone[0], rows[-1]) and torch.equal(prompted[-1], rows[-1])):
+        return "a row's bits depend on what else is computed"
+    if must_be_faster:
+        times = [sum(time_s(lambda k=k, s=s: attend(k, s)) for s in (decode, prompt)) for k in (own, other)]  # type: ignore[misc]
+        if times[1] > _WORTH_IT * times[0]:
+            return f"measured {times[1] / times[0]:.2f} times the time of Triton's"
+    return None
+
+
+def _steps(shape: AttentionShape) -> tuple[Any, Any, LayerKVCache]:
+    """A decode step and a prompt: (query, block tables, starts, lengths) each, over one cache."""
+    place: dict[str, Any] = {"device": shape.device}
+    generator = torch.Generator().manual_seed(0)
+    blocks_each = -(-_CONTEXT // shape.block_size)
+    cache_shape = (_NUM_SEQS * blocks_each, shape.block_size, shape.num_kv_heads, shape.head_size)
+    few = torch.randn(1 << 16, generator=generator).to(**place, dtype=shape.cache_dtype)
+    count = torch.Size(cache_shape).numel()
+    # The same numbers over and over, from two places.
+    key = few.repeat(-(-count // len(few)))[:count].view(cache_shape)
+    value = few.roll(12345).repeat(-(-count // len(few)))[:count].view(cache_shape)
+    int32 = place | {"dtype": torch.int32}
+    tables = torch.arange(_NUM_SEQS * blocks_each, **int32).view(_NUM_SEQS, blocks_each)
+    query = torch.randn(_PROMPT, shape.num_heads, shape.head_size, generator=generator).to(**place, dtype=shape.dtype)
+    decode = (
+        query[-_NUM_SEQS:], tables, torch.arange(_NUM_SEQS + 1, **int32), torch.full((_NUM_SEQS,), _CONTEXT, **int32)
+    )  # fmt: skip
+    prompt = (query, tables[-1:], torch.tensor([0, _PROMPT], **int32), torch.tensor([_CONTEXT], **int32))
+    return decode, prompt, LayerKVCache(key, value)

@@ -1,0 +1,56 @@
+"""FlashAttention (Dao 2023) as torch brings it, as `Ops.paged_attention`.
+
+One split of the keys only: how many others it would take depends on the whole batch, and so would its results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.ops import LayerKVCache
+
+
+@cache
+def why_not(dtype: torch.dtype, cache_dtype: torch.dtype, softcap: float = 0.0) -> str | None:
+    """What stands in the way of its use; None if nothing does."""
+    if dtype not in (torch.float16, torch.bfloat16) or cache_dtype is not dtype:
+        return "it takes 16-bit queries and a cache of their type"
+    if softcap:
+        return "it has no soft cap"
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return "this torch does not have it"
+    if not {"block_table", "num_splits"} <= inspect.signature(varlen_attn).parameters.keys():
+        return "this torch has it without paged caches"
+    return None
+
+
+def paged_attention(
+    query: Tensor,
+    cache: LayerKVCache,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """`Ops.paged_attention`. Rows that belong to no sequence may be anything."""
+    from torch.nn.attention import varlen
+
+    assert softcap == 0
+    num_tokens, num_seqs = len(query), len(seq_lens)
+    attend: Any = varlen.varlen_attn
+    out: Tensor = attend(
+        query, cache.key, cache.value, query_start_loc, None,
+        max(1, num_tokens - num_seqs + 1), block_tables.shape[1] * cache.key.shape[1],
+        scale=scale, window_size=(sliding_window - 1 if sliding_window else -1, 0), enable_gqa=True,
+        seqused_k=seq_lens, block_table=block_tables, num_splits=1,
+    )  # fmt: skip
+    return out.flatten(1)
