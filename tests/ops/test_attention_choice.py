@@ -19,7 +19,8 @@ SHAPE = AttentionShape(4, 2, 32, 16, 0, torch.bfloat16, torch.bfloat16, torch.de
 
 def documented_varlen_attn(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: None, max_q: int, max_k: int, *,
-    scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor, num_splits: int,
+    scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,
+    num_splits: int,
 ) -> Tensor:  # fmt: skip
     """What torch documents, row by row, so that it is the same in any batch."""
     assert enable_gqa and num_splits == 1 and window_size[1] == 0 and cu_seq_k is None
