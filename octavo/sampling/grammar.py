@@ -1,35 +1,37 @@
 """What an answer must be, as a grammar in llguidance's own form: JSON text that names Lark grammars and JSON schemas.
 
 The front end makes and checks it before a request is queued; it crosses the wire as text, and
-`octavo.sampling.structured` has it followed. llguidance bounds the work that a grammar may make (see `limits`), and
-lets other threads run meanwhile.
+`octavo.sampling.structured` has it followed. llguidance itself looks at it in a process of its own (`grammar_trial`).
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import re
 from functools import lru_cache
 from typing import Any
 
 from octavo.errors import RequestError
+from octavo.sampling.grammar_trial import GrammarTrial, TrialFailed
 from octavo.sampling_params import STRUCTURES, StructuredOutputsParams
 
-MAX_CHARACTERS = 1 << 20  # of a schema, a regular expression or a grammar
+MAX_CHARACTERS = 1 << 20  # of a schema or a grammar
+# Of one regular expression, choice, constant or pattern. A mask takes a microsecond a character, and streams wait.
+MAX_PIECE_CHARACTERS = 1 << 14
 # JSON allows any amount of whitespace, and small models are known to go on with it for ever: a line break and an
 # indentation, or a few spaces, are what people write.
 DEFAULT_WHITESPACE = r"\r?\n(?: {0,24}|\t{0,6})| {1,2}"
 _MAX_DEPTH = 100  # of a schema
+_COMMENTS = ("$comment", "title", "description", "examples")  # of a schema, which make no work
+_PIECES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')  # of Lark: strings and regular expressions
 
-
-def limits() -> Any:
-    """What one grammar may cost. Where llguidance's default is not taken: a state of the lexer is about 2 kB."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+_trial = GrammarTrial()
+atexit.register(_trial.close)
 
 
 def make_grammar(wanted: StructuredOutputsParams) -> str:
-    """The grammar of `wanted`, checked. Takes up to a second for the largest ones.
+    """The grammar of `wanted`, checked. Takes some seconds for the largest ones.
 
     Raises `RequestError` with the reason if it is not one that can be followed.
     """
@@ -47,7 +49,11 @@ def check_grammar(grammar: str, field: str) -> None:
     """Raise `RequestError` with the reason if a grammar, which comes from `field`, cannot be followed."""
     if len(grammar) > MAX_CHARACTERS:
         raise RequestError(f"{field} has {len(grammar)} characters; {MAX_CHARACTERS} is the most.", param=field)
-    if problem := _problem(grammar):
+    try:
+        problem = _problem(grammar)
+    except TrialFailed as e:
+        problem = str(e)
+    if problem:
         raise RequestError(f"{field} cannot be followed: {problem}", param=field)
 
 
@@ -74,18 +80,24 @@ def _write(wanted: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if wanted.regex is not None:
+        _check_length(wanted.regex)
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
+        for text in wanted.choice:
+            _check_length(text)
         alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
-        return _of_lark(f"start: {alternatives}")
+        # As one terminal, which the lexer makes an automaton of: as a rule each one would be an item of the parser.
+        return _of_lark(f"start: CHOICE\nCHOICE: {alternatives}")
     if wanted.grammar is not None:
         if len(wanted.grammar) > MAX_CHARACTERS:
             return wanted.grammar  # is refused for its length
+        for piece in _PIECES.finditer(wanted.grammar):
+            _check_length(piece[0])
         return _of_lark(grammar_from("grammar", wanted.grammar))
     schema = {"type": "object"} if wanted.json is None else wanted.json
     if isinstance(schema, str):
         schema = json.loads(schema)
-    _check_depth(schema)
+    _check_parts(schema)
     if not isinstance(schema, dict):
         raise ValueError(f"a schema is an object, not {json.dumps(schema)[:40]}")
     if wanted.disable_additional_properties:
@@ -103,17 +115,28 @@ def _json_options(wanted: StructuredOutputsParams) -> dict[str, Any]:
     return {"whitespace_pattern": wanted.whitespace_pattern or DEFAULT_WHITESPACE}
 
 
-def _check_depth(schema: Any) -> None:
+def _check_length(piece: str) -> None:
+    if len(piece) > MAX_PIECE_CHARACTERS:
+        raise ValueError(f"a part of it has {len(piece)} characters, and {MAX_PIECE_CHARACTERS} is the most")
+
+
+def _check_parts(schema: Any) -> None:
+    """That a schema is not too deep and that none of its strings is too long."""
     level, depth = [schema], 0
-    while level := [
-        child
-        for node in level
-        if isinstance(node, dict | list)
-        for child in (node.values() if isinstance(node, dict) else node)
-    ]:
-        depth += 1
+    while level:
         if depth > _MAX_DEPTH:
             raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+        depth += 1
+        children: list[Any] = []
+        for node in level:
+            if isinstance(node, str):
+                _check_length(node)
+            elif isinstance(node, list):
+                children += node
+            elif isinstance(node, dict):
+                children += node.keys()
+                children += (value for name, value in node.items() if name not in _COMMENTS)
+        level = children
 
 
 def _closed(schema: Any) -> Any:
@@ -131,9 +154,7 @@ def _closed(schema: Any) -> Any:
 @lru_cache(maxsize=256)
 def _problem(grammar: str) -> str:
     """Why a grammar cannot be followed, or nothing."""
-    from llguidance import LLMatcher
-
-    return _first_line(LLMatcher.validate_grammar(grammar, limits=limits()))
+    return _first_line(_trial.problem(grammar))
 
 
 def _first_line(problem: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from octavo.errors import RequestError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.tokenizer import read_tokenizer_json
-from octavo.sampling.grammar import limits
+from octavo.sampling.grammar_trial import STACK_BYTES, limits
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class GrammarCompiler:
             done.set_result(None)
             return done
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
+            self._pool = _new_pool("grammar-compiler")
             self._eos_token_ids = eos_token_ids
         return self._pool.submit(self._compile, grammar)
 
@@ -200,7 +201,7 @@ class GrammarTable:
 
     def _submit(self, changed: list[_Row]) -> None:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+            self._pool = _new_pool("grammar-masks")
         self._pending = self._pool.submit(self._update, changed)
 
     def _update(self, changed: list[_Row]) -> None:
@@ -254,6 +255,17 @@ class GrammarTable:
         if state.is_sampled:
             mask.prepare()
         return mask
+
+
+def _new_pool(name: str) -> ThreadPoolExecutor:
+    """One thread that works in order, with more stack than there is where grammars are tried out."""
+    usual = threading.stack_size(4 * STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        pool.submit(int)  # this starts the thread
+    finally:
+        threading.stack_size(usual)
+    return pool
 
 
 def _explain(matcher: LLMatcher) -> str:

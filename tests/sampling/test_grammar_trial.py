@@ -1,0 +1,94 @@
+"""Grammars that llguidance is not up to: they are refused, and nothing but the process that tries them is hurt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.sampling import grammar, grammar_trial
+from octavo.sampling.grammar import MAX_PIECE_CHARACTERS, check_grammar, make_grammar
+from octavo.sampling.grammar_trial import GrammarTrial, TrialFailed
+from octavo.sampling_params import StructuredOutputsParams
+
+FINE = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
+# Which of many regular expressions still hold is found out by trying their products.
+ENDLESS = "start: A\nA: " + " & ".join(f"/(.|\\n)*a.{{{i}}}b(.|\\n)*/" for i in range(1, 30))
+
+
+def chain(length: int) -> dict[str, Any]:
+    """Flat to look at, and nested by its references."""
+    parts: dict[str, Any] = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)
+    }
+    return {"$defs": {**parts, f"d{length}": {"type": "object"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.fixture
+def trial() -> Iterator[GrammarTrial]:
+    trial = GrammarTrial()
+    yield trial
+    trial.close()
+
+
+def lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def test_what_overflows_the_stack_ends_only_the_trial(trial: GrammarTrial) -> None:
+    with pytest.raises(TrialFailed, match="nested too deep"):
+        trial.problem(json.dumps({"grammars": [{"json_schema": chain(5000)}]}))
+    assert trial.problem(FINE) == ""
+
+
+@pytest.mark.parametrize("start", ["A", '"<[1]>" /<|x|>/ <[5-300]> <|name|> A'])
+def test_what_never_ends_is_given_up(start: str) -> None:
+    trial = GrammarTrial(time_limit_s=1)
+    with pytest.raises(TrialFailed, match="more than 1 s"):
+        trial.problem(lark(ENDLESS.replace("A", start, 1)))
+    trial.close()
+
+
+def test_special_tokens_are_no_problem(trial: GrammarTrial) -> None:
+    assert trial.problem(lark('start: <[300]> /a*/ "<[300]>" | <|im_end|>')) == ""
+
+
+def test_a_process_that_has_gone_is_replaced(trial: GrammarTrial) -> None:
+    assert trial.problem(FINE) == ""
+    assert trial._process is not None
+    trial._process.kill()
+    trial._process.wait()
+    assert trial.problem(FINE) == ""
+    trial.close()
+    assert trial.problem(FINE) == ""
+
+
+def test_a_request_is_told_and_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = GrammarTrial(time_limit_s=0)
+    monkeypatch.setattr(grammar, "_trial", quick)
+    text = lark('start: "tried twice"')
+    with pytest.raises(RequestError, match="tools cannot be followed: to compile it takes more than 0 s"):
+        check_grammar(text, "tools")
+    quick._time_limit_s = grammar_trial.TIME_LIMIT_S
+    check_grammar(text, "tools")
+    quick.close()
+
+
+@pytest.mark.parametrize("name", ["regex", "choice", "json", "grammar"])
+def test_no_piece_of_a_grammar_is_so_long_that_its_masks_hold_others_up(name: str) -> None:
+    def make(size: int) -> str:
+        text = "a" * size
+        wanted: dict[str, Any] = {
+            "regex": text,
+            "choice": ["b", text],
+            "json": {"enum": [1, text], "description": "c" * MAX_PIECE_CHARACTERS * 2},
+            "grammar": f'start: "b" "{text}"',
+        }
+        return make_grammar(StructuredOutputsParams(**{name: wanted[name]}))
+
+    make(MAX_PIECE_CHARACTERS - 2)
+    with pytest.raises(RequestError, match=rf"structured_outputs\.{name} cannot be read: a part of it has"):
+        make(MAX_PIECE_CHARACTERS + 1)
