@@ -78,7 +78,8 @@ class AsyncLLMEngine:
 
     A core that has been ready once and dies fails the requests under way. Then it is started again, up to
     `max_restarts` quick deaths in a row (`Restarts`); after that, and by default at once, the engine has died. A core
-    that has work and finishes no step for `step_timeout_s` counts as dead, and is killed.
+    that has work and finishes no step for `step_timeout_s`, or that loads for longer than `ready_timeout_s`, counts as
+    dead, and is killed.
     """
 
     def __init__(
@@ -89,12 +90,14 @@ class AsyncLLMEngine:
         core: CoreProcess | None = None,
         max_restarts: int = 0,
         step_timeout_s: float | None = None,
+        ready_timeout_s: float | None = None,
     ) -> None:
         self.config = config
         self.metrics = metrics
         self.stats = EngineStats()  # of the core's last step
         self._restarts = Restarts(max_restarts)
         self._step_timeout_s = step_timeout_s
+        self._ready_timeout_s = ready_timeout_s
         self._core = CoreClient(config, core)
         try:
             # The core loads its model meanwhile.
@@ -108,6 +111,7 @@ class AsyncLLMEngine:
         self._wire_ids = itertools.count()
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
+        self._start_timer: asyncio.TimerHandle | None = None
         self._num_messages = 0  # from the core
         self._last_words: str | None = None  # why the core is about to end, if that is known
         self._ready: Ready | None = None
@@ -306,14 +310,28 @@ class AsyncLLMEngine:
     async def _follow_core(self) -> str:
         """Take in the messages of one core until it has ended. Returns why it did."""
         self._last_words = None
+        if (timeout_s := self._ready_timeout_s) is not None:
+            self._start_timer = asyncio.get_running_loop().call_later(timeout_s, self._end_start, timeout_s)
         try:
             await self._core.receive(self._handle)
         except Exception as e:
             logger.exception("the engine's front end failed")
             self._core.process.kill()
             self._last_words = f"the engine's front end failed ({type(e).__name__})"
+        finally:
+            self._cancel_start_timer()
         status = self._core.process.wait()
         return self._last_words or f"the engine core has ended (exit status {status})"
+
+    def _end_start(self, timeout_s: float) -> None:
+        """Kill a core that is still not ready."""
+        self._last_words = f"the engine core was not ready after {timeout_s:g} s and was killed"
+        self._core.process.kill()
+
+    def _cancel_start_timer(self) -> None:
+        if self._start_timer is not None:
+            self._start_timer.cancel()
+            self._start_timer = None
 
     async def _watch_steps(self, timeout_s: float) -> None:
         """Kill a core that has work and has not been heard of for too long; the supervisor sees it end."""
@@ -345,6 +363,7 @@ class AsyncLLMEngine:
                 if self._block_map is not None and not self._block_map.done():
                     self._block_map.set_result(message)
             case Ready():
+                self._cancel_start_timer()
                 if self._outage is not None:
                     logger.info(
                         "the engine core takes requests again, %.1f s after its start", sum(message.startup.values())

@@ -1,5 +1,5 @@
 """A core process without a model, which does what the first token of a prompt says: 1 answers, 2 fails and never ends,
-3 ends without a word, 4 says nothing. Its arguments are those of `octavo.engine.core_process`."""
+3 ends without a word, 4 says nothing. While the file that its argument names is there, it is never ready."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -36,6 +37,8 @@ def main() -> None:
     receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     receiver.connect(args.input_address)
     sender.connect(args.output_address)
+    if Path(sys.argv[1]).exists():
+        time.sleep(1000)
     sender.send(encode_message(Ready(10, 0, 16, 0, 0, {})))
     while True:
         message = decode_frontend_message(receiver.recv())

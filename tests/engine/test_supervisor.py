@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import time
@@ -24,12 +25,18 @@ Use = Callable[[AsyncLLMEngine], Awaitable[None]]
 
 
 @pytest.fixture
-def with_engine(tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineMetrics]:
+def hang(tmp_path: Path) -> Path:
+    """While this file is there, a core that starts is never ready."""
+    return tmp_path / "hang"
+
+
+@pytest.fixture
+def with_engine(tiny_tokenizer: Path, hang: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineMetrics]:
     """Calls a function with an engine whose core is the stub."""
 
     class StubProcess(core_client.CoreProcess):
         def __init__(self) -> None:
-            command = [sys.executable, str(Path(__file__).with_name("stub_core.py"))]
+            command = [sys.executable, str(Path(__file__).with_name("stub_core.py")), str(hang)]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
     monkeypatch.setattr(core_client, "CoreProcess", StubProcess)
@@ -61,6 +68,13 @@ async def ask(engine: AsyncLLMEngine, prompt: list[int], name: str = "r", deadli
     async for output in engine.generate_from(request, deadline=deadline):
         reason = output.outputs[0].finish_reason
     return reason
+
+
+def let_hang(hang: Path, hangs: bool = True) -> None:
+    if hangs:
+        hang.touch()
+    else:
+        hang.unlink()
 
 
 async def until_ready(engine: AsyncLLMEngine) -> None:
@@ -121,6 +135,46 @@ def test_a_core_that_hangs_is_killed_and_an_idle_one_is_not(with_engine: Callabl
         assert await ask(engine, ANSWER) == "length"
 
     assert with_engine(use, max_restarts=1, step_timeout_s=0.4).num_restarts == 1
+
+
+def test_a_core_that_hangs_while_it_loads_is_the_end_of_the_first_start(
+    with_engine: Callable[..., EngineMetrics], hang: Path
+) -> None:
+    let_hang(hang)
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        with pytest.raises(EngineDeadError, match=r"not ready after 0\.3 s and was killed"):
+            await engine.wait_ready()
+        assert engine.has_died
+        assert engine._core.process.wait() == -signal.SIGKILL
+
+    assert with_engine(use, max_restarts=3, ready_timeout_s=0.3).num_restarts == 0
+
+
+def test_a_core_that_hangs_while_it_starts_again_has_died_once_more(
+    with_engine: Callable[..., EngineMetrics],
+    hang: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(restarts, "MAX_DELAY_S", 0.1)
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        assert await ask(engine, ANSWER) == "length"
+        let_hang(hang)
+        engine._ready_timeout_s = 0.3
+        with pytest.raises(EngineDeadError):
+            await ask(engine, EXIT)
+        while "not ready after 0.3 s" not in caplog.text:
+            with pytest.raises(EngineRestartingError):
+                await engine.check_health()
+            await asyncio.sleep(0.01)
+        let_hang(hang, False)
+        engine._ready_timeout_s = 60.0
+        await until_ready(engine)
+        assert await ask(engine, ANSWER) == "length"
+
+    assert with_engine(use, max_restarts=20).num_restarts >= 2
 
 
 def test_a_deadline_ends_what_the_core_does_not(with_engine: Callable[..., EngineMetrics]) -> None:

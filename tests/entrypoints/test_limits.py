@@ -198,6 +198,7 @@ def test_a_timeout_that_is_none_is_refused(http: httpx.Client, timeout: object) 
         {"shutdown_timeout": float("inf")},
         {"max_engine_restarts": -1},
         {"engine_step_timeout": -1.0},
+        {"engine_ready_timeout": -1.0},
         {"max_connections": 0},
         {"log_format": "xml"},
     ],

@@ -67,6 +67,7 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
             core=core,
             max_restarts=args.max_engine_restarts,
             step_timeout_s=args.engine_step_timeout or None,
+            ready_timeout_s=args.engine_ready_timeout or None,
         )
         phases.end("tokenizer")
         try:

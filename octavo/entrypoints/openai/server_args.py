@@ -19,7 +19,7 @@ from octavo.entrypoints.openai.tools import PARSERS
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 
-_SECONDS = ("max_request_time", "body_timeout", "shutdown_timeout", "engine_step_timeout")
+_SECONDS = ("max_request_time", "body_timeout", "shutdown_timeout", "engine_ready_timeout", "engine_step_timeout")
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -60,6 +60,9 @@ class ServerArgs(Flags):
         3, "Deaths of the engine's process in a row, each within a minute, that are answered with a new start; after "
         "one more the server exits."
     )  # fmt: skip
+    engine_ready_timeout: float = flag(
+        600.0, "Seconds after which an engine process that still loads is killed, and its start has failed; 0: any."
+    )
     engine_step_timeout: float = flag(
         300.0, "Seconds without a finished step after which a busy engine process is killed and started again; 0: any."
     )
