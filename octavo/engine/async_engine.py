@@ -64,7 +64,7 @@ class _Stream:
             await self._waiter
         item = self._items.popleft()
         if isinstance(item, RequestFailed):
-            raise RequestError(item.message)
+            raise item.error
         if isinstance(item, OctavoError):
             raise item
         return item

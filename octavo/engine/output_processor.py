@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.engine.detokenizer import Detokenizer, StopStrings, make_detokenizer
 from octavo.engine.wire import Abort, EngineRequest, SequenceOutput, TokenLogprobs
+from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
 from octavo.sampling_params import RequestOutputKind
 
@@ -135,6 +136,7 @@ class _Request:
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.num_cached_tokens = 0
         self.error: str | None = None
+        self.error_status = 400
         params = request.params
         self.is_delta = params.output_kind is RequestOutputKind.DELTA
         # Which completions are the best is known only at the end.
@@ -153,9 +155,9 @@ class _Request:
 class RequestFailed:
     """In the place of a `RequestOutput`: the core refused the request or could not go on with it."""
 
-    def __init__(self, request_id: str, message: str) -> None:
+    def __init__(self, request_id: str, message: str, status: int) -> None:
         self.request_id = request_id
-        self.message = message
+        self.error = RequestError(message, status=status)
 
 
 class OutputProcessor:
@@ -208,6 +210,7 @@ class OutputProcessor:
             if output.finish_reason == "error":
                 touched[output.request_id] = state
                 state.error = output.error or "the engine could not process the request"
+                state.error_status = output.error_status
                 continue
             completion = state.completions[output.index]
             if completion.finish_reason is not None:
@@ -239,7 +242,7 @@ class OutputProcessor:
                 self._record_finished(state)
             if state.error is not None:
                 aborts.append(Abort(request_id))
-                results.append(RequestFailed(state.shown_id, state.error))
+                results.append(RequestFailed(state.shown_id, state.error, state.error_status))
             elif is_finished or not state.is_final_only:
                 results.append(self._output(state, is_finished))
         return results, aborts

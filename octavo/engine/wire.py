@@ -69,6 +69,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     first_scheduled_time: float = 0.0  # time.monotonic
     error: str | None = None  # one line, when finish_reason is "error"
+    error_status: int = 400  # as HTTP has it: whose fault it is
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):

@@ -157,7 +157,7 @@ class LLM:
                     self.core.abort(abort.request_id, abort.index)
                 for result in results:
                     if isinstance(result, RequestFailed):
-                        raise RequestError(result.message)
+                        raise result.error
                     finished[result.request_id] = result
                     if progress is not None:
                         progress.finish(result)

@@ -296,7 +296,9 @@ class Scheduler:
         newest = max((seq for seq in scheduled if not seq.is_aborted), key=_scheduling_order)
         outputs = []
         for seq in list(self._requests[newest.request.request_id]):
-            outputs.append(self._output(seq, [], "error", error=error))
+            output = self._output(seq, [], "error", error=error)
+            output.error_status = 503  # the same request may find memory later
+            outputs.append(output)
             self._drop(seq)
         return outputs
 

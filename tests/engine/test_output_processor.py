@@ -322,7 +322,7 @@ def test_an_error_ends_its_request_and_tells_the_core_to_drop_the_rest(tokenizer
     results, aborts = outputs.process([say([100], 0), say([], 1, "error", error="it broke"), good])
     failed, other = results
     assert isinstance(failed, RequestFailed)
-    assert (failed.request_id, failed.message) == ("r", "it broke")
+    assert (failed.request_id, str(failed.error), failed.error.status) == ("r", "it broke", 400)
     assert isinstance(other, RequestOutput)
     assert aborts == [Abort("r")]
     assert list(outputs.requests) == ["other"]

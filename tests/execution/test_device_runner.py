@@ -105,6 +105,7 @@ def told(outputs: list[SequenceOutput]) -> dict[str, Any]:
     prompt = [entry for output in outputs for entry in output.prompt_logprobs or []]
     return {
         "tokens": [token for output in outputs for token in output.token_ids],
+        "status": outputs[-1].error_status,
         "end": (outputs[-1].finish_reason, outputs[-1].stop_reason, outputs[-1].error),
         "logprobs": [entry.token_ids for entry in logprobs],
         "prompt": [entry.token_ids for entry in prompt],
@@ -182,4 +183,5 @@ def test_a_step_without_memory_ends_its_newest_request_and_no_other(model: Path,
         assert found[key] == expected[key]
     for key in failed:
         assert "ran out of device memory" in found[key]["end"][2]
+        assert found[key]["status"] == 503
     assert found.keys() | failed >= {key for key in expected if key[1] == 0}
