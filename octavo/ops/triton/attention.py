@@ -39,7 +39,7 @@ _NUM_LEVELS = tl.constexpr(12)  # enough for 16M keys
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 _WORKSPACE_FLOATS = 8 << 20  # sequences that find no room here are not split
-_MIN_PARTIAL_FLOATS = 64  # what a split of one key/value head takes there at least
+_MIN_PARTIAL_FLOATS = 16  # what a split of one key/value head takes there at least
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _NEXT_ITEM, _FINISHED_PROGRAMS, _NUM_GLOBAL_COUNTERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -65,6 +65,20 @@ def _split_begin(split, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _first_key(keys, tokens, WINDOW: tl.constexpr):
+    """The first key that the last `tokens` positions of `keys` see."""
+    first = keys * 0
+    if WINDOW > 0:
+        first = tl.maximum(keys - tokens - WINDOW + 1, 0)
+    return first
+
+
+@triton.jit
+def _num_splits(keys, tokens, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
+    return _split_of(tl.maximum(keys - 1, 0), SPLIT) - _split_of(_first_key(keys, tokens, WINDOW), SPLIT) + 1
+
+
+@triton.jit
 def _plan(
     query_start_loc, seq_lens, num_seqs, num_partials, KV_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, MAX_SEQS: tl.constexpr,
@@ -78,19 +92,38 @@ def _plan(
     start = tl.load(query_start_loc + seqs, mask=seqs < num_seqs, other=0)
     tokens = tl.load(query_start_loc + seqs + 1, mask=seqs < num_seqs, other=0) - start
     keys = tl.load(seq_lens + seqs, mask=seqs < num_seqs, other=0)
-    first_key = keys * 0
-    if WINDOW > 0:
-        first_key = tl.maximum(keys - tokens - WINDOW + 1, 0)
+    first_key = _first_key(keys, tokens, WINDOW)
     num_tiles = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
     cost = (keys - first_key) // BLOCK_N + 1
     average = tl.sum(num_tiles * cost, 0) * KV_HEADS // tl.num_programs(0)
-    num_splits = _split_of(tl.maximum(keys - 1, 0), SPLIT) - _split_of(first_key, SPLIT) + 1
+    num_splits = _num_splits(keys, tokens, SPLIT, WINDOW)
     wants_split = (num_tiles == 1) & (num_splits > 1) & (4 * cost > average)
     partials = tl.where(wants_split, num_splits * tokens, 0)
     partials_end = tl.cumsum(partials, 0)
     is_split = wants_split & (partials_end <= num_partials)
     items = tl.where(is_split, num_splits, num_tiles) * KV_HEADS
     return tl.cumsum(items, 0), tl.where(is_split, partials_end - partials, -1)
+
+
+@triton.jit
+def _locate(item, seq, plans, query_start_loc, KV_HEADS: tl.constexpr, MAX_SEQS: tl.constexpr):
+    """-> (the sequence's place among partial sums, key/value head, split or tile, first token, number of tokens)."""
+    first_item = tl.load(plans + seq - 1, mask=seq > 0, other=0, volatile=True)
+    partial = tl.load(plans + MAX_SEQS + seq, volatile=True)
+    token = tl.load(query_start_loc + seq, volatile=True)
+    tokens = tl.load(query_start_loc + seq + 1, volatile=True) - token
+    return partial, (item - first_item) % KV_HEADS, (item - first_item) // KV_HEADS, token, tokens
+
+
+@triton.jit
+def _rows(partial, part, seq_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """-> (first token of the item's tile, rows of the sequence [BLOCK_M], which are of this tile [BLOCK_M]).
+
+    A sequence has GROUP rows for each token. Its last tiles come first, as they have the most keys."""
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    tile_token = tl.where(partial >= 0, 0, ((seq_tokens - 1) // TILE_TOKENS - part) * TILE_TOKENS)
+    row = tile_token * GROUP + tl.arange(0, BLOCK_M)
+    return tile_token, row, row < tl.minimum(tile_token + TILE_TOKENS, seq_tokens) * GROUP
 
 
 # --- Arithmetic ------------------------------------------------------------------------------------------------------
@@ -116,9 +149,10 @@ def _merge(acc, row_max, row_sum, split_acc, split_max, split_sum):
 
 @triton.jit
 def _hide(scores, key, position, WINDOW: tl.constexpr):
-    visible = key[None, :] <= position[:, None]
+    distance = position[:, None] - key[None, :]
+    visible = distance >= 0
     if WINDOW > 0:
-        visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        visible = distance.to(tl.uint32, bitcast=True) < WINDOW  # what is negative is huge
     return tl.where(visible, scores, float("-inf"))
 
 
@@ -166,7 +200,7 @@ def _attention_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
     MAX_SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
-    """`partials` holds sums [Q, D] for each (split of a sequence, token); then maxima and sums [Q, 2] for each of them.
+    """`partials` holds sums [Q, D] for each (split of a sequence, token), then maxima and sums [Q, 2] for each of them.
     `plans` has room for 2 * MAX_SEQS numbers of each program. `counters` are 0 before and after."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -182,7 +216,6 @@ def _attention_kernel(
     tl.debug_barrier()
     stats = partials + num_partials * (HEADS * D)
 
-    m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_P2)
 
@@ -194,30 +227,18 @@ def _attention_kernel(
     item = program
     while item < num_items:
         seq = tl.sum((tl.load(plans + seqs) <= item).to(tl.int32), 0)
-        first_item = tl.load(plans + seq - 1, mask=seq > 0, other=0)
-        partial = tl.load(plans + MAX_SEQS + seq)
+        partial, kv_head, part, seq_token, seq_tokens = _locate(item, seq, plans, query_start_loc, KV_HEADS, MAX_SEQS)
         is_split = partial >= 0
-        kv_head = (item - first_item) % KV_HEADS
-        part = (item - first_item) // KV_HEADS
 
-        # Which rows: the first are the last tiles, which have the most keys.
-        seq_token = tl.load(query_start_loc + seq)
-        seq_tokens = tl.load(query_start_loc + seq + 1) - seq_token
         num_keys = tl.load(seq_lens + seq)
-        tile_token = tl.where(is_split, 0, ((seq_tokens - 1) // TILE_TOKENS - part) * TILE_TOKENS)
-        tile_tokens = tl.minimum(seq_tokens - tile_token, TILE_TOKENS)
+        tile_token, row, is_row = _rows(partial, part, seq_tokens, GROUP, BLOCK_M)
         first_position = num_keys - seq_tokens + tile_token
-        row = tile_token * GROUP + m  # of the sequence, which has GROUP for each token
         position = num_keys - seq_tokens + row // GROUP
-
-        # Which keys.
         begin = first_position * 0
         if WINDOW > 0:
             begin = tl.maximum(first_position - WINDOW + 1, 0)
-        end = first_position + tile_tokens
-        first_split = _split_of(begin, SPLIT)
-        num_splits = _split_of(tl.maximum(end - 1, 0), SPLIT) - first_split + 1
-        split = first_split
+        end = tl.minimum(first_position + TILE_TOKENS, num_keys)
+        split = _split_of(begin, SPLIT)
         if is_split:
             split += part
             begin = tl.maximum(begin, _split_begin(split, SPLIT))
@@ -227,7 +248,6 @@ def _attention_kernel(
 
         token = (seq_token + row // GROUP).to(tl.int64)
         head = kv_head * GROUP + row % GROUP
-        is_row = row < (tile_token + tile_tokens) * GROUP
         q = tl.load(
             query + token[:, None] * query_stride + head[:, None] * D + d[None, :],
             mask=is_row[:, None] & (d < D)[None, :], other=0.0,
@@ -288,13 +308,18 @@ def _attention_kernel(
             split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
         acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
 
-        if is_split:
+        # Found once more, so that none of it takes registers meanwhile.
+        partial, kv_head, part, seq_token, seq_tokens = _locate(item, seq, plans, query_start_loc, KV_HEADS, MAX_SEQS)
+        tile_token, row, is_row = _rows(partial, part, seq_tokens, GROUP, BLOCK_M)
+        head = kv_head * GROUP + row % GROUP
+        if partial >= 0:
             place = (partial + part * seq_tokens + row // GROUP) * HEADS + head
             tl.store(partials + place[:, None] * D + d[None, :], acc, mask=is_row[:, None] & (d < D)[None, :])
             tl.store(stats + place * 2, row_max, mask=is_row)
             tl.store(stats + place * 2 + 1, row_sum, mask=is_row)
             tl.debug_barrier()  # all threads have written before one of them counts
             counter = counters + _NUM_GLOBAL_COUNTERS + partial * KV_HEADS + kv_head
+            num_splits = _num_splits(tl.load(seq_lens + seq), seq_tokens, SPLIT, WINDOW)
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 tl.store(counter, 0)
                 for i in range(seq_tokens):
@@ -304,6 +329,7 @@ def _attention_kernel(
                         GROUP, GROUP_P2, D, D_P2,
                     )  # fmt: skip
         else:
+            token = (seq_token + row // GROUP).to(tl.int64)
             tl.store(
                 out + (token * HEADS + head)[:, None] * D + d[None, :], _normalized(acc, row_sum, value_scale),
                 mask=is_row[:, None] & (d < D)[None, :],
@@ -351,7 +377,11 @@ def _merge_partials(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a launch is cut: rows and keys of a tile, and what a program takes of its multiprocessor."""
+    """How a launch is cut: rows and keys of a tile, and what a program takes of its multiprocessor.
+
+    With `masks_all` no tile of scores is left unmasked because all of it is visible: before Hopper that branch would
+    hide from the compiler that one product feeds the other, and warps would lie along keys too.
+    """
 
     block_m: int
     block_n: int
@@ -361,21 +391,22 @@ class Tiles:
     masks_all: bool = False
 
 
-def _tiles(device: torch.device, dtype: torch.dtype, head_size: int, group: int, is_prefill: bool) -> Tiles:
-    """Bits depend on block_n alone, as long as all warps lie along the rows of a tile.
+def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool) -> Tiles:
+    """Bits depend on block_n, and on where the warps lie: only along rows, or there is one layout for all batches.
 
-    64 rows and four warps are the least that Hopper's instructions take. A thread holds block_m * head_size / (32 *
-    num_warps) sums, and as many merged ones unless these are in memory; registers decide how many programs fit.
+    64 rows and four warps are the least that Hopper's instructions take. Registers decide the rest: a thread holds
+    block_m * head_size / (32 * num_warps) sums, as many merged ones, and half as many scores.
     """
-    padded = triton.next_power_of_2(head_size)
-    has_wgmma = launch.capability(device) >= (9, 0)
-    if dtype is torch.float32:  # for comparisons only: it uses no tensor cores
+    padded = triton.next_power_of_2(query.shape[2])
+    has_wgmma = launch.capability(query.device) >= (9, 0)
+    if query.dtype is torch.float32:  # for comparisons only: it uses no tensor cores
         return Tiles(max(16, triton.next_power_of_2(group)), 16, 4, 1, 2)
     if padded > 128:
         return Tiles(128 if group > 64 else 64, 32, 8, 2, 1)
     block_n = (8192 if has_wgmma else 4096) // max(padded, 64)
     num_stages = 2 if block_n == 128 else 3
-    if is_prefill or group > 64:
+    unpacks_float8 = cache_dtype.itemsize == 1 and not has_wgmma
+    if (is_prefill and has_wgmma) or unpacks_float8 or group > 64:
         return Tiles(128, block_n, 8, num_stages, 1, masks_all=not has_wgmma)
     return Tiles(64, block_n, 4, num_stages, 2, masks_all=not has_wgmma)
 
@@ -420,7 +451,7 @@ def paged_attention(
     if num_tokens == 0:
         return out
 
-    tiles = _tiles(query.device, query.dtype, head_size, group, is_prefill=num_tokens > 2 * num_seqs)
+    tiles = _tiles(query, cache.key.dtype, group, is_prefill=num_tokens > 2 * num_seqs)
     padded_size = triton.next_power_of_2(head_size)
     num_programs = launch.num_multiprocessors(query.device) * tiles.programs_per_multiprocessor
     max_seqs = max(256 if num_seqs <= 256 else 1024, triton.next_power_of_2(num_seqs))  # few kernels to compile
@@ -432,7 +463,7 @@ def paged_attention(
     _attention_kernel[(num_programs,)](
         query, key, value, block_tables, query_start_loc, seq_lens, out, plans.view(torch.int32), partials, counters,
         num_tokens, num_seqs, len(partials) // (num_heads * (head_size + 2)), query.stride(0), block_tables.stride(0),
-        scale * cache.key_scale, cache.value_scale,
+        float(scale * cache.key_scale), float(cache.value_scale),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
         BLOCK_SIZE=block_size, WINDOW=sliding_window, SOFTCAP=float(softcap), SPLIT=SPLIT_KEYS,
         MAX_SEQS=max_seqs, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.launch import capability, num_multiprocessors
-from octavo.ops.triton.tiles import GATED, UNIT, dot, finish, place
+from octavo.ops.triton.tiles import GATED, LARGE_SHARED, UNIT, dot, finish, place
 
 
 @triton.jit(do_not_specialize=["num_rows", "units"])
@@ -25,6 +25,7 @@ def _linear(
     x, x_scales, w, w_scales, bias, out, num_rows, width, num_in, units, stride_x, stride_xs, stride_w, stride_out,
     scale, SCALED: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
+    PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """x [num_rows, num_in], w [width or, gated, 2 * width, num_in] -> the epilogue of x w^T in `out` [num_rows, width].
 
@@ -46,7 +47,7 @@ def _linear(
         else:
             w_mask = channel_mask & (first_k + k < num_in)[None, :]
             x_mask = token_mask & (first_k + k < num_in)[:, None]
-        acc = dot(tl.load(w_at, mask=w_mask, other=0.0), tl.load(x_at, mask=x_mask, other=0.0), acc)
+        acc = dot(tl.load(w_at, mask=w_mask, other=0.0), tl.load(x_at, mask=x_mask, other=0.0), acc, PROMOTE)
         w_at += BLOCK_K
         x_at += BLOCK_K
     y = tl.trans(acc)
@@ -89,17 +90,21 @@ _SINGLE = (Tile(32, 16, 128, 4, 3), Tile(32, 32, 64, 4, 3), Tile(32, 64, 64, 4, 
 def choose_tile(device: torch.device, num_rows: int, num_out: int, dtype: torch.dtype, unit: int) -> tuple[Tile, int]:
     """The tile for a product, and how many channels of it a program computes, which is a multiple of `unit`."""
     machine = num_multiprocessors(device)
-    hopper = capability(device)[0] >= 9
+    hopper = capability(device)[0] in LARGE_SHARED
+    few, many = list(_HOPPER_FEW if hopper else _AMPERE_FEW), list(_HOPPER_MANY if hopper else _AMPERE_MANY)
+    if hopper and triton.cdiv(num_out, 64) > machine:
+        few = list(_HOPPER_FEW_HALF)
+    # What would spill registers: 8-bit floats have two sums each on Hopper.
+    if dtype is torch.float8_e4m3fn and hopper:
+        few, many = few[:3], many[1:2]
+    elif dtype.itemsize == 1 and not hopper:
+        few, many = few[:3], few[2:3]
     if dtype is torch.float32:
         tile = next((t for t in _SINGLE if num_rows <= t.block_t), _SINGLE[-1])
-    elif num_rows <= 128:
-        few = _HOPPER_FEW if hopper else _AMPERE_FEW
-        if hopper and triton.cdiv(num_out, 64) > machine:
-            few = _HOPPER_FEW_HALF
+    elif num_rows <= few[-1].block_t:
         tile = next(t for t in few if num_rows <= t.block_t)
     else:
         # The largest tile of which there are about as many as multiprocessors.
-        many = _HOPPER_MANY if hopper else _AMPERE_MANY
         counts = [triton.cdiv(num_out, t.block_n) * triton.cdiv(num_rows, t.block_t) for t in many]
         tile = next((t for t, count in zip(many, counts, strict=True) if 10 * count >= 9 * machine), many[-1])
     programs = max(1, machine // triton.cdiv(num_rows, tile.block_t))
@@ -124,13 +129,14 @@ def launch(
     width, unit = num_out // sides, UNIT.value * sides
     tile, rows = choose_tile(x.device, num_rows, num_out, w.dtype, unit)
     block_k = tile.block_k // w.element_size()
-    if (x.stride(0) * x.element_size()) % 16:  # such rows are read element by element, through registers
-        block_k //= 8
+    if (x.stride(0) * x.element_size()) % 16 or x.data_ptr() % 16:
+        block_k = max(16, block_k // 8)  # such rows are read element by element, through registers
     grid = (triton.cdiv(num_out, rows) * triton.cdiv(num_rows, tile.block_t),)
     _linear[grid](
         x, x_scales, w, w_scales, bias, out, num_rows, width, num_in, rows // unit, x.stride(0),
         0 if x_scales is None else x_scales.stride(0), w.stride(0), out.stride(0), scale,
         SCALED=w_scales is not None, EPILOGUE=epilogue, HAS_BIAS=bias is not None, EVEN_K=num_in % block_k == 0,
         BLOCK_N=tile.block_n, BLOCK_T=tile.block_t, BLOCK_K=block_k, GROUP_T=8,
+        PROMOTE=min(128, block_k) if capability(x.device)[0] == 9 else 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

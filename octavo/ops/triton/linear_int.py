@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.launch import capability, num_multiprocessors
-from octavo.ops.triton.tiles import GATED, dot, finish, place
+from octavo.ops.triton.tiles import GATED, LARGE_SHARED, dot, finish, place
 from octavo.ops.triton.weights import BLOCK_WORDS, IntWeight, Workspace
 
 
@@ -189,9 +189,8 @@ def launch(x: Tensor, weight: IntWeight, out: Tensor, epilogue: tl.constexpr, sc
     num_out = weight.codes.shape[0]
     num_blocks = weight.codes.shape[1] // BLOCK_WORDS
     chunks, chunk_blocks = num_chunks(num_out, num_blocks)
-    block_n, block_t, warps, stages = _tile(
-        num_rows, capability(x.device)[0] >= 9, x.dtype is torch.float32
-    )  # fmt: skip
+    hopper = capability(x.device)[0] in LARGE_SHARED
+    block_n, block_t, warps, stages = _tile(num_rows, hopper, x.dtype is torch.float32)
     tiles = triton.cdiv(num_out, block_n) * triton.cdiv(num_rows, block_t)
     split = chunks > 1 and num_rows <= _MAX_SPLIT_ROWS and tiles < 2 * num_multiprocessors(x.device)
     workspace = weight.workspace

@@ -9,11 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.ops import QuantizedMatrix
+from octavo.ops.triton.launch import capability
 from octavo.ops.triton.linear_int import workspace_for
 from octavo.ops.triton.tiles import UNIT
-from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight
-from octavo.quantization import common_layout, dequantize, gguf_codes
+from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
+from octavo.quantization import common_layout, dequantize, fp8, gguf_codes, int8
 from octavo.quantization.codes import Codes
 from octavo.quantization.gguf import LAYOUTS
 from octavo.quantization.layout import Layout
@@ -31,6 +33,9 @@ def pack_linear(
     floats = [part for part in parts if isinstance(part, Tensor)]
     if not floats and all(part.format in LAYOUTS for part in parts if isinstance(part, QuantizedMatrix)):
         return _pack_gguf([part for part in parts if isinstance(part, QuantizedMatrix)], rows, bias, device)
+    formats = {part.format for part in parts if isinstance(part, QuantizedMatrix)}
+    if not floats and len(formats) == 1 and formats <= _SCALED.keys() and rows.num_in % 16 == 0:
+        return _pack_scaled([part.data for part in parts], _SCALED[formats.pop()], rows, bias, device)
     dtype = floats[0].dtype if floats else torch.bfloat16
     # Some of a file's matrices were not worth fewer bits: those next to them follow.
     tensors = (dequantize(part, dtype) if isinstance(part, QuantizedMatrix) else part for part in parts)
@@ -43,13 +48,49 @@ def pack_linear(
     return FloatWeight(rows.num_rows, k, gated, data, pack_bias(bias, rows, device))
 
 
+def _quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] -> codes [N, K] and scales [N] float32: absmax / 127."""
+    values = rows.float()
+    scales = values.abs().amax(1) / 127
+    return (values / torch.where(scales > 0, scales, 1.0)[:, None]).round().to(torch.int8), scales
+
+
+_SCALED: dict[str, tuple[torch.dtype, Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
+    int8.FORMAT: (torch.int8, _quantize_int8),
+    fp8.FORMAT: (torch.float8_e4m3fn, fp8.quantize),
+}
+
+
+def _pack_scaled(
+    parts: list[Tensor], target: tuple[torch.dtype, Callable[[Tensor], tuple[Tensor, Tensor]]], rows: RowOrder,
+    bias: Tensor | None, device: torch.device,
+) -> ScaledWeight:  # fmt: skip
+    dtype, quantize = target
+    if dtype is torch.float8_e4m3fn and capability(device) < (8, 9):
+        major, minor = capability(device)
+        raise ConfigError(
+            f"This GPU (compute capability {major}.{minor}) does not multiply 8-bit floats, as those from 8.9 on do; "
+            "use --quantization int8."
+        )
+    codes = torch.zeros(rows.num_padded, rows.num_in, dtype=torch.uint8, device=device).view(dtype)
+    scales = torch.zeros(rows.num_padded, dtype=torch.float32, device=device)
+    for side, part in enumerate(parts):
+        for start, end in rows.pieces(part.shape[0]):
+            piece, piece_scales = quantize(part[start:end].to(device))
+            # As bytes: 8-bit floats are not copied by index everywhere.
+            rows.place(codes.view(torch.uint8), side, piece.view(torch.uint8), start)
+            rows.place(scales, side, piece_scales, start)
+    return ScaledWeight(
+        rows.num_rows, rows.num_in, rows.gated, codes, scales, pack_bias(bias, rows, device)
+    )  # fmt: skip
+
+
 def _pack_gguf(parts: list[QuantizedMatrix], rows: RowOrder, bias: Tensor | None, device: torch.device) -> IntWeight:
     layout = common_layout(LAYOUTS[part.format] for part in parts)
 
     def pieces(part: QuantizedMatrix) -> Iterator[tuple[int, Codes]]:
-        step = max(1, _PIECE_ELEMENTS // (UNIT.value * rows.num_in)) * UNIT.value
-        for start in range(0, part.shape[0], step):
-            piece = part.rows(start, min(start + step, part.shape[0]))
+        for start, end in rows.pieces(part.shape[0]):
+            piece = part.rows(start, end)
             moved = QuantizedMatrix(piece.format, piece.data.to(device), piece.shape)
             yield start, gguf_codes.unpack(moved).widened(layout.bits, layout.group, layout.minima)
 
@@ -65,10 +106,6 @@ def pack_codes(
     wide = [part.widened(layout.bits, layout.group, layout.minima) for part in parts]
     rows = RowOrder([part.shape for part in parts], gated)
     return _pack_pieces([partial(iter, [(0, part)]) for part in wide], layout, rows, bias, device)
-
-
-# Elements that are unpacked at once: 64 MB of codes.
-_PIECE_ELEMENTS = 1 << 26
 
 
 def _pack_pieces(
@@ -132,6 +169,9 @@ def pack_bias(bias: Tensor | None, rows: RowOrder, device: torch.device) -> Tens
     return out
 
 
+_PIECE_ELEMENTS = 1 << 26  # 64 MB of codes, and a few times that on the way to them
+
+
 class RowOrder:
     """Where the rows of a matrix's parts [N, K] go: one part after the other, or gate and up alternating by `UNIT`."""
 
@@ -141,6 +181,12 @@ class RowOrder:
         assert all(k == self.num_in for _, k in shapes), f"parts of {shapes}"
         self.num_rows = sum(self.sizes)
         self.num_padded = sum(_rounded_up(size, UNIT.value) for size in self.sizes) if gated else self.num_rows
+
+    def pieces(self, num_rows: int) -> Iterator[tuple[int, int]]:
+        """First and last rows of pieces of a part that are unpacked at once."""
+        step = max(1, _PIECE_ELEMENTS // (UNIT.value * self.num_in)) * UNIT.value
+        for start in range(0, num_rows, step):
+            yield start, min(start + step, num_rows)
 
     def place(self, out: Tensor, side: int, part: Tensor, start: int = 0) -> None:
         """Copy rows `start` and following of a part to theirs in `out`, whose first dimension is all rows."""

@@ -9,20 +9,27 @@ from torch import Tensor
 from octavo.ops import LinearWeight
 from octavo.ops.triton import linear as linear_float
 from octavo.ops.triton import linear_int
+from octavo.ops.triton.embedding import embedding
 from octavo.ops.triton.pack import pack_linear
-from octavo.ops.triton.tiles import ADD, GATED, STORE
-from octavo.ops.triton.weights import FloatWeight, IntWeight, PackedWeight
+from octavo.ops.triton.quantize import SCALE_BYTES, codes_of, quantize_rows, scales_of
+from octavo.ops.triton.tiles import ADD, GATED, STORE, UNIT
+from octavo.ops.triton.weights import IntWeight, PackedWeight, ScaledWeight
 
-__all__ = ["linear", "linear_add", "linear_silu_and_mul", "pack_linear", "quantize"]
+__all__ = ["embedding", "linear", "linear_add", "linear_silu_and_mul", "pack_linear", "quantize"]
 
 
 def _product(op: str, x: Tensor, weight: PackedWeight, out: Tensor, epilogue: tl.constexpr, scale: float = 1.0) -> None:
-    assert x.shape[1] == weight.in_features, f"{op}: {x.shape[1]} inputs for a matrix of {weight.in_features}"
     assert x.stride(1) == 1 or x.shape[1] == 1
+    if isinstance(weight, ScaledWeight):
+        x = quantize(x, weight)
+        assert x.shape[1] == weight.in_features + SCALE_BYTES, f"{op}: quantized for another matrix"
+        codes, x_scales = codes_of(x, weight.activation_dtype), scales_of(x)
+        linear_float.launch(codes, x_scales, weight.codes, weight.scales, weight.bias, out, epilogue, scale)
+        return
+    assert x.shape[1] == weight.in_features, f"{op}: {x.shape[1]} inputs for a matrix of {weight.in_features}"
     if isinstance(weight, IntWeight):
         linear_int.launch(x, weight, out, epilogue, scale)
         return
-    assert isinstance(weight, FloatWeight)
     if x.dtype is not weight.data.dtype:
         raise TypeError(f"{op}: the input is {x.dtype} but the matrix is packed as {weight.data.dtype}.")
     linear_float.launch(x, None, weight.data, None, weight.bias, out, epilogue, scale)
@@ -54,12 +61,17 @@ def linear_silu_and_mul(
     assert isinstance(gate_up, PackedWeight)
     assert gate_up.gated
     width = gate_up.out_features // 2
-    padded = -(-width // 8) * 8
-    out = torch.empty((x.shape[0], padded), dtype=_float_output(x, out_dtype), device=x.device)
+    scaled = consumer if isinstance(consumer, ScaledWeight) else None
+    dtype = torch.float32 if scaled else _float_output(x, out_dtype)
+    # Gate and up are padded to whole units.
+    out = torch.empty((x.shape[0], -(-width // UNIT.value) * UNIT.value), dtype=dtype, device=x.device)
     _product("linear_silu_and_mul", x, gate_up, out, GATED)
-    return out[:, :width]
+    out = out[:, :width]
+    return quantize(out, scaled) if scaled else out
 
 
 def quantize(x: Tensor, consumer: LinearWeight) -> Tensor:
-    assert isinstance(consumer, PackedWeight)
-    return x
+    if not isinstance(consumer, ScaledWeight) or x.dtype is torch.uint8:
+        return x
+    assert x.shape[1] == consumer.in_features, f"quantize: {x.shape[1]} elements for a matrix of {consumer.in_features}"
+    return quantize_rows(x, consumer.activation_dtype)

@@ -68,8 +68,7 @@ def _argmax(
 @triton.jit
 def _distance(x, largest, temperature):
     """0 for the largest logit, infinite for -inf and NaN."""
-    inverse = tl.minimum(1.0 / temperature, 1e38)  # finite, for 0 times it must be 0
-    distance = (largest - x) * inverse
+    distance = (largest - x) * (1.0 / tl.maximum(temperature, 1e-30))  # finite, for 0 times it must be 0
     return tl.where(distance >= 0, distance, float("inf"))
 
 
@@ -149,19 +148,25 @@ def _narrow(
 
 @triton.jit
 def _sums(row, count, num_tiles, limit, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Candidates whose distance has bits up to `limit`: their weight in each chunk [CHUNKS] int64, and their number.
-    Chunk c has `count[c]` candidates, of which a turn takes WIDTH."""
+    """Candidates whose distance has bits up to `limit`: their weight in each chunk [CHUNKS] int64, their number, the
+    largest bits among them, and the smallest among the others. Chunk c has `count[c]`, of which a turn takes WIDTH."""
     start = tl.arange(0, CHUNKS)[:, None] * CHUNK
     mass = tl.zeros((CHUNKS, WIDTH), tl.int64)
     number = tl.zeros((CHUNKS, WIDTH), tl.int32)
+    largest_within = number
+    smallest_beyond = number + 0x7FFFFFFF
     for tile in range(0, num_tiles):
         column = tile * WIDTH + tl.arange(0, WIDTH)[None, :]
         exists = column < count[:, None]
         distance = tl.load(row + start + column, mask=exists, other=0.0)
-        inside = exists & (distance.to(tl.int32, bitcast=True) <= limit)
-        mass += tl.where(inside, _weight(distance), 0)
-        number += inside.to(tl.int32)
-    return tl.sum(mass, 1), tl.sum(tl.sum(number, 1), 0)
+        bits = distance.to(tl.int32, bitcast=True)
+        within = exists & (bits <= limit)
+        mass += tl.where(within, _weight(distance), 0)
+        number += within.to(tl.int32)
+        largest_within = tl.maximum(largest_within, tl.where(within, bits, 0))
+        smallest_beyond = tl.minimum(smallest_beyond, tl.where(exists & (bits > limit), bits, 0x7FFFFFFF))
+    largest, smallest = tl.max(tl.max(largest_within, 1), 0), tl.min(tl.min(smallest_beyond, 1), 0)
+    return tl.sum(mass, 1), tl.sum(tl.sum(number, 1), 0), largest, smallest
 
 
 @triton.jit
@@ -170,22 +175,21 @@ def _tighten(
     BY_WEIGHT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Lower `limit`, within which candidates have `mass` and are `number`, as far as they still have the `wanted`
-    weight, or are that many -> the same three. If they are fewer from the start, nothing changes."""
+    weight, or are that many -> the new limit and mass. If they are fewer from the start, nothing changes."""
     has = tl.sum(mass, 0) if BY_WEIGHT else number.to(tl.int64)
     below = tl.full((), -1, tl.int32)  # too low a limit
-    number_below = tl.full((), 0, tl.int32)
     if has < wanted:
         below = limit
-    # Once a single candidate lies between the two limits, where exactly the limit is makes no difference.
-    while (limit - below > 1) & (number - number_below > 1):
+    while limit - below > 1:
         middle = below + (limit - below) // 2
-        mass_within, number_within = _sums(row, count, num_tiles, middle, CHUNK, CHUNKS, WIDTH)
-        has = tl.sum(mass_within, 0) if BY_WEIGHT else number_within.to(tl.int64)
+        mass_within, number, largest, smallest = _sums(row, count, num_tiles, middle, CHUNK, CHUNKS, WIDTH)
+        has = tl.sum(mass_within, 0) if BY_WEIGHT else number.to(tl.int64)
+        # From what is next to the middle, so that there are fewer turns when there are few candidates.
         if has >= wanted:
-            limit, mass, number = middle, mass_within, number_within
+            limit, mass = largest, mass_within
         else:
-            below, number_below = middle, number_within
-    return limit, mass, number
+            below = smallest - 1
+    return limit, mass
 
 
 @triton.jit
@@ -203,15 +207,13 @@ def _draw_from(
         num_tiles = (tl.max(count, 0) + WIDTH - 1) // WIDTH
         left = tl.sum(mass, 0)  # after min_p; candidates alone may have less
         limit = _min_p_distance(min_p).to(tl.int32, bitcast=True)
-        mass, number = _sums(row, count, num_tiles, limit, CHUNK, CHUNKS, WIDTH)
+        mass, number, limit, _ = _sums(row, count, num_tiles, limit, CHUNK, CHUNKS, WIDTH)
         if (k > 0) & (k < VOCAB):
-            limit, mass, number = _tighten(row, count, num_tiles, limit, mass, number, k, False, CHUNK, CHUNKS, WIDTH)
+            limit, mass = _tighten(row, count, num_tiles, limit, mass, number, k, False, CHUNK, CHUNKS, WIDTH)
             left = tl.sum(mass, 0)
         if p < 1:
             wanted = tl.ceil(p.to(tl.float64) * left.to(tl.float64)).to(tl.int64)
-            limit, mass, number = _tighten(
-                row, count, num_tiles, limit, mass, number, wanted, True, CHUNK, CHUNKS, WIDTH
-            )
+            limit, mass = _tighten(row, count, num_tiles, limit, mass, number, wanted, True, CHUNK, CHUNKS, WIDTH)
 
     total = tl.sum(mass, 0)  # at least 2^40, the likeliest token's
     target = tl.minimum((dice * total.to(tl.float64)).to(tl.int64), total - 1)
@@ -321,7 +323,7 @@ def sample(
     masses = torch.empty((rows, num_chunks), dtype=torch.int64, device=logits.device)
     _narrow[(rows, num_chunks)](
         logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, counts, masses,
-        VOCAB=vocab, CHUNK=_CHUNK, PIECES=pieces, NUM_PIECES=num_pieces, num_warps=8,
+        VOCAB=vocab, CHUNK=_CHUNK, PIECES=pieces, NUM_PIECES=num_pieces, num_warps=16,
     )  # fmt: skip
     _draw[(rows,)](
         logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, dice, counts, masses, out,

@@ -22,6 +22,9 @@ GATED = tl.constexpr(2)  # out = silu(y of a gate's row) * y of an up row
 # once. A gated matrix has 8 rows of the gate, then 8 of up, and so on.
 UNIT = tl.constexpr(8)
 
+# Major capabilities of the machines with 227 KB of shared memory, whose tensor cores take 64 channels at a time.
+LARGE_SHARED = (9, 10)
+
 # The interpreter multiplies bfloat16 as if they were integers (up to Triton 3.9).
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -43,10 +46,13 @@ def place(width, num_rows, columns, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr
 
 
 @triton.jit
-def dot(w, x, acc):
+def dot(w, x, acc, PROMOTE: tl.constexpr = 0):
     """acc + w [N, K] x [K, T], summed in float32 (int32 for integers)."""
     if _INTERPRETED and w.dtype.is_bf16():
         w, x = w.to(tl.float32), x.to(tl.float32)
+    if w.dtype.is_fp8() and PROMOTE > 0:
+        # Hopper keeps some 14 bits of sums of 8-bit floats: they are added up elsewhere every PROMOTE elements.
+        return tl.dot(w, x, acc, max_num_imprecise_acc=PROMOTE, out_dtype=acc.dtype)
     return tl.dot(w, x, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 

@@ -188,8 +188,16 @@ def _work() -> None:
             assert kernels, "no kernel was launched"
             found = {kernel.hash: _read(case, target.capability, kernel) for kernel in kernels}
         except Exception as error:
-            found[""] = Failed(case, target.capability, f"{type(error).__name__}: {error}")
+            found[""] = Failed(case, target.capability, _explain(error))
         answers.write(json.dumps([asdict(entry) for entry in found.values()]) + "\n")
+
+
+def _explain(error: BaseException) -> str:
+    """The error and its causes: Triton raises one for each function that it was compiling."""
+    lines = [f"{type(error).__name__}: {error}"]
+    while (error := error.__cause__) is not None:
+        lines.append(f"{type(error).__name__}: {error}")
+    return "\n".join(lines)
 
 
 def _read(case: str, capability: int, kernel: Any) -> Compiled:

@@ -13,7 +13,8 @@ Results = tuple[list[Compiled], list[Failed]]
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Results:
     """All the cases that this run has chosen, compiled side by side."""
-    chosen = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    items = [item for item in request.session.items if item.path == request.path and "results" in item.fixturenames]
+    chosen = {item.callspec.params["name"] for item in items}
     return compile_all({name: case for name, case in CASES.items() if name in chosen})
 
 
@@ -31,3 +32,12 @@ def test_kernels_compile_and_fit(name: str, capability: int, results: Results) -
         assert kernel.registers <= case.max_registers, kernel
         assert kernel.shared_bytes <= MAX_SHARED_BYTES[capability], kernel
         assert kernel.warps_per_multiprocessor >= case.min_warps, f"{kernel.warps_per_multiprocessor} warps: {kernel}"
+
+
+@pytest.mark.parametrize(
+    ("registers", "num_warps", "shared_bytes", "expected"),
+    [(32, 4, 0, 64), (33, 4, 0, 48), (255, 8, 0, 8), (24, 4, 100 << 10, 4), (24, 1, 0, 32)],
+)
+def test_how_many_warps_fit(registers: int, num_warps: int, shared_bytes: int, expected: int) -> None:
+    kernel = Compiled("case", "kernel", 80, num_warps, registers, 0, shared_bytes)
+    assert kernel.warps_per_multiprocessor == expected

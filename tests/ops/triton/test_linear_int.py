@@ -77,15 +77,15 @@ def test_scales_far_from_float16_keep_their_precision() -> None:
 
 def test_a_row_is_the_same_in_one_program_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks by different programs, and by one that computes all of them."""
-    weight = pack.pack_codes([random_codes(4, 32, True, 72, 2100)], device=DEVICE)
-    assert linear_int.num_chunks(72, 9) == (3, 4)
+    weight = pack.pack_codes([random_codes(4, 32, True, 40, 2100)], device=DEVICE)
+    assert linear_int.num_chunks(40, 9) == (3, 4)
     x = draw(5, 2100, dtype=torch.bfloat16)
     split = products.linear(x, weight, torch.float32)
     assert torch.equal(products.linear(x, weight, torch.float32), split), "the tickets were not given back"
     assert torch.equal(products.linear(x[2:3], weight, torch.float32)[0], split[2])
     monkeypatch.setattr(linear_int, "_MAX_SPLIT_ROWS", 0)
     assert torch.equal(products.linear(x, weight, torch.float32), split)
-    expected = x[2].double() @ random_codes(4, 32, True, 72, 2100).dequantize().to(DEVICE).double().T
+    expected = x[2].double() @ random_codes(4, 32, True, 40, 2100).dequantize().to(DEVICE).double().T
     assert_near(split[2], expected, 2**-7)
 
 

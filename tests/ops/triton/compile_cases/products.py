@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from octavo.ops.triton import products
 from octavo.ops.triton.linear_int import workspace_for
-from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight
-from tests.ops.triton.compiling import Case
+from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
+from tests.ops.triton.compiling import CAPABILITIES, Case
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F32, INT8, FP8 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def floats(n: int, k: int, gated: bool = False, bias: bool = False, dtype: torch.dtype = BF16) -> FloatWeight:
-    return FloatWeight(n, k, gated, empty(n, k, dtype=dtype), empty(n, dtype=F32) if bias else None)
+def floats(n: int, k: int, gated: bool = False, dtype: torch.dtype = BF16) -> FloatWeight:
+    return FloatWeight(n, k, gated, empty(n, k, dtype=dtype), empty(n, dtype=F32))
 
 
 def integers(n: int, k: int, bits: int, group: int, minima: bool, gated: bool = False) -> IntWeight:
@@ -37,6 +39,19 @@ def gate_int(rows: int) -> None:
     products.linear_silu_and_mul(empty(rows, 4096), integers(28672, 4096, 4, 128, False, gated=True))
 
 
+def scaled(n: int, k: int, dtype: torch.dtype) -> ScaledWeight:
+    return ScaledWeight(n, k, False, empty(n, k, dtype=dtype), empty(n, dtype=F32), None)
+
+
+def add_scaled(rows: int, dtype: torch.dtype) -> None:
+    x = empty(rows, 4096 + 16, dtype=torch.uint8)
+    products.linear_add(x, scaled(4096, 4096, dtype), empty(rows, 4096))
+
+
+def embed(weight: PackedWeight) -> None:
+    products.embedding(empty(64, dtype=torch.int32), weight, BF16)
+
+
 def add(rows: int, dtype: torch.dtype = BF16) -> None:
     products.linear_add(empty(rows, 4096, dtype=dtype), floats(4096, 4096, dtype=dtype), empty(rows, 4096, dtype=dtype))
 
@@ -45,26 +60,22 @@ def gate(rows: int) -> None:
     products.linear_silu_and_mul(empty(rows, 4096), floats(28672, 4096, gated=True))
 
 
-def bias(rows: int) -> None:
-    products.linear(empty(rows, 4096), floats(6144, 4096, bias=True))
-
-
 def logits(rows: int) -> None:
     products.linear(empty(rows, 4096), floats(128256, 4096), F32)
 
 
-def case(run: object, *args: object, min_warps: int = 4) -> Case:
-    return Case(lambda: run(*args), min_warps)  # type: ignore[operator]
+def case(run: Callable[..., None], *args: object, min_warps: int = 4, fp8: bool = False) -> Case:
+    return Case(lambda: run(*args), min_warps, capabilities=(90,) if fp8 else CAPABILITIES)
 
 
-# One program a multiprocessor: what hides latency is the depth of its pipeline.
+# Every tile of floats. One program a multiprocessor is enough: what hides latency is the depth of its pipeline.
 CASES = {f"add_{rows}": case(add, rows) for rows in (1, 32, 64, 128, 512, 2048)}
-CASES |= {f"gate_{rows}": case(gate, rows) for rows in (1, 64, 2048)}
-CASES |= {"bias": case(bias, 2048), "logits": case(logits, 32)}
-CASES |= {f"float32_{rows}": case(add, rows, F32) for rows in (1, 64)}
+CASES |= {f"gate_{rows}": case(gate, rows) for rows in (1, 2048)}
+CASES |= {"logits": case(logits, 32), "float32": case(add, 64, F32)}
 CASES |= {"narrow": case(lambda: products.linear(empty(3, 572)[:, 1:571], floats(570, 570)))}
-# Q4_1 and Q4_K, by the number of rows; Q8_0; the widest layout; AWQ.
-CASES |= {f"add_int4_{rows}": case(add_int, rows, 4, 32, True) for rows in (1, 32, 64, 128, 2048)}
-CASES |= {"add_int8": case(add_int, 1, 8, 32, False), "add_int8_16": case(add_int, 2048, 8, 16, True)}
-CASES |= {f"gate_int4_{rows}": case(gate_int, rows) for rows in (1, 2048)}
-CASES |= {"float32_int4": case(add_int, 1, 4, 32, True, F32)}
+# Q4_1 and Q4_K, the layout that holds all others, AWQ.
+CASES |= {f"add_int4_{rows}": case(add_int, rows, 4, 32, True) for rows in (1, 64, 128, 2048)}
+CASES |= {"add_int8": case(add_int, 2048, 8, 16, True), "gate_int4": case(gate_int, 2048)}
+CASES |= {f"add_w8a8_{rows}": case(add_scaled, rows, INT8) for rows in (1, 2048)}
+CASES |= {f"add_fp8_{rows}": case(add_scaled, rows, FP8, fp8=True) for rows in (128, 2048)}
+CASES |= {"embed_int4": case(lambda: embed(integers(128256, 4096, 4, 32, True)), min_warps=32)}

@@ -67,7 +67,6 @@ CASES = {
     "silu_and_mul_int8": Case(lambda: silu_and_mul(empty(64, 28672), INT8), min_warps=32),
     "silu_and_mul_fp8": Case(lambda: silu_and_mul(empty(64, 28672), FP8), min_warps=32, capabilities=(90,)),
     "argmax": Case(lambda: argmax(empty(64, 128256, dtype=F32), check=True), min_warps=16),
-    "sample_49152": Case(lambda: draw(49152), min_warps=16),
     "sample_128256": Case(lambda: draw(128256), min_warps=16),
     "sample_262144": Case(lambda: draw(262144), min_warps=16),
     "take_rows": Case(lambda: take_rows(empty(256, 4096), empty(64, dtype=torch.int64)), min_warps=32),

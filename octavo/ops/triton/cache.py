@@ -1,0 +1,231 @@
+"""The cache of keys and values: its memory, what a step writes into it, and copies of whole blocks.
+
+Keys and values both lie as [num_blocks, block_size, kv_heads, head_size]. The runner moves blocks with `copy_blocks`,
+also between the device and pinned host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.ops import LayerKVCache
+from octavo.ops.triton import launch
+
+_ELEMENTS_PER_PROGRAM = 1024  # of the heads that a program rotates
+_COPY_WORDS = 2048  # of 8 bytes, that a program copies at a time
+_HOST_COPY_PROGRAMS = 32  # 512 KiB in flight cover 10 µs at 50 GB/s and leave most multiprocessors to the model
+
+
+def allocate_kv_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
+) -> LayerKVCache:
+    """`Ops.allocate_kv_cache`. Float8 caches are stored with the scale 1."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        raise TypeError(f"the KV cache holds float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, not {dtype}.")
+    if block_size not in (8, 16, 32, 64, 128, 256):
+        raise ConfigError(
+            f"block size {block_size} is not supported by the GPU kernels; use 8, 16, 32, 64, 128 or 256."
+        )
+    if not 16 <= head_size <= 256 or head_size % 16:
+        raise ConfigError(f"head size {head_size} is not supported; it must be a multiple of 16, at most 256.")
+    shape = (num_blocks, block_size, num_kv_heads, head_size)
+    return LayerKVCache(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+
+
+@triton.jit
+def _to_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """x, clamped to what the type holds and rounded to nearest even, as bytes. Not every GPU has an instruction."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.minimum(tl.abs(x), LARGEST)
+    shift: tl.constexpr = 23 - MANTISSA
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + ((1 << (shift - 1)) - 1) + ((bits >> shift) & 1)) >> shift) - ((127 - BIAS) << MANTISSA)
+    # Adding 2^23 rounds the multiples of the least number to integers, in the low bits.
+    least = size * (2.0 ** (BIAS - 1 + MANTISSA)) + 8388608.0
+    subnormal = least.to(tl.int32, bitcast=True) - 0x4B000000
+    code = tl.where(size < 2.0 ** (1 - BIAS), subnormal, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return (sign | code).to(tl.uint8)
+
+
+@triton.jit
+def _cached(x, scale, pointer, FLOAT8: tl.constexpr):
+    """x [..] float32 as the cache holds it; FLOAT8 is 0, or the bits of the mantissa."""
+    if FLOAT8 == 3:
+        return _to_float8(x / scale, 3, 7, 448.0)
+    elif FLOAT8 == 2:
+        return _to_float8(x / scale, 2, 15, 57344.0)
+    else:
+        return x.to(pointer.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["max_positions"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
+def _rotary_and_cache_kernel(
+    query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping,
+    query_stride, key_stride, value_stride, max_positions, key_scale, value_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF_P2: tl.constexpr,
+    REST_P2: tl.constexpr, D_P2: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, FLOAT8: tl.constexpr,
+):  # fmt: skip
+    """Programs (token, heads): the first of a token's programs rotate its query, the others write to the cache."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    QUERY_PARTS: tl.constexpr = (HEADS + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
+    slot = tl.load(slot_mapping + token)
+    position = tl.load(positions + token)
+    h = tl.arange(0, HEADS_PER_PROGRAM)
+    r = tl.arange(0, HALF_P2)
+    at = position + r * 0  # may be anything for a padded token
+    is_pair = (r < R // 2) & (at >= 0) & (at < max_positions)
+    cos = tl.load(cos_sin + position * R + r, mask=is_pair, other=0.0)[None, :]
+    sin = tl.load(cos_sin + position * R + R // 2 + r, mask=is_pair, other=0.0)[None, :]
+    if part < QUERY_PARTS:
+        head = part * HEADS_PER_PROGRAM + h
+        mask = (head < HEADS)[:, None] & (r < R // 2)[None, :]
+        first = query + token * query_stride + head[:, None] * D + r[None, :]
+        a = tl.load(first, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(first + R // 2, mask=mask, other=0.0).to(tl.float32)
+        tl.store(first, a * cos - b * sin, mask=mask)
+        tl.store(first + R // 2, b * cos + a * sin, mask=mask)
+    elif slot >= 0:
+        head = (part - QUERY_PARTS) * HEADS_PER_PROGRAM + h
+        mask = (head < KV_HEADS)[:, None] & (r < R // 2)[None, :]
+        first = key + token * key_stride + head[:, None] * D + r[None, :]
+        a = tl.load(first, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(first + R // 2, mask=mask, other=0.0).to(tl.float32)
+        cached = key_cache + (slot * KV_HEADS + head)[:, None] * D + r[None, :]
+        tl.store(cached, _cached(a * cos - b * sin, key_scale, key_cache, FLOAT8), mask=mask)
+        tl.store(cached + R // 2, _cached(b * cos + a * sin, key_scale, key_cache, FLOAT8), mask=mask)
+        if R < D:
+            rest = R + tl.arange(0, REST_P2)
+            mask = (head < KV_HEADS)[:, None] & (rest < D)[None, :]
+            x = tl.load(key + token * key_stride + head[:, None] * D + rest[None, :], mask=mask, other=0.0)
+            cached = key_cache + (slot * KV_HEADS + head)[:, None] * D + rest[None, :]
+            tl.store(cached, _cached(x.to(tl.float32), key_scale, key_cache, FLOAT8), mask=mask)
+        d = tl.arange(0, D_P2)
+        mask = (head < KV_HEADS)[:, None] & (d < D)[None, :]
+        x = tl.load(value + token * value_stride + head[:, None] * D + d[None, :], mask=mask, other=0.0)
+        cached = value_cache + (slot * KV_HEADS + head)[:, None] * D + d[None, :]
+        tl.store(cached, _cached(x.to(tl.float32), value_scale, value_cache, FLOAT8), mask=mask)
+
+
+_MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+
+
+def rotary_and_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: LayerKVCache,
+    slot_mapping: Tensor,
+) -> None:
+    """`Ops.rotary_and_cache`. `key` stays as it is. Tokens whose slot is -1 write nothing, whatever their position."""
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads = key.shape[1]
+    rotary_size = cos_sin.shape[1]
+    for x in (query, key, value):
+        assert x.shape[0] == num_tokens and x.dtype is query.dtype
+        assert x.stride()[1:] == (head_size, 1), "the heads of a token must be contiguous"
+    assert key.shape == value.shape == (num_tokens, num_kv_heads, head_size)
+    assert cache.key.shape[2:] == (num_kv_heads, head_size)
+    assert cache.key.is_contiguous() and cache.value.is_contiguous()
+    assert rotary_size <= head_size and rotary_size % 2 == 0
+    assert positions.dtype is slot_mapping.dtype is torch.int64
+    assert positions.is_contiguous() and slot_mapping.is_contiguous()
+    assert cos_sin.dtype is torch.float32 and cos_sin.is_contiguous()
+    if num_tokens == 0:
+        return
+    key_cache, value_cache = cache.key, cache.value
+    mantissa = _MANTISSA_BITS.get(key_cache.dtype, 0)
+    if mantissa:
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+    padded = triton.next_power_of_2(head_size)
+    heads = min(_ELEMENTS_PER_PROGRAM // padded, triton.next_power_of_2(max(num_heads, num_kv_heads)))
+    grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
+    _rotary_and_cache_kernel[grid](
+        query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping,
+        query.stride(0), key.stride(0), value.stride(0), len(cos_sin), float(cache.key_scale), float(cache.value_scale),
+        HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_size, R=rotary_size,
+        HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)),
+        REST_P2=triton.next_power_of_2(max(head_size - rotary_size, 1)), D_P2=padded, HEADS_PER_PROGRAM=heads,
+        FLOAT8=mantissa, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_caches", "num_words"])
+def _copy_kernel(addresses, pairs, num_pairs, num_caches, num_words, WORDS: tl.constexpr):
+    """`addresses` [2, num_caches]: where source and destination tensors begin; `pairs` [num_pairs, 2] blocks of
+    `num_words` 8-byte words."""
+    parts = (num_words + WORDS - 1) // WORDS
+    w = tl.arange(0, WORDS)
+    for piece in range(tl.program_id(0), num_pairs * num_caches * parts, tl.num_programs(0)):
+        cache = piece // parts % num_caches
+        pair = pairs + piece // parts // num_caches * 2
+        word = piece % parts * WORDS + w
+        source = tl.load(addresses + cache).to(tl.pointer_type(tl.int64))
+        destination = tl.load(addresses + num_caches + cache).to(tl.pointer_type(tl.int64))
+        mask = word < num_words
+        words = tl.load(source + tl.load(pair) * num_words + word, mask=mask)
+        tl.store(destination + tl.load(pair + 1) * num_words + word, words, mask=mask)
+
+
+def copy_blocks(
+    pairs: Sequence[tuple[int, int]],
+    sources: Sequence[LayerKVCache],
+    destinations: Sequence[LayerKVCache],
+    device: torch.device,
+) -> None:
+    """Copy whole blocks (source, destination) of all layers, as if one after the other; on the current stream.
+
+    Either side may be pinned host memory, which the device addresses as its own: then, too, all layers are one launch.
+    A copy-on-write is a few blocks, which launches for each layer would make a hundred times dearer. A swap is
+    hundreds of pieces of some 32 KiB that lie nowhere together: cudaMemcpyAsync costs as long for each as such a piece
+    takes, and a staging buffer costs memory and a pass. A few programs that load and store keep PCIe busy instead.
+    """
+    num_words, rest = divmod(sources[0].key[0].nbytes, 8)
+    assert rest == 0
+    tensors = [[t for layer in side for t in (layer.key, layer.value)] for side in (sources, destinations)]
+    for tensor in tensors[0] + tensors[1]:
+        assert tensor.is_contiguous() and tensor[0].nbytes == num_words * 8
+        assert tensor.device == device or tensor.is_pinned(), "host memory must be pinned for the device to reach it"
+    through_host = any(side[0].key.device != device for side in (sources, destinations))
+    addresses = _upload([t.data_ptr() for side in tensors for t in side], device)
+    num_caches = len(tensors[0])
+    for batch in _independent(pairs, same_memory=tensors[0][0].data_ptr() == tensors[1][0].data_ptr()):
+        pieces = len(batch) * num_caches * triton.cdiv(num_words, _COPY_WORDS)
+        limit = _HOST_COPY_PROGRAMS if through_host else 8 * launch.num_multiprocessors(device)
+        _copy_kernel[(min(pieces, limit),)](
+            addresses, _upload([block for pair in batch for block in pair], device), len(batch), num_caches, num_words,
+            WORDS=_COPY_WORDS, num_warps=8,
+        )  # fmt: skip
+
+
+def _independent(pairs: Sequence[tuple[int, int]], same_memory: bool) -> Iterator[list[tuple[int, int]]]:
+    """Cut the list into runs whose copies may happen in any order: usually one."""
+    run: list[tuple[int, int]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for source, destination in pairs:
+        if destination in written or (same_memory and (source in written or destination in read)):
+            yield run
+            run, read, written = [], set(), set()
+        run.append((source, destination))
+        read.add(source)
+        written.add(destination)
+    if run:
+        yield run
+
+
+def _upload(numbers: list[int], device: torch.device) -> Tensor:
+    """[n] int64 on the device, without waiting for it: pinned memory is kept until the stream has read it."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

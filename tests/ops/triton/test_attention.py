@@ -1,0 +1,187 @@
+"""Paged attention in Triton: against the reference, and bit for bit against itself however rows are batched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops import LayerKVCache, torch_ref
+from octavo.ops.triton import attention, launch
+from octavo.ops.triton.attention import Tiles, paged_attention
+from tests.ops.triton.conftest import DEVICE
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.fixture(autouse=True)
+def fresh_workspace() -> Iterator[None]:
+    """Tests may change its size; every launch must leave the counters as they were."""
+    attention._workspace.cache_clear()
+    yield
+    assert not attention._workspace(DEVICE)[1].any()
+    attention._workspace.cache_clear()
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of 16 keys, of 32 from key 256 on, and tiles to go with them: short sequences meet every boundary."""
+    use_tiles(monkeypatch, Tiles(16, 16, 4, 1, 2))
+
+
+def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Tiles, split_keys: int = 16) -> None:
+    monkeypatch.setattr(attention, "SPLIT_KEYS", split_keys)
+    monkeypatch.setattr(attention, "_tiles", lambda *args, **kwargs: tiles)
+
+
+class Paged:
+    """Sequences of random tokens in a cache whose other slots are NaN, behind tables with nonsense past their ends."""
+
+    def __init__(
+        self, lengths: list[int], heads: tuple[int, int, int], block_size: int = 16,
+        dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.lengths, self.dtype = lengths, dtype
+        num_heads, num_kv_heads, head_size = heads
+        counts = [-(-length // block_size) for length in lengths]
+        order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).int()
+        self.tables = torch.full((len(lengths), max(counts, default=0) + 2), -1, dtype=torch.int32)
+        self.tables[:, -1] = 2**31 - 1
+        shape = (len(order), block_size, num_kv_heads, head_size)
+        cache_dtype = cache_dtype or dtype
+        key, value = (torch.full(shape, float("nan")).to(cache_dtype) for _ in range(2))
+        self.queries = []
+        for s, (length, blocks) in enumerate(zip(lengths, order.split([*counts, 3]), strict=False)):
+            # A sequence has the same tokens wherever it lies.
+            generator = torch.Generator().manual_seed(length)
+            q, k, v = (torch.randn(length, n, head_size, generator=generator) for n in (num_heads, *[num_kv_heads] * 2))
+            self.tables[s, : counts[s]] = blocks
+            slots = (blocks.long()[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
+            key.view(-1, num_kv_heads, head_size)[slots] = k.to(cache_dtype)
+            value.view(-1, num_kv_heads, head_size)[slots] = v.to(cache_dtype)
+            self.queries.append(q.to(dtype))
+        scales = (0.5, 2.0) if cache_dtype in FP8 else (1.0, 1.0)
+        self.cache = LayerKVCache(key.to(DEVICE), value.to(DEVICE), *scales)
+
+    def arguments(self, rows: list[tuple[int, int, int]]) -> tuple[Tensor, LayerKVCache, Tensor, Tensor, Tensor, float]:
+        """A batch of positions (sequence, begin, end), as views into rows that hold more than the query."""
+        query = torch.cat([self.queries[s][begin:end] for s, begin, end in rows])
+        query = torch.cat([query, torch.full_like(query[:, :1], float("nan"))], 1).to(DEVICE)[:, :-1]
+        starts = torch.tensor([0] + [end - begin for _, begin, end in rows]).cumsum(0).int().to(DEVICE)
+        lengths = torch.tensor([end for _, _, end in rows]).int().to(DEVICE)
+        tables = self.tables[[s for s, _, _ in rows]].to(DEVICE)
+        return query, self.cache, tables, starts, lengths, query.shape[2] ** -0.5
+
+    def attend(self, rows: list[tuple[int, int, int]], window: int = 0, softcap: float = 0.0) -> Tensor:
+        return paged_attention(*self.arguments(rows), window, softcap)
+
+    def check(self, rows: list[tuple[int, int, int]], window: int = 0, softcap: float = 0.0) -> None:
+        arguments = self.arguments(rows)
+        actual = paged_attention(*arguments, window, softcap).float()
+        expected = torch_ref.paged_attention(*arguments, window, softcap).float()
+        # The interpreter cuts bfloat16 off instead of rounding it.
+        tolerance = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}[self.dtype]
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("seed", range(7))
+def test_mixed_batches_match_the_reference(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(*options: int) -> int:
+        return options[int(torch.randint(len(options), (1,), generator=generator))]
+
+    lengths = [choose(1, 5, 16, 31, 33, 64, 70, 129, 300) for _ in range(choose(1, 2, 4))]
+    num_kv_heads = choose(1, 2)
+    heads = (num_kv_heads * choose(1, 2, 3, 7), num_kv_heads, choose(64, 80, 128))
+    dtype = (torch.float32, torch.float16, torch.bfloat16)[choose(0, 1, 2)]
+    rows = [(s, max(0, length - choose(1, 1, 2, 9, 40)), length) for s, length in enumerate(lengths)]
+    paged = Paged(lengths, heads, choose(8, 16, 32), dtype, seed=seed)
+    paged.check(rows, choose(0, 0, 1, 17, 64, 100), float(choose(0, 0, 5)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size", "dtype"),
+    [((4, 1, 128), 256, torch.float16), ((2, 2, 64), 64, torch.bfloat16), ((2, 1, 256), 16, torch.float16)],
+)
+def test_the_tiles_of_a_gpu_match_the_reference(
+    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    Paged([300, 140], heads, block_size, dtype).check([(0, 299, 300), (1, 90, 140)])
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("cache_dtype", FP8)
+def test_eight_bit_caches_are_scaled(cache_dtype: torch.dtype) -> None:
+    Paged([70, 30], (4, 2, 64), 16, torch.float16, cache_dtype).check([(0, 69, 70), (1, 10, 30)])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_bytes_are_taken_for_float8_where_there_is_no_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = Paged([70], (2, 1, 64), 16, torch.float16, torch.float8_e4m3fn)
+    expected = paged.attend([(0, 69, 70)])
+    monkeypatch.setattr(launch, "capability", lambda device: (8, 0))
+    assert torch.equal(paged.attend([(0, 69, 70)]), expected)
+
+
+@pytest.mark.parametrize(("window", "softcap", "masks_all"), [(0, 0.0, False), (90, 0.0, True), (0, 5.0, True)])
+def test_a_row_has_the_same_bits_however_it_is_batched_and_chunked(
+    monkeypatch: pytest.MonkeyPatch, window: int, softcap: float, masks_all: bool
+) -> None:
+    use_tiles(monkeypatch, Tiles(16, 16, 4, 1, 2, masks_all))
+    first, last = 243, 290  # over the place where splits double, and one more boundary
+    paged = Paged([7, 300, 40], (3, 1, 64), dtype=torch.float16, seed=1)
+    whole = paged.attend([(1, first, last)], window, softcap)
+    edges = [first, 244, 256, 257, last]
+    chunks = [paged.attend([(1, begin, end)], window, softcap) for begin, end in pairwise(edges)]
+    assert torch.equal(torch.cat(chunks), whole)
+    positions = [255, 256, 287, 288]
+    decodes = paged.attend([(0, 2, 7), *[(1, p, p + 1) for p in positions], (2, 39, 40)], window, softcap)
+    assert torch.equal(decodes[5:-1], whole[[p - first for p in positions]])
+    assert torch.equal(decodes[-1:], paged.attend([(2, 39, 40)], window, softcap))
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_the_tiles_of_prefill_and_decode_give_the_same_bits(head_size: int) -> None:
+    paged = Paged([600, 290], (4, 1, head_size), dtype=torch.float16)
+    prefill = paged.attend([(0, 590, 600), (1, 285, 290)])
+    assert torch.equal(paged.attend([(0, 599, 600), (1, 287, 288)]), prefill[[9, 12]])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_sequences_that_find_no_room_for_partial_sums_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = Paged([300, 100], (3, 1, 64), dtype=torch.float16)
+    rows = [(0, 298, 300), (1, 99, 100)]
+    split = paged.attend(rows)
+    plans = launch.num_multiprocessors(DEVICE) * 2 * 2 * 256
+    for num_partials in (0, 40):  # of 36 (for two tokens) and 7
+        monkeypatch.setattr(attention, "_WORKSPACE_FLOATS", plans + num_partials * 3 * (64 + 2))
+        attention._workspace.cache_clear()
+        assert torch.equal(paged.attend(rows), split)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_padded_sequences_and_tokens_are_zeros() -> None:
+    paged = Paged([70, 5], (4, 2, 64), dtype=torch.float16)
+    query, cache, tables, starts, lengths, scale = paged.arguments([(0, 69, 70), (1, 2, 5)])
+    expected = paged_attention(query, cache, tables, starts, lengths, scale)
+    query = torch.cat([query, torch.full_like(query, float("nan"))])
+    tables = torch.cat([tables, torch.full_like(tables, -1)])
+    for ends in ([4, 4], [5, 5]):  # without a row; with one
+        padded_starts = torch.cat([starts, starts.new_tensor(ends)])
+        padded_lengths = torch.cat([lengths, lengths.new_zeros(2)])
+        actual = paged_attention(query, cache, tables, padded_starts, padded_lengths, scale)
+        assert torch.equal(actual[:4], expected)
+        assert not actual[4:].any()
+
+
+def test_nothing_is_nothing() -> None:
+    empty = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    cache = Paged([5], (2, 1, 64)).cache
+    query = torch.zeros(0, 2, 64, device=DEVICE)
+    starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    assert paged_attention(query, cache, empty.view(0, 1), starts, empty, 1.0).shape == (0, 128)

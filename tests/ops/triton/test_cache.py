@@ -1,0 +1,122 @@
+"""The GPU backend's cache: what a step writes into it against the reference, and copies of blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError
+from octavo.ops import LayerKVCache, torch_ref
+from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
+from tests.ops.triton.conftest import DEVICE
+
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize(
+    ("heads", "rotary_size", "dtype", "cache_dtype"),
+    [
+        ((1, 1, 64), 64, torch.float32, torch.float32),
+        ((9, 3, 64), 32, torch.float32, torch.float32),
+        ((32, 2, 80), 20, torch.float16, torch.float16),
+        ((8, 4, 256), 256, torch.bfloat16, torch.bfloat16),
+        ((8, 2, 128), 128, torch.float16, FP8[0]),
+        ((8, 2, 96), 96, torch.float32, FP8[1]),
+    ],
+)
+def test_rotated_rows_and_the_cache_match_the_reference(
+    heads: tuple[int, int, int], rotary_size: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_size = heads
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(6, num_heads + 2 * num_kv_heads, head_size, generator=generator).to(dtype).to(DEVICE)
+    positions = torch.tensor([0, 7, 63, 8, 1, 2**40], device=DEVICE)  # the last is a padded token's
+    slots = torch.tensor([5, 31, 16, 0, 47, -1], device=DEVICE)
+    angles = torch.randn(64, rotary_size // 2, generator=generator).to(DEVICE)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+    results = []
+    for module, rows in ((rotary_and_cache, slice(None)), (torch_ref.rotary_and_cache, slice(0, 5))):
+        query, key, value = qkv.clone().split([num_heads, num_kv_heads, num_kv_heads], 1)
+        cache = allocate_kv_cache(3, 16, num_kv_heads, head_size, cache_dtype, DEVICE)
+        cache = LayerKVCache(cache.key, cache.value, 0.5, 0.004) if cache_dtype in FP8 else cache  # clamps some
+        cache.key.view(torch.uint8).zero_(), cache.value.view(torch.uint8).zero_()
+        module(query[rows], key[rows], value[rows], positions[rows], cos_sin, cache, slots[rows])
+        results.append([query[:5].float(), cache.key.float(), cache.value.float()])
+    (query, *written), (expected_query, *expected) = results
+    # The interpreter cuts bfloat16 off; a GPU rounds a * cos - b * sin once less, perhaps to float8's next number.
+    tolerance = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(query, expected_query, rtol=tolerance, atol=tolerance)
+    tolerance = {FP8[0]: 2**-3, FP8[1]: 2**-2}.get(cache_dtype, tolerance)
+    for actual, wanted in zip(written, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+    if DEVICE.type == "cpu" and cache_dtype in FP8:
+        assert torch.equal(written[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_float8_is_rounded_as_torch_rounds_it(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    numbers = codes[codes.isfinite()].sort().values
+    between = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat([numbers, between, between * (1 + 2**-20), between * (1 - 2**-20), numbers * 3, numbers / 3])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 64)).view(-1, 1, 64).to(DEVICE)
+    cache = allocate_kv_cache(len(x), 8, 1, 64, dtype, DEVICE)
+    zeros, slots = torch.zeros(len(x), dtype=torch.int64, device=DEVICE), torch.arange(len(x), device=DEVICE)
+    cos_sin = torch.tensor([[1.0, 0.0]], device=DEVICE)
+    rotary_and_cache(x.clone(), x, x, zeros, cos_sin, cache, slots)
+    written = cache.value.view(torch.uint8).view(-1, 64)[: len(x)]
+    largest = torch.finfo(dtype).max
+    expected = x.view(-1, 64).clamp(-largest, largest).to(dtype).view(torch.uint8)
+    assert torch.equal(written, expected)
+
+
+def caches(num_layers: int, num_blocks: int, seed: int) -> list[LayerKVCache]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_blocks, 8, 3, 48)  # more than a program copies at a time, and not a multiple of it
+    return [
+        LayerKVCache(*(torch.randn(shape, generator=generator).to(DEVICE) for _ in range(2))) for _ in range(num_layers)
+    ]
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(0, 5)],
+        [(0, 3), (1, 4), (2, 5)],
+        [(0, 3), (4, 0)],  # read before it is overwritten
+        [(0, 3), (3, 4)],  # read after it was written
+        [(0, 3), (1, 3), (3, 2), (5, 1)],
+    ],
+)
+def test_blocks_are_copied_as_if_one_after_the_other(pairs: list[tuple[int, int]]) -> None:
+    actual, expected = caches(2, 6, 0), caches(2, 6, 0)
+    copy_blocks(pairs, actual, actual, DEVICE)
+    for layer in expected:
+        for tensor in (layer.key, layer.value):
+            for source, destination in pairs:
+                tensor[destination] = tensor[source]
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a.key, e.key) and torch.equal(a.value, e.value)
+
+
+def test_blocks_move_between_caches_of_different_sizes() -> None:
+    device, host = caches(2, 6, 0), caches(2, 3, 1)
+    if DEVICE.type == "cuda":
+        host = [LayerKVCache(layer.key.cpu().pin_memory(), layer.value.cpu().pin_memory()) for layer in host]
+    kept = [layer.key[1].clone() for layer in host]
+    copy_blocks([(5, 0), (0, 2)], device, host, DEVICE)
+    copy_blocks([(2, 3), (0, 0)], host, device, DEVICE)
+    before = caches(2, 6, 0)
+    for i, layer in enumerate(device):
+        assert torch.equal(layer.key[[3, 0]], before[i].key[[0, 5]])
+        assert torch.equal(layer.value[[3, 0]], before[i].value[[0, 5]])
+        assert torch.equal(host[i].key[1], kept[i])
+
+
+def test_impossible_caches_are_refused() -> None:
+    with pytest.raises(TypeError, match="int8"):
+        allocate_kv_cache(4, 16, 1, 64, torch.int8, DEVICE)
+    with pytest.raises(ConfigError, match="block size 12"):
+        allocate_kv_cache(4, 12, 1, 64, torch.float16, DEVICE)
+    with pytest.raises(ConfigError, match="head size 72"):
+        allocate_kv_cache(4, 16, 1, 72, torch.float16, DEVICE)
