@@ -36,18 +36,33 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
 
+    def interrupt(self, *, until: str) -> None:
+        """Type Ctrl-C, and as people do again if nothing comes of it: Python sees a signal that comes just before it
+        waits for input only when something else wakes it."""
+        deadline = time.monotonic() + TIMEOUT_S
+        self.type("\x03")
+        while not self._comes(until, 10):
+            assert time.monotonic() < deadline, f"{until!r} never came; there is {self._seen!r}"
+            self.type("\x03")
+        self.expect(until)
+
     def expect(self, text: str) -> str:
         """Return what is shown up to and with `text`, once it is there."""
-        deadline = time.monotonic() + TIMEOUT_S
+        assert self._comes(text, TIMEOUT_S), f"{text!r} never came; there is {self._seen!r}"
+        before, _, self._seen = self._seen.partition(text)
+        return before + text
+
+    def _comes(self, text: str, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
         while text not in self._seen:
-            assert time.monotonic() < deadline, f"{text!r} never came; there is {self._seen!r}"
+            if time.monotonic() > deadline:
+                return False
             if select.select([self._end], [], [], 0.5)[0]:
                 try:
                     self._seen += os.read(self._end, 4096).decode(errors="replace").replace("\r\n", "\n")
                 except OSError:  # the command has ended
-                    assert text in self._seen, f"{text!r} never came; there is {self._seen!r}"
-        before, _, self._seen = self._seen.partition(text)
-        return before + text
+                    return text in self._seen
+        return True
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -72,12 +87,12 @@ def test_chat_streams_stops_and_remembers(address: str, engine: FakeEngine) -> N
         engine.is_paused = True
         chat.type("one\n")
         chat.expect("\nH")  # the first token is shown while the others are still to come
-        chat.type("\x03")
-        chat.expect("> ")
-        wait_until(lambda: not engine.active)  # the server was told
+        chat.interrupt(until="> ")
+        wait_until(lambda: not engine.active, TIMEOUT_S)  # the server was told
         engine.is_paused = False
-        chat.type("forget this\x03")
-        chat.expect("> ")
+        chat.type("forget this")
+        chat.expect("forget this")
+        chat.interrupt(until="> ")
         chat.type("two\n")
         chat.expect("Hello there\n")
         chat.expect("> ")
@@ -102,8 +117,7 @@ def test_complete_goes_on_after_a_stop(address: str, engine: FakeEngine) -> None
         engine.is_paused = True
         complete.type("Once\n")
         complete.expect("\nH")
-        complete.type("\x03")
-        complete.expect("> ")
+        complete.interrupt(until="> ")
         engine.is_paused = False
         complete.type("Twice\n")
         complete.expect("Hello there\n")
