@@ -6,6 +6,7 @@ import importlib.util
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,21 +21,29 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """Receives spans over OTLP/HTTP: `spans` with their attributes, `resources` as the attributes of the senders."""
+    """Receives spans over OTLP: `spans` with their attributes, `resources` as the attributes of the senders."""
 
     def __init__(self) -> None:
-        service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
         self.spans: list[tuple[Any, dict[str, Any]]] = []
         self.resources: list[dict[str, Any]] = []
+        self.url = ""
+
+    def take(self, message: Any) -> None:
+        for resource in message.resource_spans:
+            self.resources.append(attributes(resource.resource.attributes))
+            self.spans += [(s, attributes(s.attributes)) for g in resource.scope_spans for s in g.spans]
+
+
+class HttpCollector(Collector):
+    def __init__(self) -> None:
+        super().__init__()
+        service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 data = self.rfile.read(int(self.headers["Content-Length"]))
-                message = service.ExportTraceServiceRequest.FromString(data)
-                for resource in message.resource_spans:
-                    collector.resources.append(attributes(resource.resource.attributes))
-                    collector.spans += [(s, attributes(s.attributes)) for g in resource.scope_spans for s in g.spans]
+                collector.take(service.ExportTraceServiceRequest.FromString(data))
                 self.send_response(200)
                 self.end_headers()
 
@@ -44,6 +53,35 @@ class Collector:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class GrpcCollector(Collector):
+    def __init__(self) -> None:
+        super().__init__()
+        grpc = pytest.importorskip("grpc")
+        service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+        name = service.DESCRIPTOR.services_by_name["TraceService"].full_name
+
+        def export(message: Any, context: object) -> Any:
+            self.take(message)
+            return service.ExportTraceServiceResponse()
+
+        handler = grpc.unary_unary_rpc_method_handler(
+            export,
+            request_deserializer=service.ExportTraceServiceRequest.FromString,
+            response_serializer=service.ExportTraceServiceResponse.SerializeToString,
+        )
+        self.server = grpc.server(ThreadPoolExecutor(1))
+        self.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, {"Export": handler})])
+        self.url = f"http://127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+    def stop(self) -> None:
+        self.server.stop(None).wait()
 
 
 def attributes(items: Any) -> dict[str, Any]:
@@ -58,10 +96,9 @@ def attributes(items: Any) -> dict[str, Any]:
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
-    collector = Collector()
+    collector = HttpCollector()
     yield collector
-    collector.server.shutdown()
-    collector.server.server_close()
+    collector.stop()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -88,6 +125,21 @@ def test_a_request_is_a_span_of_its_callers_trace(collector: Collector, engine: 
     assert latency["time_in_queue"] + latency["time_in_model_prefill"] == pytest.approx(latency["time_to_first_token"])
     assert latency["time_to_first_token"] <= latency["e2e"]
     assert latency["time_in_model_inference"] >= latency["time_in_model_decode"] >= 0
+
+
+def test_spans_go_over_grpc_unless_told_otherwise(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_PROTOCOL", raising=False)
+    collector = GrpcCollector()
+    try:
+        with serving(engine, otlp_traces_endpoint=collector.url) as url:
+            headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+            httpx.post(url + "/v1/completions", json={"prompt": "abc", "max_tokens": 5}, headers=headers)
+    finally:
+        collector.stop()
+    ((span, found),) = collector.spans
+    assert (span.name, span.trace_id.hex(), found["gen_ai.usage.completion_tokens"]) == ("llm_request", TRACE, 5)
+    assert collector.resources[0]["service.name"] == "octavo"
 
 
 def test_a_request_that_fails_or_is_left_is_a_span_too(collector: Collector, engine: FakeEngine) -> None:
