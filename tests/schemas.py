@@ -22,6 +22,14 @@ def random_schema(seed: int) -> dict[str, Any]:
     return schema
 
 
+def chained_schema(length: int) -> dict[str, Any]:
+    """Flat to look at, and nested by its references."""
+    parts: dict[str, Any] = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)
+    }
+    return {"$defs": {**parts, f"d{length}": {"type": "object"}}, "$ref": "#/$defs/d0"}
+
+
 def _object(rng: random.Random, depth: int) -> dict[str, Any]:
     names = rng.sample(_WORDS, rng.randint(1, 4))
     return {

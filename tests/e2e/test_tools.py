@@ -15,7 +15,7 @@ import pydantic
 import pytest
 
 from tests.e2e.server import MODEL, Server, running_server
-from tests.schemas import random_schema
+from tests.schemas import chained_schema, random_schema
 
 pytestmark = pytest.mark.slow
 
@@ -169,7 +169,8 @@ def test_bad_schemas_are_refused_and_hurt_nobody(server: Server, client: openai.
     deep: Any = {"type": "string"}
     for _ in range(150):
         deep = {"type": "array", "items": deep}
-    for schema in ({"type": "odd"}, {"$ref": "#/nowhere"}, {"minimum": 3, "maximum": 1, "type": "integer"}, deep):
+    unsatisfiable = {"minimum": 3, "maximum": 1, "type": "integer"}
+    for schema in ({"type": "odd"}, {"$ref": "#/nowhere"}, unsatisfiable, deep, chained_schema(5000)):
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(
                 model=MODEL, messages=QUESTION, max_tokens=5,

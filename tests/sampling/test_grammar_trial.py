@@ -13,18 +13,11 @@ from octavo.sampling import grammar, grammar_trial
 from octavo.sampling.grammar import MAX_PIECE_CHARACTERS, check_grammar, make_grammar
 from octavo.sampling.grammar_trial import GrammarTrial, TrialFailed
 from octavo.sampling_params import StructuredOutputsParams
+from tests.schemas import chained_schema
 
 FINE = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
 # Which of many regular expressions still hold is found out by trying their products.
 ENDLESS = "start: A\nA: " + " & ".join(f"/(.|\\n)*a.{{{i}}}b(.|\\n)*/" for i in range(1, 30))
-
-
-def chain(length: int) -> dict[str, Any]:
-    """Flat to look at, and nested by its references."""
-    parts: dict[str, Any] = {
-        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)
-    }
-    return {"$defs": {**parts, f"d{length}": {"type": "object"}}, "$ref": "#/$defs/d0"}
 
 
 @pytest.fixture
@@ -40,7 +33,7 @@ def lark(text: str) -> str:
 
 def test_what_overflows_the_stack_ends_only_the_trial(trial: GrammarTrial) -> None:
     with pytest.raises(TrialFailed, match="nested too deep"):
-        trial.problem(json.dumps({"grammars": [{"json_schema": chain(5000)}]}))
+        trial.problem(json.dumps({"grammars": [{"json_schema": chained_schema(5000)}]}))
     assert trial.problem(FINE) == ""
 
 
