@@ -21,14 +21,14 @@ from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_config import NamedTensor, named_tensors
 from octavo.loading.gguf_dequant import PLAIN_TYPES, dequantize, packed_rows
 from octavo.ops import QuantizedMatrix
-from octavo.quantization import int8, layout_of
+from octavo.quantization import fp8, int8, layout_of
 from octavo.quantization.layout import BLOCK, PANEL
 
 if TYPE_CHECKING:  # octavo.models imports this module
     from octavo.models.decoder_config import DecoderConfig
 
 GIB = 1 << 30
-QUANTIZED_AT_LOAD = {"int8": int8.FORMAT, "fp8": "FP8"}  # --quantization -> format of `QuantizedMatrix`
+QUANTIZED_AT_LOAD = {"int8": int8.FORMAT, "fp8": fp8.FORMAT}  # --quantization -> format of `QuantizedMatrix`
 # Pages of a mapped file count as the process's memory: after so many bytes they are let go of.
 _MAPPED_BYTES = 32 << 20
 _CPU = torch.device("cpu")

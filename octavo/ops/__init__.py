@@ -43,8 +43,8 @@ class QuantizedMatrix:
     """A matrix [N, K] as a file holds it, waiting to be packed. `octavo.quantization` knows the formats.
 
     `format` is a block format under GGUF's name ("Q4_1", "Q6_K", ...), whose `data` is uint8 [N, bytes of a row]; or
-    "INT8", whose `data` is floats [N, K] that are quantized as they are packed. Rows may be any distance apart. `data`
-    may alias a mapped file: never write.
+    "INT8" or "FP8", whose `data` is floats [N, K] that are quantized as they are packed. Rows may be any distance
+    apart. `data` may alias a mapped file: never write.
     """
 
     format: str
