@@ -78,11 +78,19 @@ class Tile:
 _HOPPER_FEW = (Tile(64, 16, 512, 4, 5), Tile(64, 32, 512, 4, 4), Tile(64, 64, 256, 4, 6), Tile(64, 128, 256, 4, 4))
 # ... one such program fills a multiprocessor's memory. Where each has several to compute, two run side by side, so that
 # one reads while the other begins or ends.
-_HOPPER_FEW_HALF = (Tile(64, 16, 256, 4, 5), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 6), Tile(64, 128, 128, 4, 4))
+_HOPPER_FEW_HALF = (
+    Tile(64, 16, 256, 4, 5),
+    Tile(64, 32, 256, 4, 4),
+    Tile(64, 64, 128, 4, 6),
+    Tile(128, 128, 128, 8, 4),
+)
 _HOPPER_MANY = (Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 8, 4), Tile(64, 128, 256, 4, 4))
 # Ampere's instruction takes 16 channels. Multiprocessors of 8.6 and 8.9 have 100 KB, of which these use 96.
 _AMPERE_FEW = (Tile(64, 16, 256, 4, 4), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4))
 _AMPERE_MANY = (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4), Tile(64, 128, 128, 4, 4))
+# Up to as many tokens are channels dealt out evenly. For more, each program reads more activations than weights out of
+# the L2 cache, whose bandwidth (some twice the memory's) fewer and larger programs need less of.
+_MAX_DEALT_TOKENS = 32
 # Float32 is multiplied without tensor cores, from registers.
 _SINGLE = (Tile(32, 16, 128, 4, 3), Tile(32, 32, 64, 4, 3), Tile(32, 64, 64, 4, 3))
 
@@ -107,6 +115,8 @@ def choose_tile(device: torch.device, num_rows: int, num_out: int, dtype: torch.
         # The largest tile of which there are about as many as multiprocessors.
         counts = [triton.cdiv(num_out, t.block_n) * triton.cdiv(num_rows, t.block_t) for t in many]
         tile = next((t for t, count in zip(many, counts, strict=True) if 10 * count >= 9 * machine), many[-1])
+    if tile.block_t > _MAX_DEALT_TOKENS:
+        return tile, tile.block_n
     programs = max(1, machine // triton.cdiv(num_rows, tile.block_t))
     rows = min(tile.block_n, unit * triton.cdiv(num_out, unit * programs))
     if triton.cdiv(num_out, tile.block_n) >= programs:

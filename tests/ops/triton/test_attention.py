@@ -88,7 +88,7 @@ class Paged:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("seed", range(6))
 def test_mixed_batches_match_the_reference(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
@@ -132,14 +132,14 @@ def test_bytes_are_taken_for_float8_where_there_is_no_instruction(monkeypatch: p
 def test_a_row_has_the_same_bits_however_it_is_batched_and_chunked(
     monkeypatch: pytest.MonkeyPatch, window: int, softcap: float, masks_all: bool
 ) -> None:
-    use_tiles(monkeypatch, Tiles(16, 16, 4, 1, 2, masks_all))
-    first, last = 243, 290  # over the place where splits double, and one more boundary
-    paged = Paged([7, 300, 40], (3, 1, 64), dtype=torch.float16, seed=1)
+    use_tiles(monkeypatch, Tiles(32, 16, 4, 1, 2, masks_all))
+    first, last = 239, 259  # over a boundary of splits, and the one from which on they are twice as long
+    paged = Paged([7, 260, 40], (3, 1, 64), dtype=torch.float16, seed=1)
     whole = paged.attend([(1, first, last)], window, softcap)
-    edges = [first, 244, 256, 257, last]
+    edges = [first, 240, 256, 257, last]
     chunks = [paged.attend([(1, begin, end)], window, softcap) for begin, end in pairwise(edges)]
     assert torch.equal(torch.cat(chunks), whole)
-    positions = [255, 256, 287, 288]
+    positions = [239, 256, 258]
     decodes = paged.attend([(0, 2, 7), *[(1, p, p + 1) for p in positions], (2, 39, 40)], window, softcap)
     assert torch.equal(decodes[5:-1], whole[[p - first for p in positions]])
     assert torch.equal(decodes[-1:], paged.attend([(2, 39, 40)], window, softcap))
