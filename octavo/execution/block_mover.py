@@ -15,9 +15,9 @@ from torch import Tensor
 
 from octavo.execution.device import Device, Event
 from octavo.kv_cache.manager import BlockMoves
-from octavo.ops import LayerKVCache
+from octavo.ops import DeviceOps, LayerKVCache
 
-_STAGE_BYTES = 64 << 20  # of the device, twice: long enough transfers for the bus's full rate (measured from 1 MiB on)
+_STAGE_BYTES = 64 << 20  # of the device, twice: a millisecond or two of the bus's time
 
 Pairs = list[tuple[int, int]]
 
@@ -33,9 +33,14 @@ class _Stage:
 class BlockMover:
     """`host_blocks` blocks of pinned memory stand behind `caches`, the layers' caches on the device."""
 
-    def __init__(self, device: Device, caches: list[LayerKVCache], num_host_blocks: int) -> None:
-        self._device = device
-        self._pieces = [piece for cache in caches for piece in (cache.key, cache.value)]
+    def __init__(self, ops: DeviceOps, device: Device, caches: list[LayerKVCache], num_host_blocks: int) -> None:
+        self._ops, self._device, self._caches = ops, device, caches
+        # As bytes where elements are eight-bit floats, which torch indexes on few devices.
+        self._pieces = [
+            piece.view(torch.uint8) if piece.itemsize == 1 else piece
+            for cache in caches
+            for piece in (cache.key, cache.value)
+        ]
         self._stages: list[_Stage] = []
         if num_host_blocks:
             piece = self._pieces[0]
@@ -51,7 +56,7 @@ class BlockMover:
         for pairs in self._staged(moves.swap_out):
             self._swap_out(pairs)
         if moves.copy:
-            self._copy(moves.copy)
+            self._device.compute.run(lambda: self._ops.copy_blocks(moves.copy, self._caches))
         for pairs in self._staged(moves.swap_in):
             self._swap_in(pairs)
 
@@ -65,16 +70,6 @@ class BlockMover:
         stage = self._stages.pop(0)
         self._stages.append(stage)
         return stage
-
-    def _copy(self, pairs: Pairs) -> None:
-        # Forks are rare enough for an upload of their own.
-        sources, destinations = torch.tensor(pairs, device=self._device.torch_device).unbind(1)
-
-        def work() -> None:
-            for piece in self._pieces:
-                piece[destinations] = piece[sources]
-
-        self._device.compute.run(work)
 
     def _swap_out(self, pairs: Pairs) -> None:
         compute, copies, stage = self._device.compute, self._device.copies, self._next_stage()

@@ -84,7 +84,7 @@ class DeviceExecutor:
         self.runner = DeviceRunner(model, ops, device, table, sizes, self._grammars)
         small = allocate(1)
         block_bytes = sum(cache.key.nbytes + cache.value.nbytes for cache in small)
-        self.runner.use_caches(small, BlockMover(device, small, 0))
+        self.runner.use_caches(small, BlockMover(ops, device, small, 0))
         step_bytes = device.peak_bytes(self.runner.run_largest_step)
         del small
         phases.end("largest step")
@@ -92,7 +92,7 @@ class DeviceExecutor:
         self.num_host_blocks = capacity.num_host_blocks(config, block_bytes, 0)
         self.cache_bytes = self.num_blocks * block_bytes
         caches = allocate(self.num_blocks)
-        self.runner.use_caches(caches, BlockMover(device, caches, self.num_host_blocks))
+        self.runner.use_caches(caches, BlockMover(ops, device, caches, self.num_host_blocks))
         phases.end("KV cache")
         self.runner.capture()
         phases.end("graphs")

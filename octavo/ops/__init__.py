@@ -252,6 +252,10 @@ class DeviceOps(Ops, Protocol):
     and sequences of length 0, with which steps are padded to a graph's size, do nothing.
     """
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
+        """Copy whole blocks (source, destination) of all layers, as if one after the other."""
+        ...
+
     def mask_tokens(self, logits: Tensor, words: Tensor, samples: Tensor) -> None:
         """Set logits [N, V] float32 of samples [M] int64 to -inf, in place, where the bit of words [M, W] int32 is 0.
 

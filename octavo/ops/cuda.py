@@ -7,16 +7,16 @@ from torch import Tensor
 
 from octavo.ops.triton import logits as logits_kernels
 from octavo.ops.triton.attention import paged_attention
-from octavo.ops.triton.cache import allocate_kv_cache, rotary_and_cache
-from octavo.ops.triton.embedding import embedding
+from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
 from octavo.ops.triton.norm import rms_norm
-from octavo.ops.triton.products import linear, linear_add, linear_silu_and_mul, pack_linear, quantize
+from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, pack_linear, quantize
 from octavo.ops.triton.rows import take_rows
 from octavo.ops.triton.sampling import argmax, sample
 
 __all__ = [
-    "allocate_kv_cache", "argmax", "embedding", "linear", "linear_add", "linear_silu_and_mul", "mask_tokens",
-    "pack_linear", "paged_attention", "penalize", "quantize", "rms_norm", "rotary_and_cache", "sample", "take_rows",
+    "allocate_kv_cache", "argmax", "copy_blocks", "embedding", "linear", "linear_add", "linear_silu_and_mul",
+    "mask_tokens", "pack_linear", "paged_attention", "penalize", "quantize", "rms_norm", "rotary_and_cache", "sample",
+    "take_rows",
 ]  # fmt: skip
 
 

@@ -230,6 +230,13 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     return torch.tensor(tokens).clamp(max=logits.shape[1] - 1)
 
 
+def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
+    for source, destination in pairs:
+        for cache in caches:
+            cache.key[destination] = cache.key[source]
+            cache.value[destination] = cache.value[source]
+
+
 def allocate_kv_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
 ) -> LayerKVCache:

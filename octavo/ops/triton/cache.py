@@ -1,7 +1,6 @@
 """The cache of keys and values: its memory, what a step writes into it, and copies of whole blocks.
 
-Keys and values both lie as [num_blocks, block_size, kv_heads, head_size]. The runner moves blocks with `copy_blocks`,
-also between the device and pinned host memory.
+Keys and values both lie as [num_blocks, block_size, kv_heads, head_size].
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from octavo.ops.triton import launch
 
 _ELEMENTS_PER_PROGRAM = 1024  # of the heads that a program rotates
 _COPY_WORDS = 2048  # of 8 bytes, that a program copies at a time
-_HOST_COPY_PROGRAMS = 32  # 512 KiB in flight cover 10 µs at 50 GB/s and leave most multiprocessors to the model
 
 
 def allocate_kv_cache(
@@ -162,59 +160,43 @@ def rotary_and_cache(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_caches", "num_words"])
 def _copy_kernel(addresses, pairs, num_pairs, num_caches, num_words, WORDS: tl.constexpr):
-    """`addresses` [2, num_caches]: where source and destination tensors begin; `pairs` [num_pairs, 2] blocks of
-    `num_words` 8-byte words."""
+    """`addresses` [num_caches]: where the tensors begin; `pairs` [num_pairs, 2] blocks of `num_words` 8-byte words."""
     parts = (num_words + WORDS - 1) // WORDS
     w = tl.arange(0, WORDS)
     for piece in range(tl.program_id(0), num_pairs * num_caches * parts, tl.num_programs(0)):
         cache = piece // parts % num_caches
         pair = pairs + piece // parts // num_caches * 2
         word = piece % parts * WORDS + w
-        source = tl.load(addresses + cache).to(tl.pointer_type(tl.int64))
-        destination = tl.load(addresses + num_caches + cache).to(tl.pointer_type(tl.int64))
+        blocks = tl.load(addresses + cache).to(tl.pointer_type(tl.int64))
         mask = word < num_words
-        words = tl.load(source + tl.load(pair) * num_words + word, mask=mask)
-        tl.store(destination + tl.load(pair + 1) * num_words + word, words, mask=mask)
+        words = tl.load(blocks + tl.load(pair) * num_words + word, mask=mask)
+        tl.store(blocks + tl.load(pair + 1) * num_words + word, words, mask=mask)
 
 
-def copy_blocks(
-    pairs: Sequence[tuple[int, int]],
-    sources: Sequence[LayerKVCache],
-    destinations: Sequence[LayerKVCache],
-    device: torch.device,
-) -> None:
-    """Copy whole blocks (source, destination) of all layers, as if one after the other; on the current stream.
-
-    Either side may be pinned host memory, which the device addresses as its own: then, too, all layers are one launch.
-    A copy-on-write is a few blocks, which launches for each layer would make a hundred times dearer. A swap is
-    hundreds of pieces of some 32 KiB that lie nowhere together: cudaMemcpyAsync costs as long for each as such a piece
-    takes, and a staging buffer costs memory and a pass. A few programs that load and store keep PCIe busy instead.
-    """
-    num_words, rest = divmod(sources[0].key[0].nbytes, 8)
+def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
+    """`DeviceOps.copy_blocks`: all layers are one launch, as a copy-on-write is a few blocks and launches for each
+    layer would make it a hundred times dearer."""
+    tensors = [tensor for cache in caches for tensor in (cache.key, cache.value)]
+    device = tensors[0].device
+    num_words, rest = divmod(tensors[0][0].nbytes, 8)
     assert rest == 0
-    tensors = [[t for layer in side for t in (layer.key, layer.value)] for side in (sources, destinations)]
-    for tensor in tensors[0] + tensors[1]:
-        assert tensor.is_contiguous() and tensor[0].nbytes == num_words * 8
-        assert tensor.device == device or tensor.is_pinned(), "host memory must be pinned for the device to reach it"
-    through_host = any(side[0].key.device != device for side in (sources, destinations))
-    addresses = _upload([t.data_ptr() for side in tensors for t in side], device)
-    num_caches = len(tensors[0])
-    for batch in _independent(pairs, same_memory=tensors[0][0].data_ptr() == tensors[1][0].data_ptr()):
-        pieces = len(batch) * num_caches * triton.cdiv(num_words, _COPY_WORDS)
-        limit = _HOST_COPY_PROGRAMS if through_host else 8 * launch.num_multiprocessors(device)
-        _copy_kernel[(min(pieces, limit),)](
-            addresses, _upload([block for pair in batch for block in pair], device), len(batch), num_caches, num_words,
-            WORDS=_COPY_WORDS, num_warps=8,
+    assert all(tensor.is_contiguous() and tensor[0].nbytes == num_words * 8 for tensor in tensors)
+    addresses = _upload([tensor.data_ptr() for tensor in tensors], device)
+    for batch in _independent(pairs):
+        pieces = len(batch) * len(tensors) * triton.cdiv(num_words, _COPY_WORDS)
+        _copy_kernel[(min(pieces, 8 * launch.num_multiprocessors(device)),)](
+            addresses, _upload([block for pair in batch for block in pair], device), len(batch), len(tensors),
+            num_words, WORDS=_COPY_WORDS, num_warps=8,
         )  # fmt: skip
 
 
-def _independent(pairs: Sequence[tuple[int, int]], same_memory: bool) -> Iterator[list[tuple[int, int]]]:
+def _independent(pairs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
     """Cut the list into runs whose copies may happen in any order: usually one."""
     run: list[tuple[int, int]] = []
     read: set[int] = set()
     written: set[int] = set()
     for source, destination in pairs:
-        if destination in written or (same_memory and (source in written or destination in read)):
+        if source in written or destination in read or destination in written:
             yield run
             run, read, written = [], set(), set()
         run.append((source, destination))
