@@ -149,10 +149,9 @@ def _merge(acc, row_max, row_sum, split_acc, split_max, split_sum):
 
 @triton.jit
 def _hide(scores, key, position, WINDOW: tl.constexpr):
-    distance = position[:, None] - key[None, :]
-    visible = distance >= 0
+    visible = key[None, :] <= position[:, None]
     if WINDOW > 0:
-        visible = distance.to(tl.uint32, bitcast=True) < WINDOW  # what is negative is huge
+        visible = visible & (key[None, :] > position[:, None] - WINDOW)
     return tl.where(visible, scores, float("-inf"))
 
 

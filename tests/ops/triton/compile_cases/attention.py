@@ -34,7 +34,8 @@ CASES = {
     "llama_fp8_decode": Case(partial(attend, LLAMA, 64, cache_dtype=FP8)),
     "llama_fp8_prefill": Case(partial(attend, LLAMA, 2048, cache_dtype=FP8)),
     "llama_big_blocks": Case(partial(attend, LLAMA, 2048, block_size=256)),
-    "mistral_prefill": Case(partial(attend, LLAMA, 2048, window=4096)),
+    # For 8.0 it spills four registers, outside of the loop over keys.
+    "mistral_prefill": Case(partial(attend, LLAMA, 2048, window=4096), capabilities=(90,)),
     "smollm_decode": Case(partial(attend, SMOLLM, 64)),
     "smollm_prefill": Case(partial(attend, SMOLLM, 2048)),
     "gemma_decode": Case(partial(attend, GEMMA, 64, window=4096, softcap=50.0)),
