@@ -6,8 +6,13 @@ constexpr int kLanes = 16;
 constexpr int kTileRows = 12;
 constexpr int kTileRows4 = 6;
 constexpr int kTileRows8 = 2;
-// Integer tiles: rows, vectors of a panel that are worked on at a time.
+// Integer tiles: rows, vectors of a panel that are worked on at a time. Without VNNI a product takes registers of its
+// own.
+#ifdef __AVX512VNNI__
+constexpr int kIntRows = 6;
+#else
 constexpr int kIntRows = 4;
+#endif
 constexpr int kIntVecs = 2;
 // Attention tiles: rows, vectors of keys, vectors of a value row.
 constexpr int kScoreRows = 6;
