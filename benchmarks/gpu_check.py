@@ -348,7 +348,7 @@ def table(found: list[Row]) -> str:
     """Markdown, with what `gpu_limits` predicts for the rates that were measured."""
     measured = {what: value for what, _, value in found}
     predicted: dict[str, str] = {}
-    if COPY in measured:
+    if COPY in measured and HAS_GPU:
         rates = Rates(float(measured[COPY]), float(measured[PRODUCT]))
         limits = Limits(DecoderConfig.from_hf(LLAMA_3_1_8B), rates)
         predicted = {what: f"{value:.1f}" for what, _, value in predicted_rows(limits)}

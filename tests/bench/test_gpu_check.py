@@ -1,0 +1,51 @@
+"""The GPU check works, as far as that can be seen without a GPU, and its documentation says what its programs say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_check_runs_through_and_makes_a_table(tmp_path: Path) -> None:
+    table = tmp_path / "table.md"
+    run("benchmarks/gpu_check.py", "--smoke", "--out", str(table), "--only", "parity", "invariance", "model")
+    text = table.read_text()
+    assert "failed" not in text
+    assert "greedy tokens before a difference |  | 192 of 192 |" in text
+    assert [line for line in text.splitlines() if "same bits" in line and "| yes |" not in line] == []
+    assert "output, 2 at once" in text
+
+
+def test_a_check_without_a_gpu_says_that_there_is_none() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu_check.py"], capture_output=True, text=True, timeout=240, cwd=ROOT,
+        env={"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "there is no CUDA device" in done.stderr
+
+
+@pytest.mark.parametrize(("device", "column"), [("h100", 3), ("h200", 4)])
+def test_the_documented_predictions_are_those_of_the_program(device: str, column: int) -> None:
+    documented = {}
+    for line in (ROOT / "docs" / "gpu.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 5:
+            documented[cells[1]] = cells[column]
+    for line in run("benchmarks/gpu_limits.py", "--device", device).splitlines()[1:]:
+        what, value = line[:50].strip(), line[50:].split()[0]
+        assert documented[what] == value
