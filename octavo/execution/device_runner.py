@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +53,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class _Stage:
     """Pinned memory of one step: what the device is told, and the tokens that come back."""
 
+    number: int
     inputs: Tensor  # uint8
     tokens: Tensor  # [max_num_seqs] int64
     is_free: Event | None = None  # the device is done with it
@@ -58,7 +61,11 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
+    """A graph, and the arrays that it reads: on the device, and on the host in each stage, by the stage's number."""
+
     layout: StepLayout
+    inputs: StepInputs[Tensor]
+    staged: list[StepInputs[NDArray[Any]]]
     graph: Graph
     logits: Tensor
     best: Tensor
@@ -121,8 +128,8 @@ class DeviceRunner:
         self._inputs = torch.zeros(largest.num_bytes, dtype=torch.uint8, device=place)
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=place)
         self._stages = [
-            _Stage(device.pinned([largest.num_bytes], torch.uint8), device.pinned([num_rows], torch.int64))
-            for _ in range(_NUM_STAGES)
+            _Stage(i, device.pinned([largest.num_bytes], torch.uint8), device.pinned([num_rows], torch.int64))
+            for i in range(_NUM_STAGES)
         ]
         self._sizes = sorted(sizes)
         self._captured: dict[int, _Captured] = {}
@@ -147,7 +154,8 @@ class DeviceRunner:
             self.device.compute.record().wait()
             inputs = layout.on_device(self._inputs)
             graph, (_, logits, best) = self.device.capture(lambda inputs=inputs: self._forward(inputs))  # type: ignore[misc]
-            self._captured[size] = _Captured(layout, graph, logits, best)
+            staged = [layout.on_host(stage.inputs.numpy()) for stage in sorted(self._stages, key=attrgetter("number"))]
+            self._captured[size] = _Captured(layout, inputs, staged, graph, logits, best)
 
     @torch.inference_mode()
     def run_largest_step(self) -> None:
@@ -236,8 +244,11 @@ class DeviceRunner:
         used = StepShape(num_tokens, num_seqs, num_samples, len(places))
         prompts = self._prompt_rows(plan) if self._wants_prompt_logprobs else []
         captured = None if prompts else self._graph_for(used, plan)
-        layout = StepLayout(used) if captured is None else captured.layout
-        arrays = layout.on_host(stage.inputs.numpy())
+        if captured is None:
+            layout = StepLayout(used)
+            arrays, inputs = layout.on_host(stage.inputs.numpy()), layout.on_device(self._inputs)
+        else:
+            layout, arrays, inputs = captured.layout, captured.staged[stage.number], captured.inputs
         row_of = self.table.gather(plan, step_arrays(arrays))
         samples = self.table.samples
         # The last token of a row may be one that only the device knows.
@@ -255,7 +266,6 @@ class DeviceRunner:
                 fill(arrays, settings)
         self._upload(stage, layout.num_bytes)
         step = DeviceStep(self, stage, samples)
-        inputs = layout.on_device(self._inputs)
         compute = self.device.compute
         if captured is not None:
             compute.run(captured.graph.replay)
