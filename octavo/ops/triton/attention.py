@@ -127,8 +127,8 @@ def _rows(partial, part, seq_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr)
 
 
 # --- Arithmetic ------------------------------------------------------------------------------------------------------
-# Fused multiply-adds are written out and the compiler forms no others (enable_fp_fusion), so that two places that sum
-# the same give the same bits.
+# Fused multiply-adds are written out and the compiler forms no others (see `launch`), so that two places that sum the
+# same give the same bits.
 
 
 @triton.jit
@@ -313,7 +313,7 @@ def _attention_kernel(
         head = kv_head * GROUP + row % GROUP
         if partial >= 0:
             place = (partial + part * seq_tokens + row // GROUP) * HEADS + head
-            tl.store(partials + place[:, None] * D + d[None, :], acc, mask=is_row[:, None] & (d < D)[None, :])
+            tl.store(partials + (place[:, None] * D + d[None, :]), acc, mask=is_row[:, None] & (d < D)[None, :])
             tl.store(stats + place * 2, row_max, mask=is_row)
             tl.store(stats + place * 2 + 1, row_sum, mask=is_row)
             tl.debug_barrier()  # all threads have written before one of them counts
@@ -361,7 +361,7 @@ def _merge_partials(
             exists = (g < GROUP) & (g * 0 + first + i < num_splits)
             # What other programs wrote is in the L2 cache (.cg), not in this multiprocessor's.
             split_acc = tl.load(
-                partials + rows[:, None] * D + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0,
+                partials + (rows[:, None] * D + d[None, :]), mask=exists[:, None] & (d < D)[None, :], other=0.0,
                 cache_modifier=".cg",
             )  # fmt: skip
             split_max = tl.load(stats + rows * 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
