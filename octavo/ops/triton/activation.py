@@ -65,11 +65,11 @@ def silu_and_mul(x: Tensor, codes_dtype: torch.dtype | None = None, out_dtype: t
             block = min(triton.next_power_of_2(width), 4 * _BLOCK)
             _silu_and_mul_quantized[(rows,)](
                 x, x.stride(0), out.view(codes_dtype), out.view(torch.float32), WIDTH=width, BLOCK=block,
-                LARGEST=largest_code(codes_dtype), num_warps=min(max(block // 512, 1), 8),
+                LARGEST=largest_code(codes_dtype), num_warps=min(max(block // 512, 1), 8), enable_fp_fusion=False,
             )  # fmt: skip
         return out
     out = torch.empty((rows, width), dtype=out_dtype or x.dtype, device=x.device)
     if rows:
         grid = (rows, triton.cdiv(width, _BLOCK))
-        _silu_and_mul[grid](x, x.stride(0), out, WIDTH=width, BLOCK=_BLOCK, num_warps=4)
+        _silu_and_mul[grid](x, x.stride(0), out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False)
     return out

@@ -154,7 +154,7 @@ def rotary_and_cache(
         HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_size, R=rotary_size,
         HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)),
         REST_P2=triton.next_power_of_2(max(head_size - rotary_size, 1)), D_P2=padded, HEADS_PER_PROGRAM=heads,
-        FLOAT8=mantissa, num_warps=4,
+        FLOAT8=mantissa, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]
         pieces = len(batch) * len(tensors) * triton.cdiv(num_words, _COPY_WORDS)
         _copy_kernel[(min(pieces, 8 * launch.num_multiprocessors(device)),)](
             addresses, _upload([block for pair in batch for block in pair], device), len(batch), len(tensors),
-            num_words, WORDS=_COPY_WORDS, num_warps=8,
+            num_words, WORDS=_COPY_WORDS, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -65,12 +65,12 @@ def embedding(
         _embed_int[grid](
             token_ids, weight.codes, weight.scales, out, weight.codes.stride(0), weight.scales.stride(0),
             scale * weight.factor, WIDTH=width, BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima,
-            WORDS=BLOCK_WORDS, BLOCK=block, num_warps=4,
+            WORDS=BLOCK_WORDS, BLOCK=block, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return out
     data, scales = (weight.codes, weight.scales) if isinstance(weight, ScaledWeight) else (weight.data, None)
     _embed[grid](
         token_ids, data, scales, out, data.stride(0), scale, WIDTH=width, SCALED=scales is not None, BLOCK=block,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -1,4 +1,8 @@
-"""What kernels are launched with: facts about the device that grids and tiles are chosen by."""
+"""What kernels are launched with: facts about the device that grids and tiles are chosen by.
+
+Every launch says `enable_fp_fusion=False`: sums and products are rounded as they are written, and fused where a kernel
+has `tl.fma`. Otherwise the compiler decides, and variants of a kernel that batches choose between (a sum in one piece
+or in chunks, whole tiles or masked ones) may be fused in different places; Triton's default also changes with 3.10."""
 
 from __future__ import annotations
 

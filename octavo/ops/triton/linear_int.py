@@ -38,7 +38,7 @@ def _unpack(words, scales, minima, PLANE: tl.constexpr, BITS: tl.constexpr, MINI
     if DTYPE == tl.float32:  # noqa: SIM300
         return tl.fma(value - base, scales, minima)
     # Less exact where a minimum is far larger than its scale, by less than the type can tell; an instruction less.
-    return tl.fma(value, scales, minima - base * scales).to(DTYPE)
+    return tl.fma(value, scales, tl.fma(scales, -base, minima)).to(DTYPE)
 
 
 @triton.jit
@@ -201,5 +201,5 @@ def launch(x: Tensor, weight: IntWeight, out: Tensor, epilogue: tl.constexpr, sc
         x.stride(0), weight.codes.stride(0), weight.scales.stride(0), out.stride(0), scale, weight.factor,
         BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima, EPILOGUE=epilogue, HAS_BIAS=weight.bias is not None,
         EVEN_K=num_in % (BLOCK_WORDS * 32 // weight.bits) == 0, NUM_CHUNKS=chunks, SPLIT=split, WORDS=BLOCK_WORDS,
-        BLOCK_N=block_n, BLOCK_T=block_t, GROUP_T=8, num_warps=warps, num_stages=stages,
+        BLOCK_N=block_n, BLOCK_T=block_t, GROUP_T=8, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
     )  # fmt: skip

@@ -48,7 +48,7 @@ def penalize(
     if length := len(samples):
         _penalize[(triton.cdiv(length, _BLOCK),)](
             logits, logits.stride(0), samples, tokens, counts, repetition, frequency, presence, length, BLOCK=_BLOCK,
-            num_warps=4,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def add_bias(logits: Tensor, samples: Tensor, tokens: Tensor, values: Tensor) ->
     assert values.dtype is torch.float32 and values.shape == samples.shape and values.is_contiguous()
     if length := len(samples):
         _add_bias[(triton.cdiv(length, _BLOCK),)](
-            logits, logits.stride(0), samples, tokens, values, length, BLOCK=_BLOCK, num_warps=4
+            logits, logits.stride(0), samples, tokens, values, length, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
         )
 
 
@@ -96,7 +96,7 @@ def apply_masks(logits: Tensor, words: Tensor, samples: Tensor) -> None:
     if masks:
         _apply_masks[(masks, triton.cdiv(vocab, _MASK_BLOCK))](
             logits, logits.stride(0), words, words.stride(0), samples, VOCAB=vocab, NUM_WORDS=num_words,
-            BLOCK=_MASK_BLOCK, num_warps=4,
+            BLOCK=_MASK_BLOCK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -107,16 +107,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, consumer: LinearWeight | Non
         _rms_norm_quantized[(rows,)](
             x, weight, out.view(codes_dtype), out.view(torch.float32), inner, outer_stride, inner_stride, eps,
             WIDTH=width, BLOCK=block, LARGEST=largest_code(codes_dtype), num_warps=_num_warps(block),
+            enable_fp_fusion=False,
         )  # fmt: skip
     elif block > _MAX_TILE:
         _rms_norm_of_long_rows[(rows,)](
-            x, weight, out, inner, outer_stride, inner_stride, eps, WIDTH=width, BLOCK=8192, num_warps=16
-        )
+            x, weight, out, inner, outer_stride, inner_stride, eps, WIDTH=width, BLOCK=8192, num_warps=16,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     else:
         rows_per_program = max(1, 1024 // block)  # the norms of heads are short
         _rms_norm[(triton.cdiv(rows, rows_per_program),)](
             x, weight, out, rows, inner, outer_stride, inner_stride, eps,
             WIDTH=width, BLOCK=block, ROWS=rows_per_program, num_warps=_num_warps(block * rows_per_program),
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -106,7 +106,7 @@ def quantize_rows(x: Tensor, codes_dtype: torch.dtype) -> Tensor:
         block, num_warps = _tile(width)
         _quantize_rows[(rows,)](
             x, x.stride(0), out.view(codes_dtype), out.view(torch.float32), WIDTH=width, BLOCK=block,
-            LARGEST=largest_code(codes_dtype), SINGLE=block >= width, num_warps=num_warps,
+            LARGEST=largest_code(codes_dtype), SINGLE=block >= width, num_warps=num_warps, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -28,5 +28,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     if out.numel():
         block = min(triton.next_power_of_2(width), 2048)
         grid = (rows.shape[0], triton.cdiv(width, block))
-        _take_rows[grid](x, rows, out, x.stride(0), count, WIDTH=width, BLOCK=block, num_warps=4)
+        _take_rows[grid](
+            x, rows, out, x.stride(0), count, WIDTH=width, BLOCK=block, num_warps=4, enable_fp_fusion=False
+        )
     return out

@@ -274,7 +274,7 @@ def _maxima(logits: Tensor) -> Tensor:
     pieces = _CHUNK // _PIECE
     maxima = torch.empty((rows, num_chunks * pieces), dtype=torch.float32, device=logits.device)
     _find_maxima[(rows, num_chunks)](
-        logits, logits.stride(0), maxima, VOCAB=vocab, PIECE=_PIECE, PIECES=pieces, num_warps=4
+        logits, logits.stride(0), maxima, VOCAB=vocab, PIECE=_PIECE, PIECES=pieces, num_warps=4, enable_fp_fusion=False
     )
     return maxima
 
@@ -293,6 +293,7 @@ def argmax(logits: Tensor, check: bool = False) -> Tensor:
         _argmax[(rows,)](
             logits, logits.stride(0), maxima, out, VOCAB=vocab, PIECE=_PIECE,
             PIECES=triton.next_power_of_2(num_pieces), NUM_PIECES=num_pieces, CHECK=check, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -323,11 +324,11 @@ def sample(
     masses = torch.empty((rows, num_chunks), dtype=torch.int64, device=logits.device)
     _narrow[(rows, num_chunks)](
         logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, counts, masses,
-        VOCAB=vocab, CHUNK=_CHUNK, PIECES=pieces, NUM_PIECES=num_pieces, num_warps=16,
+        VOCAB=vocab, CHUNK=_CHUNK, PIECES=pieces, NUM_PIECES=num_pieces, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     _draw[(rows,)](
         logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, dice, counts, masses, out,
         VOCAB=vocab, CHUNK=_CHUNK, CHUNKS=chunks, NUM_CHUNKS=num_chunks, WIDTH=max(_TILE // chunks, 16),
-        PIECE=_PIECE, PIECES=pieces, NUM_PIECES=num_pieces, CHECK=check, num_warps=16,
+        PIECE=_PIECE, PIECES=pieces, NUM_PIECES=num_pieces, CHECK=check, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return out
