@@ -8,8 +8,8 @@ names the wanted GPU and launches nothing. Tensors are on the CPU and mostly `to
 
 Relied on, alike in Triton 3.6 to 3.9: `triton.runtime.driver.driver.set_active` and the four methods of `_Driver`;
 `JITFunction.run(*args, grid, warmup, **kwargs)`, which with `warmup` compiles and returns the kernel; `asm["cubin"]`
-and `metadata` (`num_warps`, `shared`) of that; and cuobjdump, which comes with Triton. Registers and stack are read
-from the cubin rather than from ptxas's report, which Triton throws away.
+and `metadata` (`num_warps`, `shared`) of that; and cuobjdump, which comes with Triton. Registers, stack
+and instructions are read from the cubin; Triton throws ptxas's report away.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ _REGISTERS, _MAX_WARPS, _MAX_BLOCKS = 65536, 64, 32
 class Case:
     """Something to call that launches kernels, and what its kernels must keep to. Results of the call mean nothing.
 
-    `min_warps` is how many must fit on a multiprocessor at once; `max_registers` goes up to what a thread can have.
+    `min_warps` is how many must fit on a multiprocessor at once; `max_registers` goes up to what a thread can have, and
+    `max_stack_bytes` of it may be spilled, if not in an innermost loop.
     """
 
     run: Callable[[], object]
     min_warps: int = 8
     max_registers: int = 255
+    max_stack_bytes: int = 0
     capabilities: tuple[int, ...] = CAPABILITIES
 
 
@@ -64,7 +66,11 @@ def all_cases() -> dict[str, Case]:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel for one GPU. `stack_bytes` of a thread are what was spilled: Triton's kernels have no arrays."""
+    """One kernel for one GPU. `stack_bytes` of a thread are what was spilled: Triton's kernels have no arrays.
+
+    `loop_spills` is how many instructions of innermost loops store or load that. `fuses` says that the compiler may
+    contract products and sums, which no launch lets it.
+    """
 
     case: str
     kernel: str
@@ -73,6 +79,8 @@ class Compiled:
     registers: int
     stack_bytes: int
     shared_bytes: int
+    loop_spills: int = 0
+    fuses: bool = False
 
     @property
     def warps_per_multiprocessor(self) -> int:
@@ -113,6 +121,7 @@ def compile_all(cases: Mapping[str, Case]) -> tuple[list[Compiled], list[Failed]
 def _drive_worker(work: SimpleQueue[tuple[str, int] | None], cache: str) -> list[dict[str, Any]]:
     """Feed a process from `work` until None comes -> what it answered. One that dies is followed by another."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # Launches that do not say whether products and sums are fused fuse them, whatever Triton's default is: `fuses`.
     env |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, "-m", "tests.ops.triton.compiling", "--worker"]
     lines: list[dict[str, Any]] = []
@@ -207,12 +216,31 @@ def _read(case: str, capability: int, kernel: Any) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", output))
     metadata = kernel.metadata
     stack = int(numbers["STACK"]) + int(numbers["LOCAL"])
-    return Compiled(case, metadata.name, capability, metadata.num_warps, int(numbers["REG"]), stack, metadata.shared)
+    return Compiled(
+        case, metadata.name, capability, metadata.num_warps, int(numbers["REG"]), stack, metadata.shared,
+        loop_spills(output), metadata.enable_fp_fusion,
+    )  # fmt: skip
+
+
+def loop_spills(sass: str) -> int:
+    """How many instructions of innermost loops store or load local memory. A loop is what lies between a branch
+    backwards and its target."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", sass)
+    instructions = [(int(address, 16), instruction) for address, instruction in found]
+    assert instructions
+    ends: dict[int, int] = {}
+    for address, instruction in instructions:
+        branch = re.search(r"\bBRA\b.* (0x[0-9a-f]+)", instruction)
+        if branch and (target := int(branch[1], 16)) <= address:
+            ends[target] = address
+    innermost = [(begin, end) for begin, end in ends.items() if not any(begin < other <= end for other in ends)]
+    spills = [address for address, instruction in instructions if re.search(r"\b(STL|LDL)\b", instruction)]
+    return sum(any(begin <= address <= end for begin, end in innermost) for address in spills)
 
 
 def table(compiled: Iterable[Compiled]) -> Iterator[str]:
