@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -114,20 +116,11 @@ def free_memory() -> None:
 
 def kernels(smoke: bool) -> list[Row]:
     folder = "tests/ops/triton"
-    chosen = ["-k", "rms_norm or take_rows"] if smoke else []
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "--timeout",
-        "300",
-        "-p",
-        "no:cacheprovider",
-        folder,
-        *chosen,
-    ]
+    # What compiles for GPUs that are not there says nothing of this one.
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout", "300", "-p", "no:cacheprovider", folder]
+    command += ["--ignore", f"{folder}/test_compile.py", *(["-k", "rms_norm or take_rows"] if smoke else [])]
+    if importlib.util.find_spec("xdist") is not None and not smoke:
+        command += ["-n", str(min(8, os.cpu_count() or 1))]  # compiling takes most of the time
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout[-4000:], done.stderr[-2000:], flush=True)
     summary = done.stdout.strip().splitlines()[-1].strip("= ") if done.stdout.strip() else done.stderr[-200:]

@@ -144,8 +144,14 @@ def rotary_and_cache(
     block_size = cache.key.shape[1]
     has_slot = slot_mapping >= 0
     block, offset = slot_mapping[has_slot] // block_size, slot_mapping[has_slot] % block_size
-    cache.key[block, offset] = _to_cache(_rotate(key, cos, sin)[has_slot], cache.key.dtype, cache.key_scale)
-    cache.value[block, offset] = _to_cache(value[has_slot], cache.value.dtype, cache.value_scale)
+    rotated = _rotate(key, cos, sin)
+    for part, rows, scale in ((cache.key, rotated, cache.key_scale), (cache.value, value, cache.value_scale)):
+        _bytes_of(part)[block, offset] = _bytes_of(_to_cache(rows[has_slot], part.dtype, scale))
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Eight-bit floats as bytes: not every device copies them by index."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -171,12 +177,15 @@ def paged_attention(
     for s, seq_len in enumerate(seq_lens.tolist()):
         start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
         blocks = block_tables[s, : -(-seq_len // cache.key.shape[1])].long()
-        keys = cache.key[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1) * cache.key_scale
-        values = cache.value[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), keys) * scale
+        keys, values = (
+            _bytes_of(part)[blocks].view(part.dtype).flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+            for part in (cache.key, cache.value)
+        )
+        scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), keys * cache.key_scale) * scale
         if softcap > 0:
             scores = softcap * (scores / softcap).tanh()
-        distance = torch.arange(seq_len - (end - start), seq_len)[:, None] - torch.arange(seq_len)[None, :]
+        positions = torch.arange(seq_len, device=query.device)
+        distance = positions[seq_len - (end - start) :, None] - positions[None, :]
         hidden = distance < 0
         if sliding_window > 0:
             hidden |= distance >= sliding_window
@@ -206,7 +215,7 @@ def penalize(
 
 
 def mask_tokens(logits: Tensor, words: Tensor, samples: Tensor) -> None:
-    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
     is_allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
     logits[samples] = logits[samples].masked_fill(~is_allowed, float("-inf"))
 
@@ -227,7 +236,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
             probs[probs < ranked[min(last, len(ranked) - 1)]] = 0
         cumulative = probs.cumsum(-1)
         tokens.append(int((cumulative <= dice[r] * cumulative[-1]).sum()))
-    return torch.tensor(tokens).clamp(max=logits.shape[1] - 1)
+    return torch.tensor(tokens, device=logits.device).clamp(max=logits.shape[1] - 1)
 
 
 def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from octavo.ops import LayerKVCache, cpu, torch_ref
+from octavo.ops import LayerKVCache, torch_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -22,6 +22,21 @@ generated_few = settings(derandomize=True, deadline=None, max_examples=8)
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sampling_settings(rows: int, width: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(values: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (rows,), generator=generator)]
+
+    return {
+        "temperature": choose([1e-6, 0.3, 1.0, 2.5, 10.0], torch.float32),
+        "top_k": choose([0, 1, 2, 5, 40, width - 1, width, 10**6], torch.int64),
+        "top_p": choose([1.0, 1e-6, 0.3, 0.9, 0.999], torch.float32),
+        "min_p": choose([0.0, 0.0, 0.05, 0.5, 1.0], torch.float32),
+        "dice": torch.rand(rows, generator=generator, dtype=torch.float64),
+    }
 
 
 def assert_near(actual: Tensor, expected: Tensor, bfloat16_atol: float = 1e-4) -> None:
@@ -91,7 +106,7 @@ class PagedBatch:
         self.cache.key.fill_(poison)
         self.cache.value.fill_(poison)
         blocks = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(seed)).int()
-        unused = 2**30 if ops is cpu else 0
+        unused = 0 if ops is torch_ref else 2**30
         self.tables = torch.full((len(sequences), max(counts) + 1), unused, dtype=torch.int32)
         self.queries: list[Tensor] = []
         table_cos_sin = cos_sin(rotary_size or heads.head_size)

@@ -6,33 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from octavo import _cpu
 from octavo.ops import cpu, torch_ref
-from tests.ops.kernel_cases import generated, random
-
-
-def settings(rows: int, width: int, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def choose(values: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (rows,), generator=generator)]
-
-    return {
-        "temperature": choose([1e-6, 0.3, 1.0, 2.5, 10.0], torch.float32),
-        "top_k": choose([0, 1, 2, 5, 40, width - 1, width, 10**6], torch.int64),
-        "top_p": choose([1.0, 1e-6, 0.3, 0.9, 0.999], torch.float32),
-        "min_p": choose([0.0, 0.0, 0.05, 0.5, 1.0], torch.float32),
-        "dice": torch.rand(rows, generator=generator, dtype=torch.float64),
-    }
+from tests.ops.kernel_cases import generated, random, sampling_settings
 
 
 @generated
 @given(rows=st.integers(1, 12), width=st.sampled_from([2, 17, 100, 1000, 5003]), seed=st.integers(0, 10**6))
 def test_sample_inverts_the_reference_distribution(isa: str, rows: int, width: int, seed: int) -> None:
     logits = random(seed, rows, width) * 4
-    asked = settings(rows, width, seed)
+    asked = sampling_settings(rows, width, seed)
     drawn = cpu.sample(logits.clone(), **asked)
     for r, token in enumerate(drawn.tolist()):
         # The reference answers for dice a little to either side: float32 and float64 sums differ there.
@@ -60,7 +44,7 @@ def test_equally_likely_tokens_stay_or_go_together(isa: str, top_k: int, top_p: 
 def test_a_row_draws_the_same_alone_and_among_others(isa: str, threads: None) -> None:
     rows, width = 64, 49152
     logits = random(3, rows, width) * 5
-    asked = settings(rows, width, 3)
+    asked = sampling_settings(rows, width, 3)
     together = cpu.sample(logits.clone(), **asked)
     _cpu.set_threads(1)
     for r in range(0, rows, 7):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import gguf
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from octavo.ops import QuantizedMatrix
-from octavo.ops.cpu_pack import PackedIntegers
+
+if TYPE_CHECKING:
+    from octavo.ops.cpu_pack import PackedIntegers
 
 # Bytes of a block, its elements, and where its float16 numbers lie.
 BLOCKS = {
@@ -43,6 +46,8 @@ def random_matrix(name: str, rows: int, num_in: int, seed: int = 0, extreme: boo
 
 def values_of(matrix: QuantizedMatrix) -> np.ndarray:
     """The matrix according to the gguf package."""
+    import gguf
+
     return gguf.dequantize(matrix.data.numpy(), gguf.GGMLQuantizationType[matrix.format])
 
 

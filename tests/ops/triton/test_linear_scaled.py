@@ -44,7 +44,8 @@ def test_linear(name: str, rows: int, n: int, k: int) -> None:
     weight = packed(name, draw(n - 8, k, seed=1), draw(8, k, seed=2), bias=bias)
     expected = seen(x, weight) @ values_of(weight).T + bias
     found = products.linear(x, weight, torch.float32)
-    assert_near(found, expected, 1e-5)
+    # Tensor cores keep some 14 bits of a sum of 8-bit floats.
+    assert_near(found, expected, 2e-3 if name == "FP8" and DEVICE.type != "cpu" else 1e-5)
     assert torch.equal(products.linear(products.quantize(x, weight), weight), found)
     assert products.linear(x, weight).dtype is torch.bfloat16
 

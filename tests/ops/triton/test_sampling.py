@@ -13,8 +13,7 @@ from torch import Tensor
 from octavo.ops import torch_ref
 from octavo.ops.triton import sampling
 from octavo.ops.triton.sampling import argmax, sample
-from tests.ops.kernel_cases import generated_few, random
-from tests.ops.test_sample import settings
+from tests.ops.kernel_cases import generated_few, random, sampling_settings
 from tests.ops.triton.conftest import DEVICE
 
 INF, NAN = float("inf"), float("nan")
@@ -60,7 +59,7 @@ def nearby(logits: Tensor, asked: dict[str, Tensor], r: int) -> list[int]:
 @given(rows=st.integers(1, 4), width=st.sampled_from([2, 17, 64, 100, 257, 1000]), seed=st.integers(0, 10**6))
 def test_sample_inverts_the_reference_distribution(rows: int, width: int, seed: int) -> None:
     logits = random(seed, rows, width) * 4
-    asked = settings(rows, width, seed)
+    asked = sampling_settings(rows, width, seed)
     for r, token in enumerate(draw(logits, **asked).tolist()):
         found = nearby(logits, asked, r)
         assert min(found) <= token <= max(found), (r, found, {name: value[r] for name, value in asked.items()})
@@ -149,7 +148,7 @@ def test_odd_rows(limits: dict[str, float]) -> None:
 def test_a_row_draws_the_same_alone_and_among_others() -> None:
     rows, width = 9, 300
     logits = random(3, rows, width) * 5
-    asked = settings(rows, width, 3)
+    asked = sampling_settings(rows, width, 3)
     asked["temperature"][::5] = 0
     together = draw(logits, **asked)
     assert torch.equal(together[::5], logits[::5].argmax(-1))
@@ -168,7 +167,7 @@ def test_chunks_of_the_real_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("_CHUNK", 4096), ("_PIECE", 256), ("_TILE", 4096)):
         monkeypatch.setattr(sampling, name, size)
     logits = random(9, 3, 49152) * 4
-    asked = settings(3, 49152, 9)
+    asked = sampling_settings(3, 49152, 9)
     for r, token in enumerate(draw(logits, **asked).tolist()):
         found = nearby(logits, asked, r)
         assert min(found) <= token <= max(found)
