@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.execution.device import Device, Event
 from octavo.kv_cache.manager import BlockMoves
 from octavo.ops import DeviceOps, LayerKVCache
+from octavo.ops.upload import upload
 
 _STAGE_BYTES = 64 << 20  # of the device, twice: a millisecond or two of the bus's time
 
@@ -73,7 +74,7 @@ class BlockMover:
 
     def _swap_out(self, pairs: Pairs) -> None:
         compute, copies, stage = self._device.compute, self._device.copies, self._next_stage()
-        sources = torch.tensor([source for source, _ in pairs], device=self._device.torch_device)
+        sources = upload(torch.tensor([source for source, _ in pairs]), self._device.torch_device)
         staged = stage.blocks[: len(pairs)]
 
         def gather() -> None:
@@ -93,10 +94,10 @@ class BlockMover:
 
     def _swap_in(self, pairs: Pairs) -> None:
         compute, copies, stage = self._device.compute, self._device.copies, self._next_stage()
-        destinations = torch.tensor([destination for _, destination in pairs], device=self._device.torch_device)
+        destinations = upload(torch.tensor([destination for _, destination in pairs]), self._device.torch_device)
         staged = stage.blocks[: len(pairs)]
 
-        def upload() -> None:
+        def fill() -> None:
             for i, (source, _) in enumerate(pairs):
                 staged[i].copy_(self._host[source], non_blocking=True)
 
@@ -106,7 +107,7 @@ class BlockMover:
 
         if stage.is_free is not None:
             copies.wait(stage.is_free)
-        copies.run(upload)
+        copies.run(fill)
         compute.wait(copies.record())
         compute.run(scatter)
         stage.is_free = compute.record()

@@ -26,6 +26,7 @@ from octavo.execution.step_batch import Samples, SequenceTable, StepBatch
 from octavo.execution.step_inputs import StepInputs, StepLayout, StepShape, pad, step_arrays
 from octavo.models.decoder import Decoder
 from octavo.ops import DeviceOps, LayerKVCache
+from octavo.ops.upload import upload
 from octavo.sampling.batch import SamplingTable
 from octavo.sampling.device_sampler import Drawn, draw, fill
 from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
@@ -362,6 +363,6 @@ class DeviceRunner:
         for start in range(0, len(predicted), _PROMPT_LOGPROB_ROWS):
             tokens = predicted[start : start + _PROMPT_LOGPROB_ROWS]
             logits = self.model.logits(hidden[first + start : first + start + len(tokens)])
-            on_device = torch.from_numpy(tokens).to(hidden.device)
-            parts.append(_PromptRows(row, measure(logits, on_device, np.full(len(tokens), num_top))))
+            measured = measure(logits, upload(tokens, hidden.device), np.full(len(tokens), num_top))
+            parts.append(_PromptRows(row, measured))
         return parts

@@ -12,6 +12,7 @@ from octavo.ops.triton.norm import rms_norm
 from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, pack_linear, quantize
 from octavo.ops.triton.rows import take_rows
 from octavo.ops.triton.sampling import argmax, sample
+from octavo.ops.upload import upload
 
 __all__ = [
     "allocate_kv_cache", "argmax", "copy_blocks", "embedding", "linear", "linear_add", "linear_silu_and_mul",
@@ -26,8 +27,8 @@ def penalize(
 ) -> None:  # fmt: skip
     """`Ops.penalize`: the lists come from the host, and are uploaded."""
     device = logits.device
-    lists = (part.to(device, torch.int32) for part in (samples, tokens, counts))
-    penalties = (part.to(device, torch.float32) for part in (repetition, frequency, presence))
+    lists = (upload(part.to(torch.int32), device) for part in (samples, tokens, counts))
+    penalties = (upload(part.to(torch.float32), device) for part in (repetition, frequency, presence))
     logits_kernels.penalize(logits, *lists, *penalties)
 
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.ops.upload import upload
 from octavo.sampling.beams import Beams
 from octavo.sampling.structured import GrammarCompiler, GrammarTable, TokenMask
 from octavo.sampling_params import LogitsProcessor, SamplingParams
@@ -39,15 +40,17 @@ class RowSettings:
         params = self.params
         return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
-    def bias(self, vocab_size: int) -> Tensor | None:
-        """[vocab_size] float32 to add to the logits: the request's biases, and -inf for tokens that are not allowed."""
+    def bias(self, vocab_size: int, device: torch.device) -> Tensor | None:
+        """[vocab_size] float32, always on the same `device`, to add to the logits: the request's biases, and -inf for
+        tokens that are not allowed."""
         params = self.params
         if self._bias is None and (params.logit_bias or params.allowed_token_ids is not None):
-            self._bias = torch.zeros(vocab_size)
+            bias = torch.zeros(vocab_size)
             if params.allowed_token_ids is not None:
-                self._bias.fill_(float("-inf"))[params.allowed_token_ids] = 0.0
+                bias.fill_(float("-inf"))[params.allowed_token_ids] = 0.0
             if params.logit_bias:
-                self._bias[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
+                bias[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
+            self._bias = upload(bias, device)
         return self._bias
 
     def seen_tokens(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.engine.wire import TokenLogprobs
+from octavo.ops.upload import upload
 
 # (sample, tokens to offer, temperature) of each sample that is a beam's
 Beams = list[tuple[int, int, float]]
@@ -16,8 +17,8 @@ Beams = list[tuple[int, int, float]]
 def score_beams(logits: Tensor, beams: Beams) -> None:
     """Make log-probabilities of the beams' rows of logits [N, V], in place. Penalties and masks come after, as in
     `transformers`."""
-    rows = torch.tensor([n for n, _, _ in beams])
-    temperatures = torch.tensor([temperature or 1.0 for _, _, temperature in beams]).to(logits.device)
+    rows = upload(torch.tensor([n for n, _, _ in beams]), logits.device)
+    temperatures = upload(torch.tensor([temperature or 1.0 for _, _, temperature in beams]), logits.device)
     logits[rows] = (logits[rows] / temperatures[:, None]).log_softmax(-1)
 
 
@@ -27,7 +28,7 @@ def best_tokens(scores: Tensor, beams: Beams) -> list[tuple[list[int], Tensor, T
     found = []
     for count in {count for _, count, _ in beams}:
         rows = [n for n, wanted, _ in beams if wanted == count]
-        top = scores[torch.tensor(rows)].topk(min(count, scores.shape[1]), dim=-1)
+        top = scores[upload(torch.tensor(rows), scores.device)].topk(min(count, scores.shape[1]), dim=-1)
         found.append((rows, top.indices, top.values))
     return found
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from octavo.engine.wire import TokenLogprobs
 from octavo.execution.step_inputs import StepInputs
 from octavo.ops import DeviceOps
+from octavo.ops.upload import upload
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.beams import best_tokens, offers, score_beams
 from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
@@ -77,13 +78,14 @@ def draw(
     drawn = Drawn(best, dict(batch.errors))
     wanted = np.flatnonzero(batch.num_logprobs >= 0)
     drawn.wanted = wanted.tolist()
-    raw = logits[_on(logits, wanted)] if len(wanted) else None  # before penalties, as the model said
+    rows = upload(wanted, logits.device) if len(wanted) else None
+    raw = None if rows is None else logits[rows]  # before penalties, as the model said
     if batch.beams:
         score_beams(logits, batch.beams)
     if batch.masks:
-        words = torch.from_numpy(np.stack([mask.words for _, mask in batch.masks]).view(np.int32))
+        words = np.stack([mask.words for _, mask in batch.masks]).view(np.int32)
         samples = np.array([n for n, _ in batch.masks], np.int64)
-        ops.mask_tokens(logits, words.to(logits.device), _on(logits, samples))
+        ops.mask_tokens(logits, upload(words, logits.device), upload(samples, logits.device))
     if batch.special:
         drawn.errors |= process_logits(logits, batch.special, ops)
     if batch.masks or batch.special:
@@ -96,15 +98,11 @@ def draw(
         settings = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.dice)
         tokens = ops.sample(logits, *(setting[: len(best)] for setting in settings))
     drawn.tokens = torch.where(is_finite, tokens, NO_TOKEN)
-    if raw is not None:
-        drawn.logprobs = measure(raw, drawn.tokens[_on(logits, wanted)].clamp(min=0), batch.num_logprobs[wanted])
+    if rows is not None and raw is not None:
+        drawn.logprobs = measure(raw, drawn.tokens[rows].clamp(min=0), batch.num_logprobs[wanted])
     return drawn
 
 
 def _is_finite(logits: Tensor, best: Tensor) -> Tensor:
     """Masks that leave nothing, and logits that are not numbers, end their own request and nothing else."""
     return logits.gather(1, best[:, None])[:, 0].isfinite()
-
-
-def _on(logits: Tensor, samples: NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(samples).to(logits.device)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import Ops
+from octavo.ops.upload import upload
 from octavo.sampling.batch import RowSettings
 
 Special = list[tuple[int, RowSettings, NDArray[np.int32]]]
@@ -35,7 +36,7 @@ def process_logits(logits: Tensor, special: Special, ops: Ops) -> dict[int, str]
 def _mask(logits: Tensor, special: Special, tokens_of: Callable[[RowSettings, NDArray[np.int32]], list[int]]) -> None:
     samples, masked = _flatten((n, tokens_of(settings, tokens)) for n, settings, tokens in special)
     if len(samples):
-        logits[samples, masked] = _MASKED
+        logits[upload(samples, logits.device), upload(masked, logits.device)] = _MASKED
 
 
 def _bad_word_ends(settings: RowSettings, tokens: NDArray[np.int32]) -> list[int]:
@@ -57,8 +58,8 @@ def _early_stops(settings: RowSettings, tokens: NDArray[np.int32]) -> list[int]:
 
 def _add_bias(logits: Tensor, special: Special) -> None:
     for n, settings, _ in special:
-        if (bias := settings.bias(logits.shape[1])) is not None:
-            logits[n] += bias.to(logits.device)
+        if (bias := settings.bias(logits.shape[1], logits.device)) is not None:
+            logits[n] += bias
 
 
 def _penalize(logits: Tensor, special: Special, ops: Ops) -> None:

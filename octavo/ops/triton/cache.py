@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache
 from octavo.ops.triton import launch
+from octavo.ops.upload import upload
 
 _ELEMENTS_PER_PROGRAM = 1024  # of the heads that a program rotates
 _COPY_WORDS = 2048  # of 8 bytes, that a program copies at a time
@@ -181,12 +182,13 @@ def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]
     num_words, rest = divmod(tensors[0][0].nbytes, 8)
     assert rest == 0
     assert all(tensor.is_contiguous() and tensor[0].nbytes == num_words * 8 for tensor in tensors)
-    addresses = _upload([tensor.data_ptr() for tensor in tensors], device)
+    addresses = upload(torch.tensor([tensor.data_ptr() for tensor in tensors]), device)
     for batch in _independent(pairs):
+        blocks = upload(torch.tensor(batch), device)
         pieces = len(batch) * len(tensors) * triton.cdiv(num_words, _COPY_WORDS)
         _copy_kernel[(min(pieces, 8 * launch.num_multiprocessors(device)),)](
-            addresses, _upload([block for pair in batch for block in pair], device), len(batch), len(tensors),
-            num_words, WORDS=_COPY_WORDS, num_warps=8, enable_fp_fusion=False,
+            addresses, blocks, len(batch), len(tensors), num_words, WORDS=_COPY_WORDS, num_warps=8,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -204,10 +206,3 @@ def _independent(pairs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, i
         written.add(destination)
     if run:
         yield run
-
-
-def _upload(numbers: list[int], device: torch.device) -> Tensor:
-    """[n] int64 on the device, without waiting for it: pinned memory is kept until the stream has read it."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=torch.int64)
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
