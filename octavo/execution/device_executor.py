@@ -88,7 +88,7 @@ class DeviceExecutor:
         step_bytes = device.peak_bytes(self.runner.run_largest_step)
         del small
         phases.end("largest step")
-        self.num_blocks = self._num_blocks(config, device, block_bytes, step_bytes)
+        self.num_blocks = self._num_blocks(config, device, block_bytes, step_bytes, self.runner.graph_bytes)
         self.num_host_blocks = capacity.num_host_blocks(config, block_bytes, 0)
         self.cache_bytes = self.num_blocks * block_bytes
         caches = allocate(self.num_blocks)
@@ -105,14 +105,14 @@ class DeviceExecutor:
         capacity.log_capacity(config, block_bytes, self.num_blocks, self.num_host_blocks)
 
     @staticmethod
-    def _num_blocks(config: EngineConfig, device: Device, block_bytes: int, step_bytes: int) -> int:
-        """What `--gpu-memory-utilization` leaves beside what is in use, whoever uses it, and the largest step."""
+    def _num_blocks(config: EngineConfig, device: Device, block_bytes: int, step_bytes: int, graph_bytes: int) -> int:
+        """What `--gpu-memory-utilization` leaves beside what anybody uses, the largest step and the graphs."""
         free, total = device.memory_bytes()
         share = config.cache.gpu_memory_utilization
-        budget = int(total * share) - (total - free) - step_bytes
+        budget = int(total * share) - (total - free) - step_bytes - graph_bytes
         source = (
             f"--gpu-memory-utilization {share} of {total / _GIB:.2f} GiB, less {(total - free) / _GIB:.2f} GiB in use "
-            f"and {step_bytes / _GIB:.2f} GiB for the largest step,"
+            f"and {(step_bytes + graph_bytes) / _GIB:.2f} GiB for the largest step and the graphs,"
         )
         return capacity.num_blocks(config, block_bytes, budget, source)
 

@@ -158,6 +158,12 @@ class DeviceRunner:
             staged = [layout.on_host(stage.inputs.numpy()) for stage in sorted(self._stages, key=attrgetter("number"))]
             self._captured[size] = _Captured(layout, inputs, staged, graph, logits, best)
 
+    @property
+    def graph_bytes(self) -> int:
+        """What `capture` is going to take: each graph keeps its logits, and all share the memory of the rest, which is
+        less than the largest step's."""
+        return sum(self._sizes) * self.model.config.vocab_size * 4
+
     @torch.inference_mode()
     def run_largest_step(self) -> None:
         """The step that takes the most memory: as many tokens and samples as there may be, stored nowhere."""
@@ -175,7 +181,7 @@ class DeviceRunner:
         def work() -> None:
             _, logits, best = self._forward(inputs)
             ones = torch.ones(num_rows, device=logits.device)
-            measure(logits, best, np.full(num_rows, MAX_LOGPROBS))
+            measure(logits.clone(), best, np.full(num_rows, MAX_LOGPROBS))  # as if all asked what they were before
             self.ops.sample(logits, ones, inputs.top_k, ones, ones, inputs.dice)
 
         self.device.compute.run(work)
