@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from octavo.devices import why_not_cuda
+
 # Nothing in the tests may reach a model hub: only the default model is fetched, from the package index.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # torch's threads, which the references use, would otherwise spin against the native kernels'.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Triton reads it when it is imported, which may be by whatever is collected first: without a GPU its kernels run in its
+# interpreter.
+if why_not_cuda():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
