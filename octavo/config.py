@@ -204,6 +204,13 @@ class EngineArgs(Flags):
             raise ConfigError(f"--swap-space must be 0 or more GiB, got {self.swap_space}.")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("--preemption-mode swap needs --swap-space above 0.")
+        if device != "cpu":
+            for name in ("cpu_threads", "cpu_threads_bind", "cpu_memory_utilization"):
+                if getattr(self, name) != getattr(EngineArgs, name):
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')} is for CPUs, and the device is a GPU; leave it out, or add "
+                        "--device cpu."
+                    )
         if self.attention_backend != "auto" and device == "cpu":
             raise ConfigError(f"--attention-backend {self.attention_backend} is for GPUs, and the device is the CPU.")
         if self.dtype == "float16" and device == "cpu":

@@ -265,6 +265,9 @@ def test_a_gpu_has_types_and_sizes_of_its_own(model: dict[str, Any], gpu: None) 
     for args, message in [
         ({"block_size": 12}, "--block-size must be 8, 16, 32, 64, 128 or 256, got 12"),
         ({"quantization": "awq"}, "--quantization awq is not built yet; gguf, int8 and fp8 are"),
+        ({"cpu_threads": 2}, "--cpu-threads is for CPUs, and the device is a GPU"),
+        ({"cpu_threads_bind": "0"}, "--cpu-threads-bind is for CPUs"),
+        ({"cpu_memory_utilization": 0.5}, "--cpu-memory-utilization is for CPUs"),
         ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype int4 is not built yet; use auto"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -8,7 +8,6 @@ the replay of a captured graph of the next larger size; others run call by call.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -34,8 +33,6 @@ from octavo.sampling.structured import GrammarCompiler
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.scheduling.plan import StepPlan, StepResult
 
-logger = logging.getLogger(__name__)
-
 # Rows of prompt log-probabilities computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
 _PROMPT_LOGPROB_ROWS = 256
 # Two steps may be under way, and a third is written meanwhile.
@@ -45,7 +42,7 @@ _UPDATES_PER_SEQUENCE = 2  # of a decode: a new block, and a copied one
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Sequences of the steps that are captured. A step is padded to the next larger one; what the padding costs stays
-    under a sixth, and below 16 the weights' traffic, which is the same for all."""
+    under a third up to 512, and below 16 the weights' traffic, which is the same for all."""
     sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, 513, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 

@@ -1,4 +1,4 @@
-"""What changes logits [N, V] float32 in place before a token is chosen: penalties, biases, masks of grammars.
+"""What changes logits [N, V] float32 in place before a token is chosen: penalties, masks of grammars.
 
 Work comes as flat lists, an entry for each (sample, token) that is touched, each pair at most once in a list. Entries
 whose sample is negative are left out, so that a list may be padded to the length that a graph was captured with.
@@ -50,25 +50,6 @@ def penalize(
             logits, logits.stride(0), samples, tokens, counts, repetition, frequency, presence, length, BLOCK=_BLOCK,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["length"])
-def _add_bias(logits, stride, samples, tokens, values, length, BLOCK: tl.constexpr):
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    sample = tl.load(samples + entry, mask=entry < length, other=-1)
-    mask = sample >= 0
-    place = logits + sample.to(tl.int64) * stride + tl.load(tokens + entry, mask=mask, other=0)
-    tl.store(place, tl.load(place, mask=mask) + tl.load(values + entry, mask=mask), mask=mask)
-
-
-def add_bias(logits: Tensor, samples: Tensor, tokens: Tensor, values: Tensor) -> None:
-    """logits[samples, tokens] += values, all [P], int32 but for the values. Minus infinity takes a token out."""
-    _check(logits, samples, tokens)
-    assert values.dtype is torch.float32 and values.shape == samples.shape and values.is_contiguous()
-    if length := len(samples):
-        _add_bias[(triton.cdiv(length, _BLOCK),)](
-            logits, logits.stride(0), samples, tokens, values, length, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
-        )
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.triton.logits import add_bias, apply_masks, penalize
+from octavo.ops.triton.logits import apply_masks, penalize
 from octavo.sampling.structured import TokenMask
 from tests.ops.kernel_cases import assert_same_bits, random
 from tests.ops.triton.conftest import DEVICE
@@ -40,17 +40,6 @@ def test_penalties_follow_their_definition() -> None:
     torch.testing.assert_close(out.cpu(), expected)
     untouched = torch.ones(ROWS, VOCAB, dtype=torch.bool).scatter(1, seen, False)
     assert torch.equal(out.cpu()[untouched], logits[untouched])
-
-
-def test_biases_are_added_and_may_take_tokens_out() -> None:
-    logits = random(0, ROWS, VOCAB).to(DEVICE)
-    expected = logits.clone()
-    expected[1, 5] += 2.5
-    expected[4, 699] = -float("inf")
-    values = torch.tensor([2.5, -float("inf"), 7.0], device=DEVICE)
-    add_bias(logits, ints(1, 4, -1), ints(5, 699, 0), values)
-    assert_same_bits(logits, expected)
-    add_bias(logits, ints(), ints(), values[:0])
 
 
 def test_masks_hide_what_a_grammar_does_not_allow() -> None:

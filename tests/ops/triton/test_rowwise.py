@@ -10,7 +10,6 @@ from torch import Tensor
 
 from octavo.ops import torch_ref
 from octavo.ops.triton import norm
-from octavo.ops.triton.activation import silu_and_mul
 from octavo.ops.triton.norm import rms_norm
 from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
 from octavo.ops.triton.rows import take_rows
@@ -117,19 +116,6 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(codes: torch.dtype) -> None:
     assert (values[:2] == 0).all()
     assert values[2:4].isnan().all()
     assert values[4].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 1040), (0, 16)])
-def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype) -> None:
-    x = on_device(0, rows, 2 * width, dtype=dtype) * 5
-    gate, up = x.float().chunk(2, dim=-1)
-    expected = torch.nn.functional.silu(gate) * up
-    assert_near(silu_and_mul(x), expected.to(dtype))
-    assert silu_and_mul(x, out_dtype=torch.float32).dtype is torch.float32
-    if rows:
-        for codes in CODES:
-            assert_quantized(silu_and_mul(x, codes), codes, expected)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.ops.triton.activation import silu_and_mul
-from octavo.ops.triton.logits import add_bias, apply_masks, penalize
+from octavo.ops.triton.logits import apply_masks, penalize
 from octavo.ops.triton.norm import rms_norm
 from octavo.ops.triton.quantize import quantize_rows
 from octavo.ops.triton.rows import take_rows
@@ -48,7 +47,6 @@ def draw(vocab: int) -> None:
 def change_logits() -> None:
     logits, settings, entries = empty(64, 128256, dtype=F32), empty(64, dtype=F32), empty(900, dtype=torch.int32)
     penalize(logits, entries, entries, entries, settings, settings, settings)
-    add_bias(logits, entries, entries, empty(900, dtype=F32))
     apply_masks(logits, empty(8, 4008, dtype=torch.int32), empty(8, dtype=torch.int32))
 
 
@@ -63,9 +61,6 @@ CASES = {
     "norm_fp8": Case(lambda: norm(4096, FP8), min_warps=32, capabilities=(90,)),
     "quantize_int8": Case(lambda: quantize_rows(empty(64, 4096), INT8), min_warps=32),
     "quantize_fp8": Case(lambda: quantize_rows(empty(64, 4096), FP8), min_warps=32, capabilities=(90,)),
-    "silu_and_mul": Case(lambda: silu_and_mul(empty(64, 28672)), min_warps=32),
-    "silu_and_mul_int8": Case(lambda: silu_and_mul(empty(64, 28672), INT8), min_warps=32),
-    "silu_and_mul_fp8": Case(lambda: silu_and_mul(empty(64, 28672), FP8), min_warps=32, capabilities=(90,)),
     "argmax": Case(lambda: argmax(empty(64, 128256, dtype=F32), check=True), min_warps=16),
     "sample_128256": Case(lambda: draw(128256), min_warps=16),
     "sample_262144": Case(lambda: draw(262144), min_warps=16),
