@@ -31,8 +31,8 @@ from gpu_limits import rows as predicted_rows
 
 from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
-from octavo.engine.wire import EngineRequest, SequenceOutput
 from octavo.models.decoder_config import DecoderConfig
+from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
 
 Row = tuple[str, str, str]  # what, unit, measured
@@ -83,7 +83,7 @@ def make_core(config: dict[str, Any], device: str, **flags: Any) -> EngineCore:
 
 def request(name: str, prompt: list[int], num_out: int, **params: Any) -> EngineRequest:
     settings = {"temperature": 0.0, "ignore_eos": True, "max_tokens": num_out} | params
-    return EngineRequest(name, prompt, SamplingParams(**settings), [EOS], num_out, time.monotonic())
+    return EngineRequest(name, Prompt(prompt), SamplingParams(**settings), [EOS], num_out, time.monotonic())
 
 
 def prompt_of(number: int, length: int, vocab_size: int) -> list[int]:

@@ -32,10 +32,10 @@ from octavo.execution.executor import DoneStep
 from octavo.execution.step_batch import SequenceTable
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.metrics.prometheus import EngineMetrics
+from octavo.plan import StepPlan, StepResult
 from octavo.sampling.batch import SamplingTable
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.scheduling.plan import StepPlan, StepResult
 
 TEXT = """Once upon a time a printer folded one large sheet three times, cut its edges, and had eight leaves: an octavo.
 The reader of 1532 could carry it under his arm — unlike the great folios of the cathedral, it was "portable". Prices

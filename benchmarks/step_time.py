@@ -28,7 +28,7 @@ from octavo.config import EngineArgs
 from octavo.execution.local_executor import LocalExecutor
 from octavo.models.decoder_config import DecoderConfig
 from octavo.ops import cpu
-from octavo.scheduling.plan import StepPlan
+from octavo.plan import StepPlan
 
 CONTEXTS = [128, 256, 512, 1024, 2048, 4096, 8192]
 CONTEXT_ROWS = [1, 16]

@@ -12,9 +12,9 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING
 
-from octavo.engine.wire import EngineRequest
 from octavo.errors import ConfigError
 from octavo.outputs import RequestMetrics, RequestOutput
+from octavo.request import EngineRequest
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -107,8 +107,8 @@ class Tracer:
             "gen_ai.request.n": params.n,
             "gen_ai.usage.num_sequences": params.num_sequences,
             # The names of vLLM, and those that the conventions have come to.
-            "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),
-            "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+            "gen_ai.usage.prompt_tokens": len(request.prompt.token_ids),
+            "gen_ai.usage.input_tokens": len(request.prompt.token_ids),
             "gen_ai.usage.completion_tokens": num_tokens,
             "gen_ai.usage.output_tokens": num_tokens,
             "gen_ai.response.finish_reasons": reasons,

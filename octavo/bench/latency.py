@@ -15,7 +15,7 @@ import numpy as np
 from octavo.bench.data import positive_int
 from octavo.bench.offline import add_engine_args, check_length, make_llm, sampling_params
 from octavo.bench.results import write_json
-from octavo.engine.input_processor import Prompt
+from octavo.engine.input_processor import PromptInput
 from octavo.entrypoints.cli.errors import run_command
 from octavo.errors import ConfigError
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench latency
         check_length(llm, args.input_len, args.output_len)
         rng = np.random.default_rng(args.seed or 0)
         ids = rng.integers(llm.config.model.vocab_size, size=(args.batch_size, args.input_len)).tolist()
-        prompts: list[Prompt] = [{"prompt_token_ids": tokens} for tokens in ids]
+        prompts: list[PromptInput] = [{"prompt_token_ids": tokens} for tokens in ids]
         params = sampling_params(args, args.output_len)
         times_s = []
         for i in range(-args.num_iters_warmup, args.num_iters):

@@ -14,7 +14,7 @@ from pathlib import Path
 from octavo.bench.data import add_dataset_args, encode, sample_prompts
 from octavo.bench.offline import add_engine_args, check_length, make_llm, sampling_params
 from octavo.bench.results import write_json
-from octavo.engine.input_processor import Prompt
+from octavo.engine.input_processor import PromptInput
 from octavo.entrypoints.cli.errors import run_command
 
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench through
     def bench() -> None:
         llm = make_llm(args)
         requests = sample_prompts(args, llm.get_tokenizer())
-        prompts: list[Prompt] = []
+        prompts: list[PromptInput] = []
         for request in requests:
             check_length(llm, request.num_tokens, request.num_output_tokens)
             prompts.append({"prompt_token_ids": encode(llm.get_tokenizer(), request.text)})

@@ -15,25 +15,16 @@ import msgspec
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.core_client import CoreClient, CoreProcess
-from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.input_processor import InputProcessor, PromptInput
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.restarts import Restarts
-from octavo.engine.wire import (
-    Abort,
-    BlockMap,
-    CoreMessage,
-    EngineRequest,
-    EngineStats,
-    Failed,
-    FrontendMessage,
-    GetBlockMap,
-    Ready,
-    StepOutputs,
-)
+from octavo.engine.wire import Abort, BlockMap, CoreMessage, Failed, FrontendMessage, GetBlockMap, Ready, StepOutputs
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
+from octavo.request import EngineRequest
 from octavo.sampling_params import SamplingParams
+from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
     from octavo.metrics.prometheus import EngineMetrics
@@ -163,7 +154,7 @@ class AsyncLLMEngine:
         self._restarts.limit = 0
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str, *, priority: int = 0
+        self, prompt: PromptInput, sampling_params: SamplingParams | None, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield a request's outputs as they come (`SamplingParams.output_kind` says how much each holds).
 

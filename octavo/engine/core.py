@@ -13,10 +13,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
-from octavo.engine.wire import BlockMap, EngineRequest, SequenceOutput, StepOutputs
+from octavo.engine.wire import BlockMap, StepOutputs
 from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.scheduling.plan import StepPlan
+from octavo.plan import StepPlan
+from octavo.request import EngineRequest, SequenceOutput
 from octavo.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from octavo.engine.core import EngineCore
 from octavo.engine.wire import (
     Abort,
     CoreProcessArgs,
-    EngineRequest,
     Failed,
     GetBlockMap,
     Ready,
@@ -34,6 +33,7 @@ from octavo.engine.wire import (
 from octavo.errors import OctavoError
 from octavo.logs import configure_logging
 from octavo.phases import Phases
+from octavo.request import EngineRequest
 
 logger = logging.getLogger(__name__)
 

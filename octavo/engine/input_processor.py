@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.config import EngineConfig, ModelConfig
-from octavo.engine.wire import EngineRequest
 from octavo.errors import RequestError
+from octavo.request import EngineRequest, Prompt
 from octavo.sampling.grammar import make_grammar
 from octavo.sampling_params import SamplingParams, is_unicode
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # str, {"prompt": str} or {"prompt_token_ids": [int]}; the dictionaries may also hold "cache_salt".
-Prompt = str | Mapping[str, Any]
+PromptInput = str | Mapping[str, Any]
 
 _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabulary we know
 
@@ -32,7 +32,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
 
-    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+    def tokenize(self, prompt: PromptInput) -> tuple[str | None, list[int], str | None]:
         """-> (text, token ids, cache salt)."""
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
@@ -77,7 +77,7 @@ class InputProcessor:
 
     def process(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams | None,
         request_id: str,
         *,
@@ -123,13 +123,12 @@ class InputProcessor:
             )
         return text, EngineRequest(
             request_id=request_id,
-            prompt_token_ids=token_ids,
+            prompt=Prompt(token_ids, text, cache_salt=salt),
             params=params,
             eos_token_ids=self.eos_token_ids,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
-            cache_salt=salt,
         )
 
     def _check_scheduling(self, params: SamplingParams, priority: int) -> None:

@@ -6,9 +6,10 @@ import time
 from typing import TYPE_CHECKING
 
 from octavo.engine.detokenizer import Detokenizer, StopStrings, make_detokenizer
-from octavo.engine.wire import Abort, EngineRequest, SequenceOutput, TokenLogprobs
+from octavo.engine.wire import Abort
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
+from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class _Completion:
         if params.detokenize:
             self._detokenizer = make_detokenizer(
                 tokenizer.backend_tokenizer,
-                request.prompt_token_ids,
+                request.prompt.token_ids,
                 params.skip_special_tokens,
                 params.spaces_between_special_tokens,
             )
@@ -261,7 +262,7 @@ class OutputProcessor:
         reason = "error" if state.error is not None else state.completions[0].finish_reason
         num_generated = sum(len(completion.token_ids) for completion in state.completions)
         self.metrics.record_finished(
-            state.metrics, len(state.request.prompt_token_ids), num_generated, state.request.params, reason
+            state.metrics, len(state.request.prompt.token_ids), num_generated, state.request.params, reason
         )
 
     def _output(self, state: _Request, is_finished: bool) -> RequestOutput:
@@ -280,7 +281,7 @@ class OutputProcessor:
         return RequestOutput(
             request_id=state.shown_id,
             prompt=state.prompt,
-            prompt_token_ids=state.request.prompt_token_ids,
+            prompt_token_ids=state.request.prompt.token_ids,
             outputs=[completion.output(state.is_delta) for completion in completions],
             finished=is_finished,
             prompt_logprobs=state.prompt_logprobs,

@@ -9,14 +9,14 @@ from typing import Any
 
 from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
-from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.input_processor import InputProcessor, PromptInput
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
-from octavo.engine.wire import EngineRequest
 from octavo.entrypoints.chat_template import render_chat
 from octavo.errors import RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.logs import configure_logging
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from octavo.request import EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
@@ -51,7 +51,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -87,7 +87,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of `{"role": …, "content": …}`. `tools` are told to the model."""
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts: list[Prompt] = []
+        prompts: list[PromptInput] = []
         for conversation in conversations:
             text = render_chat(
                 self.tokenizer,
@@ -102,7 +102,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+        self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt, by `transformers`' rules (`generate(num_beams=...)`)."""
         outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm)
@@ -129,7 +129,7 @@ class LLM:
         )
 
     def _params_for(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: Sequence[PromptInput], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()

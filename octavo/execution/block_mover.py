@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from octavo.execution.device import Device, Event
-from octavo.kv_cache.manager import BlockMoves
 from octavo.ops import DeviceOps, LayerKVCache
 from octavo.ops.upload import upload
+from octavo.plan import BlockMoves
 
 _STAGE_BYTES = 64 << 20  # of the device, twice: a millisecond or two of the bus's time
 

@@ -26,8 +26,8 @@ from octavo.models.decoder_config import DecoderConfig
 from octavo.ops import DeviceOps, LayerKVCache
 from octavo.ops.attention_choice import AttentionShape, with_attention
 from octavo.phases import Phases
+from octavo.plan import StepPlan
 from octavo.sampling.structured import GrammarCompiler
-from octavo.scheduling.plan import StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -18,20 +18,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.batch import StepBatch
 from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.device import Device, Event, Graph
-from octavo.execution.step_batch import Samples, SequenceTable, StepBatch
+from octavo.execution.step_batch import Samples, SequenceTable
 from octavo.execution.step_inputs import StepInputs, StepLayout, StepShape, pad, step_arrays
 from octavo.models.decoder import Decoder
 from octavo.ops import DeviceOps, LayerKVCache
 from octavo.ops.upload import upload
+from octavo.plan import StepPlan, StepResult
 from octavo.sampling.batch import SamplingTable
 from octavo.sampling.device_sampler import Drawn, draw, fill
 from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
 from octavo.sampling.structured import GrammarCompiler
 from octavo.sampling_params import MAX_LOGPROBS
-from octavo.scheduling.plan import StepPlan, StepResult
 
 # Rows of prompt log-probabilities computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
 _PROMPT_LOGPROB_ROWS = 256

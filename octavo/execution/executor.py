@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.config import EngineConfig
-from octavo.scheduling.plan import StepPlan, StepResult
+from octavo.plan import StepPlan, StepResult
 
 
 class PendingStep(Protocol):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.execution.step_batch import SequenceTable, StepBatch
+from octavo.batch import StepBatch
+from octavo.execution.step_batch import SequenceTable
 from octavo.models.decoder import Decoder
 from octavo.ops import LayerKVCache, Ops
 

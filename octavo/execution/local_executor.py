@@ -19,9 +19,9 @@ from octavo.models.decoder import Decoder
 from octavo.models.decoder_config import DecoderConfig
 from octavo.ops import LayerKVCache
 from octavo.phases import Phases
+from octavo.plan import StepPlan
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.structured import GrammarCompiler
-from octavo.scheduling.plan import StepPlan
 
 logger = logging.getLogger(__name__)
 

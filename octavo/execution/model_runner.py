@@ -6,14 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.engine.wire import TokenLogprobs
+from octavo.batch import StepBatch
 from octavo.execution.graph import EagerStep, StepGraph
-from octavo.execution.step_batch import SequenceTable, StepBatch
+from octavo.execution.step_batch import SequenceTable
 from octavo.ops import LayerKVCache
+from octavo.plan import StepPlan, StepResult
+from octavo.request import TokenLogprobs
 from octavo.sampling.batch import SamplingTable
 from octavo.sampling.sampler import Sampler, token_logprobs
 from octavo.sampling.structured import GrammarCompiler
-from octavo.scheduling.plan import StepPlan, StepResult
 
 # Rows of prompt log-probabilities computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
 _PROMPT_LOGPROB_ROWS = 256

@@ -12,26 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from octavo.scheduling.plan import StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """The model's input for T tokens of S sequences. Tensors are views of persistent buffers."""
-
-    token_ids: Tensor  # [T] int32
-    positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64: block * block_size + offset
-    query_start_loc: Tensor  # [S + 1] int32: the tokens of sequence s are query_start_loc[s] .. [s + 1]
-    seq_lens: Tensor  # [S] int32: cached tokens, this step's included
-    block_tables: Tensor  # [S, max_blocks] int32
-    sample_rows: Tensor  # [N] int64: tokens whose logits are sampled; a token that starts forks comes several times
-
-    @property
-    def num_tokens(self) -> int:
-        return self.token_ids.shape[0]
+from octavo.batch import StepBatch
+from octavo.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,10 @@ carries to the device.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from octavo.kv_cache.block_pool import BlockPool
-from octavo.request import Sequence
-
-
-@dataclass(slots=True)
-class BlockMoves:
-    """Whole-block copies (source, destination) of one step, in the order in which they must happen: blocks leave for
-    the host before anything overwrites them, copies-on-write read before swapped blocks come back."""
-
-    swap_out: list[tuple[int, int]] = field(default_factory=list)  # device -> host
-    copy: list[tuple[int, int]] = field(default_factory=list)  # device -> device
-    swap_in: list[tuple[int, int]] = field(default_factory=list)  # host -> device
+from octavo.plan import BlockMoves
+from octavo.sequence import Sequence
 
 
 class KVCacheManager:

@@ -12,9 +12,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from octavo.engine.wire import EngineStats
 from octavo.outputs import RequestMetrics
 from octavo.sampling_params import SamplingParams
+from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

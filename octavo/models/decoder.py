@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from octavo.execution.step_batch import StepBatch
+from octavo.batch import StepBatch
 from octavo.layers.rotary import identity_table, rotary_table
 from octavo.loading.weights import Weights
 from octavo.models.decoder_config import DecoderConfig

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops.upload import upload
+from octavo.plan import Admission
 from octavo.sampling.beams import Beams
 from octavo.sampling.structured import GrammarCompiler, GrammarTable, TokenMask
 from octavo.sampling_params import LogitsProcessor, SamplingParams
-from octavo.scheduling.plan import Admission
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)  # beyond it a temperature would be infinite and its row NaN
 

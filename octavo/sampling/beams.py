@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from octavo.engine.wire import TokenLogprobs
 from octavo.ops.upload import upload
+from octavo.request import TokenLogprobs
 
 # (sample, tokens to offer, temperature) of each sample that is a beam's
 Beams = list[tuple[int, int, float]]

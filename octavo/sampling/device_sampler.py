@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.engine.wire import TokenLogprobs
 from octavo.execution.step_inputs import StepInputs
 from octavo.ops import DeviceOps
 from octavo.ops.upload import upload
+from octavo.request import TokenLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.beams import best_tokens, offers, score_beams
 from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure

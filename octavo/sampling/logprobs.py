@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.engine.wire import TokenLogprobs
+from octavo.request import TokenLogprobs
 from octavo.sampling_params import MAX_LOGPROBS
 
 

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.engine.wire import TokenLogprobs
 from octavo.ops import Ops
+from octavo.request import TokenLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.beams import best_tokens, offers, score_beams
 from octavo.sampling.logprobs import entries, measure

@@ -13,11 +13,11 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from octavo.engine.wire import TokenLogprobs
+from octavo.request import TokenLogprobs
 
 if TYPE_CHECKING:
-    from octavo.request import Sequence
     from octavo.sampling_params import SamplingParams
+    from octavo.sequence import Sequence
 
 
 @dataclass(slots=True)

@@ -20,12 +20,13 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from octavo.config import SchedulerConfig
-from octavo.engine.wire import EngineRequest, EngineStats, SequenceOutput
 from octavo.errors import RequestError
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.request import Sequence
+from octavo.plan import Admission, StepPlan, StepResult
+from octavo.request import EngineRequest, SequenceOutput
 from octavo.scheduling.beams import Beam, BeamGroup, Continuation
-from octavo.scheduling.plan import Admission, StepPlan, StepResult
+from octavo.sequence import Sequence
+from octavo.stats import EngineStats
 
 _scheduling_order = attrgetter("key", "index")
 
@@ -67,11 +68,11 @@ class Scheduler:
         """Queue a request. Raises `RequestError` for one that could never run, with the numbers."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use.", param="request_id")
-        longest = len(request.prompt_token_ids) + request.max_tokens
+        longest = len(request.prompt.token_ids) + request.max_tokens
         capacity = self.cache.pool.num_blocks * self.cache.block_size
         if longest > capacity:
             raise RequestError(
-                f"the request needs {longest} tokens of KV cache ({len(request.prompt_token_ids)} of prompt and up to "
+                f"the request needs {longest} tokens of KV cache ({len(request.prompt.token_ids)} of prompt and up to "
                 f"{request.max_tokens} of output) and the cache holds {capacity}."
             )
         if request.params.use_beam_search:
@@ -96,7 +97,7 @@ class Scheduler:
             key=(priority, self._arrivals),
             seed=self._random.getrandbits(64) if seed is None else seed % 2**64,
             stop_reasons=_stop_reasons(request),
-            token_ids=list(request.prompt_token_ids),
+            token_ids=list(request.prompt.token_ids),
             num_pending_forks=request.params.num_sequences - 1,
         )
         if request.params.use_beam_search:

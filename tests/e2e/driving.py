@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.wire import EngineStats
+from octavo.stats import EngineStats
 
 
 @dataclass

@@ -12,17 +12,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from octavo.engine.wire import (
-    CoreProcessArgs,
-    EngineRequest,
-    EngineStats,
-    Failed,
-    Ready,
-    SequenceOutput,
-    StepOutputs,
-    decode_frontend_message,
-    encode_message,
-)
+from octavo.engine.wire import CoreProcessArgs, Failed, Ready, StepOutputs, decode_frontend_message, encode_message
+from octavo.request import EngineRequest, SequenceOutput
+from octavo.stats import EngineStats
 
 
 def follow_parent() -> None:

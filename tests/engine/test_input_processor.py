@@ -42,18 +42,18 @@ def ids(count: int) -> dict[str, list[int]]:
 def test_text_is_tokenized_and_kept(inputs: InputProcessor, tokenizer: Any) -> None:
     text, request = inputs.process("Hello world", SamplingParams(max_tokens=5), "r", arrival_time=1.5)
     assert text == "Hello world"
-    assert request.prompt_token_ids == tokenizer.encode("Hello world")
+    assert request.prompt.token_ids == tokenizer.encode("Hello world")
     assert (request.request_id, request.arrival_time, request.max_tokens) == ("r", 1.5, 5)
     assert request.eos_token_ids == [EOS]
     assert inputs.process({"prompt": "Hello world"}, SamplingParams(), "r")[1].prompt_token_ids == (
-        request.prompt_token_ids
+        request.prompt.token_ids
     )
 
 
 def test_token_ids_go_before_text_and_bring_a_salt(inputs: InputProcessor) -> None:
     prompt = {"prompt": "shown", "prompt_token_ids": (5, 6), "cache_salt": "tenant"}
     text, request = inputs.process(prompt, SamplingParams(), "r")
-    assert (text, request.prompt_token_ids, request.cache_salt) == ("shown", [5, 6], "tenant")
+    assert (text, request.prompt.token_ids, request.prompt.cache_salt) == ("shown", [5, 6], "tenant")
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_truncation_keeps_the_last_tokens(
 ) -> None:
     params = SamplingParams(truncate_prompt_tokens=truncate, max_tokens=max_tokens)
     _, request = inputs.process(ids(12), params, "r")
-    assert request.prompt_token_ids == ids(12)["prompt_token_ids"][-kept:]
+    assert request.prompt.token_ids == ids(12)["prompt_token_ids"][-kept:]
 
 
 def test_a_prompt_that_is_too_long_is_cut_to_what_fits(inputs: InputProcessor) -> None:
     for max_tokens, kept in ((5, 15), (None, 19)):
         params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=max_tokens)
         _, request = inputs.process(ids(1000), params, "r")
-        assert len(request.prompt_token_ids) == kept
+        assert len(request.prompt.token_ids) == kept
         assert request.max_tokens == MAX_LEN - kept
 
 

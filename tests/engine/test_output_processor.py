@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
-from octavo.engine.wire import Abort, EngineRequest, SequenceOutput, TokenLogprobs
+from octavo.engine.wire import Abort
 from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 EOS = 2
@@ -20,7 +21,7 @@ CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
 
 def request(name: str = "r", prompt: list[int] | None = None, **params: Any) -> EngineRequest:
-    return EngineRequest(name, prompt or [100], SamplingParams(max_tokens=1000, **params), [EOS], 1000, 1.0)
+    return EngineRequest(name, Prompt(prompt or [100]), SamplingParams(max_tokens=1000, **params), [EOS], 1000, 1.0)
 
 
 def processor(tokenizer: Any, *requests: EngineRequest) -> OutputProcessor:

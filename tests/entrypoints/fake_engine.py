@@ -16,14 +16,16 @@ import uvloop
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.wire import BlockMap, EngineRequest, EngineStats, SequenceOutput, TokenLogprobs
+from octavo.engine.wire import BlockMap
 from octavo.entrypoints.openai.http_server import HttpServer
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import RequestOutput
+from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import SamplingParams
+from octavo.stats import EngineStats
 
 MODEL = "org/fake"
 MAX_MODEL_LEN = 512
@@ -79,7 +81,9 @@ class FakeEngine:
         self, request: EngineRequest, prompt: str | None = None, *, deadline: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         params, request_id = request.params, request.request_id
-        self.seen.append((request.prompt_token_ids, params, {"priority": request.priority, "salt": request.cache_salt}))
+        self.seen.append(
+            (request.prompt.token_ids, params, {"priority": request.priority, "salt": request.prompt.cache_salt})
+        )
         self.deadlines.append(deadline)
         outputs = OutputProcessor(self.tokenizer, self.metrics)
         outputs.add(request, prompt)
@@ -93,7 +97,7 @@ class FakeEngine:
                 if self.fails_after is not None and step == self.fails_after[0]:
                     raise self.fails_after[1]
                 new = [
-                    self._output(request_id, i, script, step, request.max_tokens, params, request.prompt_token_ids)
+                    self._output(request_id, i, script, step, request.max_tokens, params, request.prompt.token_ids)
                     for i, script in enumerate(scripts)
                     if step < len(script)
                 ]

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from octavo.engine.wire import EngineStats
 from octavo.entrypoints.openai import http_protocol
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
+from octavo.stats import EngineStats
 from tests.entrypoints.fake_engine import FakeEngine, serving, wait_until
 
 LIMITS = {

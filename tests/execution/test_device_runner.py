@@ -18,9 +18,9 @@ from transformers import LlamaConfig
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.wire import EngineRequest, SequenceOutput
 from octavo.execution.device_executor import DeviceExecutor
 from octavo.ops import torch_ref
+from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
 from tests.execution.late_device import LateDevice
 
@@ -78,7 +78,7 @@ def requests(seed: int, num: int = 20, **fixed: Any) -> list[EngineRequest]:
             ]
         )
         params = SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens} | settings | fixed))
-        found.append(EngineRequest(f"r{i}", prompt, params, [EOS], max_tokens, 0.0))
+        found.append(EngineRequest(f"r{i}", Prompt(prompt), params, [EOS], max_tokens, 0.0))
     return found
 
 
@@ -158,7 +158,7 @@ def test_plain_requests_are_computed_one_step_ahead(model: Path) -> None:
     core = device_core(config_of(model), LateDevice(0))
     for i in range(3):
         params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-        core.add(EngineRequest(f"r{i}", [5, 6, 7 + i], params, [EOS], 20, 0.0))
+        core.add(EngineRequest(f"r{i}", Prompt([5, 6, 7 + i]), params, [EOS], 20, 0.0))
     num_steps = num_ahead = 0
     while core.has_work:
         core.step()

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.execution.step_batch import SequenceTable, StepBatch
+from octavo.batch import StepBatch
+from octavo.execution.step_batch import SequenceTable
+from octavo.plan import Admission, StepPlan
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.plan import Admission, StepPlan
 
 MAX_SEQS, MAX_TOKENS, MAX_LEN, SIZE = 6, 40, 29, 4
 MAX_BLOCKS = 8

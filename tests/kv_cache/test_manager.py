@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from octavo.engine.wire import EngineRequest
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.request import Sequence
+from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
+from octavo.sequence import Sequence
 
 SIZE = 4
 
 
 def sequence(tokens: list[int], salt: str | None = None, **params: int) -> Sequence:
-    request = EngineRequest("r", tokens, SamplingParams(**params), [0], 16, 0.0, cache_salt=salt)
+    request = EngineRequest("r", Prompt(tokens, cache_salt=salt), SamplingParams(**params), [0], 16, 0.0)
     return Sequence(request=request, key=(0, 0), seed=0, token_ids=list(tokens))
 
 

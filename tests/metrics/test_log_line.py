@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from octavo.engine.wire import EngineStats
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
+from octavo.stats import EngineStats
 
 
 def test_the_line_has_the_rates_of_its_interval_and_the_state_at_its_end() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.engine.wire import EngineStats
 from octavo.metrics.prometheus import EngineMetrics, Histogram, length_bounds
 from octavo.outputs import RequestMetrics
 from octavo.sampling_params import SamplingParams
+from octavo.stats import EngineStats
 
 GAUGES = {
     "num_requests_running",

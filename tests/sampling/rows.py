@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo import ops
-from octavo.engine.wire import TokenLogprobs
+from octavo.plan import Admission
+from octavo.request import TokenLogprobs
 from octavo.sampling.batch import SamplingTable
 from octavo.sampling.random import uniform
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.plan import Admission
 
 
 @dataclass

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo import ops
+from octavo.batch import StepBatch
 from octavo.config import SchedulerConfig
-from octavo.engine.wire import EngineRequest, TokenLogprobs
 from octavo.execution.model_runner import ModelRunner
-from octavo.execution.step_batch import SequenceTable, StepBatch
+from octavo.execution.step_batch import SequenceTable
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.request import EngineRequest, Prompt, TokenLogprobs
 from octavo.sampling.sampler import Sampler, token_logprobs
 from octavo.sampling_params import SamplingParams
 from octavo.scheduling.scheduler import Scheduler
@@ -114,7 +115,7 @@ def run_requests(
     table = SequenceTable(config.max_num_seqs, budget, 128, 4)
     runner = ModelRunner(cast(Any, TableModel()), table, Sampler(ops.load()), [], [])
     for name, one in params.items():
-        scheduler.add(EngineRequest(name, prompts[name], one, [], one.max_tokens or 1, 0.0))
+        scheduler.add(EngineRequest(name, Prompt(prompts[name]), one, [], one.max_tokens or 1, 0.0))
     tokens: dict[str, dict[int, list[int]]] = {name: {} for name in params}
     prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
     num_preemptions = 0

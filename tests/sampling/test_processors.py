@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.ops import cpu
+from octavo.plan import Admission
 from octavo.sampling.batch import RowSettings, SamplingTable
 from octavo.sampling.processors import process_logits
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.plan import Admission
 from tests.sampling.rows import Row, sample
 
 V = 12

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo import ops
+from octavo.plan import Admission
 from octavo.sampling.batch import SamplingTable
 from octavo.sampling.random import uniform
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.plan import Admission
 from tests.sampling.rows import Row, is_right_draw, probabilities, sample
 
 INF = float("inf")

@@ -17,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from octavo.config import SchedulerConfig
-from octavo.engine.wire import EngineRequest, EngineStats, SequenceOutput, TokenLogprobs
 from octavo.execution.step_batch import SequenceTable
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.request import Sequence
+from octavo.plan import Admission, StepPlan, StepResult
+from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.plan import Admission, StepPlan, StepResult
 from octavo.scheduling.scheduler import Scheduler
+from octavo.sequence import Sequence
+from octavo.stats import EngineStats
 
 VOCAB_SIZE = 48
 EOS = 0
@@ -80,7 +81,7 @@ class Watched:
     @property
     def num_most_steps(self) -> int:
         """Steps that it can take alone, at a token each. Beams may all have to be computed anew for each token."""
-        num_tokens = len(self.request.prompt_token_ids) + self.request.max_tokens
+        num_tokens = len(self.request.prompt.token_ids) + self.request.max_tokens
         if self.request.params.use_beam_search:
             return self.request.params.num_sequences * self.request.max_tokens * num_tokens
         return len(self.live) * num_tokens
@@ -127,13 +128,12 @@ class Simulation:
         self.num_requests += 1
         request = EngineRequest(
             request_id=request_id,
-            prompt_token_ids=prompt_token_ids,
+            prompt=Prompt(prompt_token_ids, cache_salt=cache_salt),
             params=params,
             eos_token_ids=[EOS],
             max_tokens=params.max_tokens,
             arrival_time=0.0,
             priority=priority,
-            cache_salt=cache_salt,
         )
         watched = Watched(request, fails_at, None, live=set(range(params.num_completions)))
         self.requests[request_id] = watched
@@ -262,7 +262,7 @@ class Simulation:
             watched.expected |= searched(watched) if is_search else {index: standalone(watched, index)}
         expected = watched.expected[index]
         assert tokens == expected.token_ids[: len(tokens)], "the tokens are not those of a standalone run"
-        prompt = watched.request.prompt_token_ids
+        prompt = watched.request.prompt.token_ids
         if output.finish_reason != "error":
             is_due = watched.request.params.prompt_logprobs is not None and is_first_of_request
             reported = [entry.token_ids for entry in output.prompt_logprobs or []]
@@ -323,8 +323,8 @@ class Simulation:
 def standalone(watched: Watched, index: int) -> Expected:
     """The tokens of a sequence that runs alone on a device without blocks."""
     request, params = watched.request, watched.request.params
-    state = root(request.cache_salt)
-    for token in request.prompt_token_ids:
+    state = root(request.prompt.cache_salt)
+    for token in request.prompt.token_ids:
         state = advance(state, token)
     stops = [EOS, *params.stop_token_ids]
     output: list[int] = []
@@ -350,8 +350,8 @@ def searched(watched: Watched) -> dict[int, Expected]:
     stops = [*([] if params.ignore_eos else [EOS]), *params.stop_token_ids]
 
     def state_of(output: list[int]) -> int:
-        state = root(request.cache_salt)
-        for token in [*request.prompt_token_ids, *output]:
+        state = root(request.prompt.cache_salt)
+        for token in [*request.prompt.token_ids, *output]:
             state = advance(state, token)
         return state
 
@@ -445,7 +445,7 @@ class Device:
         for s, row in enumerate(plan.rows):
             first, end = starts[s], starts[s + 1]
             before = positions[first] - 1
-            state = root(sequences[row].request.cache_salt)
+            state = root(sequences[row].request.prompt.cache_salt)
             if before >= 0:
                 state = self.memory[tables[s][before // size] * size + before % size]
             for t in range(first, end):
@@ -458,7 +458,7 @@ class Device:
         if seq.beam is not None:  # the next one of its index is another
             self._states.pop((seq.request.request_id, seq.index), None)
         states = self._states.setdefault((seq.request.request_id, seq.index), [])
-        state = states[-1] if states else root(seq.request.cache_salt)
+        state = states[-1] if states else root(seq.request.prompt.cache_salt)
         for token in seq.token_ids[len(states) :]:
             state = advance(state, token)
             states.append(state)

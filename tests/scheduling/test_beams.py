@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from octavo.engine.wire import SequenceOutput, TokenLogprobs
 from octavo.errors import RequestError
-from octavo.scheduling.plan import StepPlan, StepResult
+from octavo.plan import StepPlan, StepResult
+from octavo.request import SequenceOutput, TokenLogprobs
 from octavo.scheduling.scheduler import Scheduler
 from tests.scheduling.test_scheduler import EOS, names, request, scheduler
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from octavo.config import SchedulerConfig
-from octavo.engine.wire import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.errors import RequestError
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.request import Sequence
+from octavo.plan import StepPlan, StepResult
+from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.plan import StepPlan, StepResult
 from octavo.scheduling.scheduler import Scheduler
+from octavo.sequence import Sequence
 
 EOS = 0
 SIZE = 4
@@ -47,7 +47,7 @@ def request(
     """A request; `prompt` is its tokens, or how many tokens that no other request has."""
     tokens = [hash((name, i)) % 1000 + 1 for i in range(prompt)] if isinstance(prompt, int) else prompt
     sampling = SamplingParams(max_tokens=max_tokens, **params)
-    return EngineRequest(name, tokens, sampling, [EOS], max_tokens, 0.0, priority, salt)
+    return EngineRequest(name, Prompt(tokens, cache_salt=salt), sampling, [EOS], max_tokens, 0.0, priority)
 
 
 def result_of(plan: StepPlan, token: int = 7) -> StepResult:

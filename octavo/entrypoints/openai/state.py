@@ -22,7 +22,6 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from octavo.engine.wire import EngineRequest
 from octavo.entrypoints.openai.errors import RETRY_AFTER_S
 from octavo.entrypoints.openai.fields import ID_PATTERN
 from octavo.entrypoints.openai.protocol import SamplingRequest
@@ -30,6 +29,7 @@ from octavo.entrypoints.openai.responses import PromptTokensDetails, Usage
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.outputs import RequestOutput
+from octavo.request import EngineRequest
 from octavo.sampling_params import SamplingParams
 from octavo.tracing import Tracer
 from octavo.version import __version__
@@ -182,17 +182,17 @@ class ServerState:
         if params.max_tokens is not None and params.max_tokens > request.max_tokens:
             limit = self.engine.config.model.max_model_len
             raise RequestError(
-                f"max_tokens is {params.max_tokens}, but the prompt has {len(request.prompt_token_ids)} tokens and the "
+                f"max_tokens is {params.max_tokens}, but the prompt has {len(request.prompt.token_ids)} tokens and the "
                 f"model takes {limit} of both together; leave it out to get as many as fit.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
         if not self.args.disable_log_requests:
-            self._log_request(request_id, prompt, request.prompt_token_ids, params)
+            self._log_request(request_id, prompt, request.prompt.token_ids, params)
         outputs = self.engine.generate_from(request, deadline=self.deadline(body))
         if self.tracer is not None:
             outputs = self.tracer.trace(request, outputs, {} if arrival is None else arrival.headers)
-        return request.prompt_token_ids, outputs
+        return request.prompt.token_ids, outputs
 
     def _log_request(
         self, request_id: str, prompt: str | list[int], token_ids: list[int], params: SamplingParams

@@ -10,10 +10,10 @@ from transformers import LlamaConfig
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.wire import EngineRequest
 from octavo.execution.device import CudaDevice, Device
 from octavo.execution.device_executor import DeviceExecutor
 from octavo.ops import cuda
+from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from tests.execution.late_device import LateDevice
 from tests.ops.triton.conftest import DEVICE
@@ -53,7 +53,7 @@ def run(core: EngineCore, requests: list[EngineRequest]) -> dict[tuple[str, int]
 
 def request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
     settings = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True} | params
-    return EngineRequest(name, prompt, SamplingParams(**settings), [2], settings["max_tokens"], 0.0)
+    return EngineRequest(name, Prompt(prompt), SamplingParams(**settings), [2], settings["max_tokens"], 0.0)
 
 
 def test_answers_are_those_of_the_cpu(config: EngineConfig) -> None:

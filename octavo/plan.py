@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.engine.wire import TokenLogprobs
-from octavo.kv_cache.manager import BlockMoves
+from octavo.request import TokenLogprobs
 from octavo.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class BlockMoves:
+    """Whole-block copies (source, destination) of one step, in the order in which they must happen: blocks leave for
+    the host before anything overwrites them, copies-on-write read before swapped blocks come back."""
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # device -> host
+    copy: list[tuple[int, int]] = field(default_factory=list)  # device -> device
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # host -> device
 
 
 @dataclass(slots=True)

@@ -1,0 +1,26 @@
+"""Statistics of the engine core: its gauges and counters, as they cross to the front end with each step."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineStats(msgspec.Struct, array_like=True, gc=False):
+    """The state after a step (gauges) and what the step did (increments)."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    num_blocks: int = 0
+    num_blocks_used: int = 0  # referenced by a sequence
+    num_host_blocks: int = 0
+    num_host_blocks_used: int = 0
+    num_slots_allocated: int = 0  # token slots of referenced blocks
+    num_slots_filled: int = 0  # those that hold a token
+    num_preemptions: int = 0  # from here on: increments
+    num_prompt_tokens: int = 0  # of the prompts that were started, found in the cache or not
+    num_computed_tokens: int = 0  # prompt and output tokens that went through the model
+    num_generation_tokens: int = 0
+    num_prefix_queries: int = 0  # prompt tokens looked up in the prefix index
+    num_prefix_hits: int = 0  # prompt tokens found there
+    step_s: float = 0.0
