@@ -45,7 +45,7 @@ def test_text_is_tokenized_and_kept(inputs: InputProcessor, tokenizer: Any) -> N
     assert request.prompt.token_ids == tokenizer.encode("Hello world")
     assert (request.request_id, request.arrival_time, request.max_tokens) == ("r", 1.5, 5)
     assert request.eos_token_ids == [EOS]
-    assert inputs.process({"prompt": "Hello world"}, SamplingParams(), "r")[1].prompt_token_ids == (
+    assert inputs.process({"prompt": "Hello world"}, SamplingParams(), "r")[1].prompt.token_ids == (
         request.prompt.token_ids
     )
 
