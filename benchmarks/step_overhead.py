@@ -15,12 +15,12 @@ import itertools
 import pstats
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
@@ -28,13 +28,16 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.wire import StepOutputs, decode_core_message, encode_message
 from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
-from octavo.execution.executor import DoneStep
-from octavo.execution.step_batch import SequenceTable
+from octavo.execution.block_mover import BlockMover
+from octavo.execution.cpu_device import CpuDevice
+from octavo.execution.device import StepModel, StepOutputs
+from octavo.execution.executor import PendingStep
+from octavo.execution.runner import Runner
+from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.step_arrays import StepArrays, StepShape
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.metrics.prometheus import EngineMetrics
-from octavo.plan import StepPlan, StepResult
-from octavo.sampling.batch import SamplingTable
-from octavo.sampling.sampler import Sampler
+from octavo.plan import StepPlan
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 TEXT = """Once upon a time a printer folded one large sheet three times, cut its edges, and had eight leaves: an octavo.
@@ -67,66 +70,58 @@ class ReadOps:
     """The operations of the sampler; every sequence reads the same text, from a place of its own."""
 
     def __init__(self, token_ids: list[int], max_num_seqs: int) -> None:
-        places = torch.arange(len(token_ids))[:, None] + 7 * torch.arange(max_num_seqs)
-        self._steps = torch.tensor(token_ids)[places % len(token_ids)]
-        self._slices: dict[int, Iterator[Tensor]] = {}  # made once: an operation of torch would be the dearest part
+        places = np.arange(len(token_ids))[:, None] + 7 * np.arange(max_num_seqs)
+        self._steps = itertools.cycle(np.array(token_ids, np.int64)[places % len(token_ids)])
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        num_seqs = len(logits)
-        if num_seqs not in self._slices:
-            self._slices[num_seqs] = itertools.cycle(self._steps[:, :num_seqs].contiguous().unbind())
-        return next(self._slices[num_seqs])
+    def argmax(self, logits: Any) -> Any:
+        return next(self._steps)[: len(logits)]
 
-    def sample(self, logits: Tensor, *settings: Tensor) -> Tensor:
+    def sample(self, logits: Any, *settings: Any) -> Any:
         return self.argmax(logits)
 
 
-class NoModel:
-    """An executor with the tables and the sampler of the engine, and logits in which nothing is special.
+class NoModel(CpuDevice):
+    """A device whose captured step computes nothing.
 
     It reads as many bytes as a model has weights, so that Python finds its own things as little in the caches as it
     does between two real steps: they take several times as long then.
     """
 
+    def __init__(self, ops: ReadOps, vocab_size: int, max_num_seqs: int, num_weight_bytes: int) -> None:
+        super().__init__()
+        self._ops = ops
+        self._weights = np.ones(num_weight_bytes // 8)
+        logits = np.zeros((max_num_seqs, vocab_size), np.float32)
+        self.outputs = StepOutputs(logits, logits, ops.argmax(logits))
+
+    def capture(self, model: StepModel, inputs: StepArrays[Any]) -> Any:
+        return self
+
+    def replay(self, used: StepShape) -> None:
+        self._weights.sum()
+        self.outputs = StepOutputs(self.outputs.hidden, self.outputs.logits, self._ops.argmax(self.outputs.logits))
+
+
+class NoModelExecutor:
+    """An executor with the runner, the tables and the sampler of the engine, and logits in which nothing is special."""
+
     runs_ahead = False
 
     def __init__(self, config: EngineConfig, token_ids: list[int], num_weight_bytes: int = 0) -> None:
         limits, max_model_len, block_size = config.scheduler, config.model.max_model_len, config.cache.block_size
-        self.table = SequenceTable(limits.max_num_seqs, limits.max_num_batched_tokens, max_model_len, block_size)
-        self.sampling = SamplingTable(limits.max_num_seqs)
+        self.groups = group_layers([LayerCacheSpec("full", 1, 16, 16)])
+        self.num_blocks = [limits.max_num_seqs * -(-max_model_len // block_size)]
+        self.num_host_blocks = [0]
         ops: Any = ReadOps(token_ids, limits.max_num_seqs)
-        self.sampler = Sampler(ops)
-        self.num_blocks = limits.max_num_seqs * -(-max_model_len // block_size)
-        self.num_host_blocks = 0
-        self.startup: dict[str, float] = {}
-        self._vocab_size = config.model.vocab_size
-        self._logits = torch.zeros(0, self._vocab_size)
-        self._weights = np.ones(num_weight_bytes // 8)
+        model: Any = SimpleNamespace(vocab_size=config.model.vocab_size)
+        self.device = NoModel(ops, config.model.vocab_size, limits.max_num_seqs, num_weight_bytes)
+        table = SequenceTable(limits.max_num_seqs, max_model_len, block_size, self.groups)
+        self.runner = Runner(model, ops, self.device, table, limits.max_num_batched_tokens)
+        self.runner.use_caches([], BlockMover(ops, self.device, [[]], [0]))
+        self.runner.capture()
 
-    def submit(self, plan: StepPlan) -> DoneStep:
-        self.table.update(plan)
-        for admission in plan.admissions:
-            self.sampling.admit(admission)
-        self.table.build(plan)
-        self.compute()
-        return DoneStep(self.sample())
-
-    def compute(self) -> None:
-        self._weights.sum()
-
-    def sample(self) -> StepResult:
-        samples = self.table.samples
-        settings = self.sampling.build(samples.rows, samples.forks, samples.lengths, self.table.tokens)
-        if len(self._logits) != len(samples.rows):
-            self._logits = torch.zeros(len(samples.rows), self._vocab_size)
-        best = self.sampler.ops.argmax(self._logits)
-        tokens, logprobs, _ = self.sampler.sample(self._logits, best, settings)
-        self.table.append(samples, tokens)
-        return StepResult(tokens.tolist(), logprobs)
-
-
-def make_executor(config: EngineConfig, tokenizer: Any) -> NoModel:
-    return NoModel(config, tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids)
+    def submit(self, plan: StepPlan) -> PendingStep:
+        return self.runner.submit(plan)
 
 
 def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool, profile: bool) -> dict[str, float]:
@@ -135,8 +130,9 @@ def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool
     config = args.create_engine_config()
     tokenizer = load_tokenizer(config.model.checkpoint)
     text = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids
-    executor = NoModel(config, text, num_weight_bytes)
-    core = EngineCore(config, executor)
+    executor = NoModelExecutor(config, text, num_weight_bytes)
+    whole: Any = executor
+    core = EngineCore(config, whole)
     inputs = InputProcessor(config, tokenizer)
     metrics = EngineMetrics("bench", config.model.max_model_len)
     outputs = OutputProcessor(tokenizer, metrics)
@@ -183,13 +179,13 @@ def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool
     for _ in range(20):
         step()
     scheduler: Any = core.scheduler
-    tables: Any = executor.table
-    whole: Any = core
-    anything: Any = executor
+    runner: Any = executor.runner
+    device: Any = executor.device
+    whole = core
     scheduler.schedule = parts.timed("schedule", scheduler.schedule)
-    tables.build = parts.timed("batch", tables.build)
-    anything.sample = parts.timed("sample", executor.sample)
-    anything.compute = parts.timed("compute", executor.compute)
+    runner.submit = parts.timed("submit", runner.submit)
+    runner.collect = parts.timed("collect", runner.collect)
+    device.replay = parts.timed("compute", device.replay)
     scheduler.update = parts.timed("update", scheduler.update)
     scheduler.take_stats = parts.timed("stats", scheduler.take_stats)
     whole.step = parts.timed("step", core.step)
@@ -206,13 +202,14 @@ def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
     found = {name: parts.median_us(name) for name in parts.seconds}
     step_us = found["step"] - found["compute"]
+    found["submit"] -= found["compute"]
     found["core"] = step_us + found["encode"]
     found["LLM"] = step_us + found["LLM_text"]
     found["front_end"] = found["decode"] + found["text"] + found["chunks"]
     return found
 
 
-CORE = ("schedule", "batch", "sample", "update", "stats", "encode", "core")
+CORE = ("schedule", "submit", "collect", "update", "stats", "encode", "core")
 COLUMNS = (*CORE, "LLM_text", "LLM", "decode", "text", "chunks", "front_end")
 
 
@@ -224,7 +221,6 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help="temperature and top_p instead of greedy")
     parser.add_argument("--profile", action="store_true", help="print where Python spends the time of each run")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     print(f"{'streams':>7}" + "".join(f"{name:>10}" for name in COLUMNS) + "   (microseconds a step)")
     for streams in map(int, args.streams.split(",")):
         found = bench(streams, args.steps, round(args.weights_mb * 1e6), args.sampled, args.profile)

@@ -16,19 +16,24 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from ml_dtypes import bfloat16
+from octavo.models.inventory import required_tensors
+from octavo.models.registry import describe
+from octavo.quantization.stored import StoredWeight
 
 from octavo import _cpu
 from octavo.bench.plot import BLUE, GREEN, ORANGE, new_figure, save_figure
 from octavo.config import EngineArgs
-from octavo.execution.local_executor import LocalExecutor
-from octavo.models.decoder_config import DecoderConfig
+from octavo.execution.executor import LocalExecutor
+from octavo.execution.step_arrays import StepShape
 from octavo.ops import cpu
-from octavo.plan import StepPlan
+from octavo.plan import PlannedRow, StepPlan
 
 CONTEXTS = [128, 256, 512, 1024, 2048, 4096, 8192]
 CONTEXT_ROWS = [1, 16]
@@ -74,8 +79,10 @@ def measure_peaks(seconds: float) -> Peaks:
     parts = np.array_split(numbers, threads)
     with ThreadPoolExecutor(threads) as pool:
         sum_s = best_s(lambda: list(pool.map(np.sum, parts)), seconds)
-    weights = [cpu.pack_linear([torch.randn(49152, 576).bfloat16()]) for _ in range(3)]
-    row, turn = torch.randn(1, 576).bfloat16(), iter(range(1 << 30))
+    random = np.random.default_rng(0)
+    matrices = [random.standard_normal((49152, 576), np.float32).astype(bfloat16) for _ in range(3)]
+    weights = [cpu.pack_linear([StoredWeight("BF16", {"data": matrix}, matrix.shape)]) for matrix in matrices]
+    row, turn = random.standard_normal((1, 576), np.float32).astype(bfloat16), iter(range(1 << 30))
     product_s = best_s(lambda: cpu.linear(row, weights[next(turn) % 3]), seconds)
     int8_gops, bf16_gflops = 0.0, 0.0
     for n in (512, 1024, 2048):
@@ -101,30 +108,31 @@ class Model:
             block_size=BLOCK_SIZE,
             disable_log_stats=True,
         ).create_engine_config()
-        self.config = DecoderConfig.from_hf(config.model.checkpoint.config)
+        self.description = describe(config.model.checkpoint.config)
+        tensors = required_tensors(self.description)
+        self.num_parameters = sum(prod(tensor.shape) for tensor in tensors if tensor.is_matrix)
         executor = LocalExecutor(config)
         self.weight_bytes, self.cache_bytes = executor.weight_bytes, executor.cache_bytes
         self.token_bytes = executor.cache_bytes // most_tokens
-        self.runner = executor.runner
+        self.runner = executor.worker.runner
         self.blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
         for cache in self.runner.caches:  # a page that was never written is read from one page of zeros
             for part in (cache.key, cache.value):
-                part.copy_(torch.randn(part.shape[1:]).to(part.dtype).expand_as(part))
+                part[:] = np.random.default_rng(2).standard_normal(part.shape[1:], np.float32).astype(part.dtype)
         table = self.runner.table
-        table.tokens[:] = np.random.default_rng(1).integers(0, self.config.vocab_size, table.tokens.shape)
+        table.tokens[:] = np.random.default_rng(1).integers(0, self.description.vocab_size, table.tokens.shape)
 
     def measure(self, rows: int, context: int, peaks: Peaks, seconds: float) -> Point:
         per_row = -(-context // BLOCK_SIZE)
         table = self.runner.table
-        table.blocks[:rows, :per_row] = self.blocks[: rows * per_row].reshape(rows, per_row)
-        ones = [1] * rows
-        plan = StepPlan(rows=list(range(rows)), num_computed=[context - 1] * rows, num_tokens=ones, num_samples=ones)
-        batch = table.build(plan)
-        measured_s = best_s(lambda: self.runner.graph.run(batch), seconds)
+        table.blocks[0, :rows, :per_row] = self.blocks[: rows * per_row].reshape(rows, per_row)
+        [captured] = self.runner.captured
+        table.gather(StepPlan(rows=[PlannedRow(row, context - 1, 1, 1) for row in range(rows)]), captured.staged[0])
+        measured_s = best_s(lambda: captured.step.replay(StepShape(rows, rows, rows, 0)), seconds)
         num_bytes = self.weight_bytes + rows * context * self.token_bytes
-        config = self.config
-        int8_ops = 2 * rows * config.num_weight_parameters()
-        attention_flops = 4 * rows * context * config.num_heads * config.head_size * config.num_layers
+        int8_ops = 2 * rows * self.num_parameters
+        heads = sum(layer.attention.num_heads * layer.attention.head_size for layer in self.description.layers)
+        attention_flops = 4 * rows * context * heads
         compute_s = int8_ops / peaks.int8_gops / 1e9 + attention_flops / peaks.bf16_gflops / 1e9
         return Point(rows, context, measured_s * 1e3, num_bytes / peaks.bandwidth_gbs / 1e6, compute_s * 1e3)
 

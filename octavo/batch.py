@@ -1,24 +1,26 @@
-"""A step as the model sees it: one table of arrays, made by the runner and read by every layer."""
+"""A step as the model sees it: arrays that the runner has filled and that every layer reads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """Where the tokens of a step lie in the cache of one group of layers."""
+
+    slot_mapping: Any  # [T] int64: block * block_size + offset; -1 has no slot
+    block_tables: Any  # [S, max_blocks] int32
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The model's input for T tokens of S sequences. Tensors are views of persistent buffers."""
+    """T tokens of S sequences, of which N are sampled after. Arrays are the backend's."""
 
-    token_ids: Tensor  # [T] int32
-    positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64: block * block_size + offset
-    query_start_loc: Tensor  # [S + 1] int32: the tokens of sequence s are query_start_loc[s] .. [s + 1]
-    seq_lens: Tensor  # [S] int32: cached tokens, this step's included
-    block_tables: Tensor  # [S, max_blocks] int32
-    sample_rows: Tensor  # [N] int64: tokens whose logits are sampled; a token that starts forks comes several times
-
-    @property
-    def num_tokens(self) -> int:
-        return self.token_ids.shape[0]
+    token_ids: Any  # [T] int32
+    positions: Any  # [T] int64
+    query_start_loc: Any  # [S + 1] int32: the tokens of sequence s are query_start_loc[s] .. query_start_loc[s + 1] - 1
+    seq_lens: Any  # [S] int32: cached tokens, this step's included
+    sample_rows: Any  # [N] int64: tokens whose logits are sampled; one that starts forks comes several times
+    groups: tuple[GroupTables, ...]  # by cache group

@@ -8,52 +8,40 @@ step that reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from octavo.execution.device import Device, Event
-from octavo.ops import DeviceOps, LayerKVCache
-from octavo.ops.upload import upload
+from octavo.ops import Array, LayerKVCache, Ops
 from octavo.plan import BlockMoves
 
 _STAGE_BYTES = 64 << 20  # of the device, twice: a millisecond or two of the bus's time
 
-Pairs = list[tuple[int, int]]
+Pairs = Sequence[tuple[int, int]]
 
 
 class _Stage:
-    """Room for some blocks in one piece each: [blocks, 2 * layers, block_size, kv_heads, head_size]."""
+    """Room for some blocks in one piece each: [blocks, bytes of a block] uint8."""
 
-    def __init__(self, blocks: Tensor) -> None:
+    def __init__(self, blocks: Array) -> None:
         self.blocks = blocks
         self.is_free: Event | None = None
 
 
-class BlockMover:
-    """`host_blocks` blocks of pinned memory stand behind `caches`, the layers' caches on the device."""
+class _PoolMover:
+    """The blocks of one pool, which lie in `caches`, and as many of pinned memory behind them as there are."""
 
-    def __init__(self, ops: DeviceOps, device: Device, caches: list[LayerKVCache], num_host_blocks: int) -> None:
+    def __init__(self, ops: Ops, device: Device, caches: Sequence[LayerKVCache], num_host_blocks: int) -> None:
         self._ops, self._device, self._caches = ops, device, caches
-        # As bytes where elements are eight-bit floats, which torch indexes on few devices.
-        self._pieces = [
-            piece.view(torch.uint8) if piece.itemsize == 1 else piece
-            for cache in caches
-            for piece in (cache.key, cache.value)
-        ]
         self._stages: list[_Stage] = []
         if num_host_blocks:
-            piece = self._pieces[0]
-            shape = (len(self._pieces), *piece.shape[1:])
-            self._host = device.pinned([num_host_blocks, *shape], piece.dtype)
-            num_staged = max(1, min(num_host_blocks, _STAGE_BYTES // self._host[0].nbytes))
-            self._stages = [
-                _Stage(torch.empty(num_staged, *shape, dtype=piece.dtype, device=piece.device)) for _ in range(2)
-            ]
+            block_bytes = sum((cache.key.nbytes + cache.value.nbytes) // cache.num_blocks for cache in caches)
+            self._host = device.pinned([num_host_blocks, block_bytes], "uint8")
+            num_staged = max(1, min(num_host_blocks, _STAGE_BYTES // block_bytes))
+            self._stages = [_Stage(device.zeros([num_staged, block_bytes], "uint8")) for _ in range(2)]
 
     def move(self, moves: BlockMoves) -> None:
-        """Have the device move blocks before anything that it is given later."""
         for pairs in self._staged(moves.swap_out):
             self._swap_out(pairs)
         if moves.copy:
@@ -73,17 +61,17 @@ class BlockMover:
         return stage
 
     def _swap_out(self, pairs: Pairs) -> None:
-        compute, copies, stage = self._device.compute, self._device.copies, self._next_stage()
-        sources = upload(torch.tensor([source for source, _ in pairs]), self._device.torch_device)
+        device, stage = self._device, self._next_stage()
+        compute, copies = device.compute, device.copies
+        sources = np.array([source for source, _ in pairs])
         staged = stage.blocks[: len(pairs)]
 
         def gather() -> None:
-            for i, piece in enumerate(self._pieces):
-                staged[:, i] = piece[sources]
+            device.copy(self._ops.gather_blocks(sources, self._caches), staged)
 
         def download() -> None:
             for i, (_, destination) in enumerate(pairs):
-                self._host[destination].copy_(staged[i], non_blocking=True)
+                device.copy(staged[i], self._host[destination])
 
         if stage.is_free is not None:
             compute.wait(stage.is_free)
@@ -93,17 +81,17 @@ class BlockMover:
         stage.is_free = copies.record()
 
     def _swap_in(self, pairs: Pairs) -> None:
-        compute, copies, stage = self._device.compute, self._device.copies, self._next_stage()
-        destinations = upload(torch.tensor([destination for _, destination in pairs]), self._device.torch_device)
+        device, stage = self._device, self._next_stage()
+        compute, copies = device.compute, device.copies
+        destinations = np.array([destination for _, destination in pairs])
         staged = stage.blocks[: len(pairs)]
 
         def fill() -> None:
             for i, (source, _) in enumerate(pairs):
-                staged[i].copy_(self._host[source], non_blocking=True)
+                device.copy(self._host[source], staged[i])
 
         def scatter() -> None:
-            for i, piece in enumerate(self._pieces):
-                piece[destinations] = staged[:, i]
+            self._ops.scatter_blocks(staged, destinations, self._caches)
 
         if stage.is_free is not None:
             copies.wait(stage.is_free)
@@ -111,3 +99,17 @@ class BlockMover:
         compute.wait(copies.record())
         compute.run(scatter)
         stage.is_free = compute.record()
+
+
+class BlockMover:
+    """The blocks of all pools: `caches` and the number of host blocks, by pool."""
+
+    def __init__(
+        self, ops: Ops, device: Device, caches: Sequence[Sequence[LayerKVCache]], num_host_blocks: Sequence[int]
+    ) -> None:
+        self._pools = [_PoolMover(ops, device, *of_pool) for of_pool in zip(caches, num_host_blocks, strict=True)]
+
+    def move(self, moves: Sequence[BlockMoves]) -> None:
+        """Have the device move blocks, by pool, before anything that it is given later."""
+        for pool, of_pool in zip(self._pools, moves, strict=False):
+            pool.move(of_pool)

@@ -3,40 +3,55 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.loading.weights import available_memory_bytes
+from octavo.kv_cache.groups import CacheGroup
+from octavo.loading.memory import available_memory_bytes
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 
 
-def num_blocks(config: EngineConfig, block_bytes: int, budget_bytes: int, source: str) -> int:
-    """Blocks that `budget_bytes` buy: no fewer than one longest request needs, no more than could ever be in use.
+def num_pools(groups: Sequence[CacheGroup]) -> int:
+    return 1 + max(group.pool for group in groups)
+
+
+def num_blocks(
+    config: EngineConfig, groups: Sequence[CacheGroup], block_bytes: Sequence[int], budget_bytes: int, source: str
+) -> list[int]:
+    """By pool, blocks that `budget_bytes` buy: shared out as one longest request needs them, no fewer than that, no more
+    than could ever be in use. `block_bytes` are by pool.
 
     `source` says where the budget comes from. Raises `ConfigError` if it is too small."""
-    size = config.cache.block_size
-    least = -(-config.model.max_model_len // size)
+    limits, max_model_len = config.scheduler, config.model.max_model_len
+    least = longest_request(groups, max_model_len, config.cache.block_size, limits.max_num_batched_tokens)
     if config.cache.num_blocks_override is not None:
-        found = config.cache.num_blocks_override
-        source = f"--num-gpu-blocks-override {found}"
+        share = config.cache.num_blocks_override / least[0]
+        source = f"--num-gpu-blocks-override {config.cache.num_blocks_override}"
+        found = [config.cache.num_blocks_override, *(int(share * count) for count in least[1:])]
     else:
-        found = max(0, min(budget_bytes // block_bytes, least * config.scheduler.max_num_seqs))
-        source = f"{source} buys {found} blocks, which"
-    if found < least:
+        share = budget_bytes / sum(count * size for count, size in zip(least, block_bytes, strict=True))
+        found = [int(max(0.0, min(share, limits.max_num_seqs)) * count) for count in least]
+        source = f"{source} buys {found[0]} blocks, which"
+    if any(count < needed for count, needed in zip(found, least, strict=True)):
+        holds = int(share * max_model_len) // config.cache.block_size * config.cache.block_size
         raise ConfigError(
-            f"{source} holds {found * size} tokens, less than one request of --max-model-len "
-            f"{config.model.max_model_len}; lower --max-model-len to at most {found * size}, or give more memory."
+            f"{source} holds {holds} tokens, less than one request of --max-model-len {max_model_len}; lower "
+            f"--max-model-len to at most {holds}, or give more memory."
         )
     return found
 
 
-def num_host_blocks(config: EngineConfig, block_bytes: int, cache_bytes_on_host: int) -> int:
-    """Blocks of the swap tier, if there is one. On CPU it shares the RAM with the KV cache itself."""
+def num_host_blocks(
+    config: EngineConfig, num_blocks: Sequence[int], block_bytes: Sequence[int], cache_bytes_on_host: int
+) -> list[int]:
+    """Blocks of the swap tier by pool, if there is one: in the proportion of the device's. On CPU it shares the RAM with
+    the KV cache itself."""
     if config.scheduler.preemption_mode != "swap":
-        return 0
+        return [0] * len(num_blocks)
     available = available_memory_bytes()
     wanted = config.cache.swap_space_bytes + cache_bytes_on_host
     if wanted > available:
@@ -45,15 +60,18 @@ def num_host_blocks(config: EngineConfig, block_bytes: int, cache_bytes_on_host:
             f"--swap-space {config.cache.swap_space_bytes / _GIB:g} GiB{beside} more than the "
             f"{available / _GIB:.2f} GiB of free RAM; lower one of them."
         )
-    return config.cache.swap_space_bytes // block_bytes
+    total = sum(count * size for count, size in zip(num_blocks, block_bytes, strict=True))
+    return [count * config.cache.swap_space_bytes // total for count in num_blocks]
 
 
-def log_capacity(config: EngineConfig, block_bytes: int, num_blocks: int, num_host_blocks: int) -> None:
+def log_capacity(
+    config: EngineConfig, cache_bytes: int, num_blocks: Sequence[int], num_host_blocks: Sequence[int]
+) -> None:
     """Say what the memory has bought."""
-    num_tokens = num_blocks * config.cache.block_size
+    num_tokens = num_blocks[0] * config.cache.block_size
     logger.info(
         "KV cache: %d blocks of %d tokens (%.2f GiB) hold %d tokens: %.1f requests of %d tokens at once%s",
-        num_blocks, config.cache.block_size, num_blocks * block_bytes / _GIB, num_tokens,
+        sum(num_blocks), config.cache.block_size, cache_bytes / _GIB, num_tokens,
         num_tokens / config.model.max_model_len, config.model.max_model_len,
-        f"; {num_host_blocks} more blocks to swap to" if num_host_blocks else "",
+        f"; {sum(num_host_blocks)} more blocks to swap to" if any(num_host_blocks) else "",
     )  # fmt: skip

@@ -1,20 +1,22 @@
-"""A device that computes on its own while Python goes on: streams of work, events, captured graphs, pinned memory.
+"""A device that computes: streams of work, events, captured steps, memory that the host and the device share.
 
-`CudaDevice` is the real one. The runner is written against `Device` so that its tests can drive it with one that does
-its work as late as it may, and notices when somebody touches memory that work under way has still to read or to write.
+The runner is written against `Device`. `octavo.execution.cpu_device` is the processor that Python runs on, whose streams
+run at once and whose captured step is the native program; `octavo.execution.cuda_device` computes while Python goes on.
+The tests drive the runner with one that does its work as late as it may, and notices when somebody touches memory that
+work under way has still to read or to write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-T = TypeVar("T")
-
-_TIMED = 5
+from octavo.config import CacheConfig
+from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.ops import Array
 
 
 class Event(Protocol):
@@ -25,17 +27,13 @@ class Event(Protocol):
         ...
 
 
-class Graph(Protocol):
-    """Work that was captured once, over memory that stays where it is."""
-
-    def replay(self) -> None: ...
-
-
 class Stream(Protocol):
     """Work that a device does in order."""
 
-    def run(self, work: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Append work. `reads` and `writes` are the pinned host tensors that it touches: until it is done, nobody else
+    def run(
+        self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
+    ) -> None:
+        """Append work. `reads` and `writes` are the pinned host arrays that it touches: until it is done, nobody else
         may write the ones nor touch the others."""
         ...
 
@@ -48,11 +46,46 @@ class Stream(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What the model makes of a step."""
+
+    hidden: Array  # [T, H] before the final norm
+    logits: Array  # [N, V] float32
+    best: Array  # [N] int64: the likeliest tokens
+
+
+class StepModel(Protocol):
+    """The model's part of a step, in two pieces because the second has a row for each sample and not for each token."""
+
+    def hidden(self, inputs: StepArrays[Array]) -> Array: ...
+
+    def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
+        """-> logits and their likeliest tokens."""
+        ...
+
+
+class CapturedStep(Protocol):
+    """A step that was captured over arrays that stay where they are."""
+
+    outputs: StepOutputs  # filled anew by each replay; that of another captured step may overwrite them
+
+    def replay(self, used: StepShape) -> None:
+        """Do it for a step of that shape."""
+        ...
+
+
 class Device(Protocol):
     """What the runner needs of a device. `compute` is the stream of steps, `copies` that of traffic with the host."""
 
     name: str
-    torch_device: torch.device
+    runs_ahead: (
+        bool  # it computes while Python goes on, so that steps are submitted before the last one's tokens are known
+    )
+    shares_memory: (
+        bool  # it reads and writes the host's memory itself: nothing has to be uploaded or kept in two places
+    )
+    memory_errors: tuple[type[Exception], ...]  # what is raised where a step finds too little memory
 
     @property
     def compute(self) -> Stream: ...
@@ -60,105 +93,55 @@ class Device(Protocol):
     @property
     def copies(self) -> Stream: ...
 
-    def memory_bytes(self) -> tuple[int, int]:
-        """What is free, to whoever asks first, and what there is in all."""
+    def free_bytes(self) -> int:
+        """Memory that weights may take."""
         ...
 
-    def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Do `work` and tell how much memory it took at its height, beyond what was in use before."""
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], captured_bytes: int) -> tuple[int, str]:
+        """Memory for the KV cache, now that the weights are there, and what grants it, for messages. `step` runs the
+        step that takes the most memory; captured steps are going to take `captured_bytes` more."""
+        ...
+
+    def release_memory(self) -> None:
+        """Give back what is held in reserve, after a step that found too little."""
         ...
 
     def time_s(self, work: Callable[[], object]) -> float:
         """Seconds that `work` takes on the device, when it has been done before."""
         ...
 
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
         """Host memory that the device can reach by itself, zeroed."""
         ...
 
-    def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
-        """Capture work for `compute`, and what it returns: tensors that each replay fills anew. Graphs share memory, so
-        that a replay may overwrite what another one has returned."""
+    def zeros(self, shape: Sequence[int], dtype: str) -> Array:
+        """Memory of the device."""
         ...
 
-    def fetch(self, tensors: Sequence[Tensor], after: Event) -> list[Tensor]:
+    def beside(self, pinned: NDArray[Any]) -> Array:
+        """Memory of the device that `pinned` is uploaded to: itself, if the device shares memory."""
+        ...
+
+    def view(self, array: Array, dtype: str) -> Array:
+        """The bytes of an array [num_bytes] read as another type."""
+        ...
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Copy between pinned and device memory, or within the device, as work of the stream that runs it."""
+        ...
+
+    def capture_shapes(self, largest: StepShape) -> list[StepShape]:
+        """Shapes of the steps that are worth capturing, the smallest first."""
+        ...
+
+    def can_replay(self, captured: StepShape, used: StepShape) -> bool:
+        """Whether a step of one shape can be replayed as a captured one of the other."""
+        ...
+
+    def capture(self, model: StepModel, inputs: StepArrays[Array]) -> CapturedStep:
+        """Capture the model's part of a step over `inputs`."""
+        ...
+
+    def fetch(self, arrays: Sequence[Array], after: Event) -> list[NDArray[Any]]:
         """Copies on the host, made as soon as `after` has come and whatever `compute` has been given since then."""
         ...
-
-
-class CudaStream:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
-
-    def run(self, work: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        with torch.cuda.stream(self.stream):
-            work()
-
-    def record(self) -> CudaEvent:
-        event = CudaEvent()
-        event.event.record(self.stream)
-        return event
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
-        self.stream.wait_event(event.event)
-
-
-class CudaEvent:
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a host that waits does not spin: the server needs the processor
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
-class CudaDevice:
-    """The CUDA device of this process: the first that CUDA_VISIBLE_DEVICES leaves."""
-
-    def __init__(self) -> None:
-        self.torch_device = torch.device("cuda", 0)
-        torch.cuda.set_device(self.torch_device)
-        self.name = torch.cuda.get_device_name(self.torch_device)
-        compute = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        torch.cuda.set_stream(compute)  # so that entering `compute` again changes nothing
-        self.compute = CudaStream(compute)
-        self.copies = CudaStream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
-        self._graph_memory = torch.cuda.graph_pool_handle()
-
-    def memory_bytes(self) -> tuple[int, int]:
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self.torch_device)
-
-    def peak_bytes(self, work: Callable[[], None]) -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-        before = torch.cuda.memory_allocated(self.torch_device)
-        work()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated(self.torch_device) - before
-
-    def time_s(self, work: Callable[[], object]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        work()
-        begin.record(self.compute.stream)
-        for _ in range(_TIMED):
-            work()
-        end.record(self.compute.stream)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / _TIMED
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
-
-    def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
-        work()  # kernels are compiled and libraries set up outside of the capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory, stream=self.compute.stream):
-            result = work()
-        return graph, result
-
-    def fetch(self, tensors: Sequence[Tensor], after: Event) -> list[Tensor]:
-        self.copies.wait(after)
-        with torch.cuda.stream(self.copies.stream):
-            return [tensor.cpu() for tensor in tensors]

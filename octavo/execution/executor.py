@@ -1,17 +1,21 @@
-"""Executors stand between the engine core and the devices that run a model.
+"""What stands between the engine core and the workers that run a model: it hands them plans and brings back results.
 
-They load it, size the KV cache by the memory there is, and execute plans: `local_executor` on the processors that
-Python runs on as well, `device_executor` on a GPU. Executors over several devices will take the same calls and send the
-plan on.
+`LocalExecutor` has one worker, in the core's own process. Executors over several take the same calls and send the plan
+on.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.config import EngineConfig
+from octavo.execution.device import Device
+from octavo.execution.worker import Worker
+from octavo.kv_cache.groups import CacheGroup
+from octavo.ops import Ops
+from octavo.ops import load as load_cpu
+from octavo.phases import Phases
 from octavo.plan import StepPlan, StepResult
 
 
@@ -23,22 +27,13 @@ class PendingStep(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DoneStep:
-    """A step that was computed while it was handed over."""
-
-    done: StepResult
-
-    def result(self) -> StepResult:
-        return self.done
-
-
 class Executor(Protocol):
     """What the engine core needs of whatever runs the model."""
 
     runs_ahead: bool  # a step may be submitted before the tokens of the last one are known
-    num_blocks: int
-    num_host_blocks: int
+    groups: tuple[CacheGroup, ...]  # of layers, in the cache
+    num_blocks: list[int]  # by pool
+    num_host_blocks: list[int]
     weight_bytes: int  # of the packed matrices
     cache_bytes: int  # of the KV cache, used or not
     startup: dict[str, float]  # seconds by phase
@@ -54,13 +49,35 @@ class Executor(Protocol):
         ...
 
 
-def create_executor(config: EngineConfig) -> Executor:
-    """The executor of `config.device`. Raises `LoadError` or `ConfigError` when model or cache do not fit."""
+class LocalExecutor:
+    """One worker, in this process."""
+
+    def __init__(self, config: EngineConfig, device: Device | None = None, ops: Ops | None = None) -> None:
+        """Device and operations are those of `config.device`, unless tests bring their own. Raises `LoadError` or
+        `ConfigError` when model or cache do not fit."""
+        phases = Phases()
+        if device is None or ops is None:
+            device, ops = _open_device(config)
+        phases.end("kernels")
+        self.worker = worker = Worker(config, device, ops, phases)
+        self.runs_ahead = device.runs_ahead
+        self.groups, self.num_blocks, self.num_host_blocks = worker.groups, worker.num_blocks, worker.num_host_blocks
+        self.weight_bytes, self.cache_bytes = worker.weight_bytes, worker.cache_bytes
+        self.startup = phases.seconds
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        return self.worker.runner.submit(plan)
+
+    def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
+        return self.worker.grammars.prepare(grammar, eos_token_ids)
+
+
+def _open_device(config: EngineConfig) -> tuple[Device, Ops]:
     if config.device == "cuda":
-        from octavo.execution.device import CudaDevice
-        from octavo.execution.device_executor import DeviceExecutor, load_ops
+        from octavo.execution.cuda_device import CudaDevice
+        from octavo.ops import cuda
 
-        return DeviceExecutor(config, CudaDevice(), load_ops())
-    from octavo.execution.local_executor import LocalExecutor
+        return CudaDevice(), cuda
+    from octavo.execution.cpu_device import CpuDevice
 
-    return LocalExecutor(config)
+    return CpuDevice(), load_cpu(config.cpu_threads, config.cpus)

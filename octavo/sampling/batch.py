@@ -7,21 +7,39 @@ ask for (penalties, biases, masks) hides behind one flag a row, so that a plain 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from octavo.ops.upload import upload
-from octavo.plan import Admission
+from octavo.plan import Admission, num_standing
 from octavo.sampling.beams import Beams
-from octavo.sampling.structured import GrammarCompiler, GrammarTable, TokenMask
+from octavo.sampling.grammar_masks import GrammarCompiler, GrammarTable, TokenMask
 from octavo.sampling_params import LogitsProcessor, SamplingParams
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)  # beyond it a temperature would be infinite and its row NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The N samples that a step draws. Fork 0 of a row continues the row."""
+
+    rows: NDArray[np.int64]
+    forks: NDArray[np.int64]
+    lengths: NDArray[np.int64]  # tokens of the row before the sample, guesses included
+    # By row that brought guesses: the place of its first sample, and the guesses.
+    guessed: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+
+    def standing(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the sampled `tokens` [N] stand: not those after a wrong guess."""
+        stands = np.ones(len(tokens), bool)
+        for first, guesses in self.guessed.values():
+            sampled = tokens[first : first + len(guesses) + 1].tolist()
+            stands[first + num_standing(guesses, sampled) : first + len(sampled)] = False
+        return stands
 
 
 class RowSettings:
@@ -32,7 +50,7 @@ class RowSettings:
         self.num_prompt_tokens = num_prompt_tokens
         self.stop_token_ids = stop_token_ids
         self.processors = [_with_prompt(processor) for processor in params.logits_processors or ()]
-        self._bias: Tensor | None = None
+        self._allowed_words: NDArray[np.int32] | None = None
         self._seen = _SeenTokens(num_prompt_tokens)
 
     @property
@@ -40,22 +58,25 @@ class RowSettings:
         params = self.params
         return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
-    def bias(self, vocab_size: int, device: torch.device) -> Tensor | None:
-        """[vocab_size] float32, always on the same `device`, to add to the logits: the request's biases, and -inf for
-        tokens that are not allowed."""
-        params = self.params
-        if self._bias is None and (params.logit_bias or params.allowed_token_ids is not None):
-            bias = torch.zeros(vocab_size)
-            if params.allowed_token_ids is not None:
-                bias.fill_(float("-inf"))[params.allowed_token_ids] = 0.0
-            if params.logit_bias:
-                bias[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
-            self._bias = upload(bias, device)
-        return self._bias
+    @cached_property
+    def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Tokens and what is added to their logits."""
+        bias = self.params.logit_bias
+        return (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)) if bias else None
 
-    def seen_tokens(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The distinct tokens of prompt and output [K], and how often each is in the output [K]."""
-        return self._seen.update(tokens)
+    def allowed_words(self, vocab_size: int) -> NDArray[np.int32] | None:
+        """[W] int32: the allowed tokens as bits, if not all are."""
+        allowed = self.params.allowed_token_ids
+        if self._allowed_words is None and allowed is not None:
+            bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+            bits[allowed] = True
+            self._allowed_words = np.packbits(bits, bitorder="little").view(np.int32)
+        return self._allowed_words
+
+    def seen_tokens(self, tokens: NDArray[np.int32], num_settled: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The distinct tokens of prompt and output [K], and how often each is in the output [K]. Those from
+        `num_settled` on are guesses, which are counted for this time only."""
+        return self._seen.of(tokens, num_settled)
 
 
 class _SeenTokens:
@@ -65,20 +86,37 @@ class _SeenTokens:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_read = 0
         self._place: dict[int, int] = {}
-        self._tokens = np.empty(256, np.int64)
-        self._counts = np.zeros(256, np.float32)
+        self._tokens = np.empty(0, np.int64)
+        self._counts = np.empty(0, np.float32)
 
-    def update(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        for position in range(self._num_read, len(tokens)):
-            token = int(tokens[position])
-            place = self._place.setdefault(token, len(self._place))
-            if place == len(self._tokens):
-                self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
-                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._tokens[place] = token
-            self._counts[place] += position >= self._num_prompt_tokens
-        self._num_read = len(tokens)
-        return self._tokens[: len(self._place)], self._counts[: len(self._place)]
+    def of(self, tokens: NDArray[np.int32], num_settled: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        if not self._num_read:
+            self._read_prompt(tokens[: self._num_prompt_tokens])
+        for token in tokens[self._num_read : num_settled].tolist():
+            self._count(token, 1)
+        self._num_read = num_settled
+        guesses = tokens[num_settled:].tolist()
+        for token in guesses:
+            self._count(token, 1)
+        found = self._tokens[: len(self._place)].copy(), self._counts[: len(self._place)].copy()
+        for token in reversed(guesses):
+            self._count(token, -1)
+        return found
+
+    def _read_prompt(self, prompt: NDArray[np.int32]) -> None:
+        distinct = np.unique(prompt).astype(np.int64)
+        self._num_read = len(prompt)
+        self._place = {token: place for place, token in enumerate(distinct.tolist())}
+        self._tokens = np.concatenate([distinct, np.empty(256, np.int64)])
+        self._counts = np.zeros(len(self._tokens), np.float32)
+
+    def _count(self, token: int, number: int) -> None:
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._tokens[place] = token
+        self._counts[place] += number
 
 
 def _with_prompt(processor: LogitsProcessor) -> LogitsProcessor:
@@ -93,6 +131,22 @@ def _with_prompt(processor: LogitsProcessor) -> LogitsProcessor:
     return lambda prompt, output, logits: short(output, logits)
 
 
+class SpecialSample(NamedTuple):
+    """A sample whose logits are processed."""
+
+    sample: int
+    settings: RowSettings
+    tokens: NDArray[np.int32]  # of its row, before the sample
+    num_settled: int  # of those, the ones that are no guesses
+
+
+Masks = tuple[list[tuple[int, TokenMask]], dict[int, str]]
+
+
+def _no_masks() -> Masks:
+    return [], {}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """N samples to draw. Arrays are [N]."""
@@ -105,11 +159,9 @@ class SamplingBatch:
     index: NDArray[np.uint64]
     position: NDArray[np.uint64]  # output tokens before this one
     num_logprobs: NDArray[np.int64]  # -1 is none
-    special: list[
-        tuple[int, RowSettings, NDArray[np.int32]]
-    ]  # samples whose logits are processed: (n, settings, tokens)
-    masks: list[tuple[int, TokenMask]] = field(default_factory=list)  # samples that follow a grammar
-    errors: dict[int, str] = field(default_factory=dict)  # samples whose grammar cannot be followed any further
+    special: list[SpecialSample]
+    # Waits for the masks of samples that follow a grammar -> those, and why others cannot be followed any further.
+    masks: Callable[[], Masks] = _no_masks
     beams: Beams = field(default_factory=list)
 
 
@@ -158,44 +210,53 @@ class SamplingTable:
         )
         (self._demanding.add if is_demanding else self._demanding.discard)(row)
 
-    def build(
-        self, rows: NDArray[np.int64], forks: NDArray[np.int64], lengths: NDArray[np.int64], tokens: NDArray[np.int32]
-    ) -> SamplingBatch | None:
-        """Gather the samples of `rows` [N]: `forks` counts the samples drawn from one row, `lengths` are the tokens
-        that each row has, `tokens` [max_num_seqs, max_model_len + 1] the table of them. None when all that they ask for
-        is the most likely token."""
+    def build(self, samples: Samples, tokens: NDArray[np.int32]) -> SamplingBatch | None:
+        """Gather the settings of `samples`; `tokens` [max_num_seqs, max_model_len + 1] is the table of them. None when
+        all that they ask for is the most likely token."""
+        rows, lengths = samples.rows, samples.lengths
         if self._demanding.isdisjoint(rows.tolist()):
             return None
-        masks, errors = ([], {}) if self._grammars is None else self._grammars.masks(rows)
+        masks: Callable[[], Masks] = _no_masks
+        if (grammars := self._grammars) is not None and not grammars.is_empty:
+            for row, (_, guesses) in samples.guessed.items():
+                grammars.guess(row, guesses)
+            firsts = {row: first for row, (first, _) in samples.guessed.items()}
+            masks = partial(grammars.masks, rows, firsts)
+
         return SamplingBatch(
             temperature=self._temperature[rows],
             top_p=self._top_p[rows],
             top_k=self._top_k[rows],
             min_p=self._min_p[rows],
             seed=self._seed[rows],
-            index=self._index[rows] + forks.astype(np.uint64),
+            index=self._index[rows] + samples.forks.astype(np.uint64),
             position=(lengths - self._num_prompt_tokens[rows]).astype(np.uint64),
             num_logprobs=self._num_logprobs[rows],
-            special=[
-                (int(n), settings, tokens[rows[n], : lengths[n]])
-                for n in np.flatnonzero(self._is_special[rows])
-                if (settings := self.settings[rows[n]]) is not None
-            ],
+            special=self._special(samples, tokens),
             beams=[(n, *self._beams[row]) for n, row in enumerate(rows.tolist()) if row in self._beams]
             if self._beams
             else [],
             masks=masks,
-            errors=errors,
         )
 
     def advance(self, rows: NDArray[np.int64], forks: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-        """`tokens` [N] were drawn for `rows` [N]; fork 0 of a row continues it."""
+        """`tokens` [N] were drawn for `rows` [N] and stand; fork 0 of a row continues it."""
         if self._grammars is None or self._grammars.is_empty:
             return
         if forks.any():
             continues = forks == 0
             rows, tokens = rows[continues], tokens[continues]
         self._grammars.advance(rows, tokens)
+
+    def _special(self, samples: Samples, tokens: NDArray[np.int32]) -> list[SpecialSample]:
+        found = []
+        for n in np.flatnonzero(self._is_special[samples.rows]).tolist():
+            row, length = int(samples.rows[n]), int(samples.lengths[n])
+            first, _ = samples.guessed.get(row, (n, ()))
+            settings = self.settings[row]
+            assert settings is not None
+            found.append(SpecialSample(n, settings, tokens[row, :length], int(samples.lengths[first])))
+        return found
 
 
 def _is_special(params: SamplingParams) -> bool:

@@ -1,22 +1,25 @@
-"""Chooses tokens: greedy, or by inverting the cumulative distribution at a number that the request's seed determines.
+"""Chooses tokens: the likeliest, or by inverting the cumulative distribution at a number that the request's seed gives.
 
-Both are row-wise operations of the backend, so a sample is a function of its logits and its request alone.
+All of it is row-wise operations of the backend, so a sample is a function of its logits and its request alone, and
+nothing waits for a device: `draw` has it choose the tokens of a step, and measure whatever requests want to know of
+them; `Drawn.finish` makes lists of that once it has happened.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from octavo.ops import Ops
+from octavo.ops import NO_TOKEN, Array, Ops
 from octavo.request import TokenLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.beams import best_tokens, offers, score_beams
-from octavo.sampling.logprobs import entries, measure
+from octavo.sampling.grammar_masks import TokenMask
+from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
 from octavo.sampling.processors import process_logits
 from octavo.sampling.random import uniform
 
@@ -26,79 +29,102 @@ NOTHING_TO_CHOOSE = (
 )
 
 
-class Sampler:
-    """Stateless but for its backend."""
+class SampleArrays(Protocol):
+    """Settings of N samples, by sample: the part of a step's arrays that drawing reads."""
 
-    def __init__(self, ops: Ops) -> None:
-        self.ops = ops
-
-    def sample(
-        self, logits: Tensor, best: Tensor, batch: SamplingBatch | None
-    ) -> tuple[NDArray[np.int64], list[TokenLogprobs | None] | None, dict[int, str]]:
-        """logits [N, V] float32, which are overwritten, and their argmax [N] int64 -> tokens [N], their
-        log-probabilities if any are asked for, and what went wrong by sample: a caller's processor failed, or nothing
-        was left to choose from. Without a batch the tokens are the most likely ones."""
-        if batch is None:
-            return best.numpy(), None, _nothing_to_choose(logits, best)
-        wanted = np.flatnonzero(batch.num_logprobs >= 0)
-        raw = logits[torch.from_numpy(wanted)] if len(wanted) else None  # before penalties, as the model said
-        errors = batch.errors
-        if batch.beams:
-            score_beams(logits, batch.beams)
-        if batch.masks:
-            self._follow_grammars(logits, best, batch)
-        if batch.special:
-            errors = process_logits(logits, batch.special, self.ops) | errors
-            best = self.ops.argmax(logits)
-        errors = _nothing_to_choose(logits, best) | errors
-        tokens: NDArray[np.int64] = best.numpy()
-        rows = np.flatnonzero(batch.temperature > 0)
-        if len(rows):
-            chosen = logits if len(rows) == len(tokens) else logits[torch.from_numpy(rows)]
-            tokens[rows] = self.ops.sample(
-                chosen,
-                torch.from_numpy(batch.temperature[rows]),
-                torch.from_numpy(batch.top_k[rows]),
-                torch.from_numpy(batch.top_p[rows]),
-                torch.from_numpy(batch.min_p[rows]),
-                torch.from_numpy(uniform(batch.seed[rows], batch.index[rows], batch.position[rows])),
-            ).numpy()
-        if raw is None and not batch.beams:
-            return tokens, None, errors
-        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if raw is not None:
-            measured = token_logprobs(raw, tokens[wanted], batch.num_logprobs[wanted])
-            for n, entry in zip(wanted.tolist(), measured, strict=True):
-                logprobs[n] = entry
-        for found in best_tokens(logits, batch.beams):
-            for n, entry in offers(*found):
-                logprobs[n] = entry
-        return tokens, logprobs, errors
-
-    def _follow_grammars(self, logits: Tensor, best: Tensor, batch: SamplingBatch) -> None:
-        """Take the tokens that grammars do not allow out of `logits`, and set `best` right, both in place.
-
-        Where nothing but the most likely token is asked for and it is allowed, there is nothing to do.
-        """
-        rows, chosen = logits.numpy(), best.numpy()
-        special = {n for n, _, _ in batch.special}
-        for n, mask in batch.masks:
-            is_allowed = mask.allows(int(chosen[n]))
-            if is_allowed and n not in special and batch.temperature[n] == 0:
-                continue
-            mask.apply(rows[n])
-            if not is_allowed:
-                chosen[n] = self.ops.argmax(logits[n : n + 1])[0]
+    @property
+    def temperature(self) -> Any: ...
+    @property
+    def top_k(self) -> Any: ...
+    @property
+    def top_p(self) -> Any: ...
+    @property
+    def min_p(self) -> Any: ...
+    @property
+    def dice(self) -> Any: ...
 
 
-def _nothing_to_choose(logits: Tensor, best: Tensor) -> dict[int, str]:
-    """Masks that leave nothing, and logits that are not numbers, end their own request and nothing else."""
-    highest = logits.numpy()[np.arange(len(best)), best.numpy()].tolist()
-    if math.isfinite(sum(highest)):
-        return {}
-    return {n: NOTHING_TO_CHOOSE for n, logit in enumerate(highest) if not math.isfinite(logit)}
+@dataclass(slots=True)
+class Drawn:
+    """What a step's samples are on the device. `tokens` [N] int64 has `NO_TOKEN` where there was none to choose."""
+
+    tokens: Array
+    errors: dict[int, str] = field(default_factory=dict)
+    wanted: list[int] = field(default_factory=list)  # the samples that `logprobs` are of
+    logprobs: MeasuredLogprobs | None = None
+    offers: list[tuple[list[int], Array, Array]] = field(default_factory=list)
+
+    def finish(
+        self, tokens: NDArray[np.int64], fetch: Callable[[Sequence[Array]], list[NDArray[Any]]]
+    ) -> tuple[list[TokenLogprobs | None] | None, dict[int, str]]:
+        """Log-probabilities by sample, if any are asked for, and what went wrong by sample. `tokens` [N] are on the
+        host by now, and set right in place; `fetch` brings other arrays there."""
+        errors = self.errors
+        if tokens.min() < 0:
+            errors = dict.fromkeys(np.flatnonzero(tokens == NO_TOKEN).tolist(), NOTHING_TO_CHOOSE) | errors
+            tokens[tokens == NO_TOKEN] = 0
+        if self.logprobs is None and not self.offers:
+            return None, errors
+        found: list[TokenLogprobs | None] = [None] * len(tokens)
+        if self.logprobs is not None:
+            for n, entry in zip(self.wanted, entries(fetch(self.logprobs.arrays), self.logprobs.num_top), strict=True):
+                found[n] = entry
+        for samples, best, scores in self.offers:
+            for n, entry in offers(samples, *fetch([best, scores])):
+                found[n] = entry
+        return found, errors
 
 
-def token_logprobs(logits: Tensor, tokens: NDArray[np.int64], num_top: NDArray[np.int64]) -> list[TokenLogprobs]:
-    """Log-probabilities of `tokens` [N] and of each row's `num_top` [N] most likely ones under logits [N, V]."""
-    return entries(measure(logits, torch.from_numpy(tokens), num_top).tensors, num_top)
+def fill(arrays: SampleArrays, batch: SamplingBatch) -> None:
+    """Write what `draw` needs of the batch into a step's arrays, on the host."""
+    count = len(batch.temperature)
+    arrays.temperature[:count] = batch.temperature
+    arrays.top_k[:count] = batch.top_k
+    arrays.top_p[:count] = batch.top_p
+    arrays.min_p[:count] = batch.min_p
+    arrays.dice[:count] = uniform(batch.seed, batch.index, batch.position)
+
+
+def draw(
+    ops: Ops, logits: Array, best: Array, arrays: SampleArrays, batch: SamplingBatch | None, is_known: bool
+) -> Drawn:
+    """logits [N, V] float32, which may be overwritten, and their argmax [N] int64 -> the step's samples. Without a
+    batch they are the most likely tokens. `is_known` says that the host can look at `best`."""
+    if batch is None:
+        return Drawn(best)
+    masks, mask_errors = batch.masks()
+    drawn = Drawn(best, mask_errors)
+    wanted = np.flatnonzero(batch.num_logprobs >= 0)
+    raw = ops.rows_of(logits, wanted) if len(wanted) else None  # before penalties, as the model said
+    if batch.beams:
+        score_beams(ops, logits, batch.beams)
+    if is_known:
+        masks = _effective(masks, best, batch)
+    if masks:
+        words = np.stack([mask.words for _, mask in masks]).view(np.int32)
+        ops.mask_tokens(logits, words, np.array([n for n, _ in masks], np.int64))
+    if batch.special:
+        drawn.errors = process_logits(ops, logits, batch.special) | drawn.errors
+    if masks or batch.special:
+        best = ops.argmax(logits)
+    if batch.beams:
+        drawn.offers = best_tokens(ops, logits, batch.beams)
+    drawn.tokens = best
+    if (batch.temperature > 0).any():  # after everything else: logits are lost
+        settings = arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p, arrays.dice
+        drawn.tokens = ops.sample(logits, *(setting[: len(best)] for setting in settings))
+    if raw is not None:
+        drawn.wanted = wanted.tolist()
+        drawn.logprobs = measure(ops, raw, ops.rows_of(drawn.tokens, wanted), batch.num_logprobs[wanted])
+    return drawn
+
+
+def _effective(masks: list[tuple[int, TokenMask]], best: Any, batch: SamplingBatch) -> list[tuple[int, TokenMask]]:
+    """The masks that change anything: where nothing but the likeliest token is asked for and it is allowed, they do
+    not."""
+    special = {one.sample for one in batch.special} | {n for n, _, _ in batch.beams}
+    return [
+        (n, mask)
+        for n, mask in masks
+        if n in special or batch.temperature[n] > 0 or best[n] < 0 or not mask.allows(int(best[n]))
+    ]

@@ -2,8 +2,8 @@
 
 Work waits in its stream until somebody waits for an event behind it; which stream goes on next is then drawn at random.
 Host memory that work under way will read must stay as it was when the work was given; host memory that it will write
-is filled with nonsense until it has been written; and whatever a graph has returned is overwritten as soon as another
-graph runs, as graphs that share their memory would.
+is filled with nonsense until it has been written; and whatever a captured step has returned is overwritten as soon as
+another one is replayed, as steps that share their memory would.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.execution.device import Event, Graph, T
+from octavo.config import CacheConfig
+from octavo.execution.cuda_device import decode_shapes, is_padded_decode
+from octavo.execution.device import Event, StepModel, StepOutputs
+from octavo.execution.step_arrays import StepArrays, StepShape
 
 
 class LateEvent:
@@ -38,15 +43,17 @@ class LateStream:
         self._num_given = 0
         self.num_done = 0
 
-    def run(self, work: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+    def run(
+        self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
+    ) -> None:
         self._device.maybe_fail()
-        seen = [tensor.clone() for tensor in reads]
-        for tensor in writes:
-            _spoil(tensor)
+        seen = [array.copy() for array in reads]
+        for array in writes:
+            _spoil(torch.from_numpy(array))
 
         def run() -> bool:
-            for tensor, before in zip(reads, seen, strict=True):
-                assert torch.equal(tensor, before), "the host wrote to memory that the device has still to read"
+            for array, before in zip(reads, seen, strict=True):
+                assert np.array_equal(array, before), "the host wrote to memory that the device has still to read"
             with torch.inference_mode():
                 work()
             return True
@@ -73,17 +80,25 @@ class LateStream:
         self._work.append(work)
 
 
-class LateGraph:
-    def __init__(self, device: LateDevice, work: Callable[[], Any], outputs: tuple[Tensor, ...]) -> None:
-        self._device, self._work, self._outputs = device, work, outputs
+class LateStep:
+    """A captured step."""
 
-    def replay(self) -> None:
+    def __init__(self, device: LateDevice, model: StepModel, inputs: StepArrays[Any]) -> None:
+        self._device, self._model, self._inputs = device, model, inputs
+        self.outputs = StepOutputs(*self._compute())
+
+    def _compute(self) -> tuple[Any, Any, Any]:
+        with torch.inference_mode():
+            hidden = self._model.hidden(self._inputs)
+            return hidden, *self._model.logits(self._inputs, hidden)
+
+    def replay(self, used: StepShape) -> None:
         self._device.num_replays += 1
-        found = self._work()
-        for outputs in self._device.graph_outputs:
-            for tensor in outputs:
+        found = self._compute()
+        for step in self._device.captured:
+            for tensor in _tensors(step.outputs):
                 _spoil(tensor)
-        for output, tensor in zip(self._outputs, found, strict=True):
+        for output, tensor in zip(_tensors(self.outputs), found, strict=True):
             output.copy_(tensor)
 
 
@@ -91,39 +106,62 @@ class LateDevice:
     """`memory_failures` is the share of pieces of work that are refused for want of memory."""
 
     name = "a device that is late"
-    torch_device = torch.device("cpu")
+    runs_ahead = True
+    shares_memory = False
+    memory_errors: tuple[type[Exception], ...] = (torch.OutOfMemoryError,)
 
     def __init__(self, seed: int, memory_failures: float = 0.0) -> None:
         self._random = random.Random(seed)
         self.memory_failures = memory_failures
         self.compute, self.copies = LateStream(self), LateStream(self)
-        self.graph_outputs: list[tuple[Tensor, ...]] = []
+        self.captured: list[LateStep] = []
         self.num_replays = 0
         self.num_failures = 0
 
-    def memory_bytes(self) -> tuple[int, int]:
-        return 1 << 30, 1 << 30
+    def free_bytes(self) -> int:
+        return 1 << 30
 
-    def peak_bytes(self, work: Callable[[], None]) -> int:
-        work()
-        return 1 << 20
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], captured_bytes: int) -> tuple[int, str]:
+        step()
+        return (1 << 30) - captured_bytes, "a device that is late"
+
+    def release_memory(self) -> None:
+        """Nothing is held in reserve."""
 
     def time_s(self, work: Callable[[], object]) -> float:
         work()
         return 1.0
 
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(tuple(shape), dtype=dtype)
+    def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+        return np.zeros(tuple(shape), dtype)
 
-    def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
-        outputs = work()
-        assert isinstance(outputs, tuple)
-        self.graph_outputs.append(outputs)
-        return LateGraph(self, work, outputs), outputs
+    def zeros(self, shape: Sequence[int], dtype: str) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=getattr(torch, dtype))
 
-    def fetch(self, tensors: Sequence[Tensor], after: Event) -> list[Tensor]:
+    def beside(self, pinned: NDArray[Any]) -> Tensor:
+        return self.zeros(pinned.shape, pinned.dtype.name)
+
+    def view(self, array: Any, dtype: str) -> Tensor:
+        tensor: Tensor = array.view(getattr(torch, dtype))
+        return tensor
+
+    def copy(self, source: Any, target: Any) -> None:
+        source, target = (x if isinstance(x, Tensor) else torch.from_numpy(x) for x in (source, target))
+        target.copy_(source)
+
+    def capture_shapes(self, largest: StepShape) -> list[StepShape]:
+        return decode_shapes(largest)
+
+    def can_replay(self, captured: StepShape, used: StepShape) -> bool:
+        return is_padded_decode(captured, used)
+
+    def capture(self, model: StepModel, inputs: StepArrays[Any]) -> LateStep:
+        self.captured.append(LateStep(self, model, inputs))
+        return self.captured[-1]
+
+    def fetch(self, arrays: Sequence[Any], after: Event) -> list[NDArray[Any]]:
         after.wait()
-        return [tensor.clone() for tensor in tensors]
+        return [tensor.clone().numpy() for tensor in arrays]
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -135,6 +173,10 @@ class LateDevice:
         if self._random.random() < self.memory_failures:
             self.num_failures += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def _tensors(outputs: StepOutputs) -> list[Any]:
+    return [outputs.hidden, outputs.logits, outputs.best]
 
 
 def _spoil(tensor: Tensor) -> None:

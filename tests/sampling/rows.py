@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from torch import Tensor
 from octavo import ops
 from octavo.plan import Admission
 from octavo.request import TokenLogprobs
-from octavo.sampling.batch import SamplingTable
+from octavo.sampling.batch import Samples as DrawnFor
+from octavo.sampling.batch import SamplingBatch, SamplingTable
 from octavo.sampling.random import uniform
-from octavo.sampling.sampler import Sampler
+from octavo.sampling.sampler import draw, fill
 from octavo.sampling_params import SamplingParams
 
 
@@ -48,12 +50,33 @@ def sample(rows: list[Row]) -> Samples:
     for place, row in zip(places.tolist(), rows, strict=True):
         known = row.prompt + row.output
         tokens[place, : len(known)] = known
-        table.admit(Admission(place, known, len(row.prompt), [], row.params, row.stop_token_ids, row.seed, row.index))
+        table.admit(Admission(place, known, len(row.prompt), [[]], row.params, row.stop_token_ids, row.seed, row.index))
     lengths = np.array([len(row.prompt) + len(row.output) for row in rows], np.int64)
-    batch = table.build(places, np.zeros(len(rows), np.int64), lengths, tokens)
-    logits = torch.stack([row.logits for row in rows])
-    drawn, logprobs, errors = Sampler(ops.load()).sample(logits, logits.argmax(-1), batch)
-    return Samples(drawn.tolist(), logprobs or [None] * len(rows), errors)
+    batch = table.build(DrawnFor(places, np.zeros(len(rows), np.int64), lengths), tokens)
+    logits = torch.stack([row.logits for row in rows]).numpy()
+    found, logprobs, errors = draw_from(logits, batch)
+    return Samples(found.tolist(), logprobs or [None] * len(rows), errors)
+
+
+def draw_from(
+    logits: NDArray[np.float32], batch: SamplingBatch | None
+) -> tuple[NDArray[np.int64], list[TokenLogprobs | None] | None, dict[int, str]]:
+    """Tokens [N], log-probabilities and errors, by the native operations; logits [N, V] are overwritten."""
+    arrays = sample_arrays(len(logits))
+    if batch is not None:
+        fill(arrays, batch)
+    cpu = ops.load()
+    drawn = draw(cpu, logits, cpu.argmax(logits), arrays, batch, is_known=True)
+    tokens = np.array(drawn.tokens)
+    return tokens, *drawn.finish(tokens, lambda arrays: [np.asarray(array) for array in arrays])
+
+
+def sample_arrays(num_samples: int) -> Any:
+    """A step's arrays, as far as drawing reads them."""
+    return SimpleNamespace(
+        temperature=np.zeros(num_samples, np.float32), top_k=np.zeros(num_samples, np.int64),
+        top_p=np.ones(num_samples, np.float32), min_p=np.zeros(num_samples, np.float32), dice=np.zeros(num_samples),
+    )  # fmt: skip
 
 
 def dice(row: Row) -> float:

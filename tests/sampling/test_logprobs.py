@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -9,21 +10,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from torch import Tensor
 
 from octavo import ops
 from octavo.batch import StepBatch
 from octavo.config import SchedulerConfig
-from octavo.execution.model_runner import ModelRunner
-from octavo.execution.step_batch import SequenceTable
+from octavo.execution.block_mover import BlockMover
+from octavo.execution.cpu_device import CpuDevice
+from octavo.execution.runner import Runner
+from octavo.execution.sequence_table import SequenceTable
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import EngineRequest, Prompt, TokenLogprobs
-from octavo.sampling.sampler import Sampler, token_logprobs
+from octavo.sampling.logprobs import entries, measure
 from octavo.sampling_params import SamplingParams
 from octavo.scheduling.scheduler import Scheduler
 from tests.sampling.rows import Row, sample
 
 V = 50
+
+
+def token_logprobs(logits: Tensor, tokens: np.ndarray, num_top: np.ndarray) -> list[TokenLogprobs]:
+    return entries(measure(ops.load(), logits.numpy(), tokens, num_top).arrays, num_top)
 
 
 def log_softmax(logits: Tensor) -> np.ndarray:
@@ -90,17 +98,16 @@ def test_zero_logprobs_report_the_chosen_token_alone_and_none_report_nothing() -
 class TableModel:
     """A model whose logits after a token are a row of a table: no attention, so that every log-probability is known."""
 
+    vocab_size = V
+
     def __init__(self) -> None:
         self.table = torch.randn(V, V, generator=torch.Generator().manual_seed(3))
-        self.token_ids = torch.empty(0, dtype=torch.int64)
 
-    def run(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        self.token_ids = batch.token_ids.long()
-        logits = self.table[self.token_ids[batch.sample_rows]]
-        return logits, logits.argmax(-1)
+    def forward(self, batch: StepBatch, caches: Sequence[Any]) -> np.ndarray:
+        return batch.token_ids.astype(np.float32)[:, None]
 
-    def logits_of(self, first: int, count: int) -> Tensor:
-        return self.table[self.token_ids[first : first + count]]
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        return self.table.numpy()[hidden[:, 0].astype(np.int64)]
 
 
 def run_requests(
@@ -111,9 +118,12 @@ def run_requests(
         max_num_seqs=min(budget, 8), max_num_batched_tokens=budget, enable_chunked_prefill=True, policy="fcfs",
         preemption_mode="recompute", check_invariants=True,
     )  # fmt: skip
-    scheduler = Scheduler(config, KVCacheManager(num_blocks, 4, 0, True))
-    table = SequenceTable(config.max_num_seqs, budget, 128, 4)
-    runner = ModelRunner(cast(Any, TableModel()), table, Sampler(ops.load()), [], [])
+    groups = group_layers([LayerCacheSpec("full", 1, 16, 16)])
+    scheduler = Scheduler(config, KVCacheManager(groups, [num_blocks], 4, [0], True))
+    table = SequenceTable(config.max_num_seqs, 128, 4, groups)
+    device, cpu = CpuDevice(), ops.load()
+    runner = Runner(cast(Any, TableModel()), cpu, device, table, budget)
+    runner.use_caches([], BlockMover(cpu, device, [[]], [0]))
     for name, one in params.items():
         scheduler.add(EngineRequest(name, Prompt(prompts[name]), one, [], one.max_tokens or 1, 0.0))
     tokens: dict[str, dict[int, list[int]]] = {name: {} for name in params}
@@ -121,7 +131,7 @@ def run_requests(
     num_preemptions = 0
     while scheduler.has_work:
         plan = scheduler.schedule()
-        for output in scheduler.update(plan, runner.execute(plan)):
+        for output in scheduler.update(plan, runner.submit(plan).result()):
             assert output.error is None
             tokens[output.request_id].setdefault(output.index, []).extend(output.token_ids)
             if output.prompt_logprobs is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from octavo.ops import cpu
 from octavo.plan import Admission
-from octavo.sampling.batch import RowSettings, SamplingTable
+from octavo.sampling.batch import RowSettings, Samples, SamplingTable, SpecialSample
 from octavo.sampling.processors import process_logits
 from octavo.sampling_params import SamplingParams
 from tests.sampling.rows import Row, sample
@@ -25,10 +26,15 @@ tokens = st.integers(0, V - 1)
 def process(rows: list[Row]) -> tuple[torch.Tensor, dict[int, str]]:
     logits = torch.stack([row.logits for row in rows]).clone()
     special = [
-        (n, RowSettings(row.params, len(row.prompt), row.stop_token_ids), np.array(row.prompt + row.output, np.int32))
+        special_sample(n, RowSettings(row.params, len(row.prompt), row.stop_token_ids), row.prompt + row.output)
         for n, row in enumerate(rows)
     ]
-    return logits, process_logits(logits, special, cpu)
+    errors = process_logits(cpu, logits.numpy(), special)
+    return logits, errors
+
+
+def special_sample(n: int, settings: RowSettings, tokens: list[int], num_guesses: int = 0) -> SpecialSample:
+    return SpecialSample(n, settings, np.array(tokens, np.int32), len(tokens) - num_guesses)
 
 
 def naive(row: Row) -> list[float]:
@@ -187,16 +193,23 @@ def test_penalties_count_the_tokens_of_a_growing_sequence_once() -> None:
     for token in [4, 4, 3, 4, *range(V), 4]:
         row.output.append(token)
         logits = row.logits[None].clone()
-        process_logits(logits, [(0, settings_of_row, np.array(row.prompt + row.output, np.int32))], cpu)
+        # Guesses count, for this time only.
+        guesses = [5, 5, 4]
+        with_guesses = replace(row, output=row.output + guesses)
+        guessed = row.logits[None].clone()
+        known = row.prompt + row.output
+        process_logits(cpu, guessed.numpy(), [special_sample(0, settings_of_row, known + guesses, len(guesses))])
+        torch.testing.assert_close(guessed[0], torch.tensor(naive(with_guesses)), rtol=1e-5, atol=1e-5)
+        process_logits(cpu, logits.numpy(), [special_sample(0, settings_of_row, known)])
         torch.testing.assert_close(logits[0], torch.tensor(naive(row)), rtol=1e-5, atol=1e-5)
 
 
 def test_penalties_follow_a_sequence_with_many_different_tokens() -> None:
     vocab_size = 1000
     params = SamplingParams(presence_penalty=1.0)
-    tokens = np.arange(vocab_size, dtype=np.int32)[::-1].copy()
+    tokens = list(reversed(range(vocab_size)))
     logits = torch.zeros(1, vocab_size)
-    process_logits(logits, [(0, RowSettings(params, 300, []), tokens)], cpu)
+    process_logits(cpu, logits.numpy(), [special_sample(0, RowSettings(params, 300, []), tokens)])
     assert (logits[0, :700] == -1).all()
     assert (logits[0, 700:] == 0).all()
 
@@ -228,10 +241,10 @@ def test_a_processor_that_fails_fails_its_own_request_only(processor: object, te
 def test_a_plain_request_is_not_processed_at_all() -> None:
     table = SamplingTable(3)
     plain = SamplingParams(top_k=5, top_p=0.5, temperature=2.0, logprobs=1, stop_token_ids=[3])
-    table.admit(Admission(0, [1, 2], 1, [], plain, [0], 1, 0))
-    table.admit(Admission(1, [1, 2], 1, [], SamplingParams(presence_penalty=0.1), [0], 1, 0))
-    rows = np.array([0, 1, 0], np.int64)
-    batch = table.build(rows, np.zeros(3, np.int64), np.full(3, 2), np.zeros((3, 9), np.int32))
-    assert [n for n, _, _ in batch.special] == [1]
-    table.admit(Admission(1, [1, 2], 1, [], plain, [0], 1, 0))
-    assert table.build(rows, np.zeros(3, np.int64), np.full(3, 2), np.zeros((3, 9), np.int32)).special == []
+    table.admit(Admission(0, [1, 2], 1, [[]], plain, [0], 1, 0))
+    table.admit(Admission(1, [1, 2], 1, [[]], SamplingParams(presence_penalty=0.1), [0], 1, 0))
+    samples = Samples(np.array([0, 1, 0], np.int64), np.zeros(3, np.int64), np.full(3, 2))
+    batch = table.build(samples, np.zeros((3, 9), np.int32))
+    assert [special.sample for special in batch.special] == [1]
+    table.admit(Admission(1, [1, 2], 1, [[]], plain, [0], 1, 0))
+    assert table.build(samples, np.zeros((3, 9), np.int32)).special == []

@@ -11,13 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo import ops
 from octavo.plan import Admission
-from octavo.sampling.batch import SamplingTable
+from octavo.sampling.batch import Samples, SamplingTable
 from octavo.sampling.random import uniform
-from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
-from tests.sampling.rows import Row, is_right_draw, probabilities, sample
+from tests.sampling.rows import Row, draw_from, is_right_draw, probabilities, sample
 
 INF = float("inf")
 NAN = float("nan")
@@ -244,10 +242,11 @@ def test_the_first_tokens_of_forks_are_those_that_their_own_rows_would_draw() ->
     logits = random_logits(1000, seed=8)
     count = 8
     table = SamplingTable(2)
-    table.admit(Admission(1, [3, 4], 2, [], SamplingParams(n=count), [], 9, 0))
+    table.admit(Admission(1, [3, 4], 2, [[]], SamplingParams(n=count), [], 9, 0))
     rows = np.full(count, 1, np.int64)
-    batch = table.build(rows, np.arange(count), np.full(count, 2, np.int64), np.zeros((2, 4), np.int32))
-    drawn, _, _ = Sampler(ops.load()).sample(logits.repeat(count, 1), logits.argmax(-1).repeat(count), batch)
+    samples = Samples(rows, np.arange(count), np.full(count, 2, np.int64))
+    batch = table.build(samples, np.zeros((2, 4), np.int32))
+    drawn, _, _ = draw_from(logits.repeat(count, 1).numpy(), batch)
     assert drawn.tolist() == [sample([Row(logits, seed=9, index=index)]).tokens[0] for index in range(count)]
     assert len(set(drawn.tolist())) > count // 2
 

@@ -10,8 +10,9 @@ from transformers import LlamaConfig
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.execution.device import CudaDevice, Device
-from octavo.execution.device_executor import DeviceExecutor
+from octavo.execution.cuda_device import CudaDevice
+from octavo.execution.device import Device
+from octavo.execution.executor import LocalExecutor
 from octavo.ops import cuda
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
@@ -37,7 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> En
 
 def triton_core(config: EngineConfig) -> EngineCore:
     device: Device = LateDevice(0) if DEVICE.type == "cpu" else CudaDevice()
-    return EngineCore(config, DeviceExecutor(config, device, cast(Any, cuda)))
+    return EngineCore(config, LocalExecutor(config, device, cast(Any, cuda)))
 
 
 def run(core: EngineCore, requests: list[EngineRequest]) -> dict[tuple[str, int], list[int]]:

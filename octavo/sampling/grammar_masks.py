@@ -11,8 +11,10 @@ import logging
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,36 +94,14 @@ class GrammarCompiler:
         return LLTokenizer(text, n_vocab=size, eos_token=self._eos_token_ids or None)
 
 
+@dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Which tokens may come next: the bits of `words` [W] uint32. Whoever draws needs lists of them, which `prepare`
-    makes; whoever takes the most likely one mostly finds its bit set."""
+    """Which tokens may come next: the bits of `words` [W] uint32."""
 
-    def __init__(self, words: NDArray[np.uint32], vocab_size: int) -> None:
-        self.words = words
-        self._vocab_size = vocab_size
-        self._tokens: NDArray[np.int64] | None = None  # in order: the allowed ones or the others, whichever are fewer
-        self._are_allowed = False
+    words: NDArray[np.uint32]
 
     def allows(self, token: int) -> bool:
         return bool(int(self.words[token >> 5]) >> (token & 31) & 1)
-
-    def prepare(self) -> NDArray[np.int64]:
-        """Work out the lists, which takes some tens of microseconds."""
-        if self._tokens is None:
-            allowed = np.unpackbits(self.words.view(np.uint8), bitorder="little")[: self._vocab_size].view(bool)
-            self._are_allowed = 2 * int(np.count_nonzero(allowed)) <= self._vocab_size
-            self._tokens = np.flatnonzero(allowed if self._are_allowed else ~allowed)
-        return self._tokens
-
-    def apply(self, logits: NDArray[np.float32]) -> None:
-        """Set the logits [V] of tokens that may not come to minus infinity."""
-        tokens = self.prepare()
-        if self._are_allowed:
-            kept = logits[tokens]
-            logits.fill(-np.inf)
-            logits[tokens] = kept
-        else:
-            logits[tokens] = -np.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -133,10 +113,10 @@ class _Row:
     end_token_ids: list[int]  # end-of-sequence, and the request's stop tokens
     ignored_token_ids: list[int]  # those of them that end nothing as long as something else may follow
     min_tokens: int
-    is_sampled: bool  # rather than greedy
     matcher: LLMatcher | None = None
     num_output: int = 0
     mask: TokenMask | None = None
+    guessed: list[TokenMask] = field(default_factory=list)  # after each guess of the step, up to one not allowed
     error: str | None = None
     index: int = field(default=0)  # its line in the array of masks
 
@@ -166,10 +146,9 @@ class GrammarTable:
             self._rows.pop(row, None)
             return
         ignored = [t for t in end_token_ids if t not in params.stop_token_ids] if params.ignore_eos else []
-        is_sampled = params.temperature > 0
-        state = _Row(params.grammar, output, end_token_ids, ignored, params.min_tokens, is_sampled, index=row)
+        state = _Row(params.grammar, output, end_token_ids, ignored, params.min_tokens, index=row)
         self._rows[row] = state
-        self._submit([state])
+        self._submit([state], partial(self._compute, [state]))
 
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """`tokens` [N] were drawn for `rows` [N]: start to compute what may follow."""
@@ -180,11 +159,19 @@ class GrammarTable:
                 state.output.append(token)
                 changed.append(state)
         if changed:
-            self._submit(changed)
+            self._submit(changed, partial(self._compute, changed))
 
-    def masks(self, rows: NDArray[np.int64]) -> tuple[list[tuple[int, TokenMask]], dict[int, str]]:
+    def guess(self, row: int, guesses: Sequence[int]) -> None:
+        """The next step computes `guesses` after the tokens of `row`: start to compute what may follow each."""
+        if (state := self._rows.get(row)) is not None:
+            self._submit([state], partial(self._look_ahead, state, list(guesses)))
+
+    def masks(
+        self, rows: NDArray[np.int64], firsts: Mapping[int, int]
+    ) -> tuple[list[tuple[int, TokenMask]], dict[int, str]]:
         """Wait for the masks of the samples of `rows` [N] -> (sample, mask) of those that have a grammar, and what
-        went wrong by sample."""
+        went wrong by sample. `firsts` are the first samples of rows with guesses, each of which is followed by one after
+        each guess. Where a guess is not allowed, what is sampled after it does not stand and needs no mask."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
@@ -193,25 +180,28 @@ class GrammarTable:
         for n, row in enumerate(rows.tolist()):
             if (state := self._rows.get(row)) is None:
                 continue
+            num_guesses = n - firsts.get(row, n)
             if state.error is not None:
                 errors[n] = state.error
-            elif state.mask is not None:
-                masks.append((n, state.mask))
+            elif state.mask is not None and num_guesses <= len(state.guessed):
+                masks.append((n, state.guessed[num_guesses - 1] if num_guesses else state.mask))
         return masks, errors
 
-    def _submit(self, changed: list[_Row]) -> None:
+    def _submit(self, rows: list[_Row], work: Callable[[], None]) -> None:
+        """Have the thread of masks work for `rows`. It takes its work in order, so that the last piece done means all
+        are."""
         if self._pool is None:
             self._pool = _new_pool("grammar-masks")
-        self._pending = self._pool.submit(self._update, changed)
 
-    def _update(self, changed: list[_Row]) -> None:
-        """In the thread of masks. It takes its work in order, so that the last piece done means all are."""
-        try:
-            self._compute(changed)
-        except Exception as e:  # a bug, ours or llguidance's: these requests fail, the others go on
-            logger.exception("masks of structured outputs could not be computed")
-            for state in changed:
-                state.error = f"structured output failed: {type(e).__name__}."
+        def run() -> None:
+            try:
+                work()
+            except Exception as e:  # a bug, ours or llguidance's: these requests fail, the others go on
+                logger.exception("masks of structured outputs could not be computed")
+                for state in rows:
+                    state.error = f"structured output failed: {type(e).__name__}."
+
+        self._pending = self._pool.submit(run)
 
     def _compute(self, changed: list[_Row]) -> None:
         running = [state for state in changed if state.error is None and self._read(state)]
@@ -233,6 +223,22 @@ class GrammarTable:
             else:
                 state.mask = self._mask(state, words[state.index])
 
+    def _look_ahead(self, state: _Row, guesses: list[int]) -> None:
+        """In the thread of masks: go on with guesses as far as they are allowed, and back again."""
+        state.guessed = []
+        matcher, mask = state.matcher, state.mask
+        if matcher is None or mask is None or state.error is not None:
+            return
+        for guess in guesses:
+            # A token that ends the sequence is followed by nothing.
+            if not mask.allows(guess) or guess in state.end_token_ids or not matcher.consume_tokens([guess]):
+                break
+            words = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self._compiler.num_words]
+            mask = self._mask(state, words, len(state.guessed) + 1)
+            state.guessed.append(mask)
+        if state.guessed and not matcher.rollback(len(state.guessed)):
+            state.error = _explain(matcher)
+
     def _read(self, state: _Row) -> bool:
         """Bring a matcher up to date. False if it could not be."""
         if state.matcher is None:
@@ -243,18 +249,16 @@ class GrammarTable:
             state.error = _explain(state.matcher)
         return state.error is None
 
-    def _mask(self, state: _Row, words: NDArray[np.uint32]) -> TokenMask:
-        held = state.end_token_ids if state.num_output < state.min_tokens else state.ignored_token_ids
+    def _mask(self, state: _Row, words: NDArray[np.uint32], num_guesses: int = 0) -> TokenMask:
+        is_short = state.num_output + num_guesses < state.min_tokens
+        held = state.end_token_ids if is_short else state.ignored_token_ids
         if held:  # it may not end yet, unless the grammar lets it do nothing else
             going_on = words.copy()
             for token in held:
                 going_on[token >> 5] &= ~np.uint32(1 << (token & 31))
             words = going_on if going_on.any() else words
         # A view: the line is written again only when this sequence, or the next one of this row, has gone on.
-        mask = TokenMask(words, self._compiler.vocab_size)
-        if state.is_sampled:
-            mask.prepare()
-        return mask
+        return TokenMask(words)
 
 
 def _new_pool(name: str) -> ThreadPoolExecutor:

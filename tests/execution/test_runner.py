@@ -1,4 +1,4 @@
-"""The device's runner gives the answers of the CPU's, on a device that is as late as a device can be.
+"""The runner gives the same answers on a device that is as late as a device can be as on the CPU.
 
 Both sides are whole engine cores on the same small random model in float32: the CPU's native kernels, which wait for
 each step, and the reference operations behind `LateDevice`, one step ahead, with and without graphs, swapping, forks,
@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.execution.device_executor import DeviceExecutor
+from octavo.execution.executor import LocalExecutor
 from octavo.ops import torch_ref
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
@@ -126,7 +126,7 @@ class Reference:
 
 
 def device_core(config: EngineConfig, device: LateDevice) -> EngineCore:
-    return EngineCore(config, DeviceExecutor(config, device, cast(Any, Reference())))
+    return EngineCore(config, LocalExecutor(config, device, cast(Any, Reference())))
 
 
 FLAGS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,122 @@
+"""The processors that Python runs on, as a device: streams run at once, and a captured step is the native program.
+
+It shares the host's memory, so that nothing is uploaded, and one program recorded at full size replays steps of any
+smaller one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.config import CacheConfig
+from octavo.execution.device import Event, StepModel, StepOutputs
+from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.loading.memory import available_memory_bytes
+from octavo.ops import Array
+from octavo.ops.cpu_program import Program
+
+_GIB = 1 << 30
+
+
+class _Done:
+    """The event of a stream that has done all its work."""
+
+    def wait(self) -> None:
+        pass
+
+
+_DONE = _Done()
+
+
+class _InlineStream:
+    """Work is done when it is given."""
+
+    def run(
+        self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
+    ) -> None:
+        work()
+
+    def record(self) -> Event:
+        return _DONE
+
+    def wait(self, event: Event) -> None:
+        pass
+
+
+class CapturedProgram:
+    """A step recorded as native calls."""
+
+    def __init__(self, model: StepModel, inputs: StepArrays[Array]) -> None:
+        self.program = Program()
+        watched: StepArrays[Array] = StepArrays(
+            *(self.program.input(getattr(inputs, field.name)) for field in fields(inputs))
+        )
+        with self.program.record(per_sample=False):
+            hidden = model.hidden(watched)
+        with self.program.record(per_sample=True):
+            logits, best = model.logits(watched, hidden)
+        self.outputs = StepOutputs(*(np.asarray(array) for array in (hidden, logits, best)))
+
+    def replay(self, used: StepShape) -> None:
+        self.program.run(used.tokens, used.seqs, used.samples)
+
+
+class CpuDevice:
+    """The processors of this machine."""
+
+    name = "CPU"
+    runs_ahead = False  # Python and kernels share the processors: there is nothing to overlap
+    shares_memory = True
+    memory_errors: tuple[type[Exception], ...] = ()
+
+    def __init__(self) -> None:
+        self.compute = self.copies = _InlineStream()
+
+    def free_bytes(self) -> int:
+        return available_memory_bytes()
+
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], captured_bytes: int) -> tuple[int, str]:
+        share, available = config.cpu_memory_utilization, available_memory_bytes()
+        return int(available * share), f"--cpu-memory-utilization {share} of {available / _GIB:.2f} GiB free RAM"
+
+    def release_memory(self) -> None:
+        """Nothing is held in reserve."""
+
+    def time_s(self, work: Callable[[], object]) -> float:
+        begin = perf_counter()
+        work()
+        return perf_counter() - begin
+
+    def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+        return np.zeros(tuple(shape), dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Array:
+        return np.zeros(tuple(shape), dtype)
+
+    def beside(self, pinned: NDArray[Any]) -> Array:
+        return pinned
+
+    def view(self, array: Array, dtype: str) -> Array:
+        found: Any = array
+        return found.view(np.dtype(dtype))
+
+    def copy(self, source: Any, target: Any) -> None:
+        np.copyto(target, source)
+
+    def capture_shapes(self, largest: StepShape) -> list[StepShape]:
+        return [largest]
+
+    def can_replay(self, captured: StepShape, used: StepShape) -> bool:
+        return True
+
+    def capture(self, model: StepModel, inputs: StepArrays[Array]) -> CapturedProgram:
+        return CapturedProgram(model, inputs)
+
+    def fetch(self, arrays: Sequence[Array], after: Event) -> list[NDArray[Any]]:
+        return [np.asarray(array) for array in arrays]

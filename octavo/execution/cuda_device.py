@@ -1,0 +1,191 @@
+"""The CUDA device of this process. Everything that is known of CUDA beyond kernels is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.config import CacheConfig
+from octavo.execution.device import Event, StepModel, StepOutputs
+from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.ops import Array
+
+_TIMED = 5
+_GIB = 1 << 30
+_UPDATES_PER_SEQUENCE = 2  # of a decode: a new block, and a copied one
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Sequences of the steps that are captured. A step is padded to the next larger one; what the padding costs stays
+    under a third up to 512, and below 16 the weights' traffic, which is the same for all."""
+    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, 513, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def decode_shapes(largest: StepShape) -> list[StepShape]:
+    """Steps of decodes, of some numbers of sequences."""
+    return [
+        StepShape(size, size, size, _UPDATES_PER_SEQUENCE * largest.groups * size, largest.groups)
+        for size in graph_sizes(largest.seqs)
+    ]
+
+
+def is_padded_decode(captured: StepShape, used: StepShape) -> bool:
+    """Whether a step is of decodes only and becomes `captured` by padding."""
+    return used.tokens == used.seqs == used.samples <= captured.tokens and used.updates <= captured.updates
+
+
+class CudaEvent:
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a host that waits does not spin: the server needs the processor
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaStream:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def run(
+        self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
+    ) -> None:
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            work()
+
+    def record(self) -> CudaEvent:
+        event = CudaEvent()
+        event.event.record(self.stream)
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+
+class CapturedGraph:
+    """A CUDA graph, and the arrays that it leaves its results in."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: StepOutputs) -> None:
+        self._graph, self.outputs = graph, outputs
+
+    def replay(self, used: StepShape) -> None:
+        self._graph.replay()
+
+
+class CudaDevice:
+    """The CUDA device of this process: the first that CUDA_VISIBLE_DEVICES leaves."""
+
+    runs_ahead = True
+    shares_memory = False
+    memory_errors: tuple[type[Exception], ...] = (torch.OutOfMemoryError,)
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", 0)
+        torch.cuda.set_device(self._device)
+        self.name = torch.cuda.get_device_name(self._device)
+        compute = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(compute)  # so that entering `compute` again changes nothing
+        self.compute = CudaStream(compute)
+        self.copies = CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        self._graph_memory = torch.cuda.graph_pool_handle()
+        # Of the largest captured step: smaller ones leave theirs in the beginnings. Graphs that kept results of their
+        # own would take as much for each.
+        self._outputs: list[Tensor] | None = None
+
+    def free_bytes(self) -> int:
+        return self._memory_bytes()[0]
+
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], captured_bytes: int) -> tuple[int, str]:
+        step_bytes = self._peak_bytes(step)
+        free, total = self._memory_bytes()
+        share = config.gpu_memory_utilization
+        source = (
+            f"--gpu-memory-utilization {share} of {total / _GIB:.2f} GiB, less {(total - free) / _GIB:.2f} GiB in use "
+            f"and {(step_bytes + captured_bytes) / _GIB:.2f} GiB for the largest step and the graphs,"
+        )
+        return int(total * share) - (total - free) - step_bytes - captured_bytes, source
+
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+    def time_s(self, work: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        work()
+        begin.record(self.compute.stream)
+        for _ in range(_TIMED):
+            work()
+        end.record(self.compute.stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / _TIMED
+
+    def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+        array: NDArray[Any] = torch.zeros(tuple(shape), dtype=getattr(torch, dtype), pin_memory=True).numpy()
+        return array
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Array:
+        return torch.zeros(tuple(shape), dtype=getattr(torch, dtype), device=self._device)
+
+    def beside(self, pinned: NDArray[Any]) -> Array:
+        return self.zeros(pinned.shape, pinned.dtype.name)
+
+    def view(self, array: Array, dtype: str) -> Array:
+        tensor: Any = array
+        return tensor.view(getattr(torch, dtype))
+
+    def copy(self, source: Any, target: Any) -> None:
+        source, target = (x if isinstance(x, Tensor) else torch.from_numpy(x) for x in (source, target))
+        target.copy_(source, non_blocking=True)
+
+    def capture_shapes(self, largest: StepShape) -> list[StepShape]:
+        return decode_shapes(largest)
+
+    def can_replay(self, captured: StepShape, used: StepShape) -> bool:
+        return is_padded_decode(captured, used)
+
+    def capture(self, model: StepModel, inputs: StepArrays[Array]) -> CapturedGraph:
+        """To be called for the largest step first."""
+
+        def work() -> list[Tensor]:
+            hidden: Any = model.hidden(inputs)
+            found: list[Any] = [hidden, *model.logits(inputs, hidden)]
+            return found
+
+        with torch.inference_mode():
+            found = work()  # kernels are compiled and libraries set up outside of the capture
+            if self._outputs is None:
+                self._outputs = [torch.empty_like(tensor) for tensor in found]
+            outputs = [whole[: len(tensor)] for whole, tensor in zip(self._outputs, found, strict=True)]
+            del found
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._graph_memory, stream=self.compute.stream):
+                for output, tensor in zip(outputs, work(), strict=True):
+                    output.copy_(tensor)
+                del tensor
+        kept: list[Any] = outputs
+        return CapturedGraph(graph, StepOutputs(*kept))
+
+    def fetch(self, arrays: Sequence[Array], after: Event) -> list[NDArray[Any]]:
+        self.copies.wait(after)
+        tensors: Any = arrays
+        with torch.cuda.stream(self.copies.stream):
+            return [tensor.cpu().numpy() for tensor in tensors]
+
+    def _memory_bytes(self) -> tuple[int, int]:
+        """What is free, to whoever asks first, and what there is in all."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)
+
+    def _peak_bytes(self, work: Callable[[], None]) -> int:
+        """How much memory `work` takes at its height, beyond what was in use before."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(self._device) - before

@@ -1,0 +1,447 @@
+"""Carries out plans on one device: a plan becomes arrays, the model runs on them, tokens come back.
+
+`submit` writes what the step needs into pinned memory, has it uploaded at once, and appends forward pass, sampling and
+the download of the tokens to the device's stream. Where the device computes on its own nothing here waits for it:
+sampled tokens stay there as well, and a row of the next step takes its own from there, so that step can be submitted
+before anybody on the host knows them. A step that fits a captured one is its replay; others run call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.batch import GroupTables, StepBatch
+from octavo.errors import DeviceMemoryError
+from octavo.execution.block_mover import BlockMover
+from octavo.execution.device import CapturedStep, Device, Event, StepOutputs
+from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.step_arrays import Padding, StepArrays, StepLayout, StepShape, pad
+from octavo.models.registry import Model
+from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
+from octavo.plan import StepPlan, StepResult
+from octavo.sampling.batch import Samples, SamplingTable
+from octavo.sampling.grammar_masks import GrammarCompiler
+from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
+from octavo.sampling.sampler import Drawn, draw, fill
+from octavo.sampling_params import MAX_LOGPROBS
+
+# Rows of prompt log-probabilities computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
+_PROMPT_LOGPROB_ROWS = 256
+# Where steps run ahead two may be under way, and a third is written meanwhile.
+_NUM_STAGES_AHEAD = 3
+_UPDATES_PER_SEQUENCE = 2  # of a decode: a new block, and a copied one
+
+
+@dataclass(slots=True)
+class _Stage:
+    """Pinned memory of one step: what the device is told, and the tokens that come back."""
+
+    number: int
+    inputs: NDArray[np.uint8]
+    tokens: NDArray[np.int64]  # [max_num_samples]
+    is_free: Event | None = None  # the device is done with it
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured step, and the arrays that it reads: on the device, and on the host in each stage, by the stage's
+    number."""
+
+    layout: StepLayout
+    inputs: StepArrays[Array]
+    staged: list[StepArrays[NDArray[Any]]]
+    step: CapturedStep
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptPart:
+    """Prompt tokens of a row that wants their log-probabilities, and the tokens of the step that predict them."""
+
+    row: int
+    first: int  # token of the step
+    predicted: NDArray[np.int64]
+    num_top: int
+
+
+class SubmittedStep:
+    """A step that the device has been given."""
+
+    def __init__(self, runner: Runner, stage: _Stage, samples: Samples) -> None:
+        self._runner = runner
+        self.stage = stage
+        self.samples = samples
+        self.occupants = runner.occupants[samples.rows]
+        self.drawn: Drawn | None = None  # set when the device's turn has come
+        self.prompts: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
+        self.done: Event | None = None
+
+    def result(self) -> StepResult:
+        """Wait until the device has computed the step."""
+        return self._runner.collect(self)
+
+
+class Runner:
+    """One model on one device, its KV cache, and the tables of the running sequences."""
+
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        device: Device,
+        table: SequenceTable,
+        max_num_tokens: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        self.model, self.ops, self.device = model, ops, device
+        self.table = table
+        self.caches: Sequence[LayerKVCache]
+        self._mover: BlockMover
+        num_groups, num_rows, max_blocks = table.blocks.shape
+        self.sampling = SamplingTable(num_rows, grammars)
+        self.occupants = np.zeros(num_rows, np.int64)  # how many sequences have had each row
+        self._wants_prompt_logprobs: dict[int, int] = {}  # row -> how many
+        self._stale: set[int] = set()  # rows whose block tables the device may not have got
+        self._tables: _DeviceTables | None = None
+        self._padding = Padding(0, num_rows, num_rows * max_blocks)
+        num_updates = 0
+        if not device.shares_memory:
+            self._tables = _DeviceTables(device, num_groups, num_rows, max_blocks)
+            num_updates = num_groups * num_rows * (max_blocks + _UPDATES_PER_SEQUENCE)
+        # Of T tokens each is sampled after once at most, but for forks, which have a row each.
+        self._largest = StepShape(
+            max_num_tokens, num_rows, max(max_num_tokens, num_rows), num_updates, num_groups,
+            max_blocks if device.shares_memory else 0,
+        )  # fmt: skip
+        num_bytes = StepLayout(self._largest).num_bytes
+        self._stages = [
+            _Stage(i, device.pinned([num_bytes], "uint8"), device.pinned([self._largest.samples], "int64"))
+            for i in range(_NUM_STAGES_AHEAD if device.runs_ahead else 1)
+        ]
+        self._buffer = device.beside(self._stages[0].inputs)  # what the stages are uploaded to
+        self.captured: list[Captured] = []
+
+    def use_caches(self, caches: Sequence[LayerKVCache], mover: BlockMover) -> None:
+        """Where keys and values are kept, by layer. To be called before anything runs; captured steps stay with what
+        they were captured with."""
+        self.caches, self._mover = caches, mover
+
+    def hidden(self, inputs: StepArrays[Array]) -> Array:
+        """`StepModel.hidden`."""
+        return self.model.forward(self._batch(inputs), self.caches)
+
+    def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
+        """`StepModel.logits`."""
+        logits = self.model.logits(self.ops.take_rows(hidden, inputs.sample_rows))
+        return logits, self.ops.argmax(logits)
+
+    def capture(self) -> None:
+        """Capture the steps that are worth it, the largest first: the smaller ones find their memory already there."""
+        for shape in reversed(self.device.capture_shapes(self._largest)):
+            layout = StepLayout(shape)
+            staged = [layout.on_host(stage.inputs) for stage in self._stages]
+            # Padding through and through: a step that changes nothing.
+            staged[0].query_start_loc[0] = 0
+            pad(staged[0], StepShape(0, 0, 0, 0, shape.groups), self._padding)
+            self._upload(self._stages[0], layout.num_bytes)
+            self.device.compute.record().wait()
+            inputs = layout.on_device(self._buffer, self.device.view)
+            self.captured.insert(0, Captured(layout, inputs, staged, self.device.capture(self, inputs)))
+
+    @property
+    def captured_bytes(self) -> int:
+        """What `capture` is going to take: the results of the largest captured step, and its own memory of as much. All
+        share the memory of the rest, which is less than the largest step's."""
+        if self.device.shares_memory:
+            return 0
+        largest = max((shape.samples for shape in self.device.capture_shapes(self._largest)), default=0)
+        return 2 * largest * self.model.vocab_size * 4
+
+    def run_largest_step(self) -> None:
+        """The step that takes the most memory: as many tokens and samples as there may be, stored nowhere."""
+        num_tokens, num_rows = self._largest.tokens, self._largest.seqs
+        layout = StepLayout(StepShape(num_tokens, num_rows, num_rows, 0, self._largest.groups, self._largest.blocks))
+        stage = self._stages[0]
+        arrays = layout.on_host(stage.inputs)
+        pad(arrays, StepShape(0, 0, 0, 0, self._largest.groups), self._padding)
+        arrays.query_start_loc[:] = np.linspace(0, num_tokens, num_rows + 1).astype(np.int32)
+        arrays.seq_lens[:] = np.diff(arrays.query_start_loc)
+        arrays.temperature[:] = arrays.top_p[:] = arrays.min_p[:] = 1
+        self._upload(stage, layout.num_bytes)
+        inputs = layout.on_device(self._buffer, self.device.view)
+
+        def work() -> None:
+            logits, best = self.logits(inputs, self.hidden(inputs))
+            raw = self.ops.rows_of(logits, np.arange(num_rows))  # as if all asked what they were before
+            measure(self.ops, raw, best, np.full(num_rows, MAX_LOGPROBS))
+            self.ops.sample(logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.dice)
+
+        self.device.compute.run(work)
+        self.device.compute.record().wait()
+
+    def submit(self, plan: StepPlan) -> SubmittedStep:
+        """Have the device compute a plan, which must have at least one row, after those submitted before.
+
+        Raises `DeviceMemoryError`; blocks were moved and rows admitted by then, but no token was computed."""
+        self.table.update(plan)
+        self._admit(plan)
+        self._mover.move(plan.moves)
+        stage = self._stages.pop(0)
+        self._stages.append(stage)
+        if stage.is_free is not None:
+            stage.is_free.wait()
+        try:
+            return self._start(plan, stage)
+        except self.device.memory_errors as e:
+            self._stale.update(planned.row for planned in plan.rows)
+            self.device.release_memory()
+            reason = str(e).splitlines()[0]
+            raise DeviceMemoryError(
+                f"the step ran out of device memory ({reason}); lower --max-num-batched-tokens, "
+                "--max-num-seqs or --gpu-memory-utilization."
+            ) from None
+        finally:
+            stage.is_free = self.device.compute.record()
+
+    def collect(self, step: SubmittedStep) -> StepResult:
+        """Wait for a step, and append its tokens to the rows that are still the same sequences'."""
+        assert step.done is not None
+        step.done.wait()
+        drawn, samples, done = step.drawn, step.samples, step.done
+
+        def fetch(arrays: Sequence[Array]) -> list[NDArray[Any]]:
+            return self.device.fetch(arrays, done)
+
+        result = StepResult(tokens=[])
+        if drawn is not None:
+            tokens = step.stage.tokens[: len(samples.rows)].copy()
+            result.logprobs, errors = drawn.finish(tokens, fetch)
+            result.errors = {int(samples.rows[n]): message for n, message in errors.items()}
+            result.tokens = tokens.tolist()
+            is_kept = self.occupants[samples.rows] == step.occupants
+            if samples.guessed:
+                is_kept &= samples.standing(tokens)
+            if not is_kept.all():
+                samples = Samples(samples.rows[is_kept], samples.forks[is_kept], samples.lengths[is_kept], {})
+                tokens = tokens[is_kept]
+            self.table.append(samples, tokens)
+            self.sampling.advance(samples.rows, samples.forks, tokens)
+        for row, measured in step.prompts:
+            found = result.prompt_logprobs.setdefault(row, [])
+            found += entries(fetch(measured.arrays), measured.num_top)
+        return result
+
+    def _admit(self, plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            self.occupants[admission.row] += 1
+            self.sampling.admit(admission)
+            self._wants_prompt_logprobs.pop(admission.row, None)
+            has_output = len(admission.token_ids) > admission.num_prompt_tokens
+            if admission.params.prompt_logprobs is not None and not has_output:
+                self._wants_prompt_logprobs[admission.row] = admission.params.prompt_logprobs
+
+    def _start(self, plan: StepPlan, stage: _Stage) -> SubmittedStep:
+        updates = None if self._tables is None else self._tables.updates(plan, self.table.blocks, self._stale)
+        prompts = self._prompt_parts(plan) if self._wants_prompt_logprobs else []
+        used = self._shape_of(plan, 0 if updates is None else len(updates[0]))
+        captured = self._captured_for(used)
+        if captured is None:
+            layout = StepLayout(used)
+            arrays, inputs = layout.on_host(stage.inputs), layout.on_device(self._buffer, self.device.view)
+        else:
+            layout, arrays, inputs = captured.layout, captured.staged[stage.number], captured.inputs
+        row_of = self.table.gather(plan, arrays)
+        samples = self.table.samples
+        num_samples = used.samples
+        if updates is not None:
+            self._fill_owners(arrays, row_of, samples, updates)
+            pad(arrays, used, self._padding_of(used))
+        settings = None
+        if num_samples:
+            settings = self.sampling.build(samples, self.table.tokens)
+            if settings is not None:
+                fill(arrays, settings)
+        self._upload(stage, layout.num_bytes)
+        step = SubmittedStep(self, stage, samples)
+        if captured is not None:
+            self.device.compute.run(lambda: captured.step.replay(used))
+
+        def finish() -> None:
+            outputs = self._run(inputs) if captured is None else captured.step.outputs
+            if num_samples:
+                step.drawn = draw(
+                    self.ops, outputs.logits[:num_samples], outputs.best[:num_samples], inputs, settings,
+                    self.device.shares_memory,
+                )  # fmt: skip
+                if self._tables is not None:
+                    self._tables.keep(self.ops, inputs.sample_owners[:num_samples], step.drawn.tokens)
+            # Only now: on a device without a captured step they need as much memory as the logits had.
+            step.prompts = [measured for part in prompts for measured in self._measure_prompt(outputs.hidden, part)]
+
+        def download() -> None:
+            if step.drawn is not None:
+                self.device.copy(step.drawn.tokens, stage.tokens[:num_samples])
+
+        self.device.compute.run(finish)
+        self.device.compute.run(download, writes=[stage.tokens])
+        step.done = self.device.compute.record()
+        if self._wants_prompt_logprobs:
+            self._forget_prompts(plan)
+        return step
+
+    def _run(self, inputs: StepArrays[Array]) -> StepOutputs:
+        hidden = self.hidden(inputs)
+        return StepOutputs(hidden, *self.logits(inputs, hidden))
+
+    def _batch(self, inputs: StepArrays[Array]) -> StepBatch:
+        """The model's input. What only the device knows comes from its own tables."""
+        token_ids, tables = inputs.token_ids, inputs.block_tables
+        if self._tables is not None:
+            token_ids, tables = self._tables.resolve(self.ops, inputs)
+        return StepBatch(
+            token_ids=token_ids,
+            positions=inputs.positions,
+            query_start_loc=inputs.query_start_loc,
+            seq_lens=inputs.seq_lens,
+            sample_rows=inputs.sample_rows,
+            groups=tuple(GroupTables(inputs.slot_mapping[g], tables[g]) for g in range(self._largest.groups)),
+        )
+
+    def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
+        num_tokens = sum([planned.num_tokens for planned in plan.rows])
+        num_samples = sum([planned.num_samples for planned in plan.rows])
+        largest = self._largest
+        return StepShape(num_tokens, len(plan.rows), num_samples, num_updates, largest.groups, largest.blocks)
+
+    def _captured_for(self, used: StepShape) -> Captured | None:
+        for captured in self.captured:
+            if self.device.can_replay(captured.layout.shape, used):
+                return captured
+        return None
+
+    def _padding_of(self, used: StepShape) -> Padding:
+        return Padding(used.tokens, self._padding.no_row, self._padding.no_place)
+
+    def _fill_owners(
+        self,
+        arrays: StepArrays[NDArray[Any]],
+        row_of: NDArray[np.int64],
+        samples: Samples,
+        updates: tuple[NDArray[np.int64], NDArray[np.int32]],
+    ) -> None:
+        """What the device needs to know whose tokens and blocks are whose."""
+        no_row = self._padding.no_row
+        num_tokens, num_samples = len(row_of), len(samples.rows)
+        # The last token of a row may be one that only the device knows.
+        is_unknown = arrays.positions[:num_tokens] >= self.table.num_known[row_of]
+        arrays.token_owners[:num_tokens] = np.where(is_unknown, row_of, no_row)
+        starts = arrays.query_start_loc
+        num_seqs = np.searchsorted(starts, num_tokens)
+        arrays.seq_owners[:num_seqs] = row_of[starts[:num_seqs]]
+        # Forks bring their token when they are admitted, and guesses that were sampled right are known to the host.
+        is_kept = (samples.forks == 0) & ~np.isin(samples.rows, list(samples.guessed))
+        arrays.sample_owners[:num_samples] = np.where(is_kept, samples.rows, no_row)
+        places, blocks = updates
+        arrays.block_places[: len(places)] = places
+        arrays.new_blocks[: len(places)] = blocks
+
+    def _upload(self, stage: _Stage, num_bytes: int) -> None:
+        if self.device.shares_memory:
+            return
+
+        def work() -> None:
+            self.device.copy(stage.inputs[:num_bytes], self._buffer[:num_bytes])
+
+        self.device.compute.run(work, reads=[stage.inputs])
+
+    def _prompt_parts(self, plan: StepPlan) -> list[_PromptPart]:
+        """The prompt tokens that this step's tokens predict, of each row that asks for their log-probabilities."""
+        found = []
+        start = 0
+        for planned in plan.rows:
+            row, computed = planned.row, planned.num_computed
+            first, start = start, start + planned.num_tokens
+            settings = self.sampling.settings[row]
+            if row not in self._wants_prompt_logprobs or settings is None:
+                continue
+            end = min(computed + planned.num_tokens, settings.num_prompt_tokens - 1)
+            if end > computed:
+                predicted = self.table.tokens[row, computed + 1 : end + 1].astype(np.int64)
+                found.append(_PromptPart(row, first, predicted, self._wants_prompt_logprobs[row]))
+        return found
+
+    def _forget_prompts(self, plan: StepPlan) -> None:
+        """No longer watch for prompts that the plan, which the device has been given, comes to the end of."""
+        for planned in plan.rows:
+            settings = self.sampling.settings[planned.row]
+            if settings is not None and planned.num_computed + planned.num_tokens >= settings.num_prompt_tokens:
+                self._wants_prompt_logprobs.pop(planned.row, None)
+
+    def _measure_prompt(self, hidden: Array, part: _PromptPart) -> list[tuple[int, MeasuredLogprobs]]:
+        measured = []
+        for start in range(0, len(part.predicted), _PROMPT_LOGPROB_ROWS):
+            tokens = part.predicted[start : start + _PROMPT_LOGPROB_ROWS]
+            first = part.first + start
+            logits = self.model.logits(hidden[first : first + len(tokens)])
+            num_top = np.full(len(tokens), part.num_top)
+            measured.append((part.row, measure(self.ops, logits, self.ops.upload(tokens), num_top)))
+        return measured
+
+
+@dataclass(slots=True)
+class _DeviceTables:
+    """What a device keeps of the running sequences because it has memory of its own: block tables, and the last token
+    of each, which it knows before the host does."""
+
+    device: Device
+    num_groups: int
+    num_rows: int
+    max_blocks: int
+    blocks: Array = field(init=False)  # [groups, rows + 1, max_blocks] int32; the last row is no sequence's
+    last_tokens: Array = field(init=False)  # [rows + 1] int32
+
+    def __post_init__(self) -> None:
+        self.blocks = self.device.zeros([self.num_groups, self.num_rows + 1, self.max_blocks], "int32")
+        self.last_tokens = self.device.zeros([self.num_rows + 1], "int32")
+
+    def updates(
+        self, plan: StepPlan, tables: NDArray[np.int32], stale: set[int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Flat places in the block tables that change, and their blocks. Rows in `stale` that the plan has are sent
+        whole, and are stale no longer."""
+        width, rows = self.max_blocks, self.num_rows + 1
+        resent = stale.intersection(planned.row for planned in plan.rows)
+        stale -= resent
+        new = [entry for entry in plan.new_blocks if entry.row not in resent] if resent else plan.new_blocks
+        places = [np.array([(e.group * rows + e.row) * width + e.position for e in new], np.int64)]
+        blocks = [np.array([entry.block for entry in new], np.int32)]
+        lengths = {
+            (group, admission.row): len(table)
+            for admission in plan.admissions
+            for group, table in enumerate(admission.block_tables)
+        }
+        lengths |= {(group, row): width for row in resent for group in range(self.num_groups)}
+        for (group, row), length in lengths.items():
+            first = (group * rows + row) * width
+            places.append(np.arange(first, first + length))
+            blocks.append(tables[group, row, :length])
+        return np.concatenate(places), np.concatenate(blocks)
+
+    def resolve(self, ops: Ops, inputs: StepArrays[Array]) -> tuple[Array, Array]:
+        """-> the step's token ids [T] and block tables [groups, S, max_blocks]."""
+        return _device_ops(ops).resolve_step(
+            self.blocks, inputs.block_places, inputs.new_blocks, self.last_tokens, inputs.token_owners,
+            inputs.token_ids, inputs.seq_owners,
+        )  # fmt: skip
+
+    def keep(self, ops: Ops, owners: Array, tokens: Array) -> None:
+        _device_ops(ops).keep_tokens(self.last_tokens, owners, tokens)
+
+
+def _device_ops(ops: Any) -> DeviceOps:
+    found: DeviceOps = ops
+    return found

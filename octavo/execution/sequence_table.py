@@ -1,0 +1,145 @@
+"""The running sequences as tables, and a step's arrays gathered from them.
+
+`SequenceTable` holds one row for each running sequence: its tokens and its blocks. It lives as long as the engine and
+is updated in place; `gather` collects the rows that a plan schedules with a handful of numpy calls, never token by
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.execution.step_arrays import StepArrays
+from octavo.kv_cache.groups import CacheGroup
+from octavo.plan import PlannedRow, StepPlan
+from octavo.sampling.batch import Samples
+
+
+class SequenceTable:
+    """Tokens [max_num_seqs, max_model_len + 1] and blocks [groups, max_num_seqs, max_blocks] of the running sequences.
+    They never move."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, groups: Sequence[CacheGroup]) -> None:
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_blocks = -(-max_model_len // block_size)
+        # np.zeros commits no memory until a row is used.
+        self.tokens: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self.blocks: NDArray[np.int32] = np.zeros((len(groups), max_num_seqs, self.max_blocks), np.int32)
+        self.num_known = np.zeros(max_num_seqs, np.int64)  # leading tokens of each row that `tokens` holds
+        self.samples: Samples  # of the last step that was gathered
+        self._keeps_keys = [group.spec.kind != "state" for group in groups]
+        self._numbers = np.arange(max(max_model_len, max_num_seqs) + 2)
+        self._no_forks = np.zeros(max_num_seqs, np.int64)
+
+    def update(self, plan: StepPlan) -> None:
+        """Take in the plan's admissions, new blocks and new tokens."""
+        for admission in plan.admissions:
+            row, num_tokens = admission.row, len(admission.token_ids)
+            self.tokens[row, :num_tokens] = admission.token_ids
+            for group, table in enumerate(admission.block_tables):
+                self.blocks[group, row, : len(table)] = table
+            self.num_known[row] = num_tokens
+        for row, group, position, block in plan.new_blocks:
+            self.blocks[group, row, position] = block
+        for row, position, token in plan.new_tokens:
+            self.tokens[row, position] = token
+            self.num_known[row] = position + 1
+
+    def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> NDArray[np.int64]:
+        """Fill the beginnings of `into` with a plan that `update` has seen, and set `samples`. Returns the row of each
+        token [T]."""
+        row_ids, num_computed, num_tokens, num_positions, num_forks, guesses = zip(*plan.rows, strict=True)
+        rows = np.array(row_ids, np.int64)
+        computed = np.array(num_computed, np.int64)
+        num_seqs = len(rows)
+        is_decode = num_tokens.count(1) == num_seqs
+        starts = into.query_start_loc[: num_seqs + 1]
+        if is_decode:
+            starts[:] = self._numbers[: num_seqs + 1]
+            seq_lens, row_of, positions = computed + 1, rows, computed
+            into.positions[:num_seqs] = positions
+        else:
+            counts = np.array(num_tokens, np.int64)
+            starts[0] = 0
+            np.cumsum(counts, out=starts[1:])
+            seq_lens = computed + counts
+            row_of = np.repeat(rows, counts)
+            positions = into.positions[: len(row_of)]
+            np.subtract(np.arange(len(row_of)), np.repeat(starts[:-1] - computed, counts), out=positions)
+        if any(guesses):
+            self._write_guesses(plan.rows)
+        into.seq_lens[:num_seqs] = seq_lens
+        into.token_ids[: len(row_of)] = self.tokens[row_of, positions]
+        self._gather_slots(into, row_of, positions)
+        if into.block_tables.size:
+            width = -(-int(seq_lens.max()) // self.block_size)
+            for group, blocks in enumerate(self.blocks):
+                into.block_tables[group, :num_seqs, :width] = blocks[:, :width].take(rows, 0)
+        if is_decode and num_positions.count(1) == num_seqs and num_forks.count(1) == num_seqs:
+            into.sample_rows[:num_seqs] = self._numbers[:num_seqs]
+            self.samples = Samples(rows, self._no_forks[:num_seqs], seq_lens, {})
+        else:
+            self._gather_samples(plan.rows, into, starts, seq_lens)
+        return row_of
+
+    def append(self, samples: Samples, tokens: NDArray[np.int64]) -> None:
+        """Continue the rows with the `tokens` [N] that were sampled for them and stand. Forks bring their tokens when
+        they are admitted."""
+        rows, lengths = samples.rows, samples.lengths
+        if samples.forks.any():
+            continues = samples.forks == 0
+            rows, lengths, tokens = rows[continues], lengths[continues], tokens[continues]
+        self.tokens[rows, lengths] = tokens
+        self.num_known[rows] = lengths + 1  # of several for a row the last one counts
+
+    def _gather_slots(
+        self, into: StepArrays[NDArray[Any]], row_of: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> None:
+        places, offsets = np.divmod(positions, self.block_size)
+        for group, keeps_keys in enumerate(self._keeps_keys):
+            slots = into.slot_mapping[group, : len(row_of)]
+            if not keeps_keys:
+                slots[:] = -1
+                continue
+            np.multiply(self.blocks[group, row_of, places], self.block_size, out=slots)
+            slots += offsets
+
+    def _write_guesses(self, rows: Sequence[PlannedRow]) -> None:
+        for planned in rows:
+            if planned.guesses:
+                end = planned.num_computed + planned.num_tokens
+                self.tokens[planned.row, end - len(planned.guesses) : end] = planned.guesses
+                self.num_known[planned.row] = end
+
+    def _gather_samples(
+        self,
+        rows: Sequence[PlannedRow],
+        into: StepArrays[NDArray[Any]],
+        starts: NDArray[np.int32],
+        seq_lens: NDArray[np.int64],
+    ) -> None:
+        """Each row is sampled after its last `num_positions` tokens, `num_forks` times after the last."""
+        num_samples = np.array([planned.num_samples for planned in rows], np.int64)
+        num_positions = np.array([planned.num_positions for planned in rows], np.int64)
+        firsts = np.cumsum(num_samples) - num_samples
+        # Counted from a row's first sample: positions advance until the last, then forks do.
+        numbers = np.arange(int(num_samples.sum())) - np.repeat(firsts, num_samples)
+        last = np.repeat(num_positions - 1, num_samples)
+        forks = np.maximum(numbers - last, 0)
+        behind = last - np.minimum(numbers, last)  # tokens between the sampled position and the row's last one
+        into.sample_rows[: len(numbers)] = np.repeat(starts[1:] - 1, num_samples) - behind
+        self.samples = Samples(
+            np.repeat(np.array([planned.row for planned in rows], np.int64), num_samples),
+            forks,
+            np.repeat(seq_lens, num_samples) - behind,
+            {
+                planned.row: (int(first), planned.guesses)
+                for planned, first in zip(rows, firsts, strict=True)
+                if planned.guesses
+            },
+        )

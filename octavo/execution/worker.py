@@ -1,0 +1,138 @@
+"""A worker: one device, which holds (its share of) a model and a KV cache, and the runner that drives both.
+
+What memory is left for the cache is measured, not guessed: where a device has memory of its own, the step that takes
+the most of it is run once the weights are there. Then the steps that are worth it are captured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from octavo.config import EngineArgs, EngineConfig
+from octavo.errors import LoadError
+from octavo.execution import capacity
+from octavo.execution.block_mover import BlockMover
+from octavo.execution.device import Device
+from octavo.execution.runner import Runner
+from octavo.execution.sequence_table import SequenceTable
+from octavo.kv_cache.groups import group_layers
+from octavo.loading.weights import open_weights, packed_bytes
+from octavo.models.inventory import required_tensors
+from octavo.models.registry import ModelDescription, build, describe
+from octavo.ops import LayerKVCache, Ops
+from octavo.phases import Phases
+from octavo.sampling.grammar_masks import GrammarCompiler
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+
+
+class Worker:
+    """Loads, sizes and captures. `phases` is told how long each took."""
+
+    def __init__(self, config: EngineConfig, device: Device, ops: Ops, phases: Phases) -> None:
+        self._config, self._device, self._ops = config, device, ops
+        model_config, limits = config.model, config.scheduler
+        checkpoint = model_config.checkpoint
+        description = describe(checkpoint.config)
+        self._check_fits(description)
+        ops = self._with_attention(description, phases)
+        weights = open_weights(
+            checkpoint, model_config.dtype, model_config.seed, model_config.quantization,
+            description.tie_word_embeddings,
+        )  # fmt: skip
+        phases.end("weights opened")
+        model = build(description, weights, ops, model_config.max_model_len, model_config.dtype)
+        weights.check_all_taken()
+        weights.close()
+        phases.end("weights packed")
+        self.weight_bytes = model.num_weight_bytes()
+        self.groups = group_layers(model.layer_caches)
+        self.grammars = GrammarCompiler(checkpoint, model.vocab_size)
+        table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
+        self.runner = Runner(model, ops, device, table, limits.max_num_batched_tokens, self.grammars)
+        self._allocate(phases)
+        if not config.enforce_eager:
+            self.runner.capture()
+        phases.end("program")
+        logger.info(
+            "%s on %s: %d layers, %s, %.2f GiB of weights, loaded in %.2f s",
+            checkpoint.name, device.name, len(description.layers), model_config.dtype, self.weight_bytes / _GIB,
+            phases.seconds["weights opened"] + phases.seconds["weights packed"],
+        )  # fmt: skip
+
+    def _check_fits(self, description: ModelDescription) -> None:
+        """Raise `LoadError` if the model's weights exceed the memory that is free."""
+        model = self._config.model
+        needed, kinds = packed_bytes(model.checkpoint, required_tensors(description), model.dtype, model.quantization)
+        free = self._device.free_bytes()
+        logger.debug("device %s: %.1f GiB free", self._device.name, free / _GIB)
+        if needed > free:
+            raise LoadError(
+                f"the model needs {needed / _GIB:.2f} GiB of memory for its weights in {kinds}, and "
+                f"{free / _GIB:.2f} GiB are free; free some, choose a smaller --dtype or a smaller model."
+            )
+
+    def _with_attention(self, description: ModelDescription, phases: Phases) -> Ops:
+        """The operations, with the attention that is chosen for this model and device."""
+        if self._config.device != "cuda" or self._device.shares_memory:
+            return self._ops
+        from octavo.ops.attention_choice import AttentionShape, with_attention
+
+        config, attention = self._config, description.layers[0].attention
+        shape = AttentionShape(
+            attention.num_heads, attention.num_kv_heads, attention.head_size, config.cache.block_size,
+            attention.window, config.model.dtype, config.cache.dtype,
+        )  # fmt: skip
+        ops = with_attention(self._ops, config.attention_backend, shape, self._device.time_s)
+        phases.end("attention chosen")
+        return ops
+
+    def _allocate(self, phases: Phases) -> None:
+        """Size the cache and allocate it."""
+        config, device = self._config, self._device
+        small = self._caches([1] * capacity.num_pools(self.groups))
+        block_bytes = [sum(cache.key.nbytes + cache.value.nbytes for cache in of_pool) for of_pool in small]
+        self._use(small, [0] * len(small))
+        budget, source = device.cache_bytes(
+            config.cache, self.runner.run_largest_step, 0 if config.enforce_eager else self.runner.captured_bytes
+        )
+        del small
+        self.num_blocks = capacity.num_blocks(config, self.groups, block_bytes, budget, source)
+        self.cache_bytes = sum(n * size for n, size in zip(self.num_blocks, block_bytes, strict=True))
+        on_host = self.cache_bytes if device.shares_memory else 0
+        self.num_host_blocks = capacity.num_host_blocks(config, self.num_blocks, block_bytes, on_host)
+        self._use(self._caches(self.num_blocks), self.num_host_blocks)
+        phases.end("KV cache")
+        capacity.log_capacity(config, self.cache_bytes, self.num_blocks, self.num_host_blocks)
+        if device.shares_memory and config.cache.gpu_memory_utilization != EngineArgs.gpu_memory_utilization:
+            logger.warning(
+                "--gpu-memory-utilization is for GPUs; on CPU --cpu-memory-utilization (%s) sizes the KV cache.",
+                config.cache.cpu_memory_utilization,
+            )
+
+    def _caches(self, num_blocks: Sequence[int]) -> list[list[LayerKVCache]]:
+        """By pool: memory for as many layers as its largest group has. The layers of its groups share it."""
+        config = self._config.cache
+        caches = []
+        for pool, count in enumerate(num_blocks):
+            groups = [group for group in self.groups if group.pool == pool]
+            spec = groups[0].spec
+            caches.append(
+                [
+                    self._ops.allocate_kv_cache(
+                        count, config.block_size, spec.num_kv_heads, spec.key_size, config.dtype
+                    )
+                    for _ in range(max(len(group.layers) for group in groups))
+                ]
+            )
+        return caches
+
+    def _use(self, caches: list[list[LayerKVCache]], num_host_blocks: Sequence[int]) -> None:
+        by_layer: dict[int, LayerKVCache] = {}
+        for group in self.groups:
+            by_layer.update(zip(group.layers, caches[group.pool], strict=False))
+        mover = BlockMover(self._ops, self._device, caches, num_host_blocks)
+        self.runner.use_caches([by_layer[layer] for layer in sorted(by_layer)], mover)

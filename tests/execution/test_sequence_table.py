@@ -1,0 +1,186 @@
+"""The arrays of a step against the same step put together token by token in Python."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
+
+from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.step_arrays import Padding, StepArrays, StepLayout, StepShape, pad
+from octavo.plan import Admission, NewBlock, PlannedRow, StepPlan
+from octavo.sampling.batch import Samples
+from octavo.sampling_params import SamplingParams
+
+MAX_SEQS, MAX_TOKENS, MAX_LEN, SIZE = 6, 40, 29, 4
+MAX_BLOCKS = 8
+GROUPS = (
+    CacheGroup(LayerCacheSpec("full", 2, 16, 16), (0, 2), 0),
+    CacheGroup(LayerCacheSpec("window", 2, 16, 16, window=8), (1, 3), 0),
+)
+LAYOUT = StepLayout(StepShape(MAX_TOKENS, MAX_SEQS, MAX_TOKENS, 0, len(GROUPS), MAX_BLOCKS))
+Tables = dict[int, list[list[int]]]  # by row, then by group
+
+
+def admission(row: int, tokens: list[int], blocks: list[list[int]]) -> Admission:
+    return Admission(row, tokens, len(tokens), blocks, SamplingParams(), [], 0, 0)
+
+
+def table() -> SequenceTable:
+    return SequenceTable(MAX_SEQS, MAX_LEN, SIZE, GROUPS)
+
+
+def arrays() -> StepArrays[NDArray[Any]]:
+    return LAYOUT.on_host(np.zeros(LAYOUT.num_bytes, np.uint8))
+
+
+def naive(plan: StepPlan, tokens: dict[int, list[int]], blocks: Tables) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {
+        "token_ids": [], "positions": [], "slot_mapping": [[] for _ in GROUPS], "query_start_loc": [0],
+        "seq_lens": [], "sample_rows": [],
+    }  # fmt: skip
+    for planned in plan.rows:
+        row, end = planned.row, planned.num_computed + planned.num_tokens
+        known = tokens[row][: end - len(planned.guesses)] + list(planned.guesses)
+        for position in range(planned.num_computed, end):
+            found["token_ids"].append(known[position])
+            found["positions"].append(position)
+            for group, slots in enumerate(found["slot_mapping"]):
+                slots.append(blocks[row][group][position // SIZE] * SIZE + position % SIZE)
+        num_tokens = len(found["token_ids"])
+        found["query_start_loc"].append(num_tokens)
+        found["seq_lens"].append(end)
+        if planned.num_positions:
+            found["sample_rows"] += range(num_tokens - planned.num_positions, num_tokens)
+            found["sample_rows"] += [num_tokens - 1] * (planned.num_forks - 1)
+    return found
+
+
+def naive_samples(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """(row, fork, tokens before the sample)"""
+    found = []
+    for planned in plan.rows:
+        end = planned.num_computed + planned.num_tokens
+        if planned.num_positions:
+            found += [(planned.row, 0, end - behind) for behind in reversed(range(planned.num_positions))]
+            found += [(planned.row, fork, end) for fork in range(1, planned.num_forks)]
+    return found
+
+
+def assert_equal(t: SequenceTable, plan: StepPlan, tokens: dict[int, list[int]], blocks: Tables) -> None:
+    found = arrays()
+    row_of = t.gather(plan, found)
+    expected = naive(plan, tokens, blocks)
+    for name, values in expected.items():
+        length = len(values[0]) if name == "slot_mapping" else len(values)
+        assert getattr(found, name)[..., :length].tolist() == values, name
+    for s, planned in enumerate(plan.rows):
+        used = -(-expected["seq_lens"][s] // SIZE)
+        for group in range(len(GROUPS)):
+            assert found.block_tables[group, s, :used].tolist() == blocks[planned.row][group][:used]
+    assert row_of.tolist() == [planned.row for planned in plan.rows for _ in range(planned.num_tokens)]
+    samples = t.samples
+    columns = samples.rows, samples.forks, samples.lengths
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == naive_samples(plan)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[StepPlan, dict[int, list[int]], Tables]]:
+    """Plans that follow each other on one table, with the tokens and blocks that each row has by then."""
+    tokens: dict[int, list[int]] = {}
+    blocks: Tables = {}
+    history = []
+    numbers = st.integers(0, 10_000)
+    for _ in range(draw(st.integers(1, 4))):
+        plan = StepPlan()
+        rows = draw(st.permutations(range(MAX_SEQS)))[: draw(st.integers(1, MAX_SEQS))]
+        room = MAX_TOKENS
+        for i, row in enumerate(rows):
+            if row not in tokens or draw(st.booleans()):
+                tokens[row] = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=MAX_LEN))
+                blocks[row] = [draw(st.lists(numbers, min_size=MAX_BLOCKS, max_size=MAX_BLOCKS)) for _ in GROUPS]
+                plan.admissions.append(admission(row, list(tokens[row]), [list(b) for b in blocks[row]]))
+            else:
+                for position in draw(st.lists(st.integers(0, MAX_BLOCKS - 1), max_size=3, unique=True)):
+                    group = draw(st.integers(0, len(GROUPS) - 1))
+                    blocks[row][group][position] = draw(numbers)
+                    plan.new_blocks.append(NewBlock(row, group, position, blocks[row][group][position]))
+            computed = draw(st.integers(0, len(tokens[row]) - 1))
+            count = draw(st.integers(1, min(len(tokens[row]) - computed, room - (len(rows) - i - 1))))
+            guesses: tuple[int, ...] = ()
+            num_forks = 1
+            if computed + count == len(tokens[row]):
+                num_guesses = draw(st.integers(0, max(0, min(3, MAX_LEN - len(tokens[row]), room - count - len(rows)))))
+                guesses = tuple(draw(st.lists(numbers, min_size=num_guesses, max_size=num_guesses)))
+                count += num_guesses
+            elif draw(st.booleans()):
+                num_forks = draw(st.integers(1, 3))
+            num_positions = draw(st.integers(0, 1)) if not guesses else 1 + len(guesses)
+            room -= count
+            plan.rows.append(PlannedRow(row, computed, count, num_positions, num_forks, guesses))
+        history.append(
+            (plan, {r: list(t) for r, t in tokens.items()}, {r: [list(b) for b in bs] for r, bs in blocks.items()})
+        )
+    return history
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(histories())
+def test_gathering_equals_building_the_batch_token_by_token(
+    history: list[tuple[StepPlan, dict[int, list[int]], Tables]],
+) -> None:
+    t = table()
+    for plan, tokens, blocks in history:
+        t.update(plan)
+        assert_equal(t, plan, tokens, blocks)
+
+
+def test_a_row_of_the_longest_length_has_room_for_its_last_sampled_token() -> None:
+    t = table()
+    blocks = [list(range(MAX_BLOCKS)), list(range(MAX_BLOCKS))]
+    t.update(StepPlan(admissions=[admission(MAX_SEQS - 1, list(range(MAX_LEN)), blocks)]))
+    t.tokens[MAX_SEQS - 1, MAX_LEN] = 5
+    found = arrays()
+    t.gather(StepPlan(rows=[PlannedRow(MAX_SEQS - 1, 0, MAX_LEN, 1)]), found)
+    assert found.token_ids[:MAX_LEN].tolist() == list(range(MAX_LEN))
+    assert found.sample_rows[0] == MAX_LEN - 1
+
+
+def test_tokens_behind_a_wrong_guess_do_not_stand() -> None:
+    t = table()
+    t.update(StepPlan(admissions=[admission(0, [1, 2, 3], [[4], [4]]), admission(1, [7], [[5], [5]])]))
+    plan = StepPlan(rows=[PlannedRow(0, 2, 4, 4, guesses=(8, 9, 10)), PlannedRow(1, 0, 1, 1)])
+    t.gather(plan, arrays())
+    tokens = np.array([8, 6, 5, 4, 3])
+    stands = t.samples.standing(tokens)
+    assert stands.tolist() == [True, True, False, False, True]
+    samples = t.samples
+    t.append(Samples(samples.rows[stands], samples.forks[stands], samples.lengths[stands]), tokens[stands])
+    assert t.tokens[0, :5].tolist() == [1, 2, 3, 8, 6]
+    assert t.num_known[:2].tolist() == [5, 2]
+
+
+def test_a_layout_gives_each_array_bytes_of_its_own_and_pads_what_lies_behind_a_step() -> None:
+    shape = StepShape(7, 5, 6, 4, groups=2)
+    layout = StepLayout(shape)
+    buffer = np.full(layout.num_bytes, 0xA5, np.uint8)
+    found = layout.on_host(buffer)
+    for i, field in enumerate(fields(StepArrays)):
+        getattr(found, field.name)[...] = i
+    for i, field in enumerate(fields(StepArrays)):
+        assert (getattr(found, field.name) == i).all(), f"{field.name} shares bytes with another array"
+    on_device = layout.on_device(torch.from_numpy(buffer), lambda array, dtype: array.view(getattr(torch, dtype)))
+    for i, field in enumerate(fields(StepArrays)):
+        assert (getattr(on_device, field.name) == i).all()
+    pad(found, StepShape(3, 2, 1, 0, groups=2), Padding(num_tokens=3, no_row=9, no_place=99))
+    assert found.slot_mapping.tolist() == [[2, 2, 2, -1, -1, -1, -1]] * 2
+    assert found.query_start_loc.tolist() == [3, 3, 3, 3, 3, 3]
+    assert found.seq_owners.tolist() == [11, 11, 9, 9, 9]
+    assert found.sample_owners[1:].tolist() == [9] * 5
+    assert found.block_places.tolist() == [99] * 4
