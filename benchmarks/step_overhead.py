@@ -26,7 +26,8 @@ from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.wire import StepOutputs, decode_core_message, encode_message
+from octavo.engine.wire import StepOutputs as CoreOutputs
+from octavo.engine.wire import decode_core_message, encode_message
 from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.cpu_device import CpuDevice
@@ -163,7 +164,7 @@ def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool
         ]
 
     def step() -> None:
-        made: StepOutputs = core.step()
+        made: CoreOutputs = core.step()
         data = encode(made)
         received = decode(data)
         outputs_of_llm.process(made.outputs)

@@ -22,8 +22,8 @@ def num_pools(groups: Sequence[CacheGroup]) -> int:
 def num_blocks(
     config: EngineConfig, groups: Sequence[CacheGroup], block_bytes: Sequence[int], budget_bytes: int, source: str
 ) -> list[int]:
-    """By pool, blocks that `budget_bytes` buy: shared out as one longest request needs them, no fewer than that, no more
-    than could ever be in use. `block_bytes` are by pool.
+    """By pool, blocks that `budget_bytes` buy: shared out as one longest request needs them, no fewer than that, no
+    more than could ever be in use. `block_bytes` are by pool.
 
     `source` says where the budget comes from. Raises `ConfigError` if it is too small."""
     limits, max_model_len = config.scheduler, config.model.max_model_len
@@ -48,8 +48,8 @@ def num_blocks(
 def num_host_blocks(
     config: EngineConfig, num_blocks: Sequence[int], block_bytes: Sequence[int], cache_bytes_on_host: int
 ) -> list[int]:
-    """Blocks of the swap tier by pool, if there is one: in the proportion of the device's. On CPU it shares the RAM with
-    the KV cache itself."""
+    """Blocks of the swap tier by pool, if there is one: in the proportion of the device's. On CPU it shares the RAM
+    with the KV cache itself."""
     if config.scheduler.preemption_mode != "swap":
         return [0] * len(num_blocks)
     available = available_memory_bytes()

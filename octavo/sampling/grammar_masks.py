@@ -170,8 +170,8 @@ class GrammarTable:
         self, rows: NDArray[np.int64], firsts: Mapping[int, int]
     ) -> tuple[list[tuple[int, TokenMask]], dict[int, str]]:
         """Wait for the masks of the samples of `rows` [N] -> (sample, mask) of those that have a grammar, and what
-        went wrong by sample. `firsts` are the first samples of rows with guesses, each of which is followed by one after
-        each guess. Where a guess is not allowed, what is sampled after it does not stand and needs no mask."""
+        went wrong by sample. `firsts` are the first samples of rows with guesses, each of which is followed by one
+        after each guess. Where a guess is not allowed, what is sampled after it does not stand and needs no mask."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
@@ -124,9 +125,7 @@ def histories(draw: st.DrawFn) -> list[tuple[StepPlan, dict[int, list[int]], Tab
             num_positions = draw(st.integers(0, 1)) if not guesses else 1 + len(guesses)
             room -= count
             plan.rows.append(PlannedRow(row, computed, count, num_positions, num_forks, guesses))
-        history.append(
-            (plan, {r: list(t) for r, t in tokens.items()}, {r: [list(b) for b in bs] for r, bs in blocks.items()})
-        )
+        history.append((plan, deepcopy(tokens), deepcopy(blocks)))
     return history
 
 

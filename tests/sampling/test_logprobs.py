@@ -154,10 +154,10 @@ def test_prompt_logprobs_are_whole_and_right_however_the_prompt_is_cut(budget: i
     assert (num_preemptions > 0) == (num_blocks < 200)
     assert sorted(found) == ["b", "c", "d"], "a prompt of one token has no position to report"
     model = TableModel()
-    for name, entries in found.items():
+    for name, of_prompt in found.items():
         prompt, count = prompts[name], params[name].prompt_logprobs or 0
-        assert len(entries) == len(prompt) - 1
-        for before, token, entry in zip(prompt, prompt[1:], entries, strict=False):
+        assert len(of_prompt) == len(prompt) - 1
+        for before, token, entry in zip(prompt, prompt[1:], of_prompt, strict=False):
             expected = log_softmax(model.table[before])
             assert entry.token_ids == [token, *np.argsort(-expected)[:count].tolist()]
             np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], rtol=1e-4, atol=1e-5)
