@@ -2,8 +2,8 @@
 
 The runner is written against `Device`. `octavo.execution.cpu_device` is the processor that Python runs on, whose
 streams run at once and whose captured step is the native program; `octavo.execution.cuda_device` computes while Python
-goes on. The tests drive the runner with one that does its work as late as it may, and notices when somebody touches memory that
-work under way has still to read or to write.
+goes on. The tests drive the runner with one that does its work as late as it may, and notices when somebody touches
+memory that work under way has still to read or to write.
 """
 
 from __future__ import annotations
