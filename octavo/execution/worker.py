@@ -17,8 +17,9 @@ from octavo.execution.device import Device
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.kv_cache.groups import group_layers
-from octavo.loading.weights import open_weights, packed_bytes
-from octavo.models.inventory import required_tensors
+from octavo.loading.recording import RecordingWeights
+from octavo.loading.weights import Weights, open_weights
+from octavo.models.inventory import record
 from octavo.models.registry import ModelDescription, build, describe
 from octavo.ops import LayerKVCache, Ops
 from octavo.phases import Phases
@@ -37,12 +38,12 @@ class Worker:
         model_config, limits = config.model, config.scheduler
         checkpoint = model_config.checkpoint
         description = describe(checkpoint.config)
-        self._check_fits(description)
         ops = self._with_attention(description, phases)
         weights = open_weights(
             checkpoint, model_config.dtype, model_config.seed, model_config.quantization,
             description.tie_word_embeddings,
         )  # fmt: skip
+        self._check_fits(description, weights)
         phases.end("weights opened")
         model = build(description, weights, ops, model_config.max_model_len, model_config.dtype)
         weights.check_all_taken()
@@ -63,10 +64,11 @@ class Worker:
             phases.seconds["weights opened"] + phases.seconds["weights packed"],
         )  # fmt: skip
 
-    def _check_fits(self, description: ModelDescription) -> None:
+    def _check_fits(self, description: ModelDescription, weights: Weights) -> None:
         """Raise `LoadError` if the model's weights exceed the memory that is free."""
-        model = self._config.model
-        needed, kinds = packed_bytes(model.checkpoint, required_tensors(description), model.dtype, model.quantization)
+        recorded = RecordingWeights(self._config.model.dtype, weights)
+        record(description, recorded)
+        needed, kinds = recorded.packed_bytes()
         free = self._device.free_bytes()
         logger.debug("device %s: %.1f GiB free", self._device.name, free / _GIB)
         if needed > free:

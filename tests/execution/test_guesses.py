@@ -1,0 +1,88 @@
+"""Guessed tokens change no answer: with right, wrong and random guesses, on the CPU and on a device that is late.
+
+Both sides are whole engine cores on one small random model; the guesses come from a proposer that has seen the answers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.engine.core import EngineCore
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling.grammar import make_grammar
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.sequence import Sequence
+from tests.execution.late_device import LateDevice
+from tests.execution.test_runner import EOS, VOCAB, config_of, device_core, model, requests, run, told
+
+__all__ = ["model"]
+
+Answers = dict[tuple[str, int], list[int]]  # whole outputs, by request and completion
+
+
+def guessed_requests(seed: int) -> list[EngineRequest]:
+    """Those of the runner's tests, and some that follow a grammar."""
+    found = requests(seed)
+    digits = make_grammar(StructuredOutputsParams(regex=r"[0-9]{3,12}(, [a-z]{1,4}){0,4}"))
+    for i in range(4):
+        params = SamplingParams(temperature=0.0 if i % 2 else 1.0, seed=i, max_tokens=16, logprobs=1)
+        params.grammar = digits
+        if i == 3:
+            params.min_tokens = 8
+        found.append(EngineRequest(f"g{i}", Prompt([9, 10, 11 + i]), params, [EOS], 16, 0.0))
+    return found
+
+
+def proposer(kind: str, answers: Answers, seed: int) -> Callable[[Sequence], tuple[int, ...]]:
+    rng = random.Random(seed)
+
+    def propose(seq: Sequence) -> tuple[int, ...]:
+        answer = answers.get((seq.request.request_id, seq.index), [])
+        right = answer[seq.num_output_tokens : seq.num_output_tokens + rng.randrange(1, 6)]
+        if kind == "right":
+            return tuple(right)
+        if kind == "wrong":
+            return tuple((token + 1) % VOCAB for token in right)
+        return tuple(token if rng.random() < 0.7 else rng.randrange(VOCAB) for token in right)
+
+    return propose
+
+
+@pytest.mark.parametrize("flags", [{}, {"num_gpu_blocks_override": 13}, {"enforce_eager": True}], ids=str)
+@pytest.mark.parametrize("kind", ["right", "wrong", "random"])
+@pytest.mark.parametrize("place", ["cpu", "late device"])
+def test_guesses_change_no_answer(model: Path, kind: str, flags: dict[str, Any], place: str) -> None:
+    config = config_of(model, **flags)
+    expected = run(EngineCore(config), guessed_requests(1), 1)
+    answers = {key: told(outputs)["tokens"] for key, outputs in expected.items()}
+    core = EngineCore(config) if place == "cpu" else device_core(config, LateDevice(1))
+    core.scheduler.proposer = proposer(kind, answers, 1)
+    found = run(core, guessed_requests(1), 1)
+    assert {key: told(outputs) for key, outputs in found.items()} == {
+        key: told(outputs) for key, outputs in expected.items()
+    }
+
+
+def test_right_guesses_save_steps(model: Path) -> None:
+    config = config_of(model)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+
+    def request() -> list[EngineRequest]:
+        return [EngineRequest("r", Prompt([5, 6, 7]), params, [EOS], 24, 0.0)]
+
+    [outputs] = run(EngineCore(config), request(), 0).values()
+    answer = told(outputs)["tokens"]
+    core = EngineCore(config)
+    core.scheduler.proposer = lambda seq: tuple(answer[seq.num_output_tokens : seq.num_output_tokens + 3])
+    core.add(request()[0])
+    found, num_steps = [], 0
+    while core.has_work:
+        found += [token for output in core.step().outputs for token in output.token_ids]
+        num_steps += 1
+    assert found == answer
+    assert num_steps == 1 + -(-23 // 4), "a prompt, then four tokens a step"
