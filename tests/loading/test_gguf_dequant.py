@@ -8,12 +8,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from octavo.loading.gguf_dequant import dequantize
 
 from octavo.loading import gguf_dequant
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.gguf import TENSOR_TYPES, read_gguf
 from octavo.loading.gguf_config import NamedTensor, named_tensors
-from octavo.loading.gguf_dequant import dequantize
 
 Write = Callable[..., Path]
 _NUMBERS = {t.name: n for n, t in TENSOR_TYPES.items()}
