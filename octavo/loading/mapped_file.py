@@ -1,14 +1,19 @@
-"""A file of tensors in memory: mapped, read where it is looked at, and its pages let go of again."""
+"""A file of tensors in memory: mapped, read where it is looked at, and its pages let go of again.
+
+The server process maps GGUF files for their headers: numpy is imported with the first array.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from octavo.errors import LoadError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Pages of a mapped file count as the process's memory: after so many bytes they are let go of.
 _MAPPED_BYTES = 32 << 20
@@ -33,6 +38,8 @@ class MappedFile:
 
     def array(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """Bytes of the file, as they lie there. Pages that were read for earlier arrays may be let go of."""
+        import numpy as np
+
         if self._num_mapped_bytes > _MAPPED_BYTES:
             self.forget_pages()
         self._num_mapped_bytes += num_bytes
