@@ -22,13 +22,13 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from octavo.loading.gguf_dequant import dequantize
 
 from octavo import LLM, SamplingParams
 from octavo.loading.checkpoint import resolve
 from octavo.loading.file_weights import stored_tensor
 from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_config import NamedTensor
+from octavo.quantization import dequantize
 
 TEXT = Path(__file__).parent / "data" / "perplexity.txt"
 # K types need rows of a multiple of 256; matrices of other widths take the type that llama.cpp falls back to.

@@ -6,7 +6,7 @@ import logging
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.loading.weights import available_memory_bytes
+from octavo.loading.memory import available_memory_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -62,7 +62,8 @@ def read_safetensors(path: str) -> SafetensorsFile:
     try:
         return SafetensorsFile(file, _parse(file))
     except (ValueError, RecursionError) as e:
-        raise LoadError(f"{path} is damaged or truncated ({e}); fetch it again.") from None
+        reason = " ".join(str(e).split())  # names of tensors may hold anything
+        raise LoadError(f"{path} is damaged or truncated ({reason}); fetch it again.") from None
 
 
 def _parse(file: MappedFile) -> dict[str, StoredTensor]:
