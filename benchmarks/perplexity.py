@@ -22,13 +22,13 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import torch
 
 from octavo import LLM, SamplingParams
 from octavo.loading.checkpoint import resolve
+from octavo.loading.file_weights import stored_tensor
 from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_config import NamedTensor
-from octavo.loading.gguf_dequant import dequantize
+from octavo.quantization import dequantize
 
 TEXT = Path(__file__).parent / "data" / "perplexity.txt"
 # K types need rows of a multiple of 256; matrices of other widths take the type that llama.cpp falls back to.
@@ -79,7 +79,7 @@ def requantize(source: str, path: Path, name: str) -> Path:
         item = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=item)
     for info in file.tensors.values():
-        values = dequantize(file, NamedTensor("", info), torch.float32).numpy()
+        values = dequantize(stored_tensor(file, NamedTensor("", info))).reshape(info.shape)
         chosen = name if values.ndim == 2 else "F32"
         if chosen in FALLBACKS and values.shape[1] % 256:
             chosen = FALLBACKS[chosen]

@@ -1,43 +1,20 @@
 """The GGUF file format: metadata and tensor positions out of a memory-mapped file, versions 2 and 3, little-endian.
 
-What the metadata means is `gguf_config`'s business, what the bytes of a tensor mean `gguf_dequant`'s. No torch here.
+What the metadata means is `gguf_config`'s business, what the bytes of a tensor mean `octavo.quantization`'s.
 The layout is specified at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import LoadError
+from octavo.loading.mapped_file import MappedFile
+from octavo.quantization.formats import TENSOR_TYPES, TensorType
 
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """A storage format: every `block_size` elements of a row take `block_bytes` bytes."""
-
-    name: str
-    block_size: int
-    block_bytes: int
-
-
-# The types that gguf_dequant can read, by the number that files use for them.
-TENSOR_TYPES = {
-    0: TensorType("F32", 1, 4),
-    1: TensorType("F16", 1, 2),
-    2: TensorType("Q4_0", 32, 18),
-    3: TensorType("Q4_1", 32, 20),
-    6: TensorType("Q5_0", 32, 22),
-    7: TensorType("Q5_1", 32, 24),
-    8: TensorType("Q8_0", 32, 34),
-    12: TensorType("Q4_K", 256, 144),
-    13: TensorType("Q5_K", 256, 176),
-    14: TensorType("Q6_K", 256, 210),
-    30: TensorType("BF16", 1, 2),
-}
 # Types that exist but are not built: named so that the error says more than a number.
 _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -54,7 +31,7 @@ _MAX_DIMS = 4  # GGML_MAX_DIMS
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies. `shape` is in row-major order, as torch writes it; the file lists it reversed."""
+    """Where one tensor lies. `shape` is in row-major order, as numpy writes it; the file lists it reversed."""
 
     name: str
     type: TensorType
@@ -65,32 +42,29 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """An open file. `data` is a private mapping of the whole of it: writable, but writes never reach the disk."""
+    """An open file."""
 
-    path: str
-    data: mmap.mmap
+    file: MappedFile
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
-    def forget_pages(self) -> None:
-        """Let go of the memory that reading took. Tensors over the file stay valid, and are read again if need be."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self.data.madvise(mmap.MADV_DONTNEED)
+    @property
+    def path(self) -> str:
+        return self.file.path
+
+    @property
+    def data(self) -> mmap.mmap:
+        return self.file.data
 
 
 def read_gguf(path: str) -> GGUFFile:
     """Map the file and read its header, which costs milliseconds whatever its size. Raises `LoadError`."""
+    file = MappedFile(path)
+    size = len(file.data)
+    if size < 24:
+        raise LoadError(f"{path} is not a GGUF file: it has {size} bytes, fewer than the header's 24.")
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 24:
-                raise LoadError(f"{path} is not a GGUF file: it has {size} bytes, fewer than the header's 24.")
-            # ACCESS_COPY because torch wants writable buffers.
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except OSError as e:
-        raise LoadError(f"cannot read {path}: {e.strerror or e}.") from None
-    try:
-        return _parse(path, data)
+        return _parse(file)
     except (struct.error, IndexError):
         raise LoadError(
             f"{path} is truncated: its header goes on beyond the file's {size} bytes; fetch it again."
@@ -99,7 +73,8 @@ def read_gguf(path: str) -> GGUFFile:
         raise LoadError(f"{path} is damaged: a name or text in its header is not UTF-8 ({e.reason}).") from None
 
 
-def _parse(path: str, data: mmap.mmap) -> GGUFFile:
+def _parse(file: MappedFile) -> GGUFFile:
+    path, data = file.path, file.data
     if data[:4] != b"GGUF":
         raise LoadError(f"{path} is not a GGUF file: it starts with {data[:4]!r}, not b'GGUF'.")
     version, num_tensors, num_keys = struct.unpack_from("<IQQ", data, 4)
@@ -146,7 +121,7 @@ def _parse(path: str, data: mmap.mmap) -> GGUFFile:
         tensors[name] = _place(path, len(data), name, dims, kind, data_start + offset)
     if len(tensors) != num_tensors:
         raise LoadError(f"{path} is damaged: {num_tensors} tensors have {len(tensors)} different names.")
-    return GGUFFile(path, data, metadata, tensors)
+    return GGUFFile(file, metadata, tensors)
 
 
 def _place(path: str, file_bytes: int, name: str, dims: tuple[int, ...], kind: int, offset: int) -> TensorInfo:

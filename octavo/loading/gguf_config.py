@@ -1,6 +1,6 @@
 """What a GGUF file says in Hugging Face's words: its metadata as config.json, and its tensors under their HF names.
 
-Architectures llama, qwen2 and qwen3 are read; the rest is refused by name. No torch here.
+Architectures llama, qwen2 and qwen3 are read; the rest is refused by name.
 """
 
 from __future__ import annotations

@@ -1,33 +1,40 @@
-"""Weight formats of few bits: how each is laid out once it is packed, and what it means in floats.
+"""Weight formats: how a matrix is stored, what its bytes mean, and how it is laid out once it is packed.
 
-All of them become one family: codes of 4 or 8 bits with a scale by 16 or 32 elements and, in some, a minimum by 32
-(`Layout`). One module a family of sources: `gguf` for the block formats of GGUF files, `int8` for floats that are
-quantized at load, and `fp8`, which is outside the family. `ops.cpu_pack` packs; `dequantize` is what the reference
-backend and mixed matrices use. `gguf_codes`, `gptq` and `awq` unpack the tensors of files, for other backends' packers.
+`StoredWeight` is a matrix as a file holds it, `Codes` the same unpacked, `Layout` what packers make of it: codes of 4
+or 8 bits with a scale by 16 or 32 elements and, in some, a minimum by 32. One module a family of sources: `gguf`,
+`gptq`, `awq`, `int8` for floats that are quantized at load, and `fp8`, which has no such codes. The reference, mixed
+matrices, and packers without a reader of a format's own bytes all follow from `unpack`. No torch here.
+
+The names below are loaded when they are first used: the server process reads headers of files by `formats`, which
+needs no numpy.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from octavo.errors import ConfigError
-from octavo.ops import QuantizedMatrix
-from octavo.quantization import fp8, gguf, int8
-from octavo.quantization.layout import Layout, common_layout
+if TYPE_CHECKING:
+    from octavo.quantization.codes import Codes
+    from octavo.quantization.layout import Layout, common_layout
+    from octavo.quantization.stored import StoredWeight
+    from octavo.quantization.unpacking import dequantize, layout_of, packed_bytes, unpack
 
-__all__ = ["Layout", "common_layout", "dequantize", "layout_of"]
+_HOMES = {
+    "Codes": "codes",
+    "Layout": "layout",
+    "StoredWeight": "stored",
+    "common_layout": "layout",
+    "dequantize": "unpacking",
+    "layout_of": "unpacking",
+    "packed_bytes": "unpacking",
+    "unpack": "unpacking",
+}
+
+__all__ = ["Codes", "Layout", "StoredWeight", "common_layout", "dequantize", "layout_of", "packed_bytes", "unpack"]
 
 
-def layout_of(matrix_format: str) -> Layout:
-    """The least layout that holds a matrix of this `QuantizedMatrix.format`. Raises `ConfigError` if none does."""
-    if matrix_format == fp8.FORMAT:
-        raise ConfigError("8-bit floats are multiplied by GPUs only; --quantization int8 is for every device.")
-    return int8.LAYOUT if matrix_format == int8.FORMAT else gguf.LAYOUTS[matrix_format]
-
-
-def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values [N, K] that the matrix stands for."""
-    if matrix.format == fp8.FORMAT:
-        return fp8.dequantize(matrix, dtype)
-    return int8.dequantize(matrix, dtype) if matrix.format == int8.FORMAT else gguf.dequantize(matrix, dtype)
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

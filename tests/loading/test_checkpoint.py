@@ -167,10 +167,12 @@ def test_a_file_of_another_kind_is_refused(hf_folder: Path) -> None:
         resolve(str(hf_folder / "config.json"))
 
 
-def test_finding_a_model_on_disk_imports_nothing_heavy(hf_folder: Path) -> None:
+@pytest.mark.parametrize("file_format", ["safetensors", "gguf"])
+def test_finding_a_model_on_disk_imports_nothing_heavy(file_format: str, hf_folder: Path, write_gguf: Write) -> None:
+    path = hf_folder if file_format == "safetensors" else write_gguf(hf_folder / "m.gguf", EMBEDDINGS)
     code = (
         "import sys; from octavo.loading.checkpoint import resolve; resolve(sys.argv[1]); "
         "print([m for m in ('torch', 'transformers', 'numpy', 'huggingface_hub') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(hf_folder)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.gguf import TENSOR_TYPES, read_gguf
+from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_config import gguf_config, named_tensors
+from octavo.quantization.formats import TENSOR_TYPES
 
 Write = Callable[..., Path]
 

@@ -1,4 +1,4 @@
-"""Storage formats against the `gguf` package's dequantization, bit for bit."""
+"""Tensors of GGUF files against the `gguf` package's dequantization, bit for bit."""
 
 import time
 from collections.abc import Callable
@@ -7,17 +7,22 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-import torch
 
-from octavo.loading import gguf_dequant
 from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.gguf import TENSOR_TYPES, read_gguf
+from octavo.loading.file_weights import stored_tensor
+from octavo.loading.gguf import GGUFFile, read_gguf
 from octavo.loading.gguf_config import NamedTensor, named_tensors
-from octavo.loading.gguf_dequant import dequantize
+from octavo.quantization import dequantize, unpacking
+from octavo.quantization.arrays import FLOATS
+from octavo.quantization.formats import TENSOR_TYPES
 
 Write = Callable[..., Path]
 _NUMBERS = {t.name: n for n, t in TENSOR_TYPES.items()}
 _QUANTIZED = [name for name, n in _NUMBERS.items() if TENSOR_TYPES[n].block_size > 1]
+
+
+def _dequantized(file: GGUFFile, tensor: NamedTensor, dtype: str = "float32") -> np.ndarray:
+    return dequantize(stored_tensor(file, tensor), dtype).reshape(tensor.info.shape)
 
 
 def _written(tmp_path: Path, write_gguf: Write, name: str, packed: np.ndarray) -> tuple[str, np.ndarray]:
@@ -44,14 +49,14 @@ def _random_blocks(name: str, rows: int, blocks_in_row: int) -> np.ndarray:
 def test_random_blocks_are_bit_equal_in_float32_and_rounded_once_in_other_types(
     name: str, chunk: int, tmp_path: Path, write_gguf: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_dequant, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(unpacking, "_CHUNK_ELEMENTS", chunk)
     path, expected = _written(tmp_path, write_gguf, name, _random_blocks(name, 5, 7))
     file = read_gguf(path)
     tensor = NamedTensor("t", file.tensors["t"])
-    values = dequantize(file, tensor, torch.float32)
-    assert np.array_equal(values.numpy().view(np.uint32), expected.view(np.uint32))
-    for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(dequantize(file, tensor, dtype), torch.from_numpy(expected).to(dtype))
+    values = _dequantized(file, tensor)
+    assert np.array_equal(values.view(np.uint32), expected.view(np.uint32))
+    for dtype in ("bfloat16", "float16"):
+        assert np.array_equal(_dequantized(file, tensor, dtype), expected.astype(FLOATS[dtype]))
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -60,9 +65,9 @@ def test_what_the_gguf_package_quantizes_comes_back(name: str, tmp_path: Path, w
     packed = gguf.quantize(values, gguf.GGMLQuantizationType(_NUMBERS[name]))
     path, expected = _written(tmp_path, write_gguf, name, packed)
     file = read_gguf(path)
-    read = dequantize(file, NamedTensor("t", file.tensors["t"]), torch.float32)
-    assert np.array_equal(read.numpy(), expected)
-    assert np.abs(read.numpy() - values).max() < 0.4  # four bits over a range of about six
+    read = _dequantized(file, NamedTensor("t", file.tensors["t"]))
+    assert np.array_equal(read, expected)
+    assert np.abs(read - values).max() < 0.4  # four bits over a range of about six
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
@@ -71,18 +76,18 @@ def test_unquantized_tensors_are_read(name: str, tmp_path: Path, write_gguf: Wri
     packed = gguf.quantize(values, gguf.GGMLQuantizationType(_NUMBERS[name]))
     path, expected = _written(tmp_path, write_gguf, name, packed)
     file = read_gguf(path)
-    for dtype in (torch.float32, torch.bfloat16):
-        read = dequantize(file, NamedTensor("t", file.tensors["t"]), dtype)
-        assert torch.equal(read, torch.from_numpy(expected.astype(np.float32)).to(dtype))
+    for dtype in ("float32", "bfloat16"):
+        read = _dequantized(file, NamedTensor("t", file.tensors["t"]), dtype)
+        assert np.array_equal(read, expected.astype(np.float32).astype(FLOATS[dtype]))
 
 
 def test_rows_of_rotary_heads_are_put_back_in_halves_whatever_the_format(tmp_path: Path, write_gguf: Write) -> None:
     path, expected = _written(tmp_path, write_gguf, "Q8_0", _random_blocks("Q8_0", 16, 2))
     file = read_gguf(path)
-    read = dequantize(file, NamedTensor("t", file.tensors["t"], rotary_heads=2), torch.float32)
+    read = _dequantized(file, NamedTensor("t", file.tensors["t"], rotary_heads=2))
     # Of each head of eight rows: first the even ones, then the odd ones.
     order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
-    assert np.array_equal(read.numpy(), expected[order])
+    assert np.array_equal(read, expected[order])
 
 
 def test_the_whole_default_model_is_unpacked_in_a_second(default_checkpoint: Checkpoint) -> None:
@@ -91,7 +96,7 @@ def test_the_whole_default_model_is_unpacked_in_a_second(default_checkpoint: Che
     for _ in range(3):
         start = time.perf_counter()
         for tensor in named_tensors(file):
-            dequantize(file, tensor, torch.bfloat16)
+            _dequantized(file, tensor, "bfloat16")
         best = min(best, time.perf_counter() - start)
     assert best < 2.0  # 0.3 s on an idle core; a loaded machine needs room
 
@@ -102,4 +107,4 @@ def test_the_default_model_is_bit_equal_to_the_gguf_package(default_checkpoint: 
         info = file.tensors[name]
         packed = np.frombuffer(file.data, np.uint8, info.num_bytes, info.offset).reshape(info.shape[0], -1)
         expected = gguf.dequantize(packed, gguf.GGMLQuantizationType[info.type.name]).reshape(info.shape)
-        assert np.array_equal(dequantize(file, NamedTensor("", info), torch.float32).numpy(), expected)
+        assert np.array_equal(_dequantized(file, NamedTensor("", info)), expected)

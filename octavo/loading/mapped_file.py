@@ -1,0 +1,52 @@
+"""A file of tensors in memory: mapped, read where it is looked at, and its pages let go of again.
+
+The server process maps GGUF files for their headers: numpy is imported with the first array.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+from octavo.errors import LoadError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# Pages of a mapped file count as the process's memory: after so many bytes they are let go of.
+_MAPPED_BYTES = 32 << 20
+
+
+class MappedFile:
+    """A private mapping of a whole file: writable, as torch wants its buffers, but writes never reach the disk.
+
+    It lasts as long as the last array over it. Raises `LoadError` if the file cannot be opened or is empty.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                if os.fstat(file.fileno()).st_size == 0:
+                    raise LoadError(f"{path} is damaged: it has 0 bytes; fetch it again.")
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as e:
+            raise LoadError(f"cannot read {path}: {e.strerror or e}.") from None
+        self._num_mapped_bytes = 0
+
+    def array(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Bytes of the file, as they lie there. Pages that were read for earlier arrays may be let go of."""
+        import numpy as np
+
+        if self._num_mapped_bytes > _MAPPED_BYTES:
+            self.forget_pages()
+        self._num_mapped_bytes += num_bytes
+        return np.frombuffer(self.data, np.uint8, num_bytes, offset) if num_bytes else np.empty(0, np.uint8)
+
+    def forget_pages(self) -> None:
+        """Let go of the memory that reading took. Arrays over the file stay valid, and are read again if need be."""
+        self._num_mapped_bytes = 0
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED)

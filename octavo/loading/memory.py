@@ -1,0 +1,57 @@
+"""How much memory this process can still get, and the refusal of models that need more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from octavo.errors import LoadError
+
+GIB = 1 << 30
+_PROC_CGROUP = Path("/proc/self/cgroup")
+
+
+def check_fits(num_bytes: int, kind: str, available_bytes: int | None = None) -> None:
+    """Raise `LoadError` if a model's weights, `num_bytes` of `kind`, exceed the memory that is free (by default, to
+    this process). Both come from `RecordingWeights.packed_bytes`."""
+    available = available_memory_bytes() if available_bytes is None else available_bytes
+    if num_bytes > available:
+        raise LoadError(
+            f"the model needs {num_bytes / GIB:.2f} GiB of memory for its weights in {kind}, "
+            f"and {available / GIB:.2f} GiB are free; free some, choose a smaller --dtype or a smaller model."
+        )
+
+
+def available_memory_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+    """RAM that this process can still get: the machine's free memory, or its container's allowance if that is less."""
+    import psutil
+
+    return min([int(psutil.virtual_memory().available), *_cgroup_rooms(cgroup_root)])
+
+
+def _cgroup_rooms(root: Path) -> Iterator[int]:
+    """Room under each memory limit above this process: cgroup version 2, or version 1. Empty outside of Linux."""
+    try:
+        lines = _PROC_CGROUP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, usage, cached = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        own = base / path.lstrip("/")
+        # Inside a container the path is often the host's and only the root of the mount exists.
+        for group in (own, *own.parents):
+            if group.is_relative_to(base):
+                try:
+                    allowed = int((group / limit).read_text())  # "max" is no number, and no limit
+                    stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
+                    # Pages of files count as used until something wants their room.
+                    yield max(0, allowed - int((group / usage).read_text()) + int(stat.get(cached, 0)))
+                except (OSError, ValueError):
+                    continue

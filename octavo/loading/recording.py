@@ -1,0 +1,95 @@
+"""What a model takes from a checkpoint, found by building it over weights that only take notes.
+
+The model's constructor is the one statement of its tensors; memory estimates and dummy checkpoints follow from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.loading.matrices import Bounds
+from octavo.loading.weights import Weights
+from octavo.quantization import StoredWeight, packed_bytes
+from octavo.quantization.arrays import FLOATS
+from octavo.quantization.formats import BLOCK_TYPES, PLAIN, PLAIN_OF_DTYPE
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTensor:
+    """A tensor that was taken: whole, or of a matrix the share [N, K] that was asked for."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    share: StoredWeight | None  # of a matrix that is going to be packed; None for an array
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.share is not None
+
+
+class RecordingWeights:
+    """`Weights` that give zeros which take no memory, and note in `tensors` what was asked for, in order.
+
+    `weights` is the checkpoint whose formats and optional tensors are looked up; nothing is taken from it. Without one
+    there is every tensor, in floats of `dtype`.
+    """
+
+    def __init__(self, dtype: str, weights: Weights | None = None) -> None:
+        self.tensors: list[RecordedTensor] = []
+        self._dtype = dtype
+        self._weights = weights
+
+    def __contains__(self, name: str) -> bool:
+        return self._weights is None or name in self._weights
+
+    def take(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        self.tensors.append(RecordedTensor(name, shape, None))
+        return _zeros(shape, FLOATS[self._dtype])
+
+    def take_matrix(
+        self, name: str, shape: tuple[int, int], rows: Bounds = None, columns: Bounds = None
+    ) -> StoredWeight:
+        stored_format = self.matrix_format(name)
+        block = BLOCK_TYPES.get(stored_format)
+        if block is None:
+            data = _zeros(shape, FLOATS[PLAIN.get(stored_format, self._dtype)])
+        else:
+            data = _zeros((shape[0], shape[1] // block.block_size * block.block_bytes), np.dtype(np.uint8))
+        stored = StoredWeight(stored_format, {"data": data}, shape)
+        if rows is not None:
+            stored = stored.rows(*rows)
+        if columns is not None:
+            stored = stored.columns(*columns)
+        self.tensors.append(RecordedTensor(name, shape, stored))
+        return stored
+
+    def matrix_format(self, name: str) -> str:
+        return PLAIN_OF_DTYPE[self._dtype] if self._weights is None else self._weights.matrix_format(name)
+
+    def check_all_taken(self) -> None:
+        """Nothing is taken."""
+
+    def close(self) -> None:
+        """There is nothing open."""
+
+    def packed_bytes(self) -> tuple[int, str]:
+        """Bytes of the matrices that were asked for once they are packed, and in what they are held: norms and biases
+        are noise beside them."""
+        num_bytes, kinds = 0, dict[str, None]()
+        for tensor in self.tensors:
+            if tensor.share is not None:
+                num_bytes += packed_bytes(tensor.share.format, tensor.share.shape)
+                kinds[_KINDS.get(tensor.share.format, tensor.share.format)] = None
+        return num_bytes, " and ".join(kinds)
+
+
+# What users call the formats that are no file's.
+_KINDS = PLAIN | {"INT8": "int8", "FP8": "fp8"}
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.broadcast_to(np.zeros((), dtype), shape)
