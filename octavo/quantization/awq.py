@@ -1,21 +1,23 @@
-"""AWQ's tensors (Lin et al. 2023), as codes, scales and minima."""
+"""AWQ's tensors (Lin et al. 2023), as codes, scales and minima. Four bits; a word holds eight outputs."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from octavo.quantization.arrays import Array
 from octavo.quantization.codes import Codes, grouped
 from octavo.quantization.gptq import unpack_words
+from octavo.quantization.stored import StoredWeight
 
 # Of the eight outputs that a word has nibbles of, where each lies. Lowest nibble first they are 0 2 4 6 1 3 5 7.
 _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-def unpack(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Codes:
-    """qweight int32 [K, N / 8], qzeros int32 [groups, N / 8], scales [groups, N]; four bits."""
-    return grouped(4, _nibbles(qweight).T, scales.T, _nibbles(qzeros).T)
+def unpack(stored: StoredWeight) -> Codes:
+    """Exactly what the file's tensors say."""
+    tensors = stored.tensors
+    return grouped(4, _nibbles(tensors["qweight"]).T, tensors["scales"].T, _nibbles(tensors["qzeros"]).T)
 
 
-def _nibbles(words: Tensor) -> Tensor:
+def _nibbles(words: Array) -> Array:
     """int32 [R, W] -> uint8 [R, 8 * W] in the order of outputs."""
-    return unpack_words(words, 4).view(len(words), -1, 8)[..., _NIBBLE_OF_OUTPUT].flatten(-2)
+    in_order = unpack_words(words, 4).reshape(words.shape[0], -1, 8)[..., _NIBBLE_OF_OUTPUT]
+    return in_order.reshape(words.shape[0], -1)

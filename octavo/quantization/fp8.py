@@ -5,24 +5,23 @@ For GPUs that multiply them. The activations are quantized too, row by row (octa
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from octavo.ops import QuantizedMatrix
+from octavo.quantization.arrays import Array, cast, namespace
+from octavo.quantization.stored import StoredWeight
 
 FORMAT = "FP8"
 _LARGEST = 448.0
 
 
-def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(rows: Array) -> tuple[Array, Array]:
     """[N, K] -> codes [N, K] and scales [N] float32."""
-    values = rows.float()
-    scales = values.abs().amax(1) / _LARGEST
-    codes = values / torch.where(scales > 0, scales, 1.0)[:, None]
-    return codes.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
+    xp = namespace(rows)
+    values = cast(rows, "float32")
+    scales = xp.amax(abs(values), axis=1) / _LARGEST
+    codes = values / xp.where(scales > 0, scales, 1.0)[:, None]
+    return cast(xp.clip(codes, -_LARGEST, _LARGEST), "float8_e4m3fn"), scales
 
 
-def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-    """The values after quantization."""
-    codes, scales = quantize(matrix.data)
-    return (codes.float() * scales[:, None]).to(dtype)
+def dequantize(stored: StoredWeight) -> Array:
+    """The values after quantization, float32."""
+    codes, scales = quantize(stored.data)
+    return cast(codes, "float32") * scales[:, None]

@@ -1,28 +1,31 @@
 """Floats quantized at load, 32 elements of a row to a scale: round(x / d) with d = absmax / 127. `--quantization int8`.
 
-The native packer quantizes (csrc/cpu/pack_int.cpp); this is the same in torch.
+The native packer quantizes (csrc/cpu/pack_int.cpp); this is the same in numpy.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from octavo.ops import QuantizedMatrix
+from octavo.quantization.codes import Codes
 from octavo.quantization.layout import Layout
+from octavo.quantization.stored import StoredWeight
 
 FORMAT = "INT8"
 LAYOUT = Layout(8, 32, False)
 
 
-def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-    """The values after quantization."""
-    num_out, num_in = matrix.shape
-    padded = torch.nn.functional.pad(matrix.data.float(), (0, -num_in % 32)).view(num_out, -1, 32)
-    scales = padded.abs().amax(-1, keepdim=True) / 127
-    unit = 2.0 ** (math.frexp(scales.max())[1] - 15)  # which makes them fit float16
-    scales = (scales / unit).half().float() * unit
-    codes = torch.where(scales > 0, padded / scales, 0.0).round().clamp(-127, 127)
-    return (codes * scales).view(num_out, -1)[:, :num_in].to(dtype)
+def unpack(stored: StoredWeight) -> Codes:
+    """The codes after quantization. The scale of a group that is not finite is not finite either."""
+    num_out, num_in = stored.shape
+    padding = ((0, 0), (0, -num_in % LAYOUT.group))
+    groups = np.pad(stored.data.astype(np.float32), padding).reshape(num_out, -1, LAYOUT.group)
+    scales = np.abs(groups).max(-1, keepdims=True, initial=0) / np.float32(127)
+    unit = np.float32(2.0 ** (math.frexp(scales.max(initial=0))[1] - 15))  # which makes them fit float16
+    with np.errstate(all="ignore"):
+        scales = (scales / unit).astype(np.float16).astype(np.float32) * unit
+        codes = np.rint(np.where(scales > 0, groups / scales, 0)).clip(-127, 127)
+    codes = (np.nan_to_num(codes) + 128).astype(np.uint8)
+    return Codes(LAYOUT.bits, LAYOUT.group, codes.reshape(num_out, -1)[:, :num_in], scales.reshape(num_out, -1))

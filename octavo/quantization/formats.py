@@ -1,0 +1,51 @@
+"""The formats of stored weights by name, as data: how long their blocks are, and which axis of a tensor holds what.
+
+"F32", "F16" and "BF16" are floats, "INT8" and "FP8" are floats that are quantized as they are packed. GGUF's block
+formats carry GGUF's names. "GPTQ", "GPTQ_V2" and "AWQ" are the tensors of those methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A type of GGUF files: every `block_size` elements of a row take `block_bytes` bytes."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+
+
+# The types that can be unpacked, by the number that GGUF files use for them.
+TENSOR_TYPES = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    30: TensorType("BF16", 1, 2),
+}
+# format of plain floats -> their element type
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PLAIN_OF_DTYPE = {dtype: name for name, dtype in PLAIN.items()}
+# --quantization -> the format of floats that are to be quantized so
+QUANTIZED_AT_LOAD = {"int8": "INT8", "fp8": "FP8"}
+BLOCK_TYPES = {t.name: t for t in TENSOR_TYPES.values() if t.block_size > 1}
+
+# Elements of a row that lie together and cannot be divided, where that is not 1.
+COLUMN_UNITS = {name: t.block_size for name, t in BLOCK_TYPES.items()} | {"INT8": 32}
+# Tensors of a format, and which of their axes go over the matrix's rows (outputs) and over its columns (inputs).
+_GPTQ_AXES: dict[str, tuple[int | None, int | None]] = {
+    "qweight": (1, 0), "qzeros": (1, 0), "scales": (1, 0), "g_idx": (None, 0),
+}  # fmt: skip
+AXES: dict[str, dict[str, tuple[int | None, int | None]]] = {
+    "GPTQ": _GPTQ_AXES, "GPTQ_V2": _GPTQ_AXES, "AWQ": _GPTQ_AXES,
+}  # fmt: skip
+DATA_AXES: dict[str, tuple[int | None, int | None]] = {"data": (0, 1)}  # of every other format

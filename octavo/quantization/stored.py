@@ -1,0 +1,96 @@
+"""A matrix as a file holds it: the one currency between loading, models and packers.
+
+`octavo.quantization` says what a format's tensors mean. Shares of rows and of columns are cut here, without reading
+anything, for parts of fused matrices and for tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.quantization.formats import AXES, COLUMN_UNITS, DATA_AXES
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A matrix of `shape` [N, K]. Its tensors may alias a mapped file: never write.
+
+    - "F32", "F16", "BF16": floats "data" [N, K]; "INT8", "FP8": the same, to be quantized as they are packed.
+    - GGUF's block formats ("Q4_1", "Q6_K", ...): "data" uint8 [N, bytes of a row]. Rows may be any distance apart.
+    - "GPTQ", "GPTQ_V2": "qweight" int32 [K * bits / 32, N], "qzeros" int32 [groups, N * bits / 32], "scales"
+      [groups, N] and, in some, "g_idx" int32 [K]. "AWQ": "qweight" int32 [K, N / 8], "qzeros", "scales".
+
+    Tensors are numpy's; packers of a GPU make the same value over torch's.
+    """
+
+    format: str
+    tensors: Mapping[str, Any]
+    shape: tuple[int, int]
+
+    @property
+    def data(self) -> Any:
+        """The tensor of the formats that have one."""
+        return self.tensors["data"]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(tensor.nbytes) for tensor in self.tensors.values())
+
+    def rows(self, begin: int, end: int) -> StoredWeight:
+        """Rows begin .. end - 1 as a matrix of their own, over the same memory. Raises `ConfigError` if words of
+        several outputs would have to be divided."""
+        return self._share(0, begin, end)
+
+    def columns(self, begin: int, end: int) -> StoredWeight:
+        """Columns begin .. end - 1 likewise. Raises `ConfigError` if blocks or groups would have to be divided.
+
+        "FP8" quantizes whole rows: a share of columns gets scales of its own.
+        """
+        return self._share(1, begin, end)
+
+    def _share(self, side: int, begin: int, end: int) -> StoredWeight:
+        size = self.shape[side]
+        assert 0 <= begin <= end <= size, f"{begin} to {end} of {size}"
+        unit = self._unit(side)
+        if any(bound % unit and bound != size for bound in (begin, end)):
+            what = ("rows", "columns")[side]
+            raise ConfigError(
+                f"{what} {begin} to {end} of a {self.format} matrix {list(self.shape)} cannot be taken: {what} lie "
+                f"together by {unit}. Divide the model among another number of devices."
+            )
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            axis = self._axis(name, side)
+            if axis is None:
+                tensors[name] = tensor
+                continue
+            entries = tensor.shape[axis]
+            part = slice(begin * entries // size, end * entries // size)
+            tensors[name] = tensor[part] if axis == 0 else tensor[:, part]
+        if side == 1 and "g_idx" in tensors and self._axis("scales", side) is not None:
+            first_group = begin * self.tensors["scales"].shape[0] // size
+            tensors["g_idx"] = tensors["g_idx"] - first_group
+        shape = (end - begin, self.shape[1]) if side == 0 else (self.shape[0], end - begin)
+        return StoredWeight(self.format, tensors, shape)
+
+    def _unit(self, side: int) -> int:
+        """Of which number the bounds of a share must be multiples."""
+        if self.format not in AXES:
+            return COLUMN_UNITS.get(self.format, 1) if side == 1 else 1
+        size, unit = self.shape[side], 1
+        for name, tensor in self.tensors.items():
+            axis = self._axis(name, side)
+            if axis is not None:  # several elements to a word, or to a group
+                per_entry, rest = divmod(size, tensor.shape[axis])
+                unit = math.lcm(unit, size if rest else per_entry)
+        return unit
+
+    def _axis(self, name: str, side: int) -> int | None:
+        """The axis of a tensor that goes over rows (side 0) or columns (1); None if all of it belongs to every one."""
+        axis = AXES.get(self.format, DATA_AXES)[name][side]
+        is_single_group = side == 1 and name in ("qzeros", "scales") and self.tensors[name].shape[0] == 1
+        return None if is_single_group else axis
