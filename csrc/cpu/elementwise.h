@@ -1,5 +1,5 @@
-// Norms, quantized rows, rotary embedding with the cache write, copies of rows and argmax: one pass over each row, in
-// float32, in an order that the row's length alone decides. Included by kernels.cpp only.
+// Norms, quantized rows, rotary embedding with the cache write and copies of rows, in float32, in an order that the
+// row's length alone decides. Included by kernels.cpp only.
 #pragma once
 
 #include "quantize.h"
@@ -45,24 +45,83 @@ inline float sum_of_squares(const T* x, int64_t n) {
     return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
+// The same order of additions as in sum_of_squares, here and in the squared distances.
+template <class T>
+inline float sum_of_values(const T* x, int64_t n) {
+    Vec sums[4] = {zero(), zero(), zero(), zero()};
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+        for (int j = 0; j < 4; ++j) sums[j] = add(sums[j], load(x + i + j * kLanes));
+    }
+    for_vectors(n - i, [&](int64_t j, int lanes) { sums[0] = add(sums[0], load_some(x + i + j, lanes)); });
+    return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+template <class T>
+inline float sum_of_squared_distances(const T* x, int64_t n, float from) {
+    const Vec center = set1(from);
+    Vec sums[4] = {zero(), zero(), zero(), zero()};
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+        for (int j = 0; j < 4; ++j) {
+            const Vec v = sub(load(x + i + j * kLanes), center);
+            sums[j] = fma(v, v, sums[j]);
+        }
+    }
+    for_vectors(n - i, [&](int64_t j, int lanes) {
+        // Lanes beyond the row hold zeros, which are some way from the center.
+        const Vec v = keep_lanes(sub(load_some(x + i + j, lanes), center), 0, lanes, zero());
+        sums[0] = fma(v, v, sums[0]);
+    });
+    return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+// Row `row` of the outputs from what f(index, lanes) yields vector by vector.
+template <class T, class F>
+inline void write_row(void* out, int32_t out_dtype, int64_t row, int64_t width, F f) {
+    if (out_dtype == kQ8) {
+        quantize_row(width, static_cast<QBlock*>(out) + row * ((width + kQBlock - 1) / kQBlock), f);
+    } else {
+        T* to = static_cast<T*>(out) + row * width;
+        for_vectors(width, [&](int64_t i, int lanes) { store_some(to + i, f(i, lanes), lanes); });
+    }
+}
+
 template <class T, class W>
-void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
+void rms_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
     const W* weight = static_cast<const W*>(a.weight);
-    const int64_t blocks = (a.hidden + kQBlock - 1) / kQBlock;
     for (int64_t row = begin; row < end; ++row) {
         const T* x = static_cast<const T*>(a.x) + row / a.inner * a.x_outer_stride + row % a.inner * a.x_inner_stride;
         const float mean = sum_of_squares(x, a.hidden) / static_cast<float>(a.hidden);
         const Vec scale = set1(1.0f / __builtin_sqrtf(mean + a.eps));
-        const auto normed = [&](int64_t i, int lanes) {
+        write_row<T>(a.out, a.out_dtype, row, a.hidden, [&](int64_t i, int lanes) {
             return mul(mul(load_some(x + i, lanes), scale), load_some(weight + i, lanes));
-        };
-        if (a.out_dtype == kQ8) {
-            quantize_row(a.hidden, static_cast<QBlock*>(a.out) + row * blocks, normed);
-        } else {
-            T* out = static_cast<T*>(a.out) + row * a.hidden;
-            for_vectors(a.hidden, [&](int64_t i, int lanes) { store_some(out + i, normed(i, lanes), lanes); });
-        }
+        });
     }
+}
+
+template <class T, class W>
+void layer_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
+    const W* weight = static_cast<const W*>(a.weight);
+    const W* bias = static_cast<const W*>(a.bias);
+    const float count = static_cast<float>(a.hidden);
+    for (int64_t row = begin; row < end; ++row) {
+        const T* x = static_cast<const T*>(a.x) + row / a.inner * a.x_outer_stride + row % a.inner * a.x_inner_stride;
+        const float mean = sum_of_values(x, a.hidden) / count;
+        const float variance = sum_of_squared_distances(x, a.hidden, mean) / count;
+        const Vec center = set1(mean), scale = set1(1.0f / __builtin_sqrtf(variance + a.eps));
+        write_row<T>(a.out, a.out_dtype, row, a.hidden, [&](int64_t i, int lanes) {
+            const Vec normed = mul(sub(load_some(x + i, lanes), center), scale);
+            const Vec weighted = mul(normed, load_some(weight + i, lanes));
+            // A quantized row ends in zeros: these lanes have a center taken off, and a weight of zero.
+            return bias ? add(weighted, load_some(bias + i, lanes)) : weighted;
+        });
+    }
+}
+
+template <class T, class W>
+void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
+    a.centered ? layer_norm_rows<T, W>(a, begin, end) : rms_norm_rows<T, W>(a, begin, end);
 }
 
 void norm(const void* args, int64_t task) {
@@ -179,52 +238,6 @@ void rotary(const void* args, int64_t task) {
     } else {
         rotary_tokens<BF16>(a, begin, end);
     }
-}
-
-// Indices are kept as floats (exact below 2^24) next to the values. Lanes start below everything, so a NaN never wins
-// and a row without a finite or +inf value yields 0.
-void argmax(const void* args, int64_t task) {
-    const ArgmaxArgs& a = *static_cast<const ArgmaxArgs*>(args);
-    const float* x = a.x + task * a.stride;
-    constexpr int kUnroll = 4;
-    const Vec lowest = set1(-__builtin_inff());
-    Vec best[kUnroll], where[kUnroll], index[kUnroll];
-    for (int j = 0; j < kUnroll; ++j) {
-        best[j] = lowest;
-        where[j] = zero();
-        index[j] = add(iota(), set1(static_cast<float>(j * kLanes)));
-    }
-    const Vec stride = set1(static_cast<float>(kUnroll * kLanes));
-    int64_t i = 0;
-    for (; i + kUnroll * kLanes <= a.width; i += kUnroll * kLanes) {
-        for (int j = 0; j < kUnroll; ++j) {
-            const Vec v = load(x + i + j * kLanes);
-            where[j] = select_greater(v, best[j], index[j], where[j]);
-            best[j] = select_greater(v, best[j], v, best[j]);
-            index[j] = add(index[j], stride);
-        }
-    }
-    float best_value = -__builtin_inff();
-    int64_t best_index = 0;
-    for (int j = 0; j < kUnroll; ++j) {
-        float values[kLanes], indices[kLanes];
-        store(values, best[j]);
-        store(indices, where[j]);
-        for (int lane = 0; lane < kLanes; ++lane) {
-            const int64_t at = static_cast<int64_t>(indices[lane]);
-            if (values[lane] > best_value || (values[lane] == best_value && at < best_index)) {
-                best_value = values[lane];
-                best_index = at;
-            }
-        }
-    }
-    for (; i < a.width; ++i) {
-        if (x[i] > best_value) {
-            best_value = x[i];
-            best_index = i;
-        }
-    }
-    a.out[task] = best_index;
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Every kernel, for one instruction set. The build compiles this file once per set with that set's flags and
 // OCTAVO_ISA (its namespace and the suffix of its table) defined.
+#include "activation.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "embedding.h"
@@ -8,14 +9,14 @@
 
 #define OCTAVO_CONCAT2(a, b) a##b
 #define OCTAVO_CONCAT(a, b) OCTAVO_CONCAT2(a, b)
-#define OCTAVO_STRING2(a) #a
-#define OCTAVO_STRING(a) OCTAVO_STRING2(a)
 
 namespace octavo {
 
 const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
-    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear, OCTAVO_ISA::embedding, OCTAVO_ISA::take_rows, OCTAVO_ISA::norm,
-    OCTAVO_ISA::quantize,      OCTAVO_ISA::rotary, OCTAVO_ISA::attention, OCTAVO_ISA::argmax,    OCTAVO_ISA::sample,
+    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear,    OCTAVO_ISA::embedding,  OCTAVO_ISA::take_rows,
+    OCTAVO_ISA::norm,          OCTAVO_ISA::quantize,  OCTAVO_ISA::activation, OCTAVO_ISA::add_rows,
+    OCTAVO_ISA::rotary,        OCTAVO_ISA::attention, OCTAVO_ISA::argmax,     OCTAVO_ISA::sample,
+    OCTAVO_ISA::mask,
 };
 
 }  // namespace octavo

@@ -109,15 +109,39 @@ struct TakeRowsArgs {
     int64_t rows_per_task;
 };
 
-// out[i, j, :] = rms_norm(x[i, j, :]) * weight; outputs are dense. kQ8 outputs are quantized from float32.
+// out[i, j, :] = norm(x[i, j, :]) * weight + bias: the layer norm if it is `centered`, the RMS norm otherwise. The bias
+// may be null, and is of the weight's type. Outputs are dense; kQ8 outputs are quantized from float32.
 struct NormArgs {
     const void* x;
     const void* weight;
+    const void* bias;
     void* out;
     int64_t outer, inner, hidden;
     int64_t x_outer_stride, x_inner_stride;
     float eps;
-    int32_t dtype, weight_dtype, out_dtype;
+    int32_t dtype, weight_dtype, out_dtype, centered;
+    int64_t rows_per_task;
+};
+
+// Element-wise functions, as the Python side names them.
+enum ActivationKind : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4 };
+
+// out[r, :] = f(x[r, :]); outputs are dense. kQ8 outputs are quantized from float32.
+struct ActivationArgs {
+    const void* x;
+    void* out;
+    int64_t x_stride, rows, width;
+    int32_t dtype, out_dtype, kind;
+    int64_t rows_per_task;
+};
+
+// out[r, :] += scale * x[r, :], in float32, rounded once.
+struct AddArgs {
+    const void* x;
+    void* out;
+    int64_t x_stride, out_stride, rows, width;
+    float scale;
+    int32_t dtype, out_dtype;
     int64_t rows_per_task;
 };
 
@@ -178,19 +202,22 @@ struct AttentionArgs {
     const int32_t* query_start;
     const int32_t* seq_lens;
     void* out;
-    int64_t query_stride, table_stride, max_blocks;
+    int64_t tokens, query_stride, table_stride, max_blocks;
     int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, dtype;
     float scale;
     const AttentionSchedule* schedule;  // Filled in by AttentionPlan.
 };
 
+// out[r] = the lowest index of the largest of x[r, width], or kNoToken where that is not finite or the row has a NaN.
+constexpr int64_t kNoToken = -1;
 struct ArgmaxArgs {
     const float* x;
     int64_t* out;
     int64_t stride, width, rows;
 };
 
-// out[r] = a token drawn from logits[r, width], which become its weights. Arrays are by row; top_k 0 is all.
+// out[r] = a token drawn from logits[r, width], which become its weights, or kNoToken as in ArgmaxArgs. Arrays are by
+// row; top_k 0 is all; a row of temperature 0 gives its argmax and stays as it is.
 struct SampleArgs {
     float* logits;
     const float* temperature;
@@ -202,12 +229,20 @@ struct SampleArgs {
     int64_t stride, width, rows;
 };
 
+// logits[samples[m], t] = -inf where bit t % 32 of words[m, t / 32] is 0, and beyond the words; a task is a mask.
+struct MaskArgs {
+    float* logits;
+    const uint32_t* words;
+    const int64_t* samples;
+    int64_t stride, width, words_stride, num_words, masks, rows;
+};
+
 // One task of a kernel. `args` is the operation's own struct above.
 using Kernel = void (*)(const void* args, int64_t task);
 
 struct KernelTable {
     const char* name;
-    Kernel linear, embedding, take_rows, norm, quantize, rotary, attention, argmax, sample;
+    Kernel linear, embedding, take_rows, norm, quantize, activation, add, rotary, attention, argmax, sample, mask;
 };
 
 // One instance per instruction set that was compiled in; see dispatch.cpp.

@@ -69,6 +69,8 @@ void check(const RotaryArgs& args) {
     check_indices("slot", args.slots, args.tokens, INT64_MIN, args.num_slots);
 }
 
+void check(const MaskArgs& args) { check_indices("sample", args.samples, args.masks, 0, args.rows); }
+
 Launch plan(PackArgs& args) {
     const int64_t panels = ceil_div(args.n, kPanel);
     return {pack_panel, &args, panels, static_cast<double>(args.n * args.k * size_of(args.dtype)) / 2};
@@ -135,6 +137,18 @@ Launch plan(NormArgs& args, const KernelTable& table, int threads) {
     return {table.norm, &args, ceil_div(rows, args.rows_per_task), cost_ns};
 }
 
+Launch plan(ActivationArgs& args, const KernelTable& table, int threads) {
+    const double cost_ns = static_cast<double>(args.rows * args.width) * (args.out_dtype == kQ8 ? 0.8 : 0.4);
+    args.rows_per_task = rows_per_task(args.rows, cost_ns, threads);
+    return {table.activation, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
+}
+
+Launch plan(AddArgs& args, const KernelTable& table, int threads) {
+    const double cost_ns = static_cast<double>(args.rows * args.width) * 0.15;
+    args.rows_per_task = rows_per_task(args.rows, cost_ns, threads);
+    return {table.add, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
+}
+
 Launch plan(RotaryArgs& args, const KernelTable& table, int threads) {
     const int64_t width = (args.query_heads + 4 * args.kv_heads) * static_cast<int64_t>(args.head_size);
     const double cost_ns = static_cast<double>(args.tokens * width) * 0.2;
@@ -148,6 +162,10 @@ Launch plan(ArgmaxArgs& args, const KernelTable& table, int /*threads*/) {
 
 Launch plan(SampleArgs& args, const KernelTable& table, int /*threads*/) {
     return {table.sample, &args, args.rows, static_cast<double>(args.rows * args.width) * 2};
+}
+
+Launch plan(MaskArgs& args, const KernelTable& table, int /*threads*/) {
+    return {table.mask, &args, args.masks, static_cast<double>(args.masks * args.width) * 0.1};
 }
 
 void AttentionPlan::plan(const AttentionArgs& args, int threads) {

@@ -22,6 +22,7 @@ struct Launch {
 void check(const EmbeddingArgs& args);
 void check(const TakeRowsArgs& args);
 void check(const RotaryArgs& args);
+void check(const MaskArgs& args);
 
 Launch plan(PackArgs& args);
 Launch plan(LinearArgs& args, const KernelTable& table, int threads);
@@ -29,9 +30,12 @@ Launch plan(EmbeddingArgs& args, const KernelTable& table, int threads);
 Launch plan(TakeRowsArgs& args, const KernelTable& table, int threads);
 Launch plan(QuantizeArgs& args, const KernelTable& table, int threads);
 Launch plan(NormArgs& args, const KernelTable& table, int threads);
+Launch plan(ActivationArgs& args, const KernelTable& table, int threads);
+Launch plan(AddArgs& args, const KernelTable& table, int threads);
 Launch plan(RotaryArgs& args, const KernelTable& table, int threads);
 Launch plan(ArgmaxArgs& args, const KernelTable& table, int threads);
 Launch plan(SampleArgs& args, const KernelTable& table, int threads);
+Launch plan(MaskArgs& args, const KernelTable& table, int threads);
 
 // The attention tasks of a step and the memory that they share. Planned once a step, from lengths alone, then launched
 // for every layer; memory is kept from step to step, so that a decode step allocates nothing. The schedule that the

@@ -169,7 +169,9 @@ inline float float_of_bits(uint32_t bits) {
     return x;
 }
 inline float half_value(uint16_t h) {
-    const float magnitude = float_of_bits((h & 0x7fffu) << 13) * 0x1p112f;
+    float magnitude = float_of_bits((h & 0x7fffu) << 13) * 0x1p112f;
+    // A weight that is not finite has the scale NaN.
+    if ((h & 0x7c00u) == 0x7c00u) magnitude = h & 0x3ffu ? __builtin_nanf("") : __builtin_inff();
     return h & 0x8000u ? -magnitude : magnitude;
 }
 

@@ -1,4 +1,4 @@
-// octavo._cpu: the Python face of the native kernels. Tensors arrive as addresses, sizes and strides (in elements);
+// octavo._cpu: the Python face of the native kernels. Arrays arrive as addresses, sizes and strides (in elements);
 // octavo/ops/cpu.py has checked them. A call builds the argument struct, plans it and runs it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -18,16 +19,45 @@
 #include "thread_pool.h"
 
 namespace nb = nanobind;
+
+// Where an array's elements begin: of a numpy array, an address as a number, or None for nowhere.
+struct Address {
+    uintptr_t value = 0;
+};
+
+namespace {
+PyTypeObject* numpy_array = nullptr;  // kept alive by numpy's module
+}
+
+// numpy's own ways to ask an array for its address take two microseconds, and its buffers do not know ml_dtypes' types.
+// The field is the first of PyArrayObject_fields in numpy's C API, which its compiled users rely on.
+template <>
+struct nb::detail::type_caster<Address> {
+    NB_TYPE_CASTER(Address, const_name("numpy.ndarray | int | None"))
+
+    bool from_python(handle source, uint8_t, cleanup_list*) noexcept {
+        if (PyObject_TypeCheck(source.ptr(), numpy_array)) {
+            memcpy(&value.value, reinterpret_cast<const char*>(source.ptr()) + sizeof(PyObject), sizeof(value.value));
+            return true;
+        }
+        value.value = 0;
+        if (source.is_none()) return true;
+        if (!PyLong_Check(source.ptr())) return false;
+        value.value = PyLong_AsSize_t(source.ptr());
+        if (value.value != static_cast<size_t>(-1) || PyErr_Occurred() == nullptr) return true;
+        PyErr_Clear();
+        return false;
+    }
+};
+
 using octavo::Launch;
 using octavo::Program;
 
 namespace {
 
-using Address = uintptr_t;
-
 template <class T>
 T* at(Address address) {
-    return reinterpret_cast<T*>(address);
+    return reinterpret_cast<T*>(address.value);
 }
 
 // Giving up the interpreter lock may cost a whole switch interval (5 ms) to get back when another thread wants it, so
@@ -62,10 +92,10 @@ void submit(Args& args) {
 // written, fewer TLB misses after.
 void advise_huge_pages(Address address, size_t bytes) {
 #ifdef __linux__
-    constexpr Address kHuge = 2 << 20;
-    const Address begin = (address + kHuge - 1) / kHuge * kHuge;
-    const Address end = (address + bytes) / kHuge * kHuge;
-    if (begin < end) madvise(at<void>(begin), end - begin, MADV_HUGEPAGE);
+    constexpr uintptr_t kHuge = 2 << 20;
+    const uintptr_t begin = (address.value + kHuge - 1) / kHuge * kHuge;
+    const uintptr_t end = (address.value + bytes) / kHuge * kHuge;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #else
     (void)address;
     (void)bytes;
@@ -119,11 +149,13 @@ void take_rows(Address x, int64_t x_rows, int64_t row_bytes, int64_t stride_byte
     submit(args);
 }
 
-void norm(Address x, Address weight, Address out, int64_t outer, int64_t inner, int64_t hidden, int64_t outer_stride,
-          int64_t inner_stride, float eps, int32_t dtype, int32_t weight_dtype, int32_t out_dtype) {
+void norm(Address x, Address weight, Address bias, Address out, int64_t outer, int64_t inner, int64_t hidden,
+          int64_t outer_stride, int64_t inner_stride, float eps, int32_t dtype, int32_t weight_dtype, int32_t out_dtype,
+          bool centered) {
     octavo::NormArgs args{};
     args.x = at<void>(x);
     args.weight = at<void>(weight);
+    args.bias = at<void>(bias);
     args.out = at<void>(out);
     args.outer = outer;
     args.inner = inner;
@@ -134,6 +166,19 @@ void norm(Address x, Address weight, Address out, int64_t outer, int64_t inner, 
     args.dtype = dtype;
     args.weight_dtype = weight_dtype;
     args.out_dtype = out_dtype;
+    args.centered = centered;
+    submit(args);
+}
+
+void activation(Address x, int64_t x_stride, int64_t rows, int64_t width, int32_t dtype, Address out, int32_t out_dtype,
+                int32_t kind) {
+    octavo::ActivationArgs args{at<void>(x), at<void>(out), x_stride, rows, width, dtype, out_dtype, kind, 0};
+    submit(args);
+}
+
+void add(Address x, int64_t x_stride, int32_t dtype, Address out, int64_t out_stride, int32_t out_dtype, int64_t rows,
+         int64_t width, float scale) {
+    octavo::AddArgs args{at<void>(x), at<void>(out), x_stride, out_stride, rows, width, scale, dtype, out_dtype, 0};
     submit(args);
 }
 
@@ -167,10 +212,10 @@ void rotary_and_cache(Address query, int64_t query_stride, Address key, int64_t 
     submit(args);
 }
 
-void paged_attention(Address query, int64_t query_stride, Address key_cache, Address value_cache, Address block_tables,
-                     int64_t table_stride, int64_t max_blocks, Address query_start, Address seq_lens, int32_t num_seqs,
-                     int32_t query_heads, int32_t kv_heads, int32_t head_size, int32_t block_size, int32_t window,
-                     float scale, int32_t dtype, Address out) {
+void paged_attention(Address query, int64_t tokens, int64_t query_stride, Address key_cache, Address value_cache,
+                     Address block_tables, int64_t table_stride, int64_t max_blocks, Address query_start,
+                     Address seq_lens, int32_t num_seqs, int32_t query_heads, int32_t kv_heads, int32_t head_size,
+                     int32_t block_size, int32_t window, float scale, int32_t dtype, Address out) {
     octavo::AttentionArgs args{};
     args.query = at<void>(query);
     args.key_cache = at<void>(key_cache);
@@ -179,6 +224,7 @@ void paged_attention(Address query, int64_t query_stride, Address key_cache, Add
     args.query_start = at<int32_t>(query_start);
     args.seq_lens = at<int32_t>(seq_lens);
     args.out = at<void>(out);
+    args.tokens = tokens;
     args.query_stride = query_stride;
     args.table_stride = table_stride;
     args.max_blocks = max_blocks;
@@ -219,6 +265,21 @@ void sample(Address logits, int64_t stride, int64_t rows, int64_t width, Address
     call(octavo::plan(args, octavo::kernels(), octavo::num_threads()));
 }
 
+void mask_tokens(Address logits, int64_t stride, int64_t rows, int64_t width, Address words, int64_t words_stride,
+                 int64_t num_words, Address samples, int64_t masks) {
+    octavo::MaskArgs args{at<float>(logits),
+                          at<uint32_t>(words),
+                          at<int64_t>(samples),
+                          stride,
+                          width,
+                          words_stride,
+                          num_words,
+                          masks,
+                          rows};
+    octavo::check(args);
+    call(octavo::plan(args, octavo::kernels(), octavo::num_threads()));
+}
+
 octavo::Matrix integer_matrix(Address data, int64_t n, int64_t k, float factor, int32_t bits, int32_t group,
                               int32_t minima, int32_t gated) {
     const int32_t format = bits == 4 ? octavo::kWeightInt4 : octavo::kWeightInt8;
@@ -226,7 +287,7 @@ octavo::Matrix integer_matrix(Address data, int64_t n, int64_t k, float factor, 
 }
 
 int64_t integer_matrix_bytes(int64_t n, int64_t k, int32_t bits, int32_t group, bool minima, bool gated) {
-    const octavo::Matrix matrix = integer_matrix(0, n, k, 1, bits, group, minima, gated);
+    const octavo::Matrix matrix = integer_matrix({}, n, k, 1, bits, group, minima, gated);
     const int64_t sides = gated ? 2 : 1;
     const int64_t panels = sides * ((n / sides + octavo::kPanel - 1) / octavo::kPanel);
     return panels * ((k + octavo::kQBlock - 1) / octavo::kQBlock) * octavo::packed_block_bytes(matrix);
@@ -253,7 +314,8 @@ float max_scale(Address source, int32_t source_format, int64_t stride, int64_t r
 }  // namespace
 
 NB_MODULE(_cpu, m) {
-    m.doc() = "Octavo's native CPU kernels over raw addresses; octavo.ops.cpu is the interface for tensors.";
+    numpy_array = reinterpret_cast<PyTypeObject*>(nb::module_::import_("numpy").attr("ndarray").ptr());
+    m.doc() = "Octavo's native CPU kernels over raw addresses; octavo.ops.cpu is the interface for arrays.";
     m.attr("F32") = static_cast<int>(octavo::kF32);
     m.attr("BF16") = static_cast<int>(octavo::kBF16);
     m.attr("Q8") = static_cast<int>(octavo::kQ8);
@@ -264,6 +326,10 @@ NB_MODULE(_cpu, m) {
     m.attr("STORE") = static_cast<int>(octavo::kStore);
     m.attr("ADD") = static_cast<int>(octavo::kAdd);
     m.attr("GATED") = static_cast<int>(octavo::kGated);
+    nb::dict activations;
+    const char* names[] = {"silu", "gelu", "gelu_tanh", "relu", "relu2"};
+    for (int i = 0; i <= octavo::kRelu2; ++i) activations[names[i]] = i;
+    m.attr("ACTIVATIONS") = activations;
     m.attr("PANEL") = octavo::kPanel;
     m.attr("QBLOCK") = octavo::kQBlock;
     m.attr("QBLOCK_BYTES") = sizeof(octavo::QBlock);
@@ -294,20 +360,27 @@ NB_MODULE(_cpu, m) {
              })
         .def("profile", &Program::profile);
     m.def("stop_recording", &Program::stop_recording);
+    // The Python object that the program is of, or None.
+    m.def("recording", &Program::recording, nb::rv_policy::reference);
     m.def("advise_huge_pages", &advise_huge_pages);
     nb::class_<octavo::Matrix>(m, "Matrix")
-        .def("__init__", &make_matrix, nb::arg("data"), nb::arg("bias"), nb::arg("n"), nb::arg("k"), nb::arg("factor"),
-             nb::arg("format"), nb::arg("group"), nb::arg("minima"), nb::arg("gated"));
+        .def("__init__", &make_matrix, nb::arg("data"), nb::arg("bias").none(), nb::arg("n"), nb::arg("k"),
+             nb::arg("factor"), nb::arg("format"), nb::arg("group"), nb::arg("minima"), nb::arg("gated"));
     m.def("pack_linear", &pack_linear);
     m.def("linear", &linear);
     m.def("quantize", &quantize);
     m.def("embedding", &embedding);
     m.def("take_rows", &take_rows);
-    m.def("norm", &norm);
+    m.def("norm", &norm, nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("out"), nb::arg("outer"),
+          nb::arg("inner"), nb::arg("hidden"), nb::arg("outer_stride"), nb::arg("inner_stride"), nb::arg("eps"),
+          nb::arg("dtype"), nb::arg("weight_dtype"), nb::arg("out_dtype"), nb::arg("centered"));
+    m.def("activation", &activation);
+    m.def("add", &add);
     m.def("rotary_and_cache", &rotary_and_cache);
     m.def("paged_attention", &paged_attention);
     m.def("argmax", &argmax);
     m.def("sample", &sample);
+    m.def("mask_tokens", &mask_tokens);
     nb::dict sources;
     for (int i = 0; i < octavo::kNumSourceFormats; ++i) sources[octavo::kSourceNames[i]] = i;
     m.attr("SOURCE_FORMATS") = sources;

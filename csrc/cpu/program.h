@@ -19,20 +19,22 @@ enum class Extent : int32_t { kTokens = 0, kSamples = 1 };
 class Program {
   public:
     using Args = std::variant<LinearArgs, QuantizeArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs,
-                              AttentionArgs, ArgmaxArgs>;
+                              AttentionArgs, ArgmaxArgs, ActivationArgs, AddArgs>;
 
     Program() = default;
     Program(const Program&) = delete;
     Program& operator=(const Program&) = delete;
 
-    // The program that calls of this thread are recorded into instead of being run, or null.
+    // The program that calls of this thread are recorded into instead of being run, or null. There is no other notion
+    // of it: octavo.ops.cpu_program asks here.
     static Program* recording();
     static void start_recording(Program* program, Extent extent);
     static void stop_recording();
 
     void add(const Args& args);
     // Runs the step. The arrays that the recorded calls read must hold this step's values. Throws std::out_of_range for
-    // a token id, position or slot that points nowhere, std::invalid_argument for lengths that contradict each other.
+    // a token id, position or slot that points nowhere, std::invalid_argument for lengths that contradict each other
+    // and for more rows than were recorded.
     void run(int64_t tokens, int32_t seqs, int64_t samples);
     // The same, call by call: the name of each and its nanoseconds.
     std::vector<std::pair<std::string, double>> profile(int64_t tokens, int32_t seqs, int64_t samples);
@@ -43,6 +45,7 @@ class Program {
     struct Call {
         Args args;
         Extent extent;
+        int64_t recorded_rows;
         AttentionPlan* attention;  // of an attention call: shared with the layers that look alike
     };
     void plan(int64_t tokens, int32_t seqs, int64_t samples);

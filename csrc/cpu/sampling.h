@@ -1,6 +1,7 @@
-// Draws one token a row: temperature, min-p, top-k and top-p, then the inverse of the cumulative distribution.
-// Thresholds are found by radix selection on the bits of the probabilities, which order as the numbers do, so nothing
-// is sorted. Every sum runs in an order that the row's length alone decides. Included by kernels.cpp only.
+// Argmax, masks of tokens, and drawing one token a row: temperature, min-p, top-k and top-p, then the inverse of the
+// cumulative distribution. Thresholds are found by radix selection on the bits of the probabilities, which order as the
+// numbers do, so nothing is sorted. Every sum runs in an order that the row's length alone decides. Included by
+// kernels.cpp only.
 #pragma once
 
 #include "simd.h"
@@ -22,16 +23,86 @@ inline float float_of(uint32_t bits) {
     return x;
 }
 
+// Whether a row holds a NaN, of which `sum` is the sum in any order. The sum of a row without one is NaN only where
+// infinities meet, or sums overflow: then each element is looked at.
+inline bool has_nan(const float* p, int64_t n, float sum) {
+    if (sum == sum) return false;
+    for (int64_t i = 0; i < n; ++i) {
+        if (p[i] != p[i]) return true;
+    }
+    return false;
+}
+
+inline bool is_finite(float x) { return x > -__builtin_inff() && x < __builtin_inff(); }
+
+// Indices are kept as floats (exact below 2^24) next to the values. Lanes start below everything, so a NaN never wins.
+inline int64_t argmax_of_row(const float* x, int64_t width) {
+    constexpr int kUnroll = 4;
+    const Vec lowest = set1(-__builtin_inff());
+    Vec best[kUnroll], where[kUnroll], index[kUnroll], sums[kUnroll];
+    for (int j = 0; j < kUnroll; ++j) {
+        best[j] = lowest;
+        where[j] = zero();
+        sums[j] = zero();
+        index[j] = add(iota(), set1(static_cast<float>(j * kLanes)));
+    }
+    const Vec stride = set1(static_cast<float>(kUnroll * kLanes));
+    int64_t i = 0;
+    for (; i + kUnroll * kLanes <= width; i += kUnroll * kLanes) {
+        for (int j = 0; j < kUnroll; ++j) {
+            const Vec v = load(x + i + j * kLanes);
+            where[j] = select_greater(v, best[j], index[j], where[j]);
+            best[j] = select_greater(v, best[j], v, best[j]);
+            index[j] = add(index[j], stride);
+            sums[j] = add(sums[j], v);
+        }
+    }
+    const int64_t done = i;
+    float best_value = -__builtin_inff();
+    int64_t best_index = 0;
+    for (int j = 0; j < kUnroll; ++j) {
+        float values[kLanes], indices[kLanes];
+        store(values, best[j]);
+        store(indices, where[j]);
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const int64_t at = static_cast<int64_t>(indices[lane]);
+            if (values[lane] > best_value || (values[lane] == best_value && at < best_index)) {
+                best_value = values[lane];
+                best_index = at;
+            }
+        }
+    }
+    for (; i < width; ++i) {
+        if (x[i] > best_value) {
+            best_value = x[i];
+            best_index = i;
+        }
+    }
+    float sum = reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+    for (int64_t j = done; j < width; ++j) sum += x[j];
+    return is_finite(best_value) && !has_nan(x, width, sum) ? best_index : kNoToken;
+}
+
+void argmax(const void* args, int64_t task) {
+    const ArgmaxArgs& a = *static_cast<const ArgmaxArgs*>(args);
+    a.out[task] = argmax_of_row(a.x + task * a.stride, a.width);
+}
+
+// The largest of a row, or NaN if it holds one.
 inline float max_of_row(const float* p, int64_t n) {
-    Vec largest = set1(-__builtin_inff());
+    Vec largest = set1(-__builtin_inff()), sums = zero();
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
         const Vec v = load(p + i);
         largest = select_greater(v, largest, v, largest);  // drops NaN
+        sums = add(sums, v);
     }
-    float found = reduce_max(largest);
-    for (; i < n; ++i) found = p[i] > found ? p[i] : found;
-    return found;
+    float found = reduce_max(largest), sum = reduce_add(sums);
+    for (; i < n; ++i) {
+        found = p[i] > found ? p[i] : found;
+        sum += p[i];
+    }
+    return has_nan(p, n, sum) ? __builtin_nanf("") : found;
 }
 
 inline float sum_chunk(const float* p, int64_t n) {
@@ -89,10 +160,13 @@ void sample(const void* args, int64_t task) {
     const SampleArgs& a = *static_cast<const SampleArgs*>(args);
     float* p = a.logits + task * a.stride;
     const int64_t n = a.width;
-    a.out[task] = 0;
+    if (!(a.temperature[task] > 0)) {
+        a.out[task] = argmax_of_row(p, n);
+        return;
+    }
+    a.out[task] = kNoToken;
     const float largest = max_of_row(p, n);
-    // An infinity, or nothing but -inf and NaN: there is no distribution to draw from, and the caller knows.
-    if (!(largest > -__builtin_inff() && largest < __builtin_inff())) return;
+    if (!is_finite(largest)) return;  // there is no distribution to draw from
 
     const Vec shift = set1(largest), temperature = set1(a.temperature[task]);
     int64_t i = 0;
@@ -134,6 +208,25 @@ void sample(const void* args, int64_t task) {
         if (p[j] > 0) drawn = j;
     }
     a.out[task] = drawn;
+}
+
+void mask(const void* args, int64_t task) {
+    const MaskArgs& a = *static_cast<const MaskArgs*>(args);
+    const uint32_t* words = a.words + task * a.words_stride;
+    float* row = a.logits + a.samples[task] * a.stride;
+    for (int64_t begin = 0; begin < a.width; begin += 32) {
+        const uint32_t word = begin / 32 < a.num_words ? words[begin / 32] : 0;
+        const int64_t length = min_of<int64_t>(32, a.width - begin);
+        float* p = row + begin;
+        if (word == ~0u) continue;
+        if (length == 32 && word == 0) {
+            for (int i = 0; i < 32; ++i) p[i] = -__builtin_inff();
+        } else if (length == 32) {
+            for (int i = 0; i < 32; ++i) p[i] = word >> i & 1 ? p[i] : -__builtin_inff();
+        } else {
+            for (int64_t i = 0; i < length; ++i) p[i] = word >> i & 1 ? p[i] : -__builtin_inff();
+        }
+    }
 }
 
 }  // namespace

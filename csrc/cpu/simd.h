@@ -28,6 +28,20 @@ namespace {
 
 constexpr int kVecsPerPanel = kPanel / kLanes;
 
+// A build that names a set but does not define OCTAVO_ISA_AVX512 or OCTAVO_ISA_AVX2 for it would compile portable
+// vectors.
+#define OCTAVO_STRING2(a) #a
+#define OCTAVO_STRING(a) OCTAVO_STRING2(a)
+static constexpr bool begins_with(const char* name, const char* beginning) {
+    return *beginning == 0 || (*name == *beginning && begins_with(name + 1, beginning + 1));
+}
+constexpr bool kIsAvx512 =
+    begins_with(OCTAVO_STRING(OCTAVO_ISA), "avx512") || begins_with(OCTAVO_STRING(OCTAVO_ISA), "amx");
+static_assert(kLanes == (kIsAvx512                                        ? 16
+                         : begins_with(OCTAVO_STRING(OCTAVO_ISA), "avx2") ? 8
+                                                                          : 4),
+              "the vectors are not those of the instruction set that OCTAVO_ISA names");
+
 template <class T>
 inline T min_of(T a, T b) {
     return a < b ? a : b;

@@ -125,11 +125,12 @@ inline Ints set1_bytes(const int8_t* p) {
 inline Vec to_float(Ints v) { return __builtin_convertvector(v, Vec); }
 inline Ints low_nibbles(Ints v) { return v & 0x0f0f0f0f; }
 inline Ints high_nibbles(Ints v) { return (v >> 4) & 0x0f0f0f0f; }
-// Exact for denormals too. The scales of packed weights are finite.
+// Exact for denormals too. What is infinite or NaN stays so: weights that are not finite have such scales.
 inline Vec load_half(const uint16_t* p) {
     const Pairs h = {p[0], p[1], p[2], p[3]};
     const Vec magnitude = bits_of<Vec>((h & 0x7fffu) << 13) * set1(0x1p112f);
-    return bits_of<Vec>(bits_of<Pairs>(magnitude) | ((h & 0x8000u) << 16));
+    const Pairs special = bits_of<Pairs>((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return bits_of<Vec>(bits_of<Pairs>(magnitude) | special | ((h & 0x8000u) << 16));
 }
 // Adds the four products of unsigned codes and signed bytes in every lane, as even and odd bytes in 16 bits each.
 inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {

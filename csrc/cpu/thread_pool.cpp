@@ -225,19 +225,24 @@ void forget_pool() {
     pool_change = new std::mutex;
 }
 
-Pool& pool() {
-    Pool* current = the_pool.load(std::memory_order_acquire);
-    if (current != nullptr) return *current;
-    std::lock_guard<std::mutex> lock(*pool_change);
+// The pool, which is made if there is none. The caller holds `pool_change`.
+Pool& pool_of_holder() {
     static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
     (void)registered;
-    current = the_pool.load(std::memory_order_acquire);
+    Pool* current = the_pool.load(std::memory_order_acquire);
     if (current == nullptr) {
         if (configured->threads == 0) *configured = default_placement();
         current = new Pool(*configured);
         the_pool.store(current, std::memory_order_release);
     }
     return *current;
+}
+
+Pool& pool() {
+    Pool* current = the_pool.load(std::memory_order_acquire);
+    if (current != nullptr) return *current;
+    std::lock_guard<std::mutex> lock(*pool_change);
+    return pool_of_holder();
 }
 
 }  // namespace
@@ -249,8 +254,9 @@ void set_threads(int n, const std::vector<int>& cpus) {
         throw std::invalid_argument("the number of threads must be 1 to " + std::to_string(kMaxThreads) + ", not " +
                                     std::to_string(n) + ".");
     }
-    Pool& before = pool();
+    // Two callers at once take turns from here on: each stops the pool that it has replaced, and no other.
     std::lock_guard<std::mutex> lock(*pool_change);
+    Pool& before = pool_of_holder();
     if (configured->threads == n && configured->cpus == cpus) return;
     *configured = Placement{n, cpus};
     the_pool.store(new Pool(*configured), std::memory_order_release);

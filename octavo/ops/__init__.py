@@ -1,73 +1,74 @@
 """The kernel interface: every operation that a model is made of, named once.
 
 A backend is a module that provides the functions of `Ops`: `torch_ref` says what they mean in plain torch and is the
-oracle of every kernel test, `cpu` is native. Models and the runner are written against `Ops` and import no backend.
+oracle of every kernel test, `cpu` is native, `cuda` is Triton's. Models, runner and sampler are written against `Ops`,
+compute through it only, and import no backend.
 
 Every operation is *row-wise*: what it computes for one token depends on nothing else in the batch, bit for bit, in
 every backend but the reference. That is what makes an answer independent of load, chunking and caching.
 
-Shapes: T tokens of a step in request order, S sequences, H hidden size, D head size, Q query heads, G key/value heads.
+Arrays are whatever the backend takes: numpy's on a CPU, torch's on a GPU and in the reference. Small lists that the
+host makes (`HostArray`) are numpy's for every backend, which brings them to its device without waiting for it.
+Element types go by their names: "float32", "bfloat16", "float16", "int64", ...
+
+Shapes: T tokens of a step in request order, S sequences, H hidden size, D head size, Q query heads, G key/value heads,
+N samples, V vocabulary size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Protocol, cast
+from typing import Any, Protocol, Self, TypeVar
 
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
+
+from octavo.quantization import StoredWeight
+
+NO_TOKEN = -1  # in the place of a token where none could be chosen
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+HostArray = NDArray[Any]
+
+
+class Array(Protocol):
+    """What models, runner and sampler may know of an array. Slices and reshapes are views."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: Any, /) -> Self: ...
+    def reshape(self, *shape: int) -> Self: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKVCache:
-    """One layer's keys and values. The first dimension of both is the block; the rest is the backend's own layout.
+    """One layer's keys and values, as arrays. The first dimension of both is the block; the rest is the backend's own
+    layout.
 
     The scales are what stored elements are multiplied with; they are for eight-bit floats and 1 for other types.
     """
 
-    key: Tensor
-    value: Tensor
+    key: Any
+    value: Any
     key_scale: float = 1.0
     value_scale: float = 1.0
 
     @property
     def num_blocks(self) -> int:
-        return self.key.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedMatrix:
-    """A matrix [N, K] as a file holds it, waiting to be packed. `octavo.quantization` knows the formats.
-
-    `format` is a block format under GGUF's name ("Q4_1", "Q6_K", ...), whose `data` is uint8 [N, bytes of a row]; or
-    "INT8" or "FP8", whose `data` is floats [N, K] that are quantized as they are packed. Rows may be any distance
-    apart. `data` may alias a mapped file: never write.
-    """
-
-    format: str
-    data: Tensor
-    shape: tuple[int, int]
-
-    def rows(self, start: int, end: int) -> QuantizedMatrix:
-        """These rows as a matrix of their own, over the same memory."""
-        assert 0 <= start <= end <= self.shape[0]
-        return QuantizedMatrix(self.format, self.data[start:end], (end - start, self.shape[1]))
-
-
-def rows_of(matrix: Tensor | QuantizedMatrix, start: int, end: int) -> Tensor | QuantizedMatrix:
-    """Rows start .. end - 1 of a matrix, over the same memory."""
-    return matrix.rows(start, end) if isinstance(matrix, QuantizedMatrix) else matrix[start:end]
+        return int(self.key.shape[0])
 
 
 class LinearWeight(Protocol):
     """A weight matrix [out_features, in_features] in the layout that the backend's products want, with its bias.
 
-    Integer matrices multiply quantized activations: each 32 elements of a row as int8 with one scale. `rms_norm`
-    and `linear_silu_and_mul` write those for the matrix that consumes them; `linear` and `linear_add` quantize what is
-    not quantized yet.
+    Integer matrices multiply quantized activations: each 32 elements of a row as int8 with one scale. Norms,
+    activations and `linear_silu_and_mul` write those for the matrix that consumes them; `linear` and `linear_add`
+    quantize what is not quantized yet.
     """
 
     @property
@@ -78,87 +79,85 @@ class LinearWeight(Protocol):
     def num_bytes(self) -> int: ...
 
 
-class Program(Protocol):
-    """Operations that were recorded instead of run, over buffers that stay where they are."""
+A = TypeVar("A")  # the arrays of a backend
 
-    def record(self, per_sample: bool) -> AbstractContextManager[None]:
-        """Note what is called meanwhile. Its rows are the step's tokens, or (`per_sample`) its samples."""
+
+class OpsOver(Protocol[A]):
+    """What a backend provides, over its arrays `A`. All arrays are contiguous in their last dimension."""
+
+    def place(self, array: HostArray) -> A:
+        """A constant of a model (norm, table, bias) where the backend computes."""
         ...
-
-    def run(self, num_tokens: int, num_seqs: int, num_samples: int) -> None:
-        """Replay for that many rows, at most as many as it was recorded with. Parts without rows are left out."""
-        ...
-
-    def profile(self, num_tokens: int, num_seqs: int, num_samples: int) -> list[tuple[str, float]]:
-        """Replay call by call -> (operation, nanoseconds)."""
-        ...
-
-
-class Ops(Protocol):
-    """What a backend provides. All tensors are contiguous in their last dimension."""
 
     def pack_linear(
-        self, parts: Sequence[Tensor | QuantizedMatrix], bias: Tensor | None = None, gated: bool = False
+        self, parts: Sequence[StoredWeight], bias: HostArray | None = None, gated: bool = False
     ) -> LinearWeight:
         """Pack matrices [N, K] of the same input, once, at load, as one whose outputs are side by side.
 
-        Floats are float32 or bfloat16; `bias` is for all outputs. With `gated` the parts are gate and up.
+        Floats are multiplied as float32 or bfloat16, on some backends as float16 too. Parts of few bits beside floats
+        become floats of their type. `bias` [sum of N] is for all outputs. With `gated` the parts are gate and up.
         """
         ...
 
-    def linear(self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(self, x: A, weight: LinearWeight, out_dtype: str | None = None) -> A:
         """x [T, K] -> x W^T + b: [T, N] in `out_dtype`, accumulated in float32.
 
         The default is the dtype of x, or float32 where x is quantized."""
         ...
 
-    def linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor, scale: float = 1.0) -> None:
+    def linear_add(self, x: A, weight: LinearWeight, residual: A, scale: float = 1.0) -> None:
         """residual [T, N] += scale * (x W^T + b), in place, in float32, rounded once."""
         ...
 
     def linear_silu_and_mul(
-        self,
-        x: Tensor,
-        gate_up: LinearWeight,
-        consumer: LinearWeight | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
+        self, x: A, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None
+    ) -> A:
         """x [T, K] and a gated matrix -> silu(gate) * up: [T, I], in float32, rounded once.
 
         Quantized if the `consumer` multiplies quantized activations, else in `out_dtype` as in `linear`."""
         ...
 
-    def quantize(self, x: Tensor, consumer: LinearWeight) -> Tensor:
+    def quantize(self, x: A, consumer: LinearWeight) -> A:
         """x [T, K] as `consumer` multiplies it: x itself, unless the consumer is an integer matrix."""
         ...
 
-    def embedding(
-        self, token_ids: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None, scale: float = 1.0
-    ) -> Tensor:
+    def add(self, residual: A, x: A, scale: float = 1.0) -> None:
+        """residual [T, N] += scale * x [T, N], in place, in float32, rounded once.
+
+        With x = linear(..., "float32") it gives the bits of `linear_add`."""
+        ...
+
+    def activation(self, x: A, kind: str, consumer: LinearWeight | None = None) -> A:
+        """Element-wise on x [T, N], in float32, rounded once; quantized if the `consumer` multiplies quantized
+        activations.
+
+        `kind` is one of `ACTIVATIONS`: "gelu" is exact (by erf), "gelu_tanh" its approximation (Hendrycks & Gimpel
+        2016), "relu2" the square of "relu"."""
+        ...
+
+    def embedding(self, token_ids: A, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> A:
         """Rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale` -> [T, H].
 
         The default dtype is the one that it was packed from, or float32 for integers."""
         ...
 
-    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x [T, H], rows [N] int64 -> x[rows]: [N, H]."""
+    def take_rows(self, x: A, rows: A) -> A:
+        """x [T, H], rows [N] int64 -> x[rows]: [N, H]. x may be a constant, as a table of learned positions."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, consumer: LinearWeight | None = None) -> Tensor:
+    def rms_norm(self, x: A, weight: A, eps: float, consumer: LinearWeight | None = None) -> A:
         """x [..., H] / sqrt(mean(x²) + eps) * weight [H], in float32, rounded once (Zhang & Sennrich 2019).
 
         Quantized, as [rows, ...], if the `consumer` multiplies quantized activations."""
         ...
 
+    def layer_norm(self, x: A, weight: A, bias: A | None, eps: float, consumer: LinearWeight | None = None) -> A:
+        """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension of x [..., H], in float32, rounded once
+        (Ba et al. 2016). `weight` and `bias` are [H] and of one dtype; quantized as in `rms_norm`."""
+        ...
+
     def rotary_and_cache(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        cache: LayerKVCache,
-        slot_mapping: Tensor,
+        self, query: A, key: A, value: A, positions: A, cos_sin: A, cache: LayerKVCache, slot_mapping: A
     ) -> None:
         """Rotate query [T, Q, D] in place and key [T, G, D], then write key and value [T, G, D] to the cache.
 
@@ -171,15 +170,15 @@ class Ops(Protocol):
 
     def paged_attention(
         self,
-        query: Tensor,
+        query: A,
         cache: LayerKVCache,
-        block_tables: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
+        block_tables: A,
+        query_start_loc: A,
+        seq_lens: A,
         scale: float,
         sliding_window: int = 0,
         softcap: float = 0.0,
-    ) -> Tensor:
+    ) -> A:
         """Causal attention of query [T, Q, D] over the paged cache -> [T, Q * D] in the dtype of query.
 
         Sequence s owns rows query_start_loc[s] .. query_start_loc[s + 1] ([S + 1] int32), which are its last positions;
@@ -191,76 +190,120 @@ class Ops(Protocol):
         """
         ...
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """logits [S, V] float32 -> [S] int64; the lowest index wins a tie."""
+    def argmax(self, logits: A) -> A:
+        """logits [N, V] float32 -> [N] int64; the lowest index wins a tie. `NO_TOKEN` where nothing can be chosen: the
+        largest is not finite (masks have left nothing), or one is NaN."""
+        ...
+
+    def sample(self, logits: A, temperature: A, top_k: A, top_p: A, min_p: A, dice: A) -> A:
+        """Draw one token a row of logits [N, V] float32, which may be overwritten -> [N] int64.
+
+        The distribution is softmax(logits / temperature); then tokens less likely than min_p times the likeliest go;
+        then all but the top_k likeliest (int64, 0 is all); then all but the smallest set of the likeliest that has
+        top_p of the mass left. Tokens that are equally likely stay or go together. The token is the first one, by
+        index, up to which the remaining mass exceeds dice (float64 in [0, 1)) times its sum. Other arrays are
+        [N] float32. A row whose temperature is 0 gives its argmax, so that one call serves any mix. `NO_TOKEN` is
+        given as by `argmax`.
+        """
+        ...
+
+    def mask_tokens(self, logits: A, words: HostArray, samples: HostArray) -> None:
+        """Set logits [N, V] float32 of samples [M] int64 to -inf, in place, where the bit of words [M, W] int32 is 0.
+
+        Token t is bit t % 32 of word t // 32; tokens beyond the words are taken out too."""
+        ...
+
+    def add_bias(self, logits: A, samples: HostArray, tokens: HostArray, values: HostArray) -> None:
+        """logits[samples[p], tokens[p]] += values[p] float32 ([P], each pair once; -inf takes a token out)."""
         ...
 
     def penalize(
         self,
-        logits: Tensor,
-        samples: Tensor,
-        tokens: Tensor,
-        counts: Tensor,
-        repetition: Tensor,
-        frequency: Tensor,
-        presence: Tensor,
+        logits: A,
+        samples: HostArray,
+        tokens: HostArray,
+        counts: HostArray,
+        repetition: HostArray,
+        frequency: HostArray,
+        presence: HostArray,
     ) -> None:
         """Make tokens that were seen less likely in logits [N, V] float32, in place.
 
         Sample `samples[p]` has seen `tokens[p]` ([P] int64, each pair once) and has it `counts[p]` ([P] float32) times
         in its output. Positive logits are divided by the sample's `repetition` [N] float32 and others multiplied with
         it (Keskar et al. 2019); then `frequency` [N] times the count and, if that is not zero, `presence` [N] are
-        taken off (the OpenAI API's definition). All but `logits` may be on the host.
+        taken off (the OpenAI API's definition).
         """
         ...
 
-    def sample(
-        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor
-    ) -> Tensor:
-        """Draw one token a row of logits [S, V] float32, which may be overwritten -> [S] int64.
-
-        The distribution is softmax(logits / temperature); then tokens less likely than min_p times the likeliest go;
-        then all but the top_k likeliest (int64, 0 is all); then all but the smallest set of the likeliest that has
-        top_p of the mass left. Tokens that are equally likely stay or go together. The token is the first one, by
-        index, up to which the remaining mass exceeds dice (float64 in [0, 1)) times its sum. Other tensors are
-        [S] float32. Rows whose largest logit is not finite give a meaningless token. `DeviceOps` take the most likely
-        token where the temperature is 0, so that one call serves any mix.
-        """
+    def logprobs(self, logits: A, tokens: A, num_top: int) -> tuple[A, A, A, A]:
+        """log_softmax of logits [N, V]. Of `tokens` [N] int64 (a negative one counts as 0): value [N] float32 and rank
+        [N] int64 (1 + how many are larger); and of each row the K = min(num_top, V) likeliest: ids [N, K] int64 and
+        values [N, K] float32, best first."""
         ...
 
-    def new_program(self) -> Program:
-        """An empty program, to record a model's step into."""
+    def normalize(self, logits: A, samples: HostArray, temperatures: HostArray) -> None:
+        """Rows `samples` [M] of logits become log_softmax(row / temperature), in place."""
+        ...
+
+    def top_tokens(self, logits: A, samples: HostArray, count: int) -> tuple[A, A]:
+        """ids [M, K] int64 and values [M, K] of the K = min(count, V) largest in rows `samples` [M], largest first."""
+        ...
+
+    def rows_of(self, x: A, samples: HostArray) -> A:
+        """Copies of rows of x [N, ...]."""
+        ...
+
+    def process_row(self, logits: A, sample: int, function: Callable[[Any], Any]) -> bool:
+        """Let a caller's function see row `sample` [V] of logits as a torch tensor and put what it returns in its
+        place. -> whether that has NaN."""
         ...
 
     def allocate_kv_cache(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str
     ) -> LayerKVCache:
-        """An uninitialised cache in this backend's layout. Pages that are never written cost no memory."""
+        """An uninitialised cache in this backend's layout, on its device. Pages that are never written cost no
+        memory."""
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
+        """Copy whole blocks (source, destination) of all layers, as if one after the other."""
+        ...
+
+    def gather_blocks(self, blocks: HostArray, caches: Sequence[LayerKVCache]) -> A:
+        """-> uint8 [len(blocks), bytes of a block in all layers, keys and values]: copies."""
+        ...
+
+    def scatter_blocks(self, staged: A, blocks: HostArray, caches: Sequence[LayerKVCache]) -> None:
+        """The reverse of `gather_blocks`."""
         ...
 
 
-class DeviceOps(Ops, Protocol):
+class DeviceOpsOver(OpsOver[A], Protocol[A]):
     """What a backend provides beyond that if its device is not the processor that Python runs on.
 
     Nothing waits for the device, so that all of it can be captured in a graph; and tokens of a step whose slot is -1
     and sequences of length 0, with which steps are padded to a graph's size, do nothing.
     """
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
-        """Copy whole blocks (source, destination) of all layers, as if one after the other."""
+    def resolve_step(
+        self, block_tables: A, places: A, blocks: A, last_tokens: A, token_owners: A, token_ids: A, seq_owners: A
+    ) -> tuple[A, A]:
+        """What only the device knows of a step. block_tables [R + 1, W] int32 has R rows and one for nobody: its
+        entries at flat `places` [U] int64 become `blocks` [U] int32, in place.
+
+        -> the step's token ids [T] int32 (last_tokens [R + 1] int32 of token_owners [T] int64 where these are below R,
+        else token_ids [T] int32) and its block tables [S, W] int32 (rows seq_owners [S] int64)."""
         ...
 
-    def mask_tokens(self, logits: Tensor, words: Tensor, samples: Tensor) -> None:
-        """Set logits [N, V] float32 of samples [M] int64 to -inf, in place, where the bit of words [M, W] int32 is 0.
-
-        Token t is bit t % 32 of word t // 32; 32 W ≥ V."""
+    def keep_tokens(self, last_tokens: A, owners: A, tokens: A) -> None:
+        """last_tokens[owners [N] int64] = tokens [N] int64, as int32; negative ones as 0."""
         ...
+
+
+# What models, runner and sampler are written against: the same over arrays of which they know no more than `Array`.
+Ops = OpsOver[Array]
+DeviceOps = DeviceOpsOver[Array]
 
 
 def load(cpu_threads: int | None = None, cpus: list[int] | None = None) -> Ops:
@@ -268,6 +311,13 @@ def load(cpu_threads: int | None = None, cpus: list[int] | None = None) -> Ops:
 
     Raises `ConfigError` for threads that this process cannot have.
     """
-    backend = import_module("octavo.ops.cpu")
-    backend.use_threads(cpu_threads, cpus)
-    return cast(Ops, backend)
+    from octavo.ops.backends import native
+
+    return native(cpu_threads, cpus)
+
+
+def load_cuda() -> DeviceOps:
+    """Triton's backend, on the CUDA device that is current."""
+    from octavo.ops.backends import triton
+
+    return triton()

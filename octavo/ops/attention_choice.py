@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.ops import DeviceOps, LayerKVCache, flash
+from octavo.ops.torch_arrays import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +35,12 @@ class AttentionShape:
     head_size: int
     block_size: int
     sliding_window: int
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
+    dtype: str
+    cache_dtype: str
     device: torch.device
 
 
-Attention = Callable[..., Tensor]
+Attention = Callable[..., Any]
 
 
 def with_attention(
@@ -53,7 +54,8 @@ def with_attention(
         return ops
     reason = flash.why_not(shape.dtype, shape.cache_dtype)
     if reason is None:
-        reason = _why_not_taken(ops.paged_attention, flash.paged_attention, shape, time_s, wanted == "auto")
+        own: Attention = ops.paged_attention
+        reason = _why_not_taken(own, flash.paged_attention, shape, time_s, wanted == "auto")
     if reason is None:
         logger.info("attention: FlashAttention, in one split")
         return _replaced(ops, flash.paged_attention)
@@ -82,7 +84,8 @@ def _why_not_taken(
 
     def attend(kernel: Attention, step: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         query, tables, starts, lens = step
-        return kernel(query, cache, tables, starts, lens, scale, shape.sliding_window)
+        out: Tensor = kernel(query, cache, tables, starts, lens, scale, shape.sliding_window)
+        return out
 
     try:
         rows, prompted = attend(other, decode), attend(other, prompt)
@@ -109,14 +112,15 @@ def _steps(shape: AttentionShape) -> tuple[Any, Any, LayerKVCache]:
     generator = torch.Generator().manual_seed(0)
     blocks_each = -(-_CONTEXT // shape.block_size)
     cache_shape = (_NUM_SEQS * blocks_each, shape.block_size, shape.num_kv_heads, shape.head_size)
-    few = torch.randn(1 << 16, generator=generator).to(**place, dtype=shape.cache_dtype)
+    few = torch.randn(1 << 16, generator=generator).to(**place, dtype=DTYPES[shape.cache_dtype])
     count = torch.Size(cache_shape).numel()
     # The same numbers over and over, from two places.
     key = few.repeat(-(-count // len(few)))[:count].view(cache_shape)
     value = few.roll(12345).repeat(-(-count // len(few)))[:count].view(cache_shape)
     int32 = place | {"dtype": torch.int32}
     tables = torch.arange(_NUM_SEQS * blocks_each, **int32).view(_NUM_SEQS, blocks_each)
-    query = torch.randn(_PROMPT, shape.num_heads, shape.head_size, generator=generator).to(**place, dtype=shape.dtype)
+    query = torch.randn(_PROMPT, shape.num_heads, shape.head_size, generator=generator)
+    query = query.to(**place, dtype=DTYPES[shape.dtype])
     decode = (
         query[-_NUM_SEQS:], tables, torch.arange(_NUM_SEQS + 1, **int32), torch.full((_NUM_SEQS,), _CONTEXT, **int32)
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Memory for what lives as long as a model: packed matrices and the buffers of programs, in large pages.
+"""Memory for what lives as long as a model: packed matrices, caches and the buffers of programs, in large pages.
 
 A matrix of a small model is smaller than a large page (2 MiB), so matrices share chunks. It matters: one core was
 measured to read 26 GB/s from large pages and 16 from small ones, whose ends stop its prefetcher and each of which has
@@ -10,11 +10,10 @@ from __future__ import annotations
 import weakref
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from octavo import _cpu
+import octavo._cpu as _cpu
+from octavo.ops.cpu_arrays import address
 
 _CHUNK_BYTES = 64 << 20  # of addresses; memory is taken only where something is written
 _HUGE_PAGE_BYTES = 2 << 20
@@ -32,9 +31,9 @@ class _Arena:
         chunk = None if self._chunk is None else self._chunk()
         if chunk is None or self._used + num_bytes > chunk.nbytes:
             chunk = np.zeros(max(num_bytes + _HUGE_PAGE_BYTES, _CHUNK_BYTES), np.uint8)
-            _cpu.advise_huge_pages(chunk.ctypes.data, chunk.nbytes)
+            _cpu.advise_huge_pages(chunk, chunk.nbytes)
             self._chunk = weakref.ref(chunk)
-            self._used = -chunk.ctypes.data % _HUGE_PAGE_BYTES
+            self._used = -address(chunk) % _HUGE_PAGE_BYTES
         begin = self._used
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return chunk[begin : begin + num_bytes]
@@ -43,6 +42,15 @@ class _Arena:
 _arena = _Arena()
 
 
-def zeros(num_bytes: int) -> Tensor:
+def zeros(num_bytes: int) -> NDArray[np.uint8]:
     """[num_bytes] uint8 of zeros, aligned to cache lines. They cost nothing until they are written."""
-    return torch.from_numpy(_arena.zeros(num_bytes))
+    return _arena.zeros(num_bytes)
+
+
+def empty_pages(num_bytes: int) -> NDArray[np.uint8]:
+    """[num_bytes] uint8, uninitialised and aligned to cache lines, which numpy's own memory is not."""
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    begin = -address(memory) % _ALIGNMENT
+    found = memory[begin : begin + num_bytes]
+    _cpu.advise_huge_pages(found, num_bytes)
+    return found

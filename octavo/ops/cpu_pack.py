@@ -1,33 +1,129 @@
-"""Matrices of few bits into the panels of the native kernels: which layout, how much memory, the calls that fill it.
+"""Matrices into the panels of the native kernels, once, at load: which layout, how much memory, the calls that fill it.
 
-`octavo.ops.cpu.pack_linear` calls `pack_quantized` where all parts of a matrix are quantized. The packing itself is
-csrc/cpu/pack_int.cpp, which reads the file's bytes and writes the panels, so that a matrix is never in memory twice.
+The packing itself is csrc/cpu/pack.cpp and pack_int.cpp, which read the file's bytes and write the panels, so that a
+matrix is never in memory twice.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from octavo import _cpu
-from octavo.ops import QuantizedMatrix
+import octavo._cpu as _cpu
+from octavo.errors import ConfigError
+from octavo.ops.cpu_arrays import UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_memory import zeros
-from octavo.quantization import Layout, common_layout, int8, layout_of
+from octavo.quantization import Layout, StoredWeight, common_layout, dequantize, layout_of
 
-_FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
+_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # Formats whose scales are float16 numbers in the file already, and not products of two numbers.
 _PLAIN_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix in panels of 32 output channels (docs/kernels.md); a bias is kept in float32, padded as the panels are.
+
+    `matrix` is all that as the kernels take it; it points into `data` and `bias`.
+    """
+
+    out_features: int
+    in_features: int
+    gated: bool
+    format: int
+    data: NDArray[np.uint8]
+    bias: NDArray[np.float32] | None
+    matrix: _cpu.Matrix = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.format in (_cpu.WEIGHT_INT4, _cpu.WEIGHT_INT8)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a quantized row of inputs."""
+        return int(-(-self.in_features // _cpu.QBLOCK))
+
+
+def packed_weight(
+    data: NDArray[np.uint8], shape: tuple[int, int], format: int, bias: NDArray[Any] | None = None, gated: bool = False,
+    group: int = 0, minima: bool = False, factor: float = 1.0,
+) -> PackedWeight:  # fmt: skip
+    """Wrap a packed matrix of `shape` [N, K]. The bias [N] is not packed yet; with `gated` N counts gate and up."""
+    n, k = shape
+    padded: NDArray[np.float32] | None = None
+    if bias is not None:
+        assert bias.shape == (n,), f"bias {bias.shape} of a matrix with {n} outputs"
+        # A row of panels for a plain matrix, two that alternate for a gated one.
+        sides = 2 if gated else 1
+        panels = _num_panels(n // sides)
+        padded = zeros(sides * panels * _cpu.PANEL * 4).view(np.float32)
+        rows = np.zeros((sides, panels * _cpu.PANEL), np.float32)
+        rows[:, : n // sides] = bias.reshape(sides, -1)
+        padded[:] = rows.reshape(sides, panels, _cpu.PANEL).swapaxes(0, 1).reshape(-1)
+    matrix = _cpu.Matrix(data, padded, n, k, factor, format, group, minima, gated)
+    return PackedWeight(n, k, gated, format, data, padded, matrix)
+
+
+def _num_panels(n: int) -> int:
+    return int(-(-n // _cpu.PANEL))
+
+
+def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False) -> PackedWeight:
+    """`Ops.pack_linear`. Raises `ConfigError` for formats that these kernels do not multiply."""
+    assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape), "gated parts are gate and up"
+    floats = [part for part in parts if part.format in _PLAIN]
+    if not floats:
+        return _pack_integers(parts, bias, gated)
+    dtype = floats[0].tensors["data"].dtype.name
+    # Some of a file's matrices were not worth fewer bits: those next to them follow.
+    arrays = [part.tensors["data"] if part.format in _PLAIN else dequantize(part, dtype) for part in parts]
+    return _pack_floats(arrays, bias, gated)
+
+
+def _pack_integers(parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gated: bool) -> PackedWeight:
+    packed = pack_quantized(parts, gated)
+    layout, shape = packed.layout, (packed.num_out, packed.num_in)
+    format = _cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8
+    return packed_weight(packed.data, shape, format, bias, gated, layout.group, layout.minima, packed.factor)
+
+
+def _pack_floats(parts: list[NDArray[Any]], bias: NDArray[Any] | None, gated: bool) -> PackedWeight:
+    code = code_of("pack_linear", *parts)
+    if not gated and any(part.shape[0] % _cpu.PANEL for part in parts[:-1]):
+        parts = [np.concatenate(parts)]
+    k = parts[0].shape[1]
+    words = k if code == _cpu.F32 else -(-k // 2)  # of 32 bits, in a row
+    panels = [_num_panels(part.shape[0]) for part in parts]
+    panel_bytes = words * _cpu.PANEL * 4
+    data = zeros(sum(panels) * panel_bytes)
+    first_panel = 0
+    for part, num_panels in zip(parts, panels, strict=True):
+        assert part.shape[1] == k, f"parts of {k} and {part.shape[1]} inputs"
+        if not is_dense(part):
+            part = np.ascontiguousarray(part)
+        target = data[first_panel * panel_bytes :]
+        _cpu.pack_linear(part, stride(part), part.shape[0], k, code, target, target.nbytes, 2 if gated else 1)
+        first_panel += 1 if gated else num_panels
+    format = _cpu.WEIGHT_F32 if code == _cpu.F32 else _cpu.WEIGHT_BF16
+    return packed_weight(data, (sum(part.shape[0] for part in parts), k), format, bias, gated)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers:
     """A packed integer matrix (csrc/cpu/kernels.h: Matrix) without its bias."""
 
-    data: Tensor
+    data: NDArray[np.uint8]
     num_out: int  # of all parts; gate and up together
     num_in: int
     layout: Layout
@@ -35,12 +131,15 @@ class PackedIntegers:
     gated: bool
 
 
-def pack_quantized(parts: Sequence[QuantizedMatrix], gated: bool = False) -> PackedIntegers:
+def pack_quantized(parts: Sequence[StoredWeight], gated: bool = False) -> PackedIntegers:
     """`parts` on top of each other in one layout that holds them all; with `gated`, two of one shape alternate."""
     num_in = parts[0].shape[1]
     num_out = sum(part.shape[0] for part in parts)
     assert all(part.shape[1] == num_in for part in parts), f"parts of {[part.shape for part in parts]}"
     assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape)
+    for part in parts:
+        if "data" not in part.tensors:
+            raise ConfigError(f"{part.format} matrices are multiplied by GPUs only; use a GGUF file on a CPU.")
     layout = common_layout(layout_of(part.format) for part in parts)
     sources = [_source(part) for part in parts]
     factor = _factor(parts)
@@ -48,40 +147,40 @@ def pack_quantized(parts: Sequence[QuantizedMatrix], gated: bool = False) -> Pac
     # Zeros stand for weights of 0 where no part writes.
     data = zeros(_cpu.integer_matrix_bytes(num_out, num_in, *shape))
     first_row = 0
-    for part, (address, source_format, stride) in zip(parts, sources, strict=True):
+    for part, (array, source_format, stride_bytes) in zip(parts, sources, strict=True):
         _cpu.pack_part(
-            data.data_ptr(), num_out, num_in, factor, *shape, first_row, address, source_format, stride, part.shape[0]
+            data, num_out, num_in, factor, *shape, first_row, array, source_format, stride_bytes, part.shape[0]
         )
         first_row += 1 if gated else part.shape[0]
     return PackedIntegers(data, num_out, num_in, layout, factor, gated)
 
 
-def _source(part: QuantizedMatrix) -> tuple[int, int, int]:
-    """Address, format and row stride in bytes of a part, as the native packer takes them."""
-    data = part.data
-    assert data.dim() == 2
+def _source(part: StoredWeight) -> tuple[NDArray[Any], int, int]:
+    """The data, format and row stride in bytes of a part, as the native packer takes them."""
+    data = part.tensors["data"]
+    assert data.ndim == 2
     assert data.shape[0] == part.shape[0], f"{data.shape[0]} rows of data in a matrix {part.shape}"
-    assert data.stride(1) == 1
+    assert is_dense(data)
     name = part.format
-    if name == int8.FORMAT:
-        name = _FLOATS[data.dtype]
+    if name == "INT8":
+        name = _NAMES[data.dtype.name]
         assert data.shape == part.shape
     else:
-        assert data.dtype is torch.uint8
+        assert data.dtype == UINT8
     # The stride of a single row means nothing; that many bytes are there.
-    stride = data.stride(0) if data.shape[0] > 1 else data.shape[1]
-    return data.data_ptr(), _cpu.SOURCE_FORMATS[name], stride * data.element_size()
+    stride_bytes = data.strides[0] if data.shape[0] > 1 else data.shape[1] * data.itemsize
+    return data, _cpu.SOURCE_FORMATS[name], stride_bytes
 
 
-def _factor(parts: Sequence[QuantizedMatrix]) -> float:
+def _factor(parts: Sequence[StoredWeight]) -> float:
     """A power of two that takes the scales into float16's range: 1 if they are float16 already; otherwise the largest
     becomes 2^14 and more, which leaves the others 28 binary orders of magnitude at full precision."""
     if all(part.format in _PLAIN_SCALES for part in parts):
         return 1.0
     largest = 0.0
     for part in parts:
-        address, source_format, stride = _source(part)
-        largest = max(largest, _cpu.max_scale(address, source_format, stride, *part.shape))
+        array, source_format, stride_bytes = _source(part)
+        largest = max(largest, _cpu.max_scale(array, source_format, stride_bytes, *part.shape))
     if largest == 0.0:
         return 1.0
     _, exponent = math.frexp(largest)  # largest < 2^exponent

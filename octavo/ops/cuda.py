@@ -1,37 +1,60 @@
-"""The CUDA backend: `octavo.ops.DeviceOps` over the Triton kernels of `octavo.ops.triton`."""
+"""The CUDA backend: `octavo.ops.DeviceOps` over the Triton kernels of `octavo.ops.triton`, and torch's own functions
+where an operation is one of them."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.ops.torch_ops import (
+    add_bias,
+    gather_blocks,
+    keep_tokens,
+    logprobs,
+    normalize,
+    process_row,
+    resolve_step,
+    rows_of,
+    scatter_blocks,
+    top_tokens,
+)
+from octavo.ops.triton import launch
 from octavo.ops.triton import logits as logits_kernels
+from octavo.ops.triton.activation import activation, add
 from octavo.ops.triton.attention import paged_attention
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
-from octavo.ops.triton.norm import rms_norm
-from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, pack_linear, quantize
+from octavo.ops.triton.norm import layer_norm, rms_norm
+from octavo.ops.triton.pack import pack_linear
+from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, quantize
 from octavo.ops.triton.rows import take_rows
 from octavo.ops.triton.sampling import argmax, sample
 from octavo.ops.upload import upload
 
 __all__ = [
-    "allocate_kv_cache", "argmax", "copy_blocks", "embedding", "linear", "linear_add", "linear_silu_and_mul",
-    "mask_tokens", "pack_linear", "paged_attention", "penalize", "quantize", "rms_norm", "rotary_and_cache", "sample",
-    "take_rows",
+    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding", "gather_blocks",
+    "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs", "mask_tokens", "normalize",
+    "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize", "resolve_step", "rms_norm",
+    "rotary_and_cache", "rows_of", "sample", "scatter_blocks", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 
-def penalize(
-    logits: Tensor, samples: Tensor, tokens: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor,
-    presence: Tensor,
-) -> None:  # fmt: skip
-    """`Ops.penalize`: the lists come from the host, and are uploaded."""
+def place(array: NDArray[Any]) -> Tensor:
+    return upload(array, launch.device())
+
+
+def mask_tokens(logits: Tensor, words: NDArray[Any], samples: NDArray[Any]) -> None:
     device = logits.device
-    lists = (upload(part.to(torch.int32), device) for part in (samples, tokens, counts))
-    penalties = (upload(part.to(torch.float32), device) for part in (repetition, frequency, presence))
+    logits_kernels.apply_masks(logits, upload(words, device), upload(samples.astype(np.int32), device))
+
+
+def penalize(
+    logits: Tensor, samples: NDArray[Any], tokens: NDArray[Any], counts: NDArray[Any], repetition: NDArray[Any],
+    frequency: NDArray[Any], presence: NDArray[Any],
+) -> None:  # fmt: skip
+    device = logits.device
+    lists = (upload(part.astype(np.int32), device) for part in (samples, tokens, counts))
+    penalties = (upload(part.astype(np.float32), device) for part in (repetition, frequency, presence))
     logits_kernels.penalize(logits, *lists, *penalties)
-
-
-def mask_tokens(logits: Tensor, words: Tensor, samples: Tensor) -> None:
-    """`DeviceOps.mask_tokens`."""
-    logits_kernels.apply_masks(logits, words, samples.to(torch.int32))

@@ -9,16 +9,15 @@ import inspect
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from octavo.ops import LayerKVCache
 
 
 @cache
-def why_not(dtype: torch.dtype, cache_dtype: torch.dtype, softcap: float = 0.0) -> str | None:
+def why_not(dtype: str, cache_dtype: str, softcap: float = 0.0) -> str | None:
     """What stands in the way of its use; None if nothing does."""
-    if dtype not in (torch.float16, torch.bfloat16) or cache_dtype is not dtype:
+    if dtype not in ("float16", "bfloat16") or cache_dtype != dtype:
         return "it takes 16-bit queries and a cache of their type"
     if softcap:
         return "it has no soft cap"

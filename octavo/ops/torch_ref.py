@@ -5,13 +5,37 @@ Every kernel is tested against it. It makes no promise about speed or about bitw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import LayerKVCache, LinearWeight, QuantizedMatrix
+from octavo.ops import NO_TOKEN, LayerKVCache, LinearWeight
+from octavo.ops.torch_arrays import DTYPES, to_torch
+from octavo.ops.torch_ops import (
+    add_bias,
+    gather_blocks,
+    keep_tokens,
+    logprobs,
+    normalize,
+    process_row,
+    resolve_step,
+    rows_of,
+    scatter_blocks,
+    top_tokens,
+)
+from octavo.quantization import StoredWeight, dequantize
+
+__all__ = [
+    "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding",
+    "fake_quantize", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul",
+    "logprobs", "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize", "place", "process_row",
+    "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rows_of", "sample", "scatter_blocks", "take_rows",
+    "top_tokens",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +62,17 @@ class DenseWeight:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def pack_linear(
-    parts: Sequence[Tensor | QuantizedMatrix], bias: Tensor | None = None, gated: bool = False
-) -> DenseWeight:
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    if len(tensors) < len(parts):
-        raise NotImplementedError("integer matrices are packed by octavo.quantization.")
-    return DenseWeight(torch.cat(tensors), bias, gated=gated)
+def place(array: NDArray[Any]) -> Tensor:
+    return to_torch(array)
+
+
+def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False) -> DenseWeight:
+    """Matrices of few bits become what they stand for, in the type of the floats beside them or float32; so this is
+    the reference of products with activations that are not quantized."""
+    floats = [part.tensors["data"] for part in parts if part.format in ("F32", "F16", "BF16")]
+    dtype = floats[0].dtype.name if floats else "float32"
+    tensors = [to_torch(dequantize(part, dtype)) for part in parts]
+    return DenseWeight(torch.cat(tensors), None if bias is None else to_torch(bias), gated=gated)
 
 
 def fake_quantize(x: Tensor) -> Tensor:
@@ -78,11 +106,11 @@ def _product(x: Tensor, weight: LinearWeight) -> Tensor:
     return out if weight.bias is None else out + weight.bias.to(dtype)
 
 
-def _float_output(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    return out_dtype or (torch.float32 if x.dtype is torch.float64 else x.dtype)
+def _float_output(x: Tensor, out_dtype: str | None) -> torch.dtype:
+    return DTYPES[out_dtype] if out_dtype else (torch.float32 if x.dtype is torch.float64 else x.dtype)
 
 
-def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(x: Tensor, weight: LinearWeight, out_dtype: str | None = None) -> Tensor:
     return _product(x, weight).to(_float_output(x, out_dtype))
 
 
@@ -91,7 +119,7 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor, scale: float =
 
 
 def linear_silu_and_mul(
-    x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: torch.dtype | None = None
+    x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None
 ) -> Tensor:
     gate, up = _product(x, gate_up).chunk(2, dim=-1)
     out = torch.nn.functional.silu(gate) * up
@@ -100,14 +128,13 @@ def linear_silu_and_mul(
     return out.to(_float_output(x, out_dtype))
 
 
-def embedding(
-    token_ids: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None, scale: float = 1.0
-) -> Tensor:
+def embedding(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> Tensor:
     assert isinstance(weight, DenseWeight)
     rows = weight.weight[token_ids.long()]
     if weight.minima is not None:
         rows = rows + weight.minima[token_ids.long()].repeat_interleave(32, 1)[:, : rows.shape[1]]
-    return (rows.float() * scale).to(out_dtype or (torch.float32 if weight.is_quantized else rows.dtype))
+    default = torch.float32 if weight.is_quantized else rows.dtype
+    return (rows.float() * scale).to(DTYPES[out_dtype] if out_dtype else default)
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -117,6 +144,39 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, consumer: LinearWeight | None = None) -> Tensor:
     x32 = x.float()
     out = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()
+    if isinstance(consumer, DenseWeight) and consumer.is_quantized:
+        return fake_quantize(out)
+    return out.to(x.dtype)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, consumer: LinearWeight | None = None
+) -> Tensor:
+    x32 = x.float()
+    centered = x32 - x32.mean(-1, keepdim=True)
+    out = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight.float()
+    if bias is not None:
+        out = out + bias.float()
+    if isinstance(consumer, DenseWeight) and consumer.is_quantized:
+        return fake_quantize(out)
+    return out.to(x.dtype)
+
+
+def add(residual: Tensor, x: Tensor, scale: float = 1.0) -> None:
+    residual.copy_(residual.float() + scale * x.float())
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+}
+
+
+def activation(x: Tensor, kind: str, consumer: LinearWeight | None = None) -> Tensor:
+    out = _ACTIVATIONS[kind](x.float())
     if isinstance(consumer, DenseWeight) and consumer.is_quantized:
         return fake_quantize(out)
     return out.to(x.dtype)
@@ -196,35 +256,35 @@ def paged_attention(
 
 
 def argmax(logits: Tensor) -> Tensor:
-    return logits.argmax(-1)
+    # NaN is the largest of all where there is one.
+    return torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), NO_TOKEN)
 
 
 def penalize(
-    logits: Tensor,
-    samples: Tensor,
-    tokens: Tensor,
-    counts: Tensor,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-) -> None:
+    logits: Tensor, samples: NDArray[Any], tokens: NDArray[Any], counts: NDArray[Any], repetition: NDArray[Any],
+    frequency: NDArray[Any], presence: NDArray[Any],
+) -> None:  # fmt: skip
     for s, t, count in zip(samples.tolist(), tokens.tolist(), counts.tolist(), strict=True):
         logit = logits[s, t]
         logits[s, t] = logit / repetition[s] if logit > 0 else logit * repetition[s]
         logits[s, t] -= frequency[s] * count + presence[s] * (count > 0)
 
 
-def mask_tokens(logits: Tensor, words: Tensor, samples: Tensor) -> None:
-    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
-    is_allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
-    logits[samples] = logits[samples].masked_fill(~is_allowed, float("-inf"))
+def mask_tokens(logits: Tensor, words: NDArray[Any], samples: NDArray[Any]) -> None:
+    bits = (to_torch(words)[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    is_allowed = torch.zeros(len(samples), logits.shape[1], dtype=torch.bool)
+    known = bits.flatten(1)[:, : logits.shape[1]].bool()
+    is_allowed[:, : known.shape[1]] = known
+    rows = to_torch(samples)
+    logits[rows] = logits[rows].masked_fill(~is_allowed, float("-inf"))
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor) -> Tensor:
+    best = argmax(logits).tolist()
     tokens = []
     for r in range(len(logits)):
-        if temperature[r] == 0:
-            tokens.append(int(logits[r].argmax()))
+        if temperature[r] == 0 or best[r] == NO_TOKEN:
+            tokens.append(best[r])
             continue
         probs = ((logits[r] - logits[r].max()) / temperature[r]).double().softmax(-1)
         probs[probs < min_p[r] * probs.max()] = 0
@@ -246,8 +306,6 @@ def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]
             cache.value[destination] = cache.value[source]
 
 
-def allocate_kv_cache(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
-) -> LayerKVCache:
+def allocate_kv_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str) -> LayerKVCache:
     shape = (num_blocks, block_size, num_kv_heads, head_size)
-    return LayerKVCache(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+    return LayerKVCache(torch.empty(shape, dtype=DTYPES[dtype]), torch.empty(shape, dtype=DTYPES[dtype]))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache
+from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton import launch
 from octavo.ops.upload import upload
 
@@ -21,11 +22,9 @@ _ELEMENTS_PER_PROGRAM = 1024  # of the heads that a program rotates
 _COPY_WORDS = 2048  # of 8 bytes, that a program copies at a time
 
 
-def allocate_kv_cache(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
-) -> LayerKVCache:
+def allocate_kv_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str) -> LayerKVCache:
     """`Ops.allocate_kv_cache`. Float8 caches are stored with the scale 1."""
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+    if dtype not in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
         raise TypeError(f"the KV cache holds float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, not {dtype}.")
     if block_size not in (8, 16, 32, 64, 128, 256):
         raise ConfigError(
@@ -34,7 +33,8 @@ def allocate_kv_cache(
     if not 16 <= head_size <= 256 or head_size % 16:
         raise ConfigError(f"head size {head_size} is not supported; it must be a multiple of 16, at most 256.")
     shape = (num_blocks, block_size, num_kv_heads, head_size)
-    return LayerKVCache(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+    key, value = (torch.empty(shape, dtype=DTYPES[dtype], device=launch.device()) for _ in range(2))
+    return LayerKVCache(key, value)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops import LinearWeight
+from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
 
 _BLOCK = 1024  # elements of a program
@@ -47,16 +48,14 @@ def _embed_int(
     tl.store(out + t * WIDTH + k, (value * scale).to(out.dtype.element_ty), mask=k < WIDTH)
 
 
-def embedding(
-    token_ids: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None, scale: float = 1.0
-) -> Tensor:
+def embedding(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> Tensor:
     """`Ops.embedding`: rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale` -> [T, H]."""
     assert isinstance(weight, PackedWeight)
     assert not weight.gated
     assert token_ids.dtype is torch.int32 and token_ids.is_contiguous()
     default = weight.data.dtype if isinstance(weight, FloatWeight) else torch.float32
     rows, width = token_ids.shape[0], weight.in_features
-    out = torch.empty((rows, width), dtype=out_dtype or default, device=token_ids.device)
+    out = torch.empty((rows, width), dtype=DTYPES[out_dtype] if out_dtype else default, device=token_ids.device)
     if rows == 0:
         return out
     block = min(_BLOCK, triton.next_power_of_2(width))

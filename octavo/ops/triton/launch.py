@@ -13,6 +13,11 @@ import torch
 _INTERPRETED_MULTIPROCESSORS = 4  # a small machine, so that tests see programs take several pieces of work each
 
 
+def device() -> torch.device:
+    """Where kernels run: the CUDA device that is current, or the interpreter's memory."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 @cache
 def num_multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device, or a few for the interpreter's."""

@@ -1,6 +1,6 @@
-"""RMS norm, with what follows it where a quantized matrix consumes the result.
+"""RMS norm and layer norm, with what follows them where a quantized matrix consumes the result.
 
-The sum of squares is taken in an order that depends on the row's length alone: tile, warps and rows of a program are
+Sums are taken in an order that depends on the row's length alone: tile, warps and rows of a program are
 chosen by it, never by how many rows there are.
 """
 
@@ -23,49 +23,70 @@ def _row_start(row, inner, outer_stride, inner_stride):
     return (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
 
 
+@triton.jit
+def _weighted(normed, weight, bias, column, WIDTH: tl.constexpr, BIAS: tl.constexpr):
+    """What becomes of a normed row, or of the columns of some rows."""
+    out = normed * tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if BIAS:
+        out += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    return out
+
+
 @triton.jit(do_not_specialize=["num_rows", "inner"])
-def _rms_norm(
-    x, weight, out, num_rows, inner, outer_stride, inner_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+def _norm(
+    x, weight, bias, out, num_rows, inner, outer_stride, inner_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Program p normalises rows p * ROWS ..; a whole row is in registers."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows)[:, None] & (column < WIDTH)
     start = _row_start(row, inner, outer_stride, inner_stride)
-    values = tl.load(x + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    if CENTERED:
+        values = tl.where(mask, values - (tl.sum(values, 1) / WIDTH)[:, None], 0.0)
     factor = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + eps)
-    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    normed = values * factor[:, None] * scale[None, :]
+    normed = _weighted(values * factor[:, None], weight, bias, column, WIDTH, BIAS)
     row = row.to(tl.int64)
-    tl.store(out + row[:, None] * WIDTH + column[None, :], normed.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row[:, None] * WIDTH + column, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["inner"])
-def _rms_norm_of_long_rows(
-    x, weight, out, inner, outer_stride, inner_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program a row, which reads it twice."""
+def _norm_of_long_rows(
+    x, weight, bias, out, inner, outer_stride, inner_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """One program a row, which reads it twice, or three times to center it."""
     row = tl.program_id(0)
     x += _row_start(row, inner, outer_stride, inner_stride)
     row = row.to(tl.int64)
     column = tl.arange(0, BLOCK)
+    mean = 0.0
+    if CENTERED:
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in tl.range(0, WIDTH, BLOCK):
+            sums += tl.load(x + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+        mean = tl.sum(sums, 0) / WIDTH
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, WIDTH, BLOCK):
         values = tl.load(x + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+        if CENTERED:
+            values = tl.where(start + column < WIDTH, values - mean, 0.0)
         squares += values * values
     factor = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
     for start in tl.range(0, WIDTH, BLOCK):
         mask = start + column < WIDTH
         values = tl.load(x + start + column, mask=mask, other=0.0).to(tl.float32)
-        scale = tl.load(weight + start + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + row * WIDTH + start + column, (values * factor * scale).to(out.dtype.element_ty), mask=mask)
+        if CENTERED:
+            values -= mean
+        normed = _weighted(values * factor, weight, bias, start + column, WIDTH, BIAS)
+        tl.store(out + row * WIDTH + start + column, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["inner"])
-def _rms_norm_quantized(
-    x, weight, codes, scales, inner, outer_stride, inner_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+def _norm_quantized(
+    x, weight, bias, codes, scales, inner, outer_stride, inner_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """One program a row, all of it in registers -> a row as octavo.ops.triton.quantize has it."""
     row = tl.program_id(0)
@@ -74,8 +95,10 @@ def _rms_norm_quantized(
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
     values = tl.load(x + column, mask=mask, other=0.0).to(tl.float32)
+    if CENTERED:
+        values = tl.where(mask, values - tl.sum(values, 0) / WIDTH, 0.0)
     factor = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
-    normed = values * factor * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    normed = _weighted(values * factor, weight, bias, column, WIDTH, BIAS)
     scale, inverse = row_scale(tl.max(magnitude(normed), 0), LARGEST)
     tl.store(scales + row * ((WIDTH + 16) // 4) + WIDTH // 4, scale)
     tl.store(codes + row * (WIDTH + 16) + column, encode(normed, inverse, codes.dtype.element_ty), mask=mask)
@@ -84,6 +107,20 @@ def _rms_norm_quantized(
 def rms_norm(x: Tensor, weight: Tensor, eps: float, consumer: LinearWeight | None = None) -> Tensor:
     """`Ops.rms_norm`: x [..., H] -> the same shape and dtype; for a `consumer` whose `activation_dtype` is an
     eight-bit type, uint8 [rows, H + 16]. x may be a strided view of two or three dimensions."""
+    return _normalized(x, weight, None, eps, consumer, centered=False)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, consumer: LinearWeight | None = None
+) -> Tensor:
+    """`Ops.layer_norm`, as `rms_norm`."""
+    assert bias is None or (bias.shape == weight.shape and bias.is_contiguous())
+    return _normalized(x, weight, bias, eps, consumer, centered=True)
+
+
+def _normalized(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, consumer: LinearWeight | None, centered: bool
+) -> Tensor:
     width = x.shape[-1]
     assert weight.shape == (width,) and weight.is_contiguous()
     codes_dtype: torch.dtype | None = getattr(consumer, "activation_dtype", None)
@@ -102,24 +139,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, consumer: LinearWeight | Non
     elif x.dim() == 3:
         inner, (outer_stride, inner_stride) = x.shape[1], x.stride()[:2]
     block = triton.next_power_of_2(width)
+    meta = {"WIDTH": width, "CENTERED": centered, "BIAS": bias is not None, "enable_fp_fusion": False}
     if codes_dtype is not None:
-        assert block <= 2 * _MAX_TILE, f"rms_norm: rows of {width} are too long to be quantized"
-        _rms_norm_quantized[(rows,)](
-            x, weight, out.view(codes_dtype), out.view(torch.float32), inner, outer_stride, inner_stride, eps,
-            WIDTH=width, BLOCK=block, LARGEST=largest_code(codes_dtype), num_warps=_num_warps(block),
-            enable_fp_fusion=False,
+        assert block <= 2 * _MAX_TILE, f"norm: rows of {width} are too long to be quantized"
+        _norm_quantized[(rows,)](
+            x, weight, bias, out.view(codes_dtype), out.view(torch.float32), inner, outer_stride, inner_stride, eps,
+            BLOCK=block, LARGEST=largest_code(codes_dtype), num_warps=_num_warps(block), **meta,
         )  # fmt: skip
     elif block > _MAX_TILE:
-        _rms_norm_of_long_rows[(rows,)](
-            x, weight, out, inner, outer_stride, inner_stride, eps, WIDTH=width, BLOCK=8192, num_warps=16,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        _norm_of_long_rows[(rows,)](
+            x, weight, bias, out, inner, outer_stride, inner_stride, eps, BLOCK=8192, num_warps=16, **meta
+        )
     else:
         rows_per_program = max(1, 1024 // block)  # the norms of heads are short
-        _rms_norm[(triton.cdiv(rows, rows_per_program),)](
-            x, weight, out, rows, inner, outer_stride, inner_stride, eps,
-            WIDTH=width, BLOCK=block, ROWS=rows_per_program, num_warps=_num_warps(block * rows_per_program),
-            enable_fp_fusion=False,
+        _norm[(triton.cdiv(rows, rows_per_program),)](
+            x, weight, bias, out, rows, inner, outer_stride, inner_stride, eps,
+            BLOCK=block, ROWS=rows_per_program, num_warps=_num_warps(block * rows_per_program), **meta,
         )  # fmt: skip
     return out
 

@@ -1,51 +1,61 @@
-"""Matrices into the layouts of `weights`, once, at load: part by part, on the device that will multiply them."""
+"""Matrices into the layouts of `weights`, once, at load: part by part, on the device that will multiply them.
+
+Whatever a part is stored as, its tensors are moved there first, so that all that is computed of them is computed there.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.ops import QuantizedMatrix
+from octavo.ops.torch_arrays import DTYPES, to_torch
+from octavo.ops.triton import launch
 from octavo.ops.triton.launch import capability
 from octavo.ops.triton.linear_int import workspace_for
 from octavo.ops.triton.tiles import UNIT
 from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
-from octavo.quantization import common_layout, dequantize, fp8, gguf_codes, int8
+from octavo.quantization import StoredWeight, common_layout, dequantize, fp8, gguf, int8, unpack
 from octavo.quantization.codes import Codes
-from octavo.quantization.gguf import LAYOUTS
 from octavo.quantization.layout import Layout
 
+_PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
+_GROUPED = ("GPTQ", "GPTQ_V2", "AWQ")  # formats of which all of a matrix is unpacked at once
 
-def pack_linear(
-    parts: Sequence[Tensor | QuantizedMatrix],
-    bias: Tensor | None = None,
-    gated: bool = False,
-    device: torch.device | None = None,
-) -> PackedWeight:
-    """`Ops.pack_linear`, on `device` or where the first part is."""
-    device = device or parts[0].data.device
-    rows = RowOrder([(part.shape[0], part.shape[1]) for part in parts], gated)
-    floats = [part for part in parts if isinstance(part, Tensor)]
-    if not floats and all(part.format in LAYOUTS for part in parts if isinstance(part, QuantizedMatrix)):
-        return _pack_gguf([part for part in parts if isinstance(part, QuantizedMatrix)], rows, bias, device)
-    formats = {part.format for part in parts if isinstance(part, QuantizedMatrix)}
-    if not floats and len(formats) == 1 and formats <= _SCALED.keys() and rows.num_in % 16 == 0:
-        return _pack_scaled([part.data for part in parts], _SCALED[formats.pop()], rows, bias, device)
-    dtype = floats[0].dtype if floats else torch.bfloat16
-    # Some of a file's matrices were not worth fewer bits: those next to them follow.
-    tensors = (dequantize(part, dtype) if isinstance(part, QuantizedMatrix) else part for part in parts)
-    k = rows.num_in
+
+def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False) -> PackedWeight:
+    """`Ops.pack_linear`."""
+    device = launch.device()
+    rows = RowOrder([part.shape for part in parts], gated)
+    moved = [_on_device(part, device) for part in parts]
+    bias_there = None if bias is None else to_torch(bias).to(device)
+    formats = {part.format for part in parts}
+    if all(name in gguf.LAYOUTS or name in _GROUPED for name in formats):
+        return _pack_integers(moved, rows, bias_there, device)
+    if len(formats) == 1 and formats <= _SCALED.keys() and rows.num_in % 16 == 0:
+        return _pack_scaled([part.tensors["data"] for part in moved], _SCALED[formats.pop()], rows, bias_there, device)
+    name = next((part.tensors["data"].dtype.name for part in parts if part.format in _PLAIN), "bfloat16")
+    dtype, k = DTYPES[name], rows.num_in
     data = torch.zeros(rows.num_padded, _rounded_up(k, 16), dtype=dtype, device=device)[:, :k]
-    for side, part in enumerate(tensors):
-        if part.dtype is not dtype:
-            raise TypeError(f"pack_linear wants parts of one dtype, not {dtype} and {part.dtype}.")
-        rows.place(data, side, part.to(device))
-    return FloatWeight(rows.num_rows, k, gated, data, pack_bias(bias, rows, device))
+    for side, (part, there) in enumerate(zip(parts, moved, strict=True)):
+        # Some of a file's matrices were not worth fewer bits: those next to them follow.
+        is_plain = part.format in _PLAIN
+        tensor = there.tensors["data"] if is_plain else to_torch(dequantize(part, name)).to(device)
+        if tensor.dtype is not dtype:
+            raise TypeError(f"pack_linear wants parts of one dtype, not {dtype} and {tensor.dtype}.")
+        rows.place(data, side, tensor)
+    return FloatWeight(rows.num_rows, k, gated, data, pack_bias(bias_there, rows, device))
+
+
+def _on_device(part: StoredWeight, device: torch.device) -> StoredWeight:
+    tensors = {name: to_torch(array).to(device) for name, array in part.tensors.items()}
+    return StoredWeight(part.format, tensors, part.shape)
 
 
 def _quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,27 +95,34 @@ def _pack_scaled(
     )  # fmt: skip
 
 
-def _pack_gguf(parts: list[QuantizedMatrix], rows: RowOrder, bias: Tensor | None, device: torch.device) -> IntWeight:
-    layout = common_layout(LAYOUTS[part.format] for part in parts)
-
-    def pieces(part: QuantizedMatrix) -> Iterator[tuple[int, Codes]]:
-        for start, end in rows.pieces(part.shape[0]):
-            piece = part.rows(start, end)
-            moved = QuantizedMatrix(piece.format, piece.data.to(device), piece.shape)
-            yield start, gguf_codes.unpack(moved).widened(layout.bits, layout.group, layout.minima)
-
-    return _pack_pieces([partial(pieces, part) for part in parts], layout, rows, bias, device)
-
-
-def pack_codes(
-    parts: Sequence[Codes], bias: Tensor | None = None, gated: bool = False, device: torch.device | None = None
+def _pack_integers(
+    parts: Sequence[StoredWeight], rows: RowOrder, bias: Tensor | None, device: torch.device
 ) -> IntWeight:
-    """Matrices that are unpacked already, as those of AWQ and GPTQ."""
-    device = device or parts[0].codes.device
-    layout = common_layout(Layout(part.bits, part.group, part.minima is not None) for part in parts)
+    whole = {i: unpack(part) for i, part in enumerate(parts) if part.format in _GROUPED}
+    layout = common_layout(
+        _layout_of(whole[i]) if i in whole else gguf.LAYOUTS[part.format] for i, part in enumerate(parts)
+    )
+
+    def pieces(i: int) -> Iterator[tuple[int, Codes]]:
+        if i in whole:
+            yield 0, whole[i].widened(layout.bits, layout.group, layout.minima)
+            return
+        for start, end in rows.pieces(parts[i].shape[0]):
+            yield start, unpack(parts[i].rows(start, end)).widened(layout.bits, layout.group, layout.minima)
+
+    return _pack_pieces([partial(pieces, i) for i in range(len(parts))], layout, rows, bias, device)
+
+
+def _layout_of(codes: Codes) -> Layout:
+    return Layout(codes.bits, codes.group, codes.minima is not None)
+
+
+def pack_codes(parts: Sequence[Codes], bias: Tensor | None = None, gated: bool = False) -> IntWeight:
+    """Matrices that are unpacked already."""
+    layout = common_layout(_layout_of(part) for part in parts)
     wide = [part.widened(layout.bits, layout.group, layout.minima) for part in parts]
     rows = RowOrder([part.shape for part in parts], gated)
-    return _pack_pieces([partial(iter, [(0, part)]) for part in wide], layout, rows, bias, device)
+    return _pack_pieces([partial(iter, [(0, part)]) for part in wide], layout, rows, bias, launch.device())
 
 
 def _pack_pieces(

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops import LinearWeight
+from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton import linear as linear_float
 from octavo.ops.triton import linear_int
 from octavo.ops.triton.embedding import embedding
@@ -35,11 +36,11 @@ def _product(op: str, x: Tensor, weight: PackedWeight, out: Tensor, epilogue: tl
     linear_float.launch(x, None, weight.data, None, weight.bias, out, epilogue, scale)
 
 
-def _float_output(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    return out_dtype or (torch.float32 if x.dtype is torch.uint8 else x.dtype)
+def _float_output(x: Tensor, out_dtype: str | None) -> torch.dtype:
+    return DTYPES[out_dtype] if out_dtype else (torch.float32 if x.dtype is torch.uint8 else x.dtype)
 
 
-def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(x: Tensor, weight: LinearWeight, out_dtype: str | None = None) -> Tensor:
     assert isinstance(weight, PackedWeight)
     assert not weight.gated
     out = torch.empty((x.shape[0], weight.out_features), dtype=_float_output(x, out_dtype), device=x.device)
@@ -56,7 +57,7 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor, scale: float =
 
 
 def linear_silu_and_mul(
-    x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: torch.dtype | None = None
+    x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None
 ) -> Tensor:
     assert isinstance(gate_up, PackedWeight)
     assert gate_up.gated

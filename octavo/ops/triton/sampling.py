@@ -31,37 +31,36 @@ _INFINITY = tl.constexpr(0x7F800000)  # the bits of an infinite float
 
 @triton.jit
 def _find_maxima(logits, stride, maxima, VOCAB: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
-    """Program (n, c): the largest logits of the PIECES pieces of chunk c of row n. NaN is never the largest."""
+    """Program (n, c): the largest logits of the PIECES pieces of chunk c of row n; infinite where one is NaN."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1) * PIECES + tl.arange(0, PIECES)
     column = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
     x = tl.load(logits + row * stride + column, mask=column < VOCAB, other=-float("inf"))
-    x = tl.where(x == x, x, -float("inf"))
+    x = tl.where(x == x, x, float("inf"))
     tl.store(maxima + row * (tl.num_programs(1) * PIECES) + piece, tl.max(x, 1))
 
 
 @triton.jit
 def _first_of_largest(row, maximum, largest, VOCAB: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
-    """The lowest token that has the `largest` logit of a row, of whose pieces `maximum` [PIECES] are the largest."""
+    """The lowest token that has the `largest` logit of a row, of whose pieces `maximum` [PIECES] are the largest; -1 if
+    that is not finite."""
     piece = tl.min(tl.where(maximum == largest, tl.arange(0, PIECES), PIECES - 1), 0)
     column = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(row + column, mask=column < VOCAB, other=float("nan"))
     token = tl.min(tl.where(x == largest, column, VOCAB), 0)
-    return tl.where(token < VOCAB, token, 0)  # nothing but NaN
+    return tl.where((largest > -float("inf")) & (largest < float("inf")), token, -1)
 
 
 @triton.jit
 def _argmax(
     logits, stride, maxima, out,
-    VOCAB: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, NUM_PIECES: tl.constexpr, CHECK: tl.constexpr,
+    VOCAB: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, NUM_PIECES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
     maximum = tl.load(maxima + n * NUM_PIECES + piece, mask=piece < NUM_PIECES, other=-float("inf"))
     largest = tl.max(maximum, 0)
     token = _first_of_largest(logits + n * stride, maximum, largest, VOCAB, PIECE, PIECES)
-    if CHECK:
-        token = tl.where((largest > -float("inf")) & (largest < float("inf")), token, -1)
     tl.store(out + n, token.to(tl.int64))
 
 
@@ -243,7 +242,7 @@ def _draw_from(
 def _draw(
     logits, stride, maxima, temperature, top_k, top_p, min_p, dice, counts, masses, out,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
-    PIECE: tl.constexpr, PIECES: tl.constexpr, NUM_PIECES: tl.constexpr, CHECK: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, NUM_PIECES: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     n = tl.program_id(0).to(tl.int64)
@@ -261,8 +260,6 @@ def _draw(
         )  # fmt: skip
     else:
         token = _first_of_largest(row, maximum, largest, VOCAB, PIECE, PIECES)
-        if CHECK:
-            token = tl.where(is_finite, token, -1)
     tl.store(out + n, token.to(tl.int64))
 
 
@@ -279,12 +276,9 @@ def _maxima(logits: Tensor) -> Tensor:
     return maxima
 
 
-def argmax(logits: Tensor, check: bool = False) -> Tensor:
-    """`Ops.argmax`: logits [S, V] float32 -> [S] int64; the lowest index wins a tie. NaN is never the largest.
-
-    With `check` a row whose largest logit is not finite gives -1, which says on the device that nothing could be
-    chosen; without, some token.
-    """
+def argmax(logits: Tensor) -> Tensor:
+    """`Ops.argmax`: logits [S, V] float32 -> [S] int64; the lowest index wins a tie, and -1 says on the device that
+    nothing could be chosen."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
@@ -292,18 +286,13 @@ def argmax(logits: Tensor, check: bool = False) -> Tensor:
         num_pieces = maxima.shape[1]
         _argmax[(rows,)](
             logits, logits.stride(0), maxima, out, VOCAB=vocab, PIECE=_PIECE,
-            PIECES=triton.next_power_of_2(num_pieces), NUM_PIECES=num_pieces, CHECK=check, num_warps=4,
-            enable_fp_fusion=False,
+            PIECES=triton.next_power_of_2(num_pieces), NUM_PIECES=num_pieces, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
-def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor,
-    check: bool = False,
-) -> Tensor:  # fmt: skip
-    """`Ops.sample`, of logits [S, V] float32 that are overwritten -> [S] int64. A row whose temperature is 0 gives its
-    argmax, so that one call serves any mix; `check` is that of `argmax`."""
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor) -> Tensor:
+    """`Ops.sample`, of logits [S, V] float32 that are overwritten -> [S] int64."""
     rows, vocab = logits.shape
     for tensor, dtype in (
         (temperature, torch.float32),
@@ -329,6 +318,6 @@ def sample(
     _draw[(rows,)](
         logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, dice, counts, masses, out,
         VOCAB=vocab, CHUNK=_CHUNK, CHUNKS=chunks, NUM_CHUNKS=num_chunks, WIDTH=max(_TILE // chunks, 16),
-        PIECE=_PIECE, PIECES=pieces, NUM_PIECES=num_pieces, CHECK=check, num_warps=16, enable_fp_fusion=False,
+        PIECE=_PIECE, PIECES=pieces, NUM_PIECES=num_pieces, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return out

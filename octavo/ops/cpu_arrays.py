@@ -1,0 +1,118 @@
+"""The native backend's arrays: element types by name, and arrays of a step that is being recorded.
+
+A recorded step is replayed without Python. What Python computes on its arrays by other means than `octavo.ops` would
+happen once, while it is recorded, and never again; so they refuse it. Views are the same memory and therefore fine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+import octavo._cpu as _cpu
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float64": np.dtype(np.float64),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "uint8": np.dtype(np.uint8),
+}
+FLOAT32, BFLOAT16, INT32, INT64, UINT8 = (DTYPES[n] for n in ("float32", "bfloat16", "int32", "int64", "uint8"))
+FLOAT64 = DTYPES["float64"]
+CODES: dict[np.dtype[Any], int] = {FLOAT32: _cpu.F32, BFLOAT16: _cpu.BF16}
+
+
+def code_of(op: str, *arrays: NDArray[Any]) -> int:
+    """The one element type of `arrays`, as the kernels name it."""
+    dtype = arrays[0].dtype
+    for array in arrays:
+        if array.dtype != dtype:
+            found = ", ".join(str(a.dtype) for a in arrays)
+            raise TypeError(f"{op} wants arrays of one dtype, not {found}.")
+    code = CODES.get(dtype)
+    if code is None:
+        raise TypeError(f"{op} computes on float32 or bfloat16, not {dtype}.")
+    return code
+
+
+def stride(x: NDArray[Any], axis: int = 0) -> int:
+    """Elements from one entry of an axis to the next."""
+    return x.strides[axis] // x.itemsize
+
+
+def is_dense(x: NDArray[Any]) -> bool:
+    """Whether the elements of the last axis lie side by side."""
+    return x.strides[-1] == x.itemsize or x.shape[-1] == 1
+
+
+class StepArray(np.ndarray[Any, Any]):
+    """An array of a recorded step: an input, or what an operation has written. It refuses to be computed on, read or
+    written by anything but `octavo.ops`; slices and reshapes without a copy are views. `Program.output` gives the same
+    memory as an ordinary array, to be read once the step has run.
+
+    `np.asarray` cannot be refused; operations that are being recorded do not take what it makes.
+    """
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> NoReturn:
+        _refuse(f"numpy.{ufunc.__name__}")
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
+        _refuse(f"numpy.{function.__name__}")
+
+    def __getitem__(self, key: Any, /) -> Any:
+        keys = key if isinstance(key, tuple) else (key,)
+        if not all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys):
+            _refuse("indexing by arrays or lists, which copies,")
+        found = super().__getitem__(key)
+        if not isinstance(found, StepArray):
+            _refuse("reading an element")
+        return found
+
+    def reshape(self, *shape: Any, **more: Any) -> Any:
+        found = super().reshape(*shape, **more)
+        if self.size and address(found) != address(self):
+            _refuse("reshape, where it has to copy,")
+        return found
+
+    def __repr__(self) -> str:
+        return f"StepArray(shape={self.shape}, dtype={self.dtype})"
+
+    __str__ = __repr__
+
+
+def address(x: NDArray[Any]) -> int:
+    """Where the elements begin. This takes a microsecond or two; the native functions take arrays themselves."""
+    return int(x.__array_interface__["data"][0])
+
+
+def _refuse(operation: str) -> NoReturn:
+    raise RuntimeError(
+        f"{operation} was called on an array of a recorded step. A replayed step would not repeat it: compute by "
+        "octavo.ops, or outside of the model's step on Program.output(array)."
+    )
+
+
+def _refused(name: str) -> Any:
+    def method(self: StepArray, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(f"ndarray.{name}")
+
+    return method
+
+
+# Of ndarray's methods all that are not views. What numpy implements by ufuncs is refused there.
+_VIEWS = {"view", "reshape", "transpose", "swapaxes", "squeeze"}
+_READING_AND_WRITING = [
+    "__setitem__", "__delitem__", "__iter__", "__contains__", "__bool__", "__int__", "__float__", "__complex__",
+    "__index__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__dlpack__",
+]  # fmt: skip
+for _name in [name for name in dir(np.ndarray) if name[0] != "_" and callable(getattr(np.ndarray, name))]:
+    if _name not in _VIEWS:
+        setattr(StepArray, _name, _refused(_name))
+for _name in _READING_AND_WRITING:
+    setattr(StepArray, _name, _refused(_name))
