@@ -116,7 +116,7 @@ class EngineArgs(Flags):
         """
         device = self._check()
         # Imported here because it needs the groups below and most users of EngineArgs never get this far.
-        from octavo.models.decoder_config import DecoderConfig
+        from octavo.models.registry import describe
 
         checkpoint = resolve(
             self.model,
@@ -125,16 +125,17 @@ class EngineArgs(Flags):
             download_dir=self.download_dir,
             tokenizer=self.tokenizer,
         )
-        decoder = DecoderConfig.from_hf(checkpoint.config)
+        description = describe(checkpoint.config)
         if self.quantization == "gguf" and checkpoint.format != "gguf":
             raise ConfigError(
                 f"--quantization gguf is for GGUF files, but {checkpoint.name} has {checkpoint.format} weights; leave "
                 "it out to serve them in --dtype, or use int8."
             )
-        max_model_len = self.max_model_len or decoder.max_position_embeddings
-        if max_model_len > decoder.max_position_embeddings:
+        max_model_len = self.max_model_len or description.max_position_embeddings
+        if max_model_len > description.max_position_embeddings:
             raise ConfigError(
-                f"--max-model-len {max_model_len} is more than the model's {decoder.max_position_embeddings} positions."
+                f"--max-model-len {max_model_len} is more than the model's {description.max_position_embeddings} "
+                "positions."
             )
         budget = self.max_num_batched_tokens or max(
             DEFAULT_MAX_BATCHED_TOKENS, 0 if self.enable_chunked_prefill else max_model_len
@@ -151,7 +152,7 @@ class EngineArgs(Flags):
                 served_model_names=list(self.served_model_name) or [checkpoint.name],
                 dtype=dtype,
                 max_model_len=max_model_len,
-                vocab_size=decoder.vocab_size,
+                vocab_size=description.vocab_size,
                 seed=self.seed,
                 quantization=self.quantization,
                 chat_template=self.chat_template,

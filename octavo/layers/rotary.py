@@ -3,36 +3,62 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from octavo.models.decoder_config import RopeConfig
-
-
-def rotary_table(rope: RopeConfig, max_positions: int) -> Tensor:
-    """[max_positions, rotary_dim] float32: half of it cosines, half sines (Su et al. 2021)."""
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
-    frequencies = _stretched(1.0 / rope.theta**exponents, rope)
-    angles = torch.outer(torch.arange(max_positions).float(), frequencies)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+RopeKind = Literal["default", "linear", "llama3"]
 
 
-def identity_table(rotary_dim: int, max_positions: int) -> Tensor:
-    """The table that rotates nothing, for layers without positions."""
-    table = torch.zeros(max_positions, rotary_dim)
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: its base, how many elements of a head turn, and how positions are stretched."""
+
+    theta: float
+    rotary_dim: int
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+def rotary_table(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:
+    """[max_positions, rotary_dim] float32: half of it cosines, half sines (Su et al. 2021).
+
+    Angles are float32, as models were trained with. Powers, cosines and sines are computed in float64 and rounded once:
+    float32 functions differ between libraries and processors in the last bit, and answers with them.
+    """
+    exponents = np.arange(0, rope.rotary_dim, 2).astype(np.float32) / np.float32(rope.rotary_dim)
+    powers = np.power(np.float64(rope.theta), exponents.astype(np.float64)).astype(np.float32)
+    frequencies = _stretched(np.float32(1.0) / powers, rope)
+    half = len(frequencies)
+    table = np.empty((max_positions, 2 * half), np.float32)
+    for begin in range(0, max_positions, 4096):  # in float64 a long table would be large
+        positions = np.arange(begin, min(begin + 4096, max_positions), dtype=np.float32)
+        angles = np.outer(positions, frequencies).astype(np.float64)
+        table[begin : begin + 4096, :half] = np.cos(angles)
+        table[begin : begin + 4096, half:] = np.sin(angles)
+    return table
+
+
+def identity_table(rotary_dim: int, max_positions: int) -> NDArray[np.float32]:
+    """The table that rotates nothing, for layers without rotary positions."""
+    table = np.zeros((max_positions, rotary_dim), np.float32)
     table[:, : rotary_dim // 2] = 1.0
     return table
 
 
-def _stretched(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+def _stretched(frequencies: NDArray[np.float32], rope: RopeConfig) -> NDArray[np.float32]:
     if rope.kind == "linear":
-        return frequencies / rope.factor
+        return frequencies / np.float32(rope.factor)
     if rope.kind == "llama3":
         # Llama 3.1's rule: low frequencies are divided by the factor, high ones kept, those between interpolated.
-        wavelengths = 2 * math.pi / frequencies
-        turns = rope.original_max_position / wavelengths
-        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        keep = keep.clamp(0.0, 1.0)
-        return frequencies * keep + frequencies / rope.factor * (1 - keep)
+        wavelengths = np.float32(2 * math.pi) / frequencies
+        turns = np.float32(rope.original_max_position) / wavelengths
+        low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
+        keep = np.clip((turns - low) / (high - low), np.float32(0.0), np.float32(1.0))
+        return frequencies * keep + frequencies / np.float32(rope.factor) * (1 - keep)
     return frequencies

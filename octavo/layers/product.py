@@ -1,0 +1,28 @@
+"""The last product of a layer, not computed yet: the addition to the residual stream can be part of it.
+
+An optimisation that saves one pass over the activations. Without it layers would return `ops.linear(x, weight,
+"float32")` and blocks would call `ops.add`, with equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.ops import Array, LinearWeight, Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """x [T, K] times a matrix [H, K], plus its bias."""
+
+    ops: Ops
+    x: Array
+    weight: LinearWeight
+
+    def value(self, dtype: str = "float32") -> Array:
+        """-> [T, H]"""
+        return self.ops.linear(self.x, self.weight, dtype)
+
+    def add_to(self, residual: Array, scale: float = 1.0) -> None:
+        """residual [T, H] += scale * value, in place, rounded once."""
+        self.ops.linear_add(self.x, self.weight, residual, scale)

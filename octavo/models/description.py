@@ -1,0 +1,58 @@
+"""A model layer by layer, without its weights: what a configuration reader makes of config.json, and what a model is
+built from. An architecture is settings of these; see `octavo.models.readers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.kv_cache.groups import LayerCacheSpec
+from octavo.layers.attention import AttentionDescription
+from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.norm import NormDescription
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDescription:
+    """Attention and feed-forward, and the norms around them. A norm is there if it has a name: that of the checkpoint's
+    module, after the layer's prefix. Norms before see the residual stream, norms after what is added to it.
+
+    In a parallel layer both get the same residual stream; without a norm of its own the feed-forward also gets the norm
+    that attention gets.
+    """
+
+    attention: AttentionDescription
+    feed_forward: FeedForwardDescription
+    norm: NormDescription
+    attention_norm: str | None = "input_layernorm"
+    attention_post_norm: str | None = None
+    feed_forward_norm: str | None = "post_attention_layernorm"
+    feed_forward_post_norm: str | None = None
+    is_parallel: bool = False
+    residual_multiplier: float = 1.0  # of what is added to the residual stream
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """Sizes in elements. Names are those of the checkpoint's modules."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    layers: tuple[LayerDescription, ...]
+    norm: NormDescription  # the final one
+    embedding_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    learned_positions: int = 0  # rows of the table that is added to the embedding; 0 is none
+    embedding_name: str = "model.embed_tokens"
+    position_name: str = "model.embed_positions"
+    layer_prefix: str = "model.layers."  # then the layer's number
+    norm_name: str = "model.norm"
+    output_name: str = "lm_head"
+
+    @property
+    def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
+        """What each layer keeps of a sequence."""
+        return tuple(layer.attention.cache for layer in self.layers)

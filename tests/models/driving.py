@@ -1,0 +1,99 @@
+"""A model driven step by step over the reference backend, without an engine: mixed batches of chunks of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.batch import GroupTables, StepBatch
+from octavo.kv_cache.groups import group_layers
+from octavo.models.registry import Model
+from octavo.ops import Ops
+from octavo.quantization.stored import StoredWeight
+
+BLOCK_SIZE = 8
+
+
+class ArrayWeights:
+    """`Weights` of float32 arrays by name."""
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.arrays, self.left = arrays, set(arrays)
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> ArrayWeights:
+        return cls({name: tensor.numpy() for name, tensor in module.state_dict().items()})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def take(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        assert self.arrays[name].shape == shape, name
+        self.left.discard(name)
+        return self.arrays[name]
+
+    def take_matrix(
+        self, name: str, shape: tuple[int, int], rows: tuple[int, int] | None = None, columns: None = None
+    ) -> StoredWeight:
+        assert columns is None
+        stored = StoredWeight("F32", {"data": self.take(name, shape)}, shape)
+        return stored if rows is None else stored.rows(*rows)
+
+    def matrix_format(self, name: str) -> str:
+        return "F32"
+
+    def check_all_taken(self) -> None:
+        assert not self.left
+
+    def close(self) -> None: ...
+
+
+def all_logits(model: Model, ops: Ops, sequences: Sequence[list[int]], seed: int = 0) -> list[torch.Tensor]:
+    """Logits [length, V] of every position of each sequence, computed in steps of random chunks of all of them."""
+    rng = np.random.default_rng(seed)
+    width = -(-max(map(len, sequences)) // BLOCK_SIZE)
+    num_blocks = width * len(sequences)
+    caches = [
+        ops.allocate_kv_cache(num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.key_size, "float32")
+        for spec in model.layer_caches
+    ]
+    tables = [rng.permutation(num_blocks).reshape(len(sequences), width) for _ in group_layers(model.layer_caches)]
+    num_done = [0] * len(sequences)
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    while any(done < len(tokens) for done, tokens in zip(num_done, sequences, strict=True)):
+        rows = [
+            (s, range(done, min(len(sequences[s]), done + int(rng.choice([1, 1, 5, 17])))))
+            for s, done in enumerate(num_done)
+            if done < len(sequences[s])
+        ]
+        hidden = model.forward(_batch(rows, sequences, tables), caches)
+        found = model.logits(hidden).split([len(chunk) for _, chunk in rows])  # type: ignore[attr-defined]
+        for (s, chunk), part in zip(rows, found, strict=True):
+            logits[s].append(part)
+            num_done[s] = chunk.stop
+    return [torch.cat(parts) for parts in logits]
+
+
+def _batch(rows: list[tuple[int, range]], sequences: Sequence[list[int]], tables: list[NDArray[np.int64]]) -> StepBatch:
+    tokens = [sequences[s][position] for s, chunk in rows for position in chunk]
+    owners = np.array([s for s, chunk in rows for _ in chunk])
+    positions = np.array([position for _, chunk in rows for position in chunk])
+    groups = tuple(
+        GroupTables(
+            torch.from_numpy(table[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE),
+            torch.from_numpy(table[[s for s, _ in rows]].astype(np.int32)),
+        )
+        for table in tables
+    )
+    return StepBatch(
+        token_ids=torch.tensor(tokens, dtype=torch.int32),
+        positions=torch.from_numpy(positions),
+        query_start_loc=torch.tensor(np.cumsum([0, *(len(chunk) for _, chunk in rows)]), dtype=torch.int32),
+        seq_lens=torch.tensor([chunk.stop for _, chunk in rows], dtype=torch.int32),
+        sample_rows=torch.arange(len(tokens)),
+        groups=groups,
+    )

@@ -1,0 +1,87 @@
+"""An architecture from outside is a configuration reader and a block; and where a block's norms stand, and whether its
+halves are parallel, is a matter of its description.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.errors import LoadError
+from octavo.models import registry
+from octavo.models.decoder import Decoder
+from octavo.models.inventory import required_tensors
+from octavo.models.registry import build, describe
+from octavo.ops import Ops
+from tests.models import toy
+from tests.models.driving import ArrayWeights, all_logits
+
+SEQUENCES = [list(range(3, 3 + length)) for length in (1, 12, 40)]
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    toy.register_toy()
+    yield
+    del registry._ARCHITECTURES[toy.ARCHITECTURE]
+
+
+def assert_equal_logits(found: list[torch.Tensor], plain: toy.PlainToy) -> None:
+    for tokens, logits in zip(SEQUENCES, found, strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(logits, plain(torch.tensor(tokens)), atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_architecture_runs(tmp_path: Path, ops: Ops) -> None:
+    plain = toy.save_toy(tmp_path)
+    description = describe(json.loads((tmp_path / "config.json").read_text()))
+    assert {t.name for t in required_tensors(description)} == set(plain.state_dict())
+    weights = ArrayWeights.of(plain)
+    model = build(description, weights, ops, 64, "float32")
+    weights.check_all_taken()
+    found = all_logits(model, ops, SEQUENCES)
+    assert_equal_logits(found, plain)
+
+    described = Decoder(description, ArrayWeights.of(plain), ops, 64, "float32")
+    for a, b in zip(found, all_logits(described, ops, SEQUENCES), strict=True):
+        assert torch.equal(a, b), "the optimisation of products has changed bits"
+
+
+def test_an_architecture_that_nobody_registered_is_refused() -> None:
+    with pytest.raises(LoadError, match="architecture ToyForCausalLM is not built yet"):
+        describe(toy.CONFIG)
+
+
+NO_NORM_BEFORE = {"attention_norm": None, "feed_forward_norm": None}
+POST_NORMS = {"attention_post_norm": "post_1", "feed_forward_post_norm": "post_2"}
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({"before": False, "after": True}, NO_NORM_BEFORE | POST_NORMS),
+        ({"after": True}, POST_NORMS),
+        ({"parallel": True}, {"is_parallel": True}),
+        ({"parallel": True, "after": True}, {"is_parallel": True} | POST_NORMS),
+        ({"parallel": True, "shared": True}, {"is_parallel": True, "feed_forward_norm": None}),
+    ],
+    ids=["norms after", "norms around", "parallel", "parallel, norms around", "parallel, one norm"],
+)
+def test_norms_stand_and_residuals_are_added_as_described(
+    options: dict[str, bool], changes: dict[str, Any], ops: Ops
+) -> None:
+    torch.manual_seed(1)
+    plain = toy.PlainToy(toy.CONFIG, **options)
+    description = toy.read_toy(toy.CONFIG)
+    layers = tuple(replace(layer, **changes) for layer in description.layers)
+    weights = ArrayWeights.of(plain)
+    model = Decoder(replace(description, layers=layers), weights, ops, 64, "float32")
+    weights.check_all_taken()
+    assert_equal_logits(all_logits(model, ops, SEQUENCES), plain)
