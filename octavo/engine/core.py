@@ -33,9 +33,9 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         if executor is None:
-            from octavo.execution.executor import create_executor  # imports torch: not before it is needed
+            from octavo.execution.executor import LocalExecutor  # imports kernels: not before they are needed
 
-            executor = create_executor(config)
+            executor = LocalExecutor(config)
         self.executor = executor
         cache = KVCacheManager(
             executor.num_blocks, config.cache.block_size, executor.num_host_blocks, config.cache.enable_prefix_caching

@@ -47,7 +47,7 @@ def main() -> None:
     threading.Thread(target=_follow_parent, args=(lines,), daemon=True).start()
     phases.end("process")
     gc.disable()  # what is imported stays: collections would look at it for 0.2 s and find nothing
-    from octavo.execution import local_executor  # noqa: F401  # brings torch
+    from octavo.execution import executor  # noqa: F401
 
     phases.end("imports")
     args = msgspec.json.decode(lines.get(), type=CoreProcessArgs)

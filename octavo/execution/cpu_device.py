@@ -58,10 +58,12 @@ class CapturedProgram:
             *(self.program.input(getattr(inputs, field.name)) for field in fields(inputs))
         )
         with self.program.record(per_sample=False):
-            hidden = model.hidden(watched)
+            hidden: Any = model.hidden(watched)
         with self.program.record(per_sample=True):
             logits, best = model.logits(watched, hidden)
-        self.outputs = StepOutputs(*(np.asarray(array) for array in (hidden, logits, best)))
+        results: Any = hidden, logits, best
+        outputs: list[Any] = [self.program.output(array) for array in results]
+        self.outputs = StepOutputs(*outputs)
 
     def replay(self, used: StepShape) -> None:
         self.program.run(used.tokens, used.seqs, used.samples)
@@ -96,15 +98,14 @@ class CpuDevice:
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
         return np.zeros(tuple(shape), dtype)
 
-    def zeros(self, shape: Sequence[int], dtype: str) -> Array:
+    def zeros(self, shape: Sequence[int], dtype: str) -> Any:
         return np.zeros(tuple(shape), dtype)
 
-    def beside(self, pinned: NDArray[Any]) -> Array:
+    def beside(self, pinned: NDArray[Any]) -> Any:
         return pinned
 
-    def view(self, array: Array, dtype: str) -> Array:
-        found: Any = array
-        return found.view(np.dtype(dtype))
+    def view(self, array: Any, dtype: str) -> Any:
+        return array.view(np.dtype(dtype))
 
     def copy(self, source: Any, target: Any) -> None:
         np.copyto(target, source)

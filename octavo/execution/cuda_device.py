@@ -127,15 +127,14 @@ class CudaDevice:
         array: NDArray[Any] = torch.zeros(tuple(shape), dtype=getattr(torch, dtype), pin_memory=True).numpy()
         return array
 
-    def zeros(self, shape: Sequence[int], dtype: str) -> Array:
+    def zeros(self, shape: Sequence[int], dtype: str) -> Any:
         return torch.zeros(tuple(shape), dtype=getattr(torch, dtype), device=self._device)
 
-    def beside(self, pinned: NDArray[Any]) -> Array:
+    def beside(self, pinned: NDArray[Any]) -> Any:
         return self.zeros(pinned.shape, pinned.dtype.name)
 
-    def view(self, array: Array, dtype: str) -> Array:
-        tensor: Any = array
-        return tensor.view(getattr(torch, dtype))
+    def view(self, array: Any, dtype: str) -> Any:
+        return array.view(getattr(torch, dtype))
 
     def copy(self, source: Any, target: Any) -> None:
         source, target = (x if isinstance(x, Tensor) else torch.from_numpy(x) for x in (source, target))

@@ -13,8 +13,7 @@ from octavo.config import EngineConfig
 from octavo.execution.device import Device
 from octavo.execution.worker import Worker
 from octavo.kv_cache.groups import CacheGroup
-from octavo.ops import Ops
-from octavo.ops import load as load_cpu
+from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases
 from octavo.plan import StepPlan, StepResult
 
@@ -75,9 +74,8 @@ class LocalExecutor:
 def _open_device(config: EngineConfig) -> tuple[Device, Ops]:
     if config.device == "cuda":
         from octavo.execution.cuda_device import CudaDevice
-        from octavo.ops import cuda
 
-        return CudaDevice(), cuda
+        return CudaDevice(), load_cuda()
     from octavo.execution.cpu_device import CpuDevice
 
-    return CpuDevice(), load_cpu(config.cpu_threads, config.cpus)
+    return CpuDevice(), load(config.cpu_threads, config.cpus)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -388,7 +388,7 @@ class Runner:
             first = part.first + start
             logits = self.model.logits(hidden[first : first + len(tokens)])
             num_top = np.full(len(tokens), part.num_top)
-            measured.append((part.row, measure(self.ops, logits, self.ops.upload(tokens), num_top)))
+            measured.append((part.row, measure(self.ops, logits, self.ops.place(tokens), num_top)))
         return measured
 
 
@@ -442,6 +442,5 @@ class _DeviceTables:
         _device_ops(ops).keep_tokens(self.last_tokens, owners, tokens)
 
 
-def _device_ops(ops: Any) -> DeviceOps:
-    found: DeviceOps = ops
-    return found
+def _device_ops(ops: Ops) -> DeviceOps:
+    return cast(DeviceOps, ops)  # a device with memory of its own comes with them

@@ -100,7 +100,7 @@ class StepLayout:
         """The arrays in `buffer` [≥ num_bytes]."""
         return StepArrays(*(buffer[at : at + size].view(dtype).reshape(dims) for at, size, dtype, dims in self._places))
 
-    def on_device(self, buffer: _A, view: Callable[[Any, str], _A]) -> StepArrays[_A]:
+    def on_device(self, buffer: _A, view: Callable[[Any, str], Any]) -> StepArrays[_A]:
         """The arrays in `buffer` [≥ num_bytes] uint8 of a device, whose `view` reads bytes as another type."""
         array: Any = buffer
         return StepArrays(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import cast
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.errors import LoadError
@@ -20,8 +21,9 @@ from octavo.kv_cache.groups import group_layers
 from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights, open_weights
 from octavo.models.inventory import record
-from octavo.models.registry import ModelDescription, build, describe
-from octavo.ops import LayerKVCache, Ops
+from octavo.models.description import ModelDescription
+from octavo.models.registry import build, describe
+from octavo.ops import DeviceOps, LayerKVCache, Ops
 from octavo.phases import Phases
 from octavo.sampling.grammar_masks import GrammarCompiler
 
@@ -88,7 +90,7 @@ class Worker:
             attention.num_heads, attention.num_kv_heads, attention.head_size, config.cache.block_size,
             attention.window, config.model.dtype, config.cache.dtype,
         )  # fmt: skip
-        ops = with_attention(self._ops, config.attention_backend, shape, self._device.time_s)
+        ops = with_attention(cast(DeviceOps, self._ops), config.attention_backend, shape, self._device.time_s)
         phases.end("attention chosen")
         return ops
 

@@ -289,11 +289,11 @@ class DeviceOpsOver(OpsOver[A], Protocol[A]):
     def resolve_step(
         self, block_tables: A, places: A, blocks: A, last_tokens: A, token_owners: A, token_ids: A, seq_owners: A
     ) -> tuple[A, A]:
-        """What only the device knows of a step. block_tables [R + 1, W] int32 has R rows and one for nobody: its
-        entries at flat `places` [U] int64 become `blocks` [U] int32, in place.
+        """What only the device knows of a step. block_tables [G, R + 1, W] int32 has, for each cache group, R rows and
+        one of no sequence: its entries at flat `places` [U] int64 become `blocks` [U] int32, in place.
 
         -> the step's token ids [T] int32 (last_tokens [R + 1] int32 of token_owners [T] int64 where these are below R,
-        else token_ids [T] int32) and its block tables [S, W] int32 (rows seq_owners [S] int64)."""
+        else token_ids [T] int32) and its block tables [G, S, W] int32 (rows seq_owners [S] int64)."""
         ...
 
     def keep_tokens(self, last_tokens: A, owners: A, tokens: A) -> None:

@@ -37,7 +37,7 @@ class AttentionShape:
     sliding_window: int
     dtype: str
     cache_dtype: str
-    device: torch.device
+    device: str | torch.device = "cuda"
 
 
 Attention = Callable[..., Any]

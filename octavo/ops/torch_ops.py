@@ -79,8 +79,8 @@ def resolve_step(
     seq_owners: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     block_tables.view(-1)[places] = blocks
-    nobody = len(last_tokens) - 1
-    return torch.where(token_owners < nobody, last_tokens[token_owners], token_ids), block_tables[seq_owners]
+    no_row = len(last_tokens) - 1
+    return torch.where(token_owners < no_row, last_tokens[token_owners], token_ids), block_tables[..., seq_owners, :]
 
 
 def keep_tokens(last_tokens: Tensor, owners: Tensor, tokens: Tensor) -> None:

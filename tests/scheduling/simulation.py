@@ -16,8 +16,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from octavo.config import SchedulerConfig
 from octavo.execution.step_batch import SequenceTable
+
+from octavo.config import SchedulerConfig
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import Admission, StepPlan, StepResult
 from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs

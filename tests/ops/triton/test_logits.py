@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from octavo.sampling.structured import TokenMask
 from torch import Tensor
 
 from octavo.ops.triton.logits import apply_masks, penalize
-from octavo.sampling.structured import TokenMask
 from tests.ops.kernel_cases import assert_same_bits, random
 from tests.ops.triton.conftest import DEVICE
 
