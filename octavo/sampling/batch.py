@@ -95,12 +95,15 @@ class _SeenTokens:
         for token in tokens[self._num_read : num_settled].tolist():
             self._count(token, 1)
         self._num_read = num_settled
+        num_settled_places = len(self._place)
         guesses = tokens[num_settled:].tolist()
         for token in guesses:
             self._count(token, 1)
         found = self._tokens[: len(self._place)].copy(), self._counts[: len(self._place)].copy()
-        for token in reversed(guesses):
+        for token in guesses:
             self._count(token, -1)
+        while len(self._place) > num_settled_places:
+            self._place.popitem()
         return found
 
     def _read_prompt(self, prompt: NDArray[np.int32]) -> None:

@@ -180,6 +180,6 @@ def test_a_layout_gives_each_array_bytes_of_its_own_and_pads_what_lies_behind_a_
     pad(found, StepShape(3, 2, 1, 0, groups=2), Padding(num_tokens=3, no_row=9, no_place=99))
     assert found.slot_mapping.tolist() == [[2, 2, 2, -1, -1, -1, -1]] * 2
     assert found.query_start_loc.tolist() == [3, 3, 3, 3, 3, 3]
-    assert found.seq_owners.tolist() == [11, 11, 9, 9, 9]
+    assert found.seq_owners.tolist() == [8, 8, 9, 9, 9]
     assert found.sample_owners[1:].tolist() == [9] * 5
     assert found.block_places.tolist() == [99] * 4
