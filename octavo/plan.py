@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from octavo.request import TokenLogprobs
 from octavo.sampling_params import SamplingParams
@@ -10,8 +12,8 @@ from octavo.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class BlockMoves:
-    """Whole-block copies (source, destination) of one step, in the order in which they must happen: blocks leave for
-    the host before anything overwrites them, copies-on-write read before swapped blocks come back."""
+    """Whole-block copies (source, destination) of one step within one pool, in the order in which they must happen:
+    blocks leave for the host before anything overwrites them, copies-on-write read before swapped blocks come back."""
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # device -> host
     copy: list[tuple[int, int]] = field(default_factory=list)  # device -> device
@@ -25,40 +27,66 @@ class Admission:
     row: int
     token_ids: list[int]  # prompt and output so far
     num_prompt_tokens: int
-    block_table: list[int]
+    block_tables: list[list[int]]  # by cache group
     params: SamplingParams
     stop_token_ids: list[int]  # masked until params.min_tokens are out; end-of-sequence included
     seed: int
     index: int  # which completion of its request
 
 
+class NewBlock(NamedTuple):
+    """An entry of a block table that has changed."""
+
+    row: int
+    group: int
+    position: int
+    block: int
+
+
+class PlannedRow(NamedTuple):
+    """One sequence in a step."""
+
+    row: int  # of the runner's tables
+    num_computed: int  # tokens already in the cache
+    num_tokens: int  # tokens to compute now, those after num_computed, guesses included
+    num_positions: int  # after so many of the last of them a token is sampled: 0 in mid-prompt, else 1 + len(guesses)
+    num_forks: int = 1  # samples drawn after the last of them: several where siblings start
+    guesses: tuple[int, ...] = ()  # the last tokens to compute, which may turn out wrong
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_positions + self.num_forks - 1 if self.num_positions else 0
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """One step. The lists from `rows` on are parallel, one entry a scheduled sequence."""
+    """One step. `rows` has an entry for each scheduled sequence."""
 
-    moves: BlockMoves = field(default_factory=BlockMoves)
+    moves: list[BlockMoves] = field(default_factory=list)  # by pool
     admissions: list[Admission] = field(default_factory=list)
-    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position in its table, block)
+    new_blocks: list[NewBlock] = field(default_factory=list)
     new_tokens: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position, token) that the core chose
-    rows: list[int] = field(default_factory=list)
-    num_computed: list[int] = field(default_factory=list)  # tokens already in the cache
-    num_tokens: list[int] = field(default_factory=list)  # tokens to compute now, those after num_computed
-    num_samples: list[int] = field(default_factory=list)  # 0 in mid-prompt, 1, or the number of forks to start
+    rows: list[PlannedRow] = field(default_factory=list)
 
     # The next step may be planned before the tokens of this one are known: each sampled row goes on with its own.
     runs_ahead: bool = False
 
-    @property
-    def total_tokens(self) -> int:
-        return sum(self.num_tokens)
-
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step produced. `tokens` has `num_samples` entries for each row of the plan, one row after the other."""
+    """What a step produced. `tokens` has `num_samples` entries for each row of the plan, one row after the other. Of a
+    row with guesses the first `num_standing` of them stand; the others were sampled after a wrong guess."""
 
     tokens: list[int]
     # Parallel to `tokens`; None when nobody asks for them. Beams have the best tokens here, whatever else they ask for.
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: its prompt positions so far
     errors: dict[int, str] = field(default_factory=dict)  # by row: a logits processor of that request failed
+
+
+def num_standing(guesses: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many of `tokens`, sampled one after each position, stand: up to the first that is not what was guessed."""
+    for i, guess in enumerate(guesses):
+        if tokens[i] != guess:
+            return i + 1
+    return len(guesses) + 1
