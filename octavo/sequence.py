@@ -6,16 +6,20 @@ share the blocks of the prompt and are then scheduled, preempted and aborted eac
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from octavo.request import EngineRequest, TokenLogprobs
+from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from octavo.scheduling.beams import Beam
+
+class Chooser(Protocol):
+    """Chooses the next tokens of all sequences of a request, where else each sampled token would be taken."""
+
+    def offer(self, seq: Sequence, found: TokenLogprobs) -> list[SequenceOutput]:
+        """`seq` has been computed up to its end and is held until its next token is chosen, now or in a later call.
+        `found` is any token and then the most likely ones, best first. Returns what the request is told."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -30,19 +34,21 @@ class Sequence:
     stop_reasons: dict[int, int | None] = field(default_factory=dict)  # tokens that end it -> what is then reported
     num_computed_tokens: int = 0  # tokens whose keys and values are in the cache, or will be when steps under way end
     num_awaited_tokens: int = 0  # output that steps under way will bring; the device knows it before the scheduler does
-    block_table: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=list)  # by cache group; empty if it has no blocks
+    num_ready_slots: int = 0  # so many of its tokens can be computed before a block table must change
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as computed
     num_registered_blocks: int = 0  # leading blocks that were offered to the prefix index
-    host_blocks: list[int] = field(default_factory=list)  # where a swapped sequence waits
+    host_blocks: list[list[int]] = field(default_factory=list)  # by cache group: where a swapped sequence waits
     row: int | None = None  # its row of the runner's tables while it runs
     is_admitted_to_runner: bool = False  # the runner's row holds its tokens and blocks
     num_pending_forks: int = 0  # sequences that will be forked off when the prompt is computed
     num_cached_tokens: int = 0  # prompt tokens found in the prefix index when it was first admitted
     num_preemptions: int = 0
     first_scheduled_time: float = 0.0
-    is_aborted: bool = False
+    has_ended: bool = False  # finished, failed or aborted; steps under way may still compute it
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    beam: Beam | None = None  # set if it is a beam of a search
+    chooser: Chooser | None = None  # who chooses its tokens, if it is not the sampler
+    is_held: bool = False  # offered to its chooser; it may lose its blocks and its row, and is not scheduled
 
     @property
     def params(self) -> SamplingParams:
@@ -67,15 +73,15 @@ class Sequence:
         return len(self.token_ids) + self.num_awaited_tokens - self.num_computed_tokens
 
     @property
-    def is_complete(self) -> bool:
-        """The output is as long as it may become once what is awaited has come."""
-        return self.num_tokens - len(self.request.prompt.token_ids) >= self.request.max_tokens
+    def num_remaining_tokens(self) -> int:
+        """Output that may still be sampled once what is awaited has come."""
+        return self.request.max_tokens - (self.num_tokens - len(self.request.prompt.token_ids))
 
     @property
     def needs_its_tokens(self) -> bool:
-        """Its next step cannot be prepared before the tokens of the last one are known: whoever draws looks at them, or
-        they decide which sequences there are."""
-        if self.beam is not None or self.num_pending_forks:
+        """Its next step cannot be prepared before the tokens of the last one are known: its sampling depends on them,
+        or they decide which sequences there are."""
+        if self.chooser is not None or self.num_pending_forks:
             return True
         return self.params.follows_output or self.params.grammar is not None
 
@@ -83,12 +89,6 @@ class Sequence:
     def num_rows(self) -> int:
         """Runner rows that it holds or has reserved for its forks."""
         return 1 + self.num_pending_forks
-
-    @property
-    def is_held(self) -> bool:
-        """A beam that has been computed and waits for the others of its search. Held, it may lose its blocks and its
-        row; it does not stand in the queue."""
-        return self.beam is not None and self.beam.group.is_held(self)
 
     def fork(self, index: int) -> Sequence:
         """A sibling that has computed the same tokens. The caller shares the blocks."""
@@ -100,27 +100,50 @@ class Sequence:
             index=index,
             token_ids=list(self.token_ids),
             num_computed_tokens=self.num_computed_tokens,
-            block_table=list(self.block_table),
+            block_tables=[list(table) for table in self.block_tables],
             block_hashes=list(self.block_hashes),
             num_registered_blocks=self.num_registered_blocks,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             first_scheduled_time=self.first_scheduled_time,
+            chooser=self.chooser,
         )
 
-    def extend_block_hashes(self, block_size: int) -> None:
-        """Chain the hashes of full blocks: each over its parent's hash, its tokens and the request's cache salt.
+    def append(self, token: int) -> str | None:
+        """Add a sampled token. Returns the reason to finish if the sequence ends with it."""
+        request, token_ids = self.request, self.token_ids
+        token_ids.append(token)
+        num_output = len(token_ids) - len(request.prompt.token_ids)
+        params = request.params
+        if token in self.stop_reasons and (num_output >= params.min_tokens or params.grammar is not None):
+            return "stop"
+        return "length" if num_output >= request.max_tokens else None
 
-        BLAKE2b with 16 bytes: prompts come from strangers, so a collision must not be something one can construct.
-        """
-        while (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
-            start = len(self.block_hashes) * block_size
-            parent = (
-                self.block_hashes[-1] if self.block_hashes else _digest((self.request.prompt.cache_salt or "").encode())
-            )
-            tokens = array("i", self.token_ids[start : start + block_size]).tobytes()
-            self.block_hashes.append(_digest(tokens, parent))
+    def output(
+        self,
+        token_ids: list[int],
+        finish_reason: str | None = None,
+        stop_reason: int | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> SequenceOutput:
+        """What its request is told of new tokens, and of its prompt with the first of them."""
+        prompt_logprobs = None
+        if self.prompt_logprobs:
+            prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+        # By position: msgspec takes twice as long to match names, and this happens for every token.
+        return SequenceOutput(
+            self.request.request_id, self.index, token_ids, finish_reason, stop_reason, logprobs, prompt_logprobs,
+            self.num_cached_tokens, self.num_preemptions, self.first_scheduled_time, error,
+        )  # fmt: skip
 
 
-def _digest(data: bytes, parent: bytes = b"") -> bytes:
-    return hashlib.blake2b(data, digest_size=16, key=parent).digest()
+def stop_reasons(request: EngineRequest) -> dict[int, int | None]:
+    """The tokens that end a request, and what is reported as the reason: end-of-sequence goes without saying.
+
+    Where a grammar is followed, its masks decide when the answer may end.
+    """
+    ignores_eos = request.params.ignore_eos and request.params.grammar is None
+    end_of_sequence = [] if ignores_eos else request.eos_token_ids
+    stop_token_ids = request.params.stop_token_ids
+    return dict.fromkeys(end_of_sequence) | dict(zip(stop_token_ids, stop_token_ids, strict=True))

@@ -20,34 +20,34 @@ class BlockState(IntEnum):
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1. Every operation is O(1).
+    """Blocks 0 .. num_blocks - 1, of which the first `num_reserved` are never handed out. Every operation is O(1).
 
     The free list is doubly linked through two arrays; entry `num_blocks` is the sentinel, both its head and its tail.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_reserved: int = 0) -> None:
         self.num_blocks = num_blocks
-        self.num_free = num_blocks
+        self.num_usable = self.num_free = max(num_blocks - num_reserved, 0)
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # key under which a block is indexed
         self._index: dict[bytes, int] = {}
         self._sentinel = num_blocks
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
+        if self.num_usable < num_blocks:
+            first = num_blocks - self.num_usable
+            self._next[num_blocks], self._previous[first] = first, num_blocks
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - self.num_free
+        return self.num_usable - self.num_free
 
     def allocate(self) -> int:
         """Take the first free block, with one reference; what it held leaves the index. The pool must not be empty."""
         block = self._next[self._sentinel]
         assert block != self._sentinel, "allocate from an empty pool"
         self._unlink(block)
-        key = self.hashes[block]
-        if key is not None:
-            del self._index[key]
-            self.hashes[block] = None
+        self.forget(block)
         self.ref_counts[block] = 1
         return block
 
@@ -78,6 +78,13 @@ class BlockPool:
             self._index[key] = block
             self.hashes[block] = key
 
+    def forget(self, block: int) -> None:
+        """Take a block out of the index: its contents are about to change."""
+        key = self.hashes[block]
+        if key is not None:
+            del self._index[key]
+            self.hashes[block] = None
+
     def states(self) -> bytes:
         """The `BlockState` of every block (for onlookers; O(num_blocks), 0.5 ms for 20,000)."""
         free, cached, used, shared = map(int, BlockState)
@@ -102,7 +109,10 @@ class BlockPool:
         for block in range(self.num_blocks):
             assert self.ref_counts[block] == references.get(block, 0), f"block {block}: wrong reference count"
         assert all(self.ref_counts[block] == 0 for block in free), "a block is both free and referenced"
-        assert self.num_free + sum(count > 0 for count in self.ref_counts) == self.num_blocks, "a block was lost"
+        num_reserved = self.num_blocks - self.num_usable
+        assert all(block >= num_reserved for block in free), "a reserved block is free to be handed out"
+        assert not any(self.ref_counts[:num_reserved]), "a reserved block is in use"
+        assert self.num_free + sum(count > 0 for count in self.ref_counts) == self.num_usable, "a block was lost"
         indexed = {key: block for block, key in enumerate(self.hashes) if key is not None}
         assert indexed == self._index, "the index and the blocks' keys disagree"
 

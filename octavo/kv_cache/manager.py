@@ -1,155 +1,310 @@
 """Which blocks each sequence has: prefix hits, growth, copy-on-write, release, and moves between device and host.
 
-The scheduler calls in here while it plans a step; what must be copied is collected in a `BlockMoves`, which the plan
-carries to the device.
+The scheduler calls in here while it plans a step; what must be copied is collected in `BlockMoves`, one for each pool,
+which the plan carries to the device. What the groups of a model do differently is in `attention_blocks` and
+`state_blocks`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
 
+from octavo.kv_cache.attention_blocks import AttentionBlocks
+from octavo.kv_cache.block_hashes import extend_block_hashes
 from octavo.kv_cache.block_pool import BlockPool
+from octavo.kv_cache.groups import CacheGroup
+from octavo.kv_cache.state_blocks import StateBlocks
 from octavo.plan import BlockMoves
 from octavo.sequence import Sequence
 
+UNLIMITED = 2**62
+_NOT_KEPT = -1  # in a table of host blocks: where the device's has the null block
+
+Changes = list[tuple[int, int, int]]  # entries of block tables: (group, position, block)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens that the cache already holds, and a block table for them in each group."""
+
+    num_tokens: int
+    tables: list[list[int]]
+
 
 class KVCacheManager:
-    """Block tables over a device pool and a host pool. Methods that need blocks return False and change nothing when
-    there are too few."""
+    """Block tables over device pools and host pools, by cache group. Methods that need blocks return False or None and
+    change nothing when there are too few."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        groups: Several[CacheGroup],
+        num_blocks: list[int],
+        block_size: int,
+        num_host_blocks: list[int],
+        enable_prefix_caching: bool,
+    ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
-        self.host_pool = BlockPool(num_host_blocks)
-        self.moves = BlockMoves()
-        self._returning_host_blocks: list[int] = []  # free only once the step that reads them is under way
+        windowed = {group.pool for group in groups if group.spec.kind == "window"}
+        self.pools = [
+            BlockPool(count, int(pool in windowed)) for pool, count in enumerate(num_blocks)
+        ]  # block 0 is null
+        self.host_pools = [BlockPool(count) for count in num_host_blocks]
+        self.attention: list[AttentionBlocks] = []
+        self.states: list[StateBlocks] = []
+        for i, group in enumerate(groups):
+            is_alone = sum(other.pool == group.pool for other in groups) == 1
+            if group.spec.kind == "state":
+                assert is_alone, "a state group has its pool for itself"
+                self.states.append(StateBlocks(i, self.pools[group.pool], block_size))
+            else:
+                suffix = b"" if is_alone else b"%d" % i
+                window = group.spec.window
+                self.attention.append(AttentionBlocks(i, self.pools[group.pool], block_size, window, suffix))
+        self._groups: list[AttentionBlocks | StateBlocks] = sorted(
+            [*self.attention, *self.states], key=lambda blocks: blocks.group
+        )
+        self._pool_of = [group.pool for group in groups]
+        self._has_window = bool(windowed)
+        self._moves = self._no_moves()
+        self._returning: list[tuple[int, int]] = []  # (pool, host block): free once the step that reads it is under way
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    # What there is room for.
 
-    def take_moves(self) -> BlockMoves:
-        """The moves collected since the last call; they happen before anything that is planned later."""
-        moves, self.moves = self.moves, BlockMoves()
-        for block in self._returning_host_blocks:
-            self.host_pool.release(block)
-        self._returning_host_blocks.clear()
-        return moves
+    def most_blocks(self, num_tokens: int, num_step_tokens: int) -> list[int]:
+        """By pool: the blocks that a sequence needs that is computed in steps of up to `num_step_tokens`."""
+        needed = [0] * len(self.pools)
+        for blocks, pool in zip(self._groups, self._pool_of, strict=True):
+            needed[pool] += blocks.num_most_blocks(num_tokens, num_step_tokens)
+        return needed
 
-    def find_prefix(self, seq: Sequence) -> list[int]:
-        """Blocks that already hold the first tokens of `seq`, longest run. At least one token is left to compute, since
-        its logits are needed; prompt log-probabilities need the whole prompt computed."""
-        if not self.enable_prefix_caching or seq.params.prompt_logprobs is not None:
-            return []
-        seq.extend_block_hashes(self.block_size)
-        found: list[int] = []
-        for key in seq.block_hashes[: (seq.num_tokens - 1) // self.block_size]:
-            block = self.pool.lookup(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def capacity(self, num_step_tokens: int) -> int:
+        """The longest sequence, in tokens, that can be computed alone in steps of up to `num_step_tokens`."""
 
-    def num_free_after(self, blocks: Iterable[int]) -> int:
-        """Free blocks left once these, some of which may be free now, are shared."""
-        return self.pool.num_free - sum(self.pool.ref_counts[block] == 0 for block in blocks)
+        def is_too_long(num_tokens: int) -> bool:
+            needed = self.most_blocks(num_tokens, num_step_tokens)
+            return any(count > pool.num_usable for count, pool in zip(needed, self.pools, strict=True))
 
-    def share_prefix(self, seq: Sequence, blocks: list[int]) -> None:
-        """Give `seq`, which has no blocks, the result of `find_prefix`."""
-        assert not seq.block_table
-        for block in blocks:
-            self.pool.share(block)
-        seq.block_table.extend(blocks)
-        seq.num_computed_tokens = len(blocks) * self.block_size
-        seq.num_registered_blocks = len(blocks)
+        limit = self.block_size * max(pool.num_blocks for pool in self.pools) + 1
+        return bisect(range(1, limit), 0, key=is_too_long) if is_too_long(limit) else UNLIMITED
 
-    def grow(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
+    def states_of_blocks(self) -> bytes:
+        """The `BlockState` of every block, one pool after the other."""
+        return b"".join([pool.states() for pool in self.pools])
+
+    # What a waiting sequence starts with.
+
+    def find_prefix(self, seq: Sequence) -> Prefix:
+        """The longest run of the first tokens of `seq` that every group still holds what later tokens need of. At least
+        one token is left to compute, since its logits are needed; prompt log-probabilities need the whole prompt
+        computed."""
+        num_blocks = 0
+        if self.enable_prefix_caching and seq.params.prompt_logprobs is None:
+            extend_block_hashes(seq, self.block_size)
+            num_blocks = (seq.num_tokens - 1) // self.block_size
+            num_agreed, i = 0, 0
+            while num_agreed < len(self._groups):  # what one group shortens the others look at again
+                found = self._groups[i].num_prefix_blocks(seq.block_hashes, num_blocks)
+                num_agreed = num_agreed + 1 if found == num_blocks else 1
+                num_blocks, i = found, (i + 1) % len(self._groups)
+        tables = [blocks.prefix_table(seq.block_hashes, num_blocks) for blocks in self._groups]
+        return Prefix(num_blocks * self.block_size, tables)
+
+    def share_prefix(self, seq: Sequence, prefix: Prefix, num_step_tokens: int) -> bool:
+        """Give `seq`, which has no blocks, the result of `find_prefix`, if there is room for the rest of it as well."""
+        assert not seq.block_tables
+        if not self._has_room(seq, prefix.tables, num_step_tokens):
+            return False
+        seq.block_tables = prefix.tables
+        seq.num_computed_tokens = prefix.num_tokens
+        seq.num_registered_blocks = prefix.num_tokens // self.block_size
+        self._share(seq)
+        return True
+
+    def swap_in(self, seq: Sequence, num_step_tokens: int) -> bool:
+        """Bring the blocks of `seq` back from the host, if there is room for its other tokens as well."""
+        absent = [
+            [blocks.null] * table.count(_NOT_KEPT) for blocks, table in zip(self._groups, seq.host_blocks, strict=True)
+        ]
+        if not self._has_room(seq, absent, num_step_tokens):
+            return False
+        for blocks, table, pool in zip(self._groups, seq.host_blocks, self._pool_of, strict=True):
+            on_device = []
+            for host_block in table:
+                block = blocks.null
+                if host_block != _NOT_KEPT:
+                    block = blocks.pool.allocate()
+                    self._moves[pool].swap_in.append((host_block, block))
+                    self._returning.append((pool, host_block))
+                on_device.append(block)
+            seq.block_tables.append(on_device)
+        seq.host_blocks.clear()
+        return True
+
+    # What a running one gets and gives back.
+
+    def grow(self, seq: Sequence, num_tokens: int) -> Changes | None:
         """Make room for the tokens up to `num_tokens`, the first of which to be written is `num_computed_tokens`.
 
-        A shared block that would be written is copied first. Returns the changed entries (position in the table,
-        block), or None when there are too few free blocks.
+        Shared blocks that would be written are copied first, and blocks that have left a window are given back.
+        Returns the changed entries, or None when there are too few free blocks.
         """
-        table = seq.block_table
-        write_at = seq.num_computed_tokens // self.block_size
-        copies = write_at < len(table) and self.pool.ref_counts[table[write_at]] > 1
-        num_new = self.blocks_for(num_tokens) - len(table)
-        changed: list[tuple[int, int]] = []
-        if num_new <= 0 and not copies:
+        changed: Changes = []
+        if num_tokens <= seq.num_ready_slots:
             return changed
-        if max(num_new, 0) + copies > self.pool.num_free:
-            return None
-        if copies:
-            fresh = self.pool.allocate()
-            self.moves.copy.append((table[write_at], fresh))
-            self.pool.release(table[write_at])
-            table[write_at] = fresh
-            changed.append((write_at, fresh))
-        for _ in range(num_new):
-            table.append(self.pool.allocate())
-            changed.append((len(table) - 1, table[-1]))
+        num_computed = seq.num_computed_tokens
+        tables = seq.block_tables
+        if not tables:
+            tables = seq.block_tables = [[] for _ in self._groups]
+        if len(self._groups) == 1:
+            if self._groups[0].num_needed(tables[0], num_computed, num_tokens) > self.pools[0].num_free:
+                return None
+        else:
+            num_free = [pool.num_free for pool in self.pools]
+            for blocks, table, pool in zip(self._groups, tables, self._pool_of, strict=True):
+                num_free[pool] -= blocks.num_needed(table, num_computed, num_tokens)
+            if min(num_free) < 0:
+                return None
+        if self._has_window:
+            self._leave_windows(seq, changed)
+        if self.states and self.enable_prefix_caching:
+            self._take_snapshots(seq)
+        for blocks, table, pool in zip(self._groups, tables, self._pool_of, strict=True):
+            blocks.take(table, num_computed, num_tokens, self._moves[pool].copy, changed)
+        seq.num_ready_slots = -(-num_tokens // self.block_size) * self.block_size
         return changed
 
     def register_computed(self, seq: Sequence, num_computed: int) -> None:
         """Index the blocks of `seq` that have become full of computed tokens."""
         num_full = num_computed // self.block_size
-        if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
+        if num_full <= seq.num_registered_blocks or not self.enable_prefix_caching:
             return
-        seq.extend_block_hashes(self.block_size)
-        for i in range(seq.num_registered_blocks, num_full):
-            self.pool.register(seq.block_table[i], seq.block_hashes[i])
+        extend_block_hashes(seq, self.block_size)
+        for blocks, table in zip(self._groups, seq.block_tables, strict=True):
+            blocks.register(table, seq.block_hashes, seq.num_registered_blocks, num_full)
         seq.num_registered_blocks = num_full
 
-    def share_all(self, fork: Sequence) -> None:
-        """Count the references of a fork, whose table is a copy of its parent's."""
-        for block in fork.block_table:
-            self.pool.share(block)
+    def roll_back(self, seq: Sequence) -> None:
+        """Give back the blocks behind the tokens that are computed: others were to be, or were wrong guesses."""
+        num_blocks = -(-seq.num_computed_tokens // self.block_size)
+        for attention in self.attention:
+            table = seq.block_tables[attention.group]
+            while len(table) > num_blocks:
+                attention.pool.release(table.pop())
+        seq.num_ready_slots = min(seq.num_ready_slots, num_blocks * self.block_size)
+
+    def step_end(self, num_computed: int, num_tokens: int) -> int:
+        """Where a step that could compute the tokens num_computed .. num_tokens of a prompt had better end: states are
+        kept only if it is at the end of a block."""
+        if self.states and self.enable_prefix_caching:
+            border = num_tokens // self.block_size * self.block_size
+            return border if border > num_computed else num_tokens
+        return num_tokens
+
+    def share_all(self, seq: Sequence, fork: Sequence) -> None:
+        """Count the references of a fork of `seq`, whose tables are copies of its."""
+        seq.num_ready_slots = fork.num_ready_slots = 0
+        self._share(fork)
 
     def release(self, seq: Sequence) -> None:
         """Give back all blocks of `seq`, on the device and on the host, its last ones to be evicted first."""
-        for block in reversed(seq.block_table):
-            self.pool.release(block)
-        for block in seq.host_blocks:
-            self.host_pool.release(block)
-        seq.block_table.clear()
-        seq.host_blocks.clear()
-        seq.num_computed_tokens = seq.num_registered_blocks = 0
+        for blocks, table in zip(self._groups, seq.block_tables, strict=False):
+            for block in reversed(table):
+                if block != blocks.null:
+                    blocks.pool.release(block)
+        for pool, table in zip(self._pool_of, seq.host_blocks, strict=False):
+            for block in table:
+                if block != _NOT_KEPT:
+                    self.host_pools[pool].release(block)
+        seq.block_tables = []
+        seq.host_blocks = []
+        seq.num_computed_tokens = seq.num_registered_blocks = seq.num_ready_slots = 0
 
     def swap_out(self, seq: Sequence) -> bool:
         """Move the blocks of `seq` to the host. False if the host tier is too full."""
-        if len(seq.block_table) > self.host_pool.num_free:
+        if self._has_window and seq.block_tables:
+            self._leave_windows(seq, [])  # so that none of them leaves in the very step that brings them back
+        num_free = [pool.num_free for pool in self.host_pools]
+        for blocks, table, pool in zip(self._groups, seq.block_tables, self._pool_of, strict=True):
+            num_free[pool] -= len(table) - table.count(blocks.null)
+        if min(num_free) < 0:
             return False
-        for block in reversed(seq.block_table):
-            host_block = self.host_pool.allocate()
-            self.moves.swap_out.append((block, host_block))
-            seq.host_blocks.append(host_block)
-            self.pool.release(block)
-        seq.host_blocks.reverse()
-        seq.block_table.clear()
-        seq.num_registered_blocks = 0
+        for blocks, table, pool in zip(self._groups, seq.block_tables, self._pool_of, strict=True):
+            on_host = []
+            for block in reversed(table):
+                host_block = _NOT_KEPT
+                if block != blocks.null:
+                    host_block = self.host_pools[pool].allocate()
+                    self._moves[pool].swap_out.append((block, host_block))
+                    blocks.pool.release(block)
+                on_host.append(host_block)
+            seq.host_blocks.append(on_host[::-1])
+        seq.block_tables = []
+        seq.num_registered_blocks = seq.num_ready_slots = 0
         return True
 
-    def swap_in(self, seq: Sequence) -> bool:
-        """Bring the blocks of `seq` back. False if the device has too few free blocks."""
-        if len(seq.host_blocks) > self.pool.num_free:
-            return False
-        for host_block in seq.host_blocks:
-            block = self.pool.allocate()
-            self.moves.swap_in.append((host_block, block))
-            seq.block_table.append(block)
-        self._returning_host_blocks.extend(seq.host_blocks)
-        seq.host_blocks.clear()
-        return True
+    # What the step must copy, and what must hold.
+
+    def take_moves(self) -> list[BlockMoves]:
+        """The moves collected since the last call, by pool; they happen before anything that is planned later."""
+        moves, self._moves = self._moves, self._no_moves()
+        for pool, block in self._returning:
+            self.host_pools[pool].release(block)
+        self._returning.clear()
+        return moves
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert that references and block tables agree, on the device and on the host."""
-        references: dict[int, int] = {}
-        host_references = dict.fromkeys(self._returning_host_blocks, 1)
+        references: list[dict[int, int]] = [{} for _ in self.pools]
+        host_references: list[dict[int, int]] = [{} for _ in self.pools]
+        for pool, block in self._returning:
+            host_references[pool][block] = 1
         for seq in sequences:
-            for block in seq.block_table:
-                references[block] = references.get(block, 0) + 1
-            for block in seq.host_blocks:
-                host_references[block] = host_references.get(block, 0) + 1
-            assert not (seq.block_table and seq.host_blocks), "a sequence is both on the device and on the host"
-            assert len(seq.block_table) * self.block_size >= seq.num_computed_tokens or seq.host_blocks
-        self.pool.check(references)
-        self.host_pool.check(host_references)
+            assert not (seq.block_tables and seq.host_blocks), "a sequence is both on the device and on the host"
+            assert seq.block_tables or seq.host_blocks or not seq.num_computed_tokens, "computed tokens have no blocks"
+            for blocks, table, pool in zip(self._groups, seq.block_tables, self._pool_of, strict=False):
+                blocks.check(table, seq.num_computed_tokens)
+                for block in table:
+                    if block != blocks.null:
+                        references[pool][block] = references[pool].get(block, 0) + 1
+            for table, pool in zip(seq.host_blocks, self._pool_of, strict=False):
+                for block in table:
+                    if block != _NOT_KEPT:
+                        host_references[pool][block] = host_references[pool].get(block, 0) + 1
+        for pools, found in ((self.pools, references), (self.host_pools, host_references)):
+            for pool, counts in zip(pools, found, strict=True):
+                pool.check(counts)
+
+    def _no_moves(self) -> list[BlockMoves]:
+        return [BlockMoves() for _ in self.pools]
+
+    def _has_room(self, seq: Sequence, prefix_tables: list[list[int]], num_step_tokens: int) -> bool:
+        """Whether all tokens of `seq` can be computed behind a prefix without blocks that are in use now."""
+        num_free = [pool.num_free for pool in self.pools]
+        for blocks, table, pool in zip(self._groups, prefix_tables, self._pool_of, strict=True):
+            num_free[pool] -= blocks.num_free_needed(table, seq.num_tokens, num_step_tokens)
+        return min(num_free) >= 0
+
+    def _leave_windows(self, seq: Sequence, changed: Changes) -> None:
+        """Give back the blocks of `seq` that no token still to be computed sees; what they hold may be found again."""
+        self.register_computed(seq, seq.num_computed_tokens)
+        for attention in self.attention:
+            attention.leave(seq.block_tables[attention.group], seq.num_computed_tokens, changed)
+
+    def _take_snapshots(self, seq: Sequence) -> None:
+        """Keep the states of `seq`, which is about to go on, if it stands at the end of a full block."""
+        extend_block_hashes(seq, self.block_size)
+        for state in self.states:
+            table = seq.block_tables[state.group]
+            returning = self._moves[self._pool_of[state.group]].swap_in  # copies are made before these come back
+            if all(block not in table for _, block in returning):
+                state.snapshot(table, seq.num_computed_tokens, seq.block_hashes)
+
+    def _share(self, seq: Sequence) -> None:
+        for blocks, table in zip(self._groups, seq.block_tables, strict=False):
+            for block in table:
+                if block != blocks.null:
+                    blocks.pool.share(block)

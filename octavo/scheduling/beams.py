@@ -2,31 +2,40 @@
 
 The beams of a request are sequences like any others: forks that share their blocks, scheduled and preempted each on
 its own. One that has been computed up to its end offers its most likely tokens and is held until all the others have
-done so; then `BeamGroup.advance` chooses among all offers, and the scheduler forks and drops beams accordingly. The
-rules are those of `transformers`' `generate(num_beams=...)`: a score is the sum of log-probabilities over (output
-tokens ** length_penalty), tokens that end a sequence count, and only continuations among the best `width` may end.
+done so; then `BeamSearch` chooses among all offers, forks beams that have several good continuations and drops those
+that have none. The rules are those of `transformers`' `generate(num_beams=...)`: a score is the sum of
+log-probabilities over (output tokens ** length_penalty), tokens that end a sequence count, and only continuations among
+the best `width` may end.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from octavo.request import TokenLogprobs
+from octavo.request import SequenceOutput, TokenLogprobs
+from octavo.sequence import Sequence
 
-if TYPE_CHECKING:
-    from octavo.sampling_params import SamplingParams
-    from octavo.sequence import Sequence
+
+class Siblings(Protocol):
+    """How a search changes which sequences there are."""
+
+    def fork(self, parent: Sequence, index: int) -> Sequence: ...
+
+    def append(self, seq: Sequence, token: int) -> None: ...
+
+    def drop(self, seq: Sequence) -> None: ...
 
 
 @dataclass(slots=True)
 class Beam:
-    """What a sequence carries if it is a beam. Its first beam has the index 0 and score 0."""
+    """A sequence that lives on, and what it is worth so far. The first beam has the index 0 and the score 0."""
 
-    group: BeamGroup
+    seq: Sequence
     score: float = 0.0  # sum of the log-probabilities of its output
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each output token, and of the best beside it
+    offer: TokenLogprobs | None = None  # the most likely next tokens, once it has been computed
 
 
 @dataclass(slots=True)
@@ -35,7 +44,8 @@ class Continuation:
 
     parent: Sequence
     token: int
-    beam: Beam
+    score: float
+    logprobs: list[TokenLogprobs]
 
 
 @dataclass(slots=True)
@@ -49,53 +59,90 @@ class Hypothesis:
     stop_reason: int | None
 
 
-class BeamGroup:
-    """The search of one request."""
+class BeamSearch:
+    """The search of one request: the `Chooser` of its sequences, the first of which is `root`."""
 
-    def __init__(self, params: SamplingParams, max_tokens: int) -> None:
-        self.params = params
-        self.width = params.num_sequences
-        self.max_tokens = max_tokens
-        self.offers: dict[int, tuple[Sequence, TokenLogprobs]] = {}  # by index: beams that wait for the others
+    def __init__(self, root: Sequence, siblings: Siblings) -> None:
+        self.params = root.params
+        self.width = root.params.num_sequences
+        self.max_tokens = root.request.max_tokens
+        self.beams = {root.index: Beam(root)}  # by index
         self.finished: list[Hypothesis] = []  # best first
         self.prompt_logprobs: list[TokenLogprobs] = []  # the beam that has computed the prompt may be gone at the end
+        self._siblings = siblings
 
-    def offer(self, seq: Sequence, found: TokenLogprobs) -> None:
-        """`found` is `TokenLogprobs` of any token and the best ones, best first."""
-        self.offers[seq.index] = seq, found
+    def offer(self, seq: Sequence, found: TokenLogprobs) -> list[SequenceOutput]:
+        """Go on with the best continuations once all beams have made their offers, or end the search."""
+        self.beams[seq.index].offer = found
+        self.prompt_logprobs = self.prompt_logprobs or seq.prompt_logprobs
+        if any(beam.offer is None for beam in self.beams.values()):
+            return []
+        continuations = self._choose()
+        if not continuations:
+            return self._end()
+        self._continue(continuations)
+        return []
 
-    def is_held(self, seq: Sequence) -> bool:
-        return seq.index in self.offers
-
-    def advance(self) -> list[Continuation]:
-        """Choose among the offers, all of which must have come. Returns the beams to go on with, best first, or nothing
-        when the search is over."""
+    def _choose(self) -> list[Continuation]:
+        """Choose among the offers. Returns the beams to go on with, best first, or nothing when the search is over."""
         candidates = [
-            (seq.beam.score + logprob, seq, place)
-            for _, (seq, found) in sorted(self.offers.items())
-            for place, logprob in enumerate(found.logprobs[1:], start=1)
-            if seq.beam is not None and math.isfinite(logprob)
+            (beam.score + logprob, beam, beam.offer, place)
+            for _, beam in sorted(self.beams.items())
+            if beam.offer is not None
+            for place, logprob in enumerate(beam.offer.logprobs[1:], start=1)
+            if math.isfinite(logprob)
         ]
         candidates.sort(key=lambda candidate: -candidate[0])  # stable: equal ones in the order of their beams
-        going_on: list[Continuation] = []
+        continuations: list[Continuation] = []
         num_output = 0
-        for rank, (total, seq, place) in enumerate(candidates):
-            num_output = seq.num_output_tokens + 1
-            found = self.offers[seq.index][1]
-            token = found.token_ids[place]
-            ends = token in seq.stop_reasons and num_output >= self.params.min_tokens
+        for rank, (total, beam, offer, place) in enumerate(candidates):
+            num_output = beam.seq.num_output_tokens + 1
+            token = offer.token_ids[place]
+            ends = token in beam.seq.stop_reasons and num_output >= self.params.min_tokens
             if ends or num_output >= self.max_tokens:
                 if rank < self.width:
-                    self._finish(total, seq, self._entry(found, place), ends)
-            elif len(going_on) < self.width:
-                assert seq.beam is not None
-                beam = Beam(self, total, [*seq.beam.logprobs, self._entry(found, place)])
-                going_on.append(Continuation(seq, token, beam))
+                    self._finish(total, beam, self._entry(offer, place), ends)
+            elif len(continuations) < self.width:
+                logprobs = [*beam.logprobs, self._entry(offer, place)]
+                continuations.append(Continuation(beam.seq, token, total, logprobs))
         self.finished = sorted(self.finished, key=lambda hypothesis: -hypothesis.score)[: self.width]
-        self.offers.clear()
-        if going_on and self._is_over(going_on[0].beam.score, num_output):
+        if continuations and self._is_over(continuations[0].score, num_output):
             return []
-        return going_on
+        return continuations
+
+    def _continue(self, continuations: list[Continuation]) -> None:
+        """The first continuation of a beam goes on in its place; the others are its forks, and share its blocks."""
+        in_place: dict[int, Continuation] = {}
+        forks = [one for one in continuations if in_place.setdefault(one.parent.index, one) is not one]
+        for index, beam in self.beams.items():
+            if index not in in_place:
+                self._siblings.drop(beam.seq)
+        free_indices = [index for index in range(self.width) if index not in in_place]
+        sequences = [
+            (self._siblings.fork(one.parent, index), one) for one, index in zip(forks, free_indices, strict=False)
+        ]
+        sequences += [(one.parent, one) for one in in_place.values()]
+        for seq, one in sequences:
+            self._siblings.append(seq, one.token)
+        self.beams = {seq.index: Beam(seq, one.score, one.logprobs) for seq, one in sequences}
+
+    def _end(self) -> list[SequenceOutput]:
+        """The answers, best first, as if sequence after sequence had put them out at once."""
+        num_wanted = self.params.n
+        seq = self.beams[min(self.beams)].seq
+        outputs = []
+        if len(self.finished) < num_wanted:
+            error = f"beam search found {len(self.finished)} of {num_wanted} completions: no other token is allowed."
+            outputs.append(seq.output([], "error", error=error))
+        else:
+            for index, found in enumerate(self.finished[:num_wanted]):
+                output = seq.output(found.token_ids, found.finish_reason, found.stop_reason, found.logprobs)
+                output.index, output.prompt_logprobs = index, None
+                outputs.append(output)
+            outputs[0].prompt_logprobs = self.prompt_logprobs or None
+        for beam in self.beams.values():
+            self._siblings.drop(beam.seq)
+        return outputs
 
     def _entry(self, found: TokenLogprobs, place: int) -> TokenLogprobs:
         """What is reported of the chosen token: itself, then as many of the best as the request wants."""
@@ -106,16 +153,16 @@ class BeamGroup:
             place,
         )
 
-    def _finish(self, total: float, seq: Sequence, entry: TokenLogprobs, is_stopped: bool) -> None:
-        assert seq.beam is not None
-        token_ids = [*seq.token_ids[seq.num_prompt_tokens :], entry.token_ids[0]]
+    def _finish(self, total: float, beam: Beam, entry: TokenLogprobs, is_stopped: bool) -> None:
+        token = entry.token_ids[0]
+        token_ids = [*beam.seq.token_ids[beam.seq.num_prompt_tokens :], token]
         self.finished.append(
             Hypothesis(
                 score=self._score(total, len(token_ids)),
                 token_ids=token_ids,
-                logprobs=[*seq.beam.logprobs, entry],
+                logprobs=[*beam.logprobs, entry],
                 finish_reason="stop" if is_stopped else "length",
-                stop_reason=seq.stop_reasons[entry.token_ids[0]] if is_stopped else None,
+                stop_reason=beam.seq.stop_reasons[token] if is_stopped else None,
             )
         )
 

@@ -12,10 +12,26 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from tests.scheduling.simulation import Setup, Simulation, Workload
+from tests.scheduling.simulation import Simulation
+from tests.scheduling.truth import MODELS, Setup
+from tests.scheduling.workload import Workload
 
 SWITCHES = list(product(("fcfs", "priority"), ("recompute", "swap"), (True, False), (True, False), (True, False)))
 OPERATIONS_EACH = 4000
+
+# With every kind of memory, and with guesses. "ahead" is off with guesses: a proposer wants to see the last tokens.
+VARIANTS = [
+    (model, guesses, mode, ahead)
+    for model, guesses in [
+        *product(MODELS, ("none",)),
+        ("full", "right"),
+        ("full", "wrong"),
+        *product(MODELS, ("random",)),
+    ]
+    for mode in ("recompute", "swap")
+    for ahead in ([True, False] if guesses == "none" else [False])
+    if (model, guesses) != ("full", "none")
+]
 
 
 def test_the_default_run_makes_at_least_50_000_operations() -> None:
@@ -26,12 +42,30 @@ def test_the_default_run_makes_at_least_50_000_operations() -> None:
 def test_every_answer_is_that_of_a_standalone_run_and_nothing_is_lost(
     policy: str, preemption_mode: str, chunked: bool, caching: bool, ahead: bool
 ) -> None:
+    run(policy, preemption_mode, chunked, caching, ahead, OPERATIONS_EACH)
+
+
+@pytest.mark.parametrize(("model", "guesses", "preemption_mode", "ahead"), VARIANTS)
+def test_the_same_with_windows_states_and_guesses(model: str, guesses: str, preemption_mode: str, ahead: bool) -> None:
+    run("fcfs", preemption_mode, True, True, ahead, OPERATIONS_EACH // 2, model, guesses)
+    run("priority", preemption_mode, True, False, ahead, OPERATIONS_EACH // 4, model, guesses)
+
+
+def run(
+    policy: str,
+    preemption_mode: str,
+    chunked: bool,
+    caching: bool,
+    ahead: bool,
+    num_wanted: int,
+    model: str = "full",
+    guesses: str = "none",
+) -> None:
     rng = random.Random(f"{policy} {preemption_mode} {chunked} {caching}")
     num_operations = 0
     seen: dict[str, int] = {}
-    while num_operations < OPERATIONS_EACH or (
-        num_operations < 4 * OPERATIONS_EACH and unseen(seen, preemption_mode, chunked, caching, ahead)
-    ):
+    wanted = wanted_of(preemption_mode, chunked, caching, ahead, model, guesses)
+    while num_operations < num_wanted or (num_operations < 4 * OPERATIONS_EACH and unseen(seen, wanted)):
         max_num_seqs = rng.choice([1, 3, 5, 8, 12])
         setup = Setup(
             num_blocks=rng.choice([6, 10, 16, 24, 40]),
@@ -45,6 +79,8 @@ def test_every_answer_is_that_of_a_standalone_run_and_nothing_is_lost(
             enable_prefix_caching=caching,
             runs_ahead=ahead,
             memory_failures=rng.choice([0, 0, 2]),
+            model=model,
+            guesses=guesses,
         )
         simulation = Simulation(setup)
         Workload(simulation, rng.randint).run(400)
@@ -52,14 +88,18 @@ def test_every_answer_is_that_of_a_standalone_run_and_nothing_is_lost(
         num_operations += simulation.num_operations
         for what, count in simulation.seen.items():
             seen[what] = seen.get(what, 0) + count
-    assert num_operations >= OPERATIONS_EACH
+    assert num_operations >= num_wanted
     # A workload that never preempts, forks or hits proves nothing.
-    assert not unseen(seen, preemption_mode, chunked, caching, ahead), f"what the workload has seen: {seen}"
+    assert not unseen(seen, wanted), f"the workload has seen {seen} and not {unseen(seen, wanted)}"
     assert caching or not seen["prefix hit"]
 
 
-def unseen(seen: dict[str, int], preemption_mode: str, chunked: bool, caching: bool, ahead: bool) -> set[str]:
-    """What a workload must exercise and has not."""
+def unseen(seen: dict[str, int], wanted: set[str]) -> set[str]:
+    return {what for what in wanted if not seen.get(what)}
+
+
+def wanted_of(preemption_mode: str, chunked: bool, caching: bool, ahead: bool, model: str, guesses: str) -> set[str]:
+    """What a workload must exercise."""
     wanted = {
         "preemption", "copy on write", "abort waiting", "abort running", "abort one of several", "abort an unborn fork",
         "prompt logprobs", "finish: stop", "finish: length", "finish: error",
@@ -69,7 +109,10 @@ def unseen(seen: dict[str, int], preemption_mode: str, chunked: bool, caching: b
     wanted |= {"chunk of a prompt"} if chunked else set()
     wanted |= {"prefix hit"} if caching else set()
     wanted |= {"ahead"} if ahead else set()
-    return {what for what in wanted if not seen.get(what)}
+    if guesses != "none" and all(spec.kind != "state" for spec, _ in MODELS[model]):
+        wanted |= {"guess"} | ({"right guess"} if guesses != "wrong" else set())
+        wanted |= {"wrong guess"} if guesses != "right" else set()
+    return wanted
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -92,6 +135,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=st.booleans(),
             runs_ahead=st.booleans(),
             memory_failures=st.sampled_from([0, 0, 10]),
+            model=st.sampled_from(list(MODELS)),
+            guesses=st.sampled_from(["none", "right", "wrong", "random"]),
         )
     )
     def start(self, setup: Setup) -> None:

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from octavo.sampling_params import SamplingParams
-from tests.scheduling.simulation import Setup, Simulation
+from tests.scheduling.simulation import Simulation
+from tests.scheduling.truth import Setup
 
 
 def chat_traffic(rng: random.Random, count: int) -> list[tuple[int, int]]:

@@ -1,0 +1,124 @@
+"""The blocks of a group whose layers keep keys and values, of all tokens or of a window of them.
+
+Entry i of a block table has the tokens i * block_size .. (i + 1) * block_size. In a window group, entries that no token
+still to be computed can see are `NULL_BLOCK`.
+"""
+
+from __future__ import annotations
+
+from octavo.kv_cache.block_pool import BlockPool
+from octavo.kv_cache.groups import NULL_BLOCK
+
+NO_BLOCK = -1  # no block has this number
+
+
+class AttentionBlocks:
+    """What a group's layers being attention means for its block tables. `key_suffix` tells the keys of groups that
+    share a pool apart."""
+
+    def __init__(self, group: int, pool: BlockPool, block_size: int, window: int, key_suffix: bytes) -> None:
+        self.group = group
+        self.pool = pool
+        self.block_size = block_size
+        self.window = window  # 0: all tokens
+        self.key_suffix = key_suffix
+        self.null = NULL_BLOCK if window else NO_BLOCK
+
+    def first_visible(self, position: int) -> int:
+        """The first entry that a token at `position` or behind it sees."""
+        return max(position - self.window + 1, 0) // self.block_size if self.window else 0
+
+    def num_most_blocks(self, num_tokens: int, num_step_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` holds at most, computed in steps of up to `num_step_tokens`."""
+        num_all = -(-num_tokens // self.block_size)
+        if not self.window:
+            return num_all
+        num_seen = self.window - 1 + num_step_tokens  # by all tokens of a step
+        return min(num_all, (num_seen - 2) // self.block_size + 2)  # wherever the borders of blocks fall
+
+    def num_prefix_blocks(self, keys: list[bytes], limit: int) -> int:
+        """The longest prefix, in blocks up to `limit`, of which everything is indexed that later tokens see."""
+        lookup, suffix = self.pool.lookup, self.key_suffix
+        if not self.window:
+            for i in range(limit):
+                if lookup(keys[i] + suffix) is None:
+                    return i
+            return limit
+        while limit:
+            visible = range(self.first_visible(limit * self.block_size), limit)
+            missing = next((i for i in reversed(visible) if lookup(keys[i] + suffix) is None), None)
+            if missing is None:
+                break
+            limit = missing
+        return limit
+
+    def prefix_table(self, keys: list[bytes], num_blocks: int) -> list[int]:
+        first = self.first_visible(num_blocks * self.block_size)
+        table = [self.null] * first
+        for key in keys[first:num_blocks]:
+            block = self.pool.lookup(key + self.key_suffix)
+            assert block is not None, "the prefix was found before"
+            table.append(block)
+        return table
+
+    def num_free_needed(self, table: list[int], num_tokens: int, num_step_tokens: int) -> int:
+        """Free blocks that it takes to compute `num_tokens` behind a prefix that is yet to be shared, or to be brought
+        from the host; those of the prefix that are free themselves included."""
+        num_missing = -(-num_tokens // self.block_size) - table.count(self.null)
+        needed = min(num_missing, self.num_most_blocks(num_tokens, num_step_tokens))
+        return needed - sum([block != self.null and self.pool.ref_counts[block] > 0 for block in table])
+
+    def num_needed(self, table: list[int], num_computed: int, num_tokens: int) -> int:
+        """Free blocks that `leave` and `take` need together; fewer than none if they give back more."""
+        ref_counts = self.pool.ref_counts
+        num_new = -(-num_tokens // self.block_size) - len(table)
+        num_copied = sum([ref_counts[block] > 1 for block in table[num_computed // self.block_size :]])
+        num_left = sum([ref_counts[table[i]] == 1 for i in self._leaving(table, num_computed)]) if self.window else 0
+        return max(num_new, 0) + num_copied - num_left
+
+    def leave(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
+        """Give back the blocks that no token from `num_computed` on sees."""
+        for i in self._leaving(table, num_computed):
+            self.pool.release(table[i])
+            table[i] = self.null
+            changed.append((self.group, i, self.null))
+
+    def take(
+        self,
+        table: list[int],
+        num_computed: int,
+        num_tokens: int,
+        copies: list[tuple[int, int]],
+        changed: list[tuple[int, int, int]],
+    ) -> None:
+        """Make room for tokens num_computed .. num_tokens; shared blocks among those to be written are copied."""
+        pool = self.pool
+        for i in range(num_computed // self.block_size, len(table)):
+            if pool.ref_counts[table[i]] > 1:
+                fresh = pool.allocate()
+                copies.append((table[i], fresh))
+                pool.release(table[i])
+                table[i] = fresh
+                changed.append((self.group, i, fresh))
+        for i in range(len(table), -(-num_tokens // self.block_size)):
+            table.append(pool.allocate())
+            changed.append((self.group, i, table[i]))
+
+    def register(self, table: list[int], keys: list[bytes], first: int, end: int) -> None:
+        """Index the entries first .. end, which are full of computed tokens."""
+        for i in range(first, end):
+            if table[i] != self.null:
+                self.pool.register(table[i], keys[i] + self.key_suffix)
+
+    def check(self, table: list[int], num_computed: int) -> None:
+        num_filled = -(-num_computed // self.block_size)
+        assert len(table) >= num_filled, "computed tokens have no blocks"
+        first = self.first_visible(num_computed)
+        assert self.null not in table[first:], "a block was given back that is still seen"
+
+    def _leaving(self, table: list[int], num_computed: int) -> range:
+        """Entries that no token from `num_computed` on sees, and that still have a block."""
+        end = first = min(self.first_visible(num_computed), len(table))
+        while first and table[first - 1] != self.null:
+            first -= 1
+        return range(first, end)

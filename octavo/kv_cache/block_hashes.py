@@ -1,0 +1,39 @@
+"""The keys of the prefix index: a chain of hashes over full blocks and everything that their contents depend on."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+from octavo.request import Prompt
+from octavo.sequence import Sequence
+
+
+def extend_block_hashes(seq: Sequence, block_size: int) -> None:
+    """Chain the hashes of the full blocks of `seq`: each over its parent's hash, its tokens, and the media that some
+    of them stand for. The first one's parent is a hash of the cache salt and the adapter.
+
+    BLAKE2b with 16 bytes: prompts come from strangers, so a collision must not be something one can construct.
+    """
+    hashes, prompt = seq.block_hashes, seq.request.prompt
+    while (len(hashes) + 1) * block_size <= len(seq.token_ids):
+        start = len(hashes) * block_size
+        parent = hashes[-1] if hashes else _digest(repr((prompt.cache_salt or "", prompt.adapter or "")).encode())
+        content = array("i", seq.token_ids[start : start + block_size]).tobytes()
+        if prompt.media:
+            content += _media_key(prompt, start, start + block_size)
+        hashes.append(_digest(content, parent))
+
+
+def _media_key(prompt: Prompt, start: int, end: int) -> bytes:
+    """What identifies the media under tokens start .. end: their contents, and which part of each it is."""
+    overlapping = [
+        (item.position - start, item.num_tokens, item.content_hash)
+        for item in prompt.media
+        if item.position < end and item.position + item.num_tokens > start
+    ]
+    return repr(overlapping).encode() if overlapping else b""
+
+
+def _digest(data: bytes, parent: bytes = b"") -> bytes:
+    return hashlib.blake2b(data, digest_size=16, key=parent).digest()

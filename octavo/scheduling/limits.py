@@ -1,0 +1,33 @@
+"""Which requests can never run: checked before they are queued, with the numbers in the message."""
+
+from __future__ import annotations
+
+from octavo.config import SchedulerConfig
+from octavo.errors import RequestError
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.request import EngineRequest
+
+
+def check_request(request: EngineRequest, config: SchedulerConfig, cache: KVCacheManager) -> None:
+    """Raise `RequestError` if the request needs more than there is when nothing else runs."""
+    num_prompt, num_sequences = len(request.prompt.token_ids), request.params.num_sequences
+    longest = num_prompt + request.max_tokens
+    capacity = cache.capacity(config.max_num_batched_tokens)
+    if longest > capacity:
+        raise RequestError(
+            f"the request needs {longest} tokens of KV cache ({num_prompt} of prompt and up to {request.max_tokens} of "
+            f"output) and the cache holds {capacity}."
+        )
+    if request.params.use_beam_search:  # one beam cannot end before the others: they must fit side by side
+        for count, pool in zip(cache.most_blocks(longest, config.max_num_batched_tokens), cache.pools, strict=True):
+            if num_sequences * count > pool.num_usable:
+                raise RequestError(
+                    f"{num_sequences} beams of up to {longest} tokens need {num_sequences * count} blocks of KV cache "
+                    f"at once and it has {pool.num_usable}.",
+                    param="n",
+                )
+    if num_sequences > config.max_num_seqs:
+        raise RequestError(
+            f"the request needs {num_sequences} sequences at once and --max-num-seqs is {config.max_num_seqs}.",
+            param="n",
+        )

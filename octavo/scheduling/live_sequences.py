@@ -1,0 +1,127 @@
+"""The sequences that there are: which of them run, with a row of the runner's tables, and which wait.
+
+How sequences come, fork, lose their place and go is here; who runs in a step, and with how many tokens, is the
+scheduler's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.sequence import Sequence
+
+scheduling_order = attrgetter("key", "index")
+
+
+class LiveSequences:
+    """Every sequence that has not ended is either running or waiting. Both are in scheduling order: the first one waits
+    least, the last one is preempted first."""
+
+    def __init__(self, max_num_seqs: int, cache: KVCacheManager) -> None:
+        self.cache = cache
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.requests: dict[str, list[Sequence]] = {}  # by request
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for sequences in self.requests.values():
+            yield from sequences
+
+    @property
+    def num_rows_left(self) -> int:
+        """Rows that are neither taken nor kept for forks."""
+        return len(self.free_rows) - sum([seq.num_pending_forks for seq in self.running])
+
+    def siblings(self, seq: Sequence) -> list[Sequence]:
+        """The sequences of its request, itself included, if it has not ended."""
+        return list(self.requests.get(seq.request.request_id, ()))
+
+    def add(self, seq: Sequence) -> None:
+        """A new sequence waits for its turn."""
+        self.requests.setdefault(seq.request.request_id, []).append(seq)
+        insort(self.waiting, seq, key=scheduling_order)
+
+    def start(self, seq: Sequence) -> None:
+        """A waiting sequence takes a row."""
+        self._leave(self.waiting, seq)
+        self._take_row(seq)
+
+    def preempt(self, seq: Sequence, may_swap: bool) -> None:
+        """Take the blocks and the row of a running sequence and let it wait at its old place."""
+        seq.num_preemptions += 1
+        if not (may_swap and self.cache.swap_out(seq)):
+            self.cache.release(seq)
+        self._return_row(seq)
+        insort(self.waiting, seq, key=scheduling_order)
+
+    def fork(self, parent: Sequence, index: int) -> Sequence:
+        """Start a sibling of a sequence, before that has its own next token. It takes a row if there is one; without,
+        or without the blocks of its parent, it waits and is computed anew."""
+        fork = parent.fork(index)
+        if parent.row is not None and self.num_rows_left > 0:
+            self.requests[parent.request.request_id].append(fork)
+            self.cache.share_all(parent, fork)
+            self._take_row(fork)
+        else:
+            fork.block_tables = []
+            fork.num_computed_tokens = fork.num_registered_blocks = 0
+            fork.num_preemptions += 1
+            self.add(fork)
+        return fork
+
+    def append(self, seq: Sequence, token: int) -> None:
+        """A chooser has chosen the next token of a sequence that was held for it."""
+        seq.token_ids.append(token)
+        seq.is_held = False
+
+    def drop(self, seq: Sequence) -> None:
+        """A sequence has ended: free what it holds."""
+        seq.has_ended = True
+        self.cache.release(seq)
+        if seq.row is None:
+            self._leave(self.waiting, seq)
+        else:
+            self._return_row(seq)
+        siblings = self.requests[seq.request.request_id]
+        siblings.remove(seq)
+        if not siblings:
+            del self.requests[seq.request.request_id]
+
+    def check(self, under_way: list[Sequence]) -> None:
+        """Assert that no sequence, row or block is lost or owned twice."""
+        running, waiting, live = self.running, self.waiting, list(self)
+        self.cache.check(live)
+        rows = [seq.row for seq in running if seq.row is not None]
+        num_rows = len(rows) + len(self.free_rows)
+        assert len(rows) == len(running) and {*rows, *self.free_rows} == {*range(num_rows)}, "two sequences share a row"
+        assert self.num_rows_left >= 0, "more rows are kept for forks than there are"
+        assert all(seq.row is None for seq in waiting), "a waiting sequence has a row"
+        assert running == sorted(running, key=scheduling_order), "running sequences are out of order"
+        assert waiting == sorted(waiting, key=scheduling_order), "waiting sequences are out of order"
+        assert len(running) + len(waiting) == len(live) and {*running, *waiting} == {*live}, "a sequence was lost"
+        for seq in running:
+            assert (seq.num_lacking_tokens > 0) != seq.is_held or seq in under_way, "a sequence lacks nothing"
+        if not live:
+            pools = [*self.cache.pools, *self.cache.host_pools]
+            assert all(pool.num_used == 0 for pool in pools), "blocks are in use when idle"
+
+    def _take_row(self, seq: Sequence) -> None:
+        seq.row = self.free_rows.pop()
+        insort(self.running, seq, key=scheduling_order)
+
+    def _return_row(self, seq: Sequence) -> None:
+        assert seq.row is not None
+        self._leave(self.running, seq)
+        self.free_rows.append(seq.row)
+        seq.row = None
+        seq.is_admitted_to_runner = False
+
+    @staticmethod
+    def _leave(place: list[Sequence], seq: Sequence) -> None:
+        i = bisect_left(place, scheduling_order(seq), key=scheduling_order)
+        assert place[i] is seq
+        del place[i]

@@ -1,0 +1,40 @@
+"""The gauges of the scheduler and its cache, as they are after a step."""
+
+from __future__ import annotations
+
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.scheduling.live_sequences import LiveSequences
+from octavo.sequence import Sequence
+from octavo.stats import EngineStats
+
+
+def set_gauges(stats: EngineStats, live: LiveSequences, cache: KVCacheManager) -> None:
+    running, waiting = live.running, live.waiting
+    stats.num_blocks = sum([pool.num_usable for pool in cache.pools])
+    stats.num_blocks_used = sum([pool.num_used for pool in cache.pools])
+    stats.num_host_blocks = sum([pool.num_blocks for pool in cache.host_pools])
+    stats.num_host_blocks_used = sum([pool.num_used for pool in cache.host_pools])
+    stats.num_running = len(running)
+    if stats.num_host_blocks_used:
+        stats.num_swapped = sum([bool(seq.host_blocks) for seq in waiting])
+    stats.num_waiting = len(waiting) - stats.num_swapped
+    num_state_blocks = sum([state.pool.num_used for state in cache.states])  # they have no slots
+    stats.num_slots_allocated = (stats.num_blocks_used - num_state_blocks) * cache.block_size
+    has_forks = len(running) + len(waiting) > len(live.requests)
+    stats.num_slots_filled = stats.num_slots_allocated - _num_unfilled_slots(running, has_forks, cache)
+
+
+def _num_unfilled_slots(running: list[Sequence], has_forks: bool, cache: KVCacheManager) -> int:
+    """Slots of referenced blocks that hold no token: those at the end of each block table."""
+    size = cache.block_size
+    unfilled = len(cache.attention) * sum([-seq.num_computed_tokens % size for seq in running])
+    if has_forks:  # they may still share the block that they write to next
+        for group in [attention.group for attention in cache.attention]:
+            seen: set[int] = set()
+            for seq in running:
+                num_unfilled = -seq.num_computed_tokens % size
+                if num_unfilled:
+                    block = seq.block_tables[group][-1]
+                    unfilled -= num_unfilled if block in seen else 0
+                    seen.add(block)
+    return unfilled

@@ -1,0 +1,81 @@
+"""One step while it is planned and computed: its plan, and the sequences behind the rows of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.kv_cache.manager import Changes
+from octavo.plan import Admission, NewBlock, PlannedRow, StepPlan
+from octavo.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Step:
+    budget: int  # tokens that may still be added
+    plan: StepPlan = field(default_factory=StepPlan)
+    sequences: list[Sequence] = field(default_factory=list)  # parallel to plan.rows
+
+    def add(self, seq: Sequence, num_tokens: int, changed: Changes) -> None:
+        """Compute the next tokens of a sequence; `changed` are the entries of its block tables that are new."""
+        row, plan = seq.row, self.plan
+        assert row is not None
+        if seq.is_admitted_to_runner:
+            if changed:
+                plan.new_blocks += [NewBlock(row, *change) for change in changed]
+            if seq.chooser is not None:  # the runner does not know which token was chosen
+                plan.new_tokens.append((row, seq.num_tokens - 1, seq.token_ids[-1]))
+        else:
+            seq.is_admitted_to_runner = True
+            plan.admissions.append(_admission(seq, row))
+        num_positions = 1 if num_tokens == seq.num_lacking_tokens else 0
+        num_forks = 1 if seq.chooser is not None else 1 + seq.num_pending_forks
+        # As PlannedRow(...), in half the time: this happens for every token.
+        planned = tuple.__new__(PlannedRow, (row, seq.num_computed_tokens, num_tokens, num_positions, num_forks, ()))
+        plan.rows.append(planned)
+        self.sequences.append(seq)
+        self.budget -= num_tokens
+
+    def add_guesses(self, place: int, guesses: tuple[int, ...], changed: Changes) -> None:
+        """Compute guesses behind the one token of the sequence at `place`."""
+        row, num_computed, _, _, num_forks, _ = self.plan.rows[place]
+        count = 1 + len(guesses)
+        self.plan.rows[place] = PlannedRow(row, num_computed, count, count, num_forks, guesses)
+        self.plan.new_blocks += [NewBlock(row, *change) for change in changed]
+        self.budget -= len(guesses)
+
+    def set_off(self, may_run_ahead: bool) -> None:
+        """From here on the tokens count as computed, guesses apart, and what is sampled as awaited if the step runs
+        ahead."""
+        plan = self.plan
+        plan.runs_ahead = may_run_ahead and not any(
+            planned.num_positions and (planned.guesses or seq.needs_its_tokens)
+            for seq, planned in zip(self.sequences, plan.rows, strict=True)
+        )
+        for seq, (_, _, num_tokens, num_positions, _, guesses) in zip(self.sequences, plan.rows, strict=True):
+            seq.num_computed_tokens += num_tokens - len(guesses)
+            if plan.runs_ahead:
+                seq.num_awaited_tokens += num_positions
+
+    def take_back(self) -> list[Sequence]:
+        """The reverse of `set_off`. Returns the sequences that have not ended meanwhile."""
+        alive = [
+            (seq, planned) for seq, planned in zip(self.sequences, self.plan.rows, strict=True) if not seq.has_ended
+        ]
+        for seq, planned in alive:
+            seq.num_computed_tokens -= planned.num_tokens - len(planned.guesses)
+            if self.plan.runs_ahead:
+                seq.num_awaited_tokens -= planned.num_positions
+        return [seq for seq, _ in alive]
+
+
+def _admission(seq: Sequence, row: int) -> Admission:
+    return Admission(
+        row=row,
+        token_ids=list(seq.token_ids),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        block_tables=[list(table) for table in seq.block_tables],
+        params=seq.params,
+        stop_token_ids=seq.request.eos_token_ids + seq.params.stop_token_ids,
+        seed=seq.seed,
+        index=seq.index,
+    )
