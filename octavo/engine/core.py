@@ -18,7 +18,7 @@ from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import StepPlan
 from octavo.request import EngineRequest, SequenceOutput
-from octavo.scheduling.scheduler import Scheduler
+from octavo.scheduling.scheduler import Proposer, Scheduler
 
 if TYPE_CHECKING:
     from octavo.execution.executor import Executor, PendingStep
@@ -31,16 +31,19 @@ _PREPARE_WAIT_S = 0.01  # messages are looked for between two waits
 class EngineCore:
     """A scheduler and an executor in step, or the scheduler one step ahead of a device that need not wait for it."""
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor | None = None, proposer: Proposer | None = None
+    ) -> None:
         if executor is None:
             from octavo.execution.executor import LocalExecutor  # imports kernels: not before they are needed
 
             executor = LocalExecutor(config)
         self.executor = executor
         cache = KVCacheManager(
-            executor.num_blocks, config.cache.block_size, executor.num_host_blocks, config.cache.enable_prefix_caching
-        )
-        self.scheduler = Scheduler(config.scheduler, cache, config.model.seed, executor.runs_ahead)
+            executor.groups, executor.num_blocks, config.cache.block_size, executor.num_host_blocks,
+            config.cache.enable_prefix_caching,
+        )  # fmt: skip
+        self.scheduler = Scheduler(config.scheduler, cache, config.model.seed, executor.runs_ahead, proposer)
         self._under_way: deque[tuple[StepPlan, PendingStep]] = deque()
         self._refused: list[SequenceOutput] = []
         self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}  # their grammars are being compiled
@@ -64,7 +67,7 @@ class EngineCore:
         self.scheduler.abort(request_id, index)
 
     def block_map(self) -> BlockMap:
-        return BlockMap(self.scheduler.cache.pool.states())
+        return BlockMap(self.scheduler.cache.states_of_blocks())
 
     def step(self) -> StepOutputs:
         """Schedule, execute, account; or, while the device computes what was scheduled, account for the step before.

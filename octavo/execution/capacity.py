@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import CacheGroup
+from octavo.kv_cache.manager import KVCacheManager
 from octavo.loading.memory import available_memory_bytes
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ def num_blocks(
 
     `source` says where the budget comes from. Raises `ConfigError` if it is too small."""
     limits, max_model_len = config.scheduler, config.model.max_model_len
-    least = longest_request(groups, max_model_len, config.cache.block_size, limits.max_num_batched_tokens)
+    least = _longest_request(config, groups)
     if config.cache.num_blocks_override is not None:
         share = config.cache.num_blocks_override / least[0]
         source = f"--num-gpu-blocks-override {config.cache.num_blocks_override}"
@@ -43,6 +44,15 @@ def num_blocks(
             f"--max-model-len to at most {holds}, or give more memory."
         )
     return found
+
+
+def _longest_request(config: EngineConfig, groups: Sequence[CacheGroup]) -> list[int]:
+    """By pool, the blocks that one request of the greatest length needs, the null block of windows included."""
+    none = [0] * num_pools(groups)
+    cache = KVCacheManager(groups, none, config.cache.block_size, none, enable_prefix_caching=False)
+    needed = cache.most_blocks(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
+    windowed = {group.pool for group in groups if group.spec.kind == "window"}
+    return [count + (pool in windowed) for pool, count in enumerate(needed)]
 
 
 def num_host_blocks(

@@ -258,7 +258,7 @@ class Runner:
         samples = self.table.samples
         num_samples = used.samples
         if updates is not None:
-            self._fill_owners(arrays, row_of, samples, updates)
+            self._fill_owners(plan, arrays, row_of, samples, updates)
             pad(arrays, used, self._padding_of(used))
         settings = None
         if num_samples:
@@ -328,6 +328,7 @@ class Runner:
 
     def _fill_owners(
         self,
+        plan: StepPlan,
         arrays: StepArrays[NDArray[Any]],
         row_of: NDArray[np.int64],
         samples: Samples,
@@ -339,9 +340,7 @@ class Runner:
         # The last token of a row may be one that only the device knows.
         is_unknown = arrays.positions[:num_tokens] >= self.table.num_known[row_of]
         arrays.token_owners[:num_tokens] = np.where(is_unknown, row_of, no_row)
-        starts = arrays.query_start_loc
-        num_seqs = np.searchsorted(starts, num_tokens)
-        arrays.seq_owners[:num_seqs] = row_of[starts[:num_seqs]]
+        arrays.seq_owners[: len(plan.rows)] = [planned.row for planned in plan.rows]
         # Forks bring their token when they are admitted, and guesses that were sampled right are known to the host.
         is_kept = (samples.forks == 0) & ~np.isin(samples.rows, list(samples.guessed))
         arrays.sample_owners[:num_samples] = np.where(is_kept, samples.rows, no_row)

@@ -20,8 +20,8 @@ from octavo.execution.sequence_table import SequenceTable
 from octavo.kv_cache.groups import group_layers
 from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights, open_weights
-from octavo.models.inventory import record
 from octavo.models.description import ModelDescription
+from octavo.models.inventory import record
 from octavo.models.registry import build, describe
 from octavo.ops import DeviceOps, LayerKVCache, Ops
 from octavo.phases import Phases

@@ -152,14 +152,14 @@ class GrammarTable:
 
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """`tokens` [N] were drawn for `rows` [N]: start to compute what may follow."""
-        changed = []
+        changed: dict[int, _Row] = {}  # a row has several tokens where guesses were right
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             state = self._rows.get(row)
             if state is not None and token not in state.end_token_ids:
                 state.output.append(token)
-                changed.append(state)
+                changed[row] = state
         if changed:
-            self._submit(changed, partial(self._compute, changed))
+            self._submit(list(changed.values()), partial(self._compute, list(changed.values())))
 
     def guess(self, row: int, guesses: Sequence[int]) -> None:
         """The next step computes `guesses` after the tokens of `row`: start to compute what may follow each."""

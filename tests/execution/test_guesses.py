@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from octavo.engine.core import EngineCore
+from octavo.execution.executor import LocalExecutor
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling.grammar import make_grammar
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.sequence import Sequence
 from tests.execution.late_device import LateDevice
-from tests.execution.test_runner import EOS, VOCAB, config_of, device_core, model, requests, run, told
+from tests.execution.test_runner import EOS, VOCAB, config_of, model, reference_ops, requests, run, told
 
 __all__ = ["model"]
 
@@ -38,12 +39,12 @@ def guessed_requests(seed: int) -> list[EngineRequest]:
     return found
 
 
-def proposer(kind: str, answers: Answers, seed: int) -> Callable[[Sequence], tuple[int, ...]]:
+def proposer(kind: str, answers: Answers, seed: int) -> Callable[[Sequence, int], tuple[int, ...]]:
     rng = random.Random(seed)
 
-    def propose(seq: Sequence) -> tuple[int, ...]:
+    def propose(seq: Sequence, most: int) -> tuple[int, ...]:
         answer = answers.get((seq.request.request_id, seq.index), [])
-        right = answer[seq.num_output_tokens : seq.num_output_tokens + rng.randrange(1, 6)]
+        right = answer[seq.num_output_tokens : seq.num_output_tokens + min(most, rng.randrange(1, 6))]
         if kind == "right":
             return tuple(right)
         if kind == "wrong":
@@ -60,8 +61,8 @@ def test_guesses_change_no_answer(model: Path, kind: str, flags: dict[str, Any],
     config = config_of(model, **flags)
     expected = run(EngineCore(config), guessed_requests(1), 1)
     answers = {key: told(outputs)["tokens"] for key, outputs in expected.items()}
-    core = EngineCore(config) if place == "cpu" else device_core(config, LateDevice(1))
-    core.scheduler.proposer = proposer(kind, answers, 1)
+    executor = None if place == "cpu" else LocalExecutor(config, LateDevice(1), reference_ops())
+    core = EngineCore(config, executor, proposer(kind, answers, 1))
     found = run(core, guessed_requests(1), 1)
     assert {key: told(outputs) for key, outputs in found.items()} == {
         key: told(outputs) for key, outputs in expected.items()
@@ -77,8 +78,7 @@ def test_right_guesses_save_steps(model: Path) -> None:
 
     [outputs] = run(EngineCore(config), request(), 0).values()
     answer = told(outputs)["tokens"]
-    core = EngineCore(config)
-    core.scheduler.proposer = lambda seq: tuple(answer[seq.num_output_tokens : seq.num_output_tokens + 3])
+    core = EngineCore(config, None, lambda seq, most: tuple(answer[seq.num_output_tokens :][: min(most, 3)]))
     core.add(request()[0])
     found, num_steps = [], 0
     while core.has_work:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -95,7 +95,7 @@ def run(core: EngineCore, todo: list[EngineRequest], seed: int = 0) -> dict[tupl
         for output in core.step().outputs:
             found.setdefault((output.request_id, output.index), []).append(output)
     assert not core.has_work
-    assert core.scheduler.cache.pool.num_used == core.scheduler.cache.host_pool.num_used == 0
+    assert all(pool.num_used == 0 for pool in [*core.scheduler.cache.pools, *core.scheduler.cache.host_pools])
     return found
 
 
@@ -125,8 +125,12 @@ class Reference:
         return tokens
 
 
+def reference_ops() -> Any:
+    return Reference()
+
+
 def device_core(config: EngineConfig, device: LateDevice) -> EngineCore:
-    return EngineCore(config, LocalExecutor(config, device, cast(Any, Reference())))
+    return EngineCore(config, LocalExecutor(config, device, reference_ops()))
 
 
 FLAGS: dict[str, dict[str, Any]] = {

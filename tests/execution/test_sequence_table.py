@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import Padding, StepArrays, StepLayout, StepShape, pad
+from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.plan import Admission, NewBlock, PlannedRow, StepPlan
 from octavo.sampling.batch import Samples
 from octavo.sampling_params import SamplingParams
