@@ -26,7 +26,8 @@ from octavo import _cpu
 from octavo.bench.plot import BLUE, GREEN, ORANGE, new_figure, save_figure
 from octavo.config import EngineArgs
 from octavo.execution.local_executor import LocalExecutor
-from octavo.models.decoder_config import DecoderConfig
+from octavo.models.inventory import num_matrix_elements, required_tensors
+from octavo.models.registry import describe
 from octavo.ops import cpu
 from octavo.plan import StepPlan
 
@@ -101,7 +102,7 @@ class Model:
             block_size=BLOCK_SIZE,
             disable_log_stats=True,
         ).create_engine_config()
-        self.config = DecoderConfig.from_hf(config.model.checkpoint.config)
+        self.model = describe(config.model.checkpoint.config)
         executor = LocalExecutor(config)
         self.weight_bytes, self.cache_bytes = executor.weight_bytes, executor.cache_bytes
         self.token_bytes = executor.cache_bytes // most_tokens
@@ -111,7 +112,7 @@ class Model:
             for part in (cache.key, cache.value):
                 part.copy_(torch.randn(part.shape[1:]).to(part.dtype).expand_as(part))
         table = self.runner.table
-        table.tokens[:] = np.random.default_rng(1).integers(0, self.config.vocab_size, table.tokens.shape)
+        table.tokens[:] = np.random.default_rng(1).integers(0, self.model.vocab_size, table.tokens.shape)
 
     def measure(self, rows: int, context: int, peaks: Peaks, seconds: float) -> Point:
         per_row = -(-context // BLOCK_SIZE)
@@ -122,9 +123,9 @@ class Model:
         batch = table.build(plan)
         measured_s = best_s(lambda: self.runner.graph.run(batch), seconds)
         num_bytes = self.weight_bytes + rows * context * self.token_bytes
-        config = self.config
-        int8_ops = 2 * rows * config.num_weight_parameters()
-        attention_flops = 4 * rows * context * config.num_heads * config.head_size * config.num_layers
+        int8_ops = 2 * rows * num_matrix_elements(required_tensors(self.model))
+        attentions = [layer.attention for layer in self.model.layers]
+        attention_flops = 4 * rows * context * sum(a.num_heads * a.head_size for a in attentions)
         compute_s = int8_ops / peaks.int8_gops / 1e9 + attention_flops / peaks.bf16_gflops / 1e9
         return Point(rows, context, measured_s * 1e3, num_bytes / peaks.bandwidth_gbs / 1e6, compute_s * 1e3)
 

@@ -9,28 +9,33 @@ import numpy as np
 import pytest
 
 from octavo.errors import LoadError
+from octavo.layers.rotary import RopeConfig
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_config import named_tensors
-from octavo.models.decoder_config import DecoderConfig, RopeConfig
+from octavo.models.registry import describe
 
 Write = Callable[..., Path]
 Tensors = Callable[..., dict[str, np.ndarray]]
 
 # What the tiny files of conftest describe.
 _TINY = {
-    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-    "head_size": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-    "rope": RopeConfig(theta=10000.0, rotary_dim=16, original_max_position=128),
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "rope_theta": 10000.0,
 }  # fmt: skip
 
 
 def test_the_default_model_is_described_as_its_own_config_json_does(default_checkpoint: Checkpoint) -> None:
-    assert DecoderConfig.from_hf(default_checkpoint.config) == DecoderConfig(
-        architecture="LlamaForCausalLM", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30,
-        num_heads=9, num_kv_heads=3, head_size=64, max_position_embeddings=8192, rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=100000.0, rotary_dim=64), tie_word_embeddings=True,
+    description = describe(default_checkpoint.config)
+    assert description == describe(
+        {
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+            "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True,
+        }
     )  # fmt: skip
+    assert description.layers[0].attention.rope == RopeConfig(theta=100000.0, rotary_dim=64)
     assert default_checkpoint.generation_config == {
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -42,10 +47,10 @@ def test_the_default_model_is_described_as_its_own_config_json_does(default_chec
 @pytest.mark.parametrize(
     ("arch", "options", "expected"),
     [
-        ("llama", {}, {"architecture": "LlamaForCausalLM"}),
-        ("llama", {"tied": False}, {"architecture": "LlamaForCausalLM", "tie_word_embeddings": False}),
-        ("qwen2", {"qkv_bias": True}, {"architecture": "Qwen2ForCausalLM", "qkv_bias": True}),
-        ("qwen3", {"qk_norm": True}, {"architecture": "Qwen3ForCausalLM", "qk_norm": True}),
+        ("llama", {}, {"architectures": ["LlamaForCausalLM"]}),
+        ("llama", {"tied": False}, {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}),
+        ("qwen2", {"qkv_bias": True}, {"architectures": ["Qwen2ForCausalLM"]}),
+        ("qwen3", {"qk_norm": True}, {"architectures": ["Qwen3ForCausalLM"]}),
     ],
 )
 def test_each_architecture_is_described_and_its_tensors_carry_their_hugging_face_names(
@@ -53,7 +58,7 @@ def test_each_architecture_is_described_and_its_tensors_carry_their_hugging_face
     gguf_tensors: Tensors, hf_shapes: Callable[..., dict[str, tuple[int, ...]]],
 ) -> None:  # fmt: skip
     path = write_gguf(tmp_path / "m.gguf", gguf_tensors(arch, **options), arch=arch)
-    assert DecoderConfig.from_hf(resolve(str(path)).config) == DecoderConfig(**(_TINY | expected))
+    assert describe(resolve(str(path)).config) == describe(_TINY | expected)
     assert {t.hf_name: t.info.shape for t in named_tensors(read_gguf(str(path)))} == hf_shapes(**options)
 
 
