@@ -31,7 +31,7 @@ from gpu_limits import rows as predicted_rows
 
 from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
-from octavo.models.decoder_config import DecoderConfig
+from octavo.models.registry import describe
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
 
@@ -265,7 +265,7 @@ def model(smoke: bool) -> list[Row]:
     num_in, num_out, prefill_len = (24, 8, 64) if smoke else (512, 128, 2048)
     batches = (1, 2) if smoke else (1, 32, 128, 256)
     rates = measured_rates(smoke)
-    limits = Limits(DecoderConfig.from_hf(config), rates)
+    limits = Limits(describe(config), rates)
     found: list[Row] = [(COPY, "GB/s", f"{rates.copy_gbs:.1f}"), (PRODUCT, "TFLOP/s", f"{rates.tflops:.3f}")]
     begun = time.perf_counter()
     flags = {"num_gpu_blocks_override": 600} if smoke else {}
@@ -343,7 +343,7 @@ def table(found: list[Row]) -> str:
     predicted: dict[str, str] = {}
     if COPY in measured and HAS_GPU:
         rates = Rates(float(measured[COPY]), float(measured[PRODUCT]))
-        limits = Limits(DecoderConfig.from_hf(LLAMA_3_1_8B), rates)
+        limits = Limits(describe(LLAMA_3_1_8B), rates)
         predicted = {what: f"{value:.1f}" for what, _, value in predicted_rows(limits)}
     lines = [f"Measured on {device_name()}.", "", "| | predicted | measured | |", "|---|---|---|---|"]
     lines += [f"| {what} | {predicted.get(what, '')} | {value} | {unit} |" for what, unit, value in found]

@@ -13,7 +13,9 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.models.decoder_config import DecoderConfig
+from octavo.models.description import ModelDescription
+from octavo.models.inventory import num_matrix_elements, required_tensors
+from octavo.models.registry import describe
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -48,12 +50,14 @@ DEVICES = {"h100": Rates(3000, 790), "h200": Rates(4300, 790), "a100": Rates(170
 class Limits:
     """Times in seconds. Elements have two bytes."""
 
-    def __init__(self, config: DecoderConfig, rates: Rates) -> None:
-        self.config, self.rates = config, rates
-        embedding = config.vocab_size * config.hidden_size
+    def __init__(self, model: ModelDescription, rates: Rates) -> None:
+        self.num_layers, self.rates = len(model.layers), rates
+        embedding = self.output_elements = model.vocab_size * model.hidden_size
         # A step reads a row or so of the embedding, and all of the output matrix.
-        self.matrix_elements = config.num_weight_parameters() - (0 if config.tie_word_embeddings else embedding)
-        self.token_bytes = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_size
+        self.matrix_elements = num_matrix_elements(required_tensors(model))
+        self.matrix_elements -= 0 if model.tie_word_embeddings else embedding
+        self.token_bytes = sum(2 * spec.num_kv_heads * (spec.key_size + spec.value_size) for spec in model.layer_caches)
+        self.query_elements = sum(layer.attention.num_heads * layer.attention.head_size for layer in model.layers)
 
     def weights_s(self, share: float = 1.0) -> float:
         return 2 * self.matrix_elements / (self.rates.copy_gbs * 1e9 * share)
@@ -62,15 +66,13 @@ class Limits:
         """One token each for `batch` sequences of `context` tokens."""
         products = 2 * batch * self.matrix_elements / (self.rates.tflops * 1e12 * PREFILL_SHARE)
         attention = batch * context * self.token_bytes / (self.rates.copy_gbs * 1e9 * ATTENTION_SHARE)
-        kernels = self.config.num_layers * KERNELS_PER_LAYER + KERNELS_PER_STEP
+        kernels = self.num_layers * KERNELS_PER_LAYER + KERNELS_PER_STEP
         return max(self.weights_s(WEIGHTS_SHARE), products) + attention + kernels * BETWEEN_KERNELS_S
 
     def prefill_s(self, num_tokens: int, context: int) -> float:
         """`num_tokens` of prompts of `context` tokens, the output matrix left out."""
-        config = self.config
-        output = config.vocab_size * config.hidden_size
-        products = 2 * num_tokens * (self.matrix_elements - output)
-        attention = 2 * num_tokens * context * config.num_layers * config.num_heads * config.head_size
+        products = 2 * num_tokens * (self.matrix_elements - self.output_elements)
+        attention = 2 * num_tokens * context * self.query_elements
         return (products + attention) / (self.rates.tflops * 1e12 * PREFILL_SHARE)
 
     def output_rate(self, batch: int, num_in: int, num_out: int) -> float:
@@ -83,7 +85,7 @@ def rows(limits: Limits) -> list[tuple[str, str, float]]:
     """(what, unit, prediction) of everything that `scripts/gpu-check` measures of the 8B model."""
     floor = limits.weights_s()
     step = limits.decode_step_s(1, 576)
-    between = (limits.config.num_layers * KERNELS_PER_LAYER + KERNELS_PER_STEP) * BETWEEN_KERNELS_S
+    between = (limits.num_layers * KERNELS_PER_LAYER + KERNELS_PER_STEP) * BETWEEN_KERNELS_S
     found = [
         ("decode, 1 row: share of the copy bandwidth", "%", 100 * floor / step),
         ("decode step, 1 rows", "ms", 1e3 * step),
@@ -107,7 +109,7 @@ def main() -> None:
     known = DEVICES[args.device]
     rates = Rates(args.copy_gbs or known.copy_gbs, args.tflops or known.tflops)
     print(f"Llama-3.1-8B in bfloat16 at {rates.copy_gbs:.0f} GB/s and {rates.tflops:.0f} TFLOP/s")
-    for what, unit, value in rows(Limits(DecoderConfig.from_hf(LLAMA_3_1_8B), rates)):
+    for what, unit, value in rows(Limits(describe(LLAMA_3_1_8B), rates)):
         print(f"{what:50}{value:10.1f} {unit}")
 
 

@@ -27,7 +27,7 @@ class AttentionDescription:
     qk_norm: NormDescription | None = None  # of each query and key head, before the rotation
     qkv_bias: bool = False
     output_bias: bool = False
-    qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # one: they are stacked
+    qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # a single one: stacked
     output_name: str = "self_attn.o_proj"
     qk_norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
 

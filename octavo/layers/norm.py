@@ -26,17 +26,18 @@ class Norm:
     ) -> None:
         assert description.kind == "layer" or not description.bias
         self._ops, self._kind, self._eps = parameters.ops, description.kind, description.eps
-        weights = [
-            parameters.weights.take(f"{name}.{part}", (size,))
-            for part in (("weight", "bias") if description.bias else ("weight",))
-        ]
-        if divisor is not None:
-            weights = [np.asarray(weight, np.float32) / np.float32(divisor) for weight in weights]
-        self._weight, self._bias, *_ = [*map(self._ops.place, weights), None]
+
+        def take(part: str) -> Array:
+            host = parameters.weights.take(f"{name}.{part}", (size,))
+            if divisor is not None:
+                host = np.asarray(host, np.float32) / np.float32(divisor)
+            return self._ops.place(host)
+
+        self._weight = take("weight")
+        self._bias = take("bias") if description.bias else None
 
     def forward(self, x: Array, consumer: LinearWeight | None = None) -> Array:
         """x [..., size] -> the same shape; quantized if the `consumer` multiplies quantized activations."""
-        assert self._weight is not None
         if self._kind == "layer":
             return self._ops.layer_norm(x, self._weight, self._bias, self._eps, consumer)
         return self._ops.rms_norm(x, self._weight, self._eps, consumer)

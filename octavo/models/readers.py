@@ -33,6 +33,12 @@ _DEFAULTS: dict[str, Any] = {
     "use_sliding_window": False,
     "layer_types": None,
 }
+# Of query, key and value; of gate and up.
+_NAMES: tuple[tuple[str, ...], tuple[str, ...]] = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
+_STACKED_NAMES: tuple[tuple[str, ...], tuple[str, ...]] = (("self_attn.qkv_proj",), ("mlp.gate_up_proj",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +70,12 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
     head_size = config["head_dim"] or hidden_size // num_heads
     multipliers = config if family.has_multipliers else {}
     norm = NormDescription(config["rms_norm_eps"])
-    stacked: dict[str, Any] = {"qkv_names": ("self_attn.qkv_proj",)} if family.is_stacked else {}
+    qkv_names, up_names = _STACKED_NAMES if family.is_stacked else _NAMES
     feed_forward = FeedForwardDescription(
         intermediate_size=config["intermediate_size"],
         activation={"swish": "silu"}.get(config["hidden_act"], config["hidden_act"]),
         bias=_flag(config, family.mlp_bias),
-        **({"up_names": ("mlp.gate_up_proj",)} if family.is_stacked else {}),
+        up_names=up_names,
     )
     rope = _rope(config, head_size)
     windows = family.windows(config) if family.windows else [0] * num_layers
@@ -86,7 +92,7 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
                 qk_norm=norm if family.qk_norm else None,
                 qkv_bias=_flag(config, family.qkv_bias),
                 output_bias=_flag(config, family.output_bias),
-                **stacked,
+                qkv_names=qkv_names,
             ),
             feed_forward=feed_forward,
             norm=norm,
