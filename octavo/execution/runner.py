@@ -271,7 +271,7 @@ class Runner:
             self.device.compute.run(lambda: captured.step.replay(used))
 
         def finish() -> None:
-            outputs = self._run(inputs) if captured is None else captured.step.outputs
+            outputs = self._run(inputs, num_samples) if captured is None else captured.step.outputs
             if num_samples:
                 step.drawn = draw(
                     self.ops, outputs.logits[:num_samples], outputs.best[:num_samples], inputs, settings,
@@ -293,8 +293,10 @@ class Runner:
             self._forget_prompts(plan)
         return step
 
-    def _run(self, inputs: StepArrays[Array]) -> StepOutputs:
+    def _run(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:
         hidden = self.hidden(inputs)
+        if not num_samples:
+            return StepOutputs(hidden, hidden[:0], hidden[:0])
         return StepOutputs(hidden, *self.logits(inputs, hidden))
 
     def _batch(self, inputs: StepArrays[Array]) -> StepBatch:
