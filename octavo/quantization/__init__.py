@@ -1,79 +1,40 @@
 """Weight formats: how a matrix is stored, what its bytes mean, and how it is laid out once it is packed.
 
-`StoredWeight` is a matrix as a file holds it, `Codes` the same unpacked, `Layout` what packers make of it: codes of 4 or
-8 bits with a scale by 16 or 32 elements and, in some, a minimum by 32. One module a family of sources: `gguf`, `gptq`,
-`awq`, `int8` for floats that are quantized at load, and `fp8`, which has no such codes. The reference, mixed matrices,
-and packers without a reader of a format's own bytes all follow from `unpack`. No torch here.
+`StoredWeight` is a matrix as a file holds it, `Codes` the same unpacked, `Layout` what packers make of it: codes of 4
+or 8 bits with a scale by 16 or 32 elements and, in some, a minimum by 32. One module a family of sources: `gguf`,
+`gptq`, `awq`, `int8` for floats that are quantized at load, and `fp8`, which has no such codes. The reference, mixed
+matrices, and packers without a reader of a format's own bytes all follow from `unpack`. No torch here.
+
+The names below are loaded when they are first used: the server process reads headers of files by `formats`, which
+needs no numpy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from octavo.quantization.codes import Codes
+    from octavo.quantization.layout import Layout, common_layout
+    from octavo.quantization.stored import StoredWeight
+    from octavo.quantization.unpacking import dequantize, layout_of, packed_bytes, unpack
 
-from octavo.errors import ConfigError
-from octavo.quantization import awq, fp8, gguf, gptq, int8
-from octavo.quantization.arrays import FLOATS, converted
-from octavo.quantization.codes import Codes
-from octavo.quantization.formats import PLAIN
-from octavo.quantization.layout import Layout, common_layout
-from octavo.quantization.stored import StoredWeight
+_HOMES = {
+    "Codes": "codes",
+    "Layout": "layout",
+    "StoredWeight": "stored",
+    "common_layout": "layout",
+    "dequantize": "unpacking",
+    "layout_of": "unpacking",
+    "packed_bytes": "unpacking",
+    "unpack": "unpacking",
+}
 
 __all__ = ["Codes", "Layout", "StoredWeight", "common_layout", "dequantize", "layout_of", "packed_bytes", "unpack"]
 
-_UNPACKERS: dict[str, Callable[[StoredWeight], Codes]] = {
-    **dict.fromkeys(gguf.LAYOUTS, gguf.unpack),
-    int8.FORMAT: int8.unpack,
-    "GPTQ": gptq.unpack,
-    "GPTQ_V2": gptq.unpack,
-    "AWQ": awq.unpack,
-}
-# Elements unpacked at once, so that what lies between packed bytes and values stays in the processor's cache.
-_CHUNK_ELEMENTS = 1 << 17
 
-
-def unpack(stored: StoredWeight) -> Codes:
-    """What a matrix of few bits says, exactly. Raises `ConfigError` for formats that have no codes."""
-    unpacker = _UNPACKERS.get(stored.format)
-    if unpacker is None:
-        raise ConfigError(f"{stored.format} matrices have no codes; these have: {', '.join(_UNPACKERS)}.")
-    return unpacker(stored)
-
-
-def dequantize(stored: StoredWeight, dtype: str = "float32") -> NDArray[Any]:
-    """The values [N, K] that the matrix stands for, rounded once if `dtype` is not float32. Floats of that type already
-    are given back as they are."""
-    if stored.format in PLAIN:
-        return converted(stored.data, dtype)
-    if stored.format not in gguf.LAYOUTS:
-        values = fp8.dequantize(stored) if stored.format == fp8.FORMAT else unpack(stored).dequantize()
-        return converted(values, dtype)
-    num_out, num_in = stored.shape
-    out = np.empty(stored.shape, FLOATS[dtype])
-    step = max(1, _CHUNK_ELEMENTS // num_in)
-    for begin in range(0, num_out, step):
-        end = min(begin + step, num_out)
-        out[begin:end] = converted(unpack(stored.rows(begin, end)).dequantize(), dtype)
-    return out
-
-
-def layout_of(stored_format: str) -> Layout:
-    """The least layout that holds a matrix of this `StoredWeight.format`. Raises `ConfigError` if none does."""
-    if stored_format == fp8.FORMAT:
-        raise ConfigError("8-bit floats are multiplied by GPUs only; --quantization int8 is for every device.")
-    if stored_format == int8.FORMAT:
-        return int8.LAYOUT
-    if stored_format not in gguf.LAYOUTS:
-        raise ConfigError(f"{stored_format} matrices have no layout of their own; those of their codes have one.")
-    return gguf.LAYOUTS[stored_format]
-
-
-def packed_bytes(stored_format: str, shape: tuple[int, int]) -> int:
-    """Memory of a matrix of this `StoredWeight.format` once it is packed, by itself."""
-    if plain := PLAIN.get(stored_format):
-        return shape[0] * shape[1] * FLOATS[plain].itemsize
-    # An eight-bit float and its scale take no more than an integer and its.
-    return layout_of(int8.FORMAT if stored_format == fp8.FORMAT else stored_format).packed_bytes(*shape)
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

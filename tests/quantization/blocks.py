@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from octavo.ops import QuantizedMatrix
+from octavo.quantization import StoredWeight
 
 if TYPE_CHECKING:
     from octavo.ops.cpu_pack import PackedIntegers
@@ -30,7 +29,7 @@ EXTREMES = np.array(
 )
 
 
-def random_matrix(name: str, rows: int, num_in: int, seed: int = 0, extreme: bool = False) -> QuantizedMatrix:
+def random_matrix(name: str, rows: int, num_in: int, seed: int = 0, extreme: bool = False) -> StoredWeight:
     """Blocks of random bytes, whose float16 numbers are of the size of weights, or `extreme`."""
     rng = np.random.default_rng([seed, rows, num_in, *name.encode()])
     block_bytes, elements, halves = BLOCKS[name]
@@ -41,14 +40,14 @@ def random_matrix(name: str, rows: int, num_in: int, seed: int = 0, extreme: boo
         if extreme:
             scales = rng.choice(EXTREMES, len(packed))
         packed[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return QuantizedMatrix(name, torch.from_numpy(packed.reshape(rows, -1)), (rows, num_in))
+    return StoredWeight(name, {"data": packed.reshape(rows, -1)}, (rows, num_in))
 
 
-def values_of(matrix: QuantizedMatrix) -> np.ndarray:
+def values_of(matrix: StoredWeight) -> np.ndarray:
     """The matrix according to the gguf package."""
     import gguf
 
-    return gguf.dequantize(matrix.data.numpy(), gguf.GGMLQuantizationType[matrix.format])
+    return gguf.dequantize(matrix.data, gguf.GGMLQuantizationType[matrix.format])
 
 
 def read_packed(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
@@ -61,7 +60,7 @@ def read_packed(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
     code_bytes, zero = (1024, 8) if layout.bits == 4 else (2048, 128)
     groups = 64 // layout.group
     block_bytes = code_bytes + groups * 64 + (128 if layout.minima else 0)
-    memory = packed.data.numpy().reshape(-1, blocks, block_bytes)
+    memory = np.asarray(packed.data).reshape(-1, blocks, block_bytes)
     panels = len(memory)
     raw = memory[:, :, :code_bytes]
     codes = np.zeros((panels, 32, blocks, 64), np.int64)

@@ -2,90 +2,128 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.quantization import awq, gguf_codes, gptq
-from octavo.quantization.codes import Codes
+from octavo.quantization import Codes, StoredWeight, dequantize, unpack
 from octavo.quantization.gguf import LAYOUTS
 from tests.quantization.blocks import BLOCKS, random_matrix, values_of
+from tests.quantization.groups import awq_matrix, expected_of, gptq_matrix, grouped_matrix, pack_nibbles
+
+Library = Callable[[StoredWeight], StoredWeight]
+
+
+def _on_torch(stored: StoredWeight) -> StoredWeight:
+    """As packers of a GPU have it."""
+    return StoredWeight(
+        stored.format, {name: torch.from_numpy(np.array(t)) for name, t in stored.tensors.items()}, stored.shape
+    )
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def library(request: pytest.FixtureRequest) -> Library:
+    """Unpackers run on both."""
+    return _on_torch if request.param == "torch" else lambda stored: stored
+
+
+def _numpy(x: Any) -> np.ndarray:
+    return np.asarray(x)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_gguf_codes_are_exactly_what_the_blocks_say(name: str) -> None:
+def test_gguf_codes_are_exactly_what_the_blocks_say(name: str, library: Library) -> None:
     matrix = random_matrix(name, 6, 512)
-    found, layout = gguf_codes.unpack(matrix), LAYOUTS[name]
+    found, layout = unpack(library(matrix)), LAYOUTS[name]
     assert (found.bits, found.group, found.minima is not None) == (layout.bits, layout.group, layout.minima)
     assert int(found.codes.max()) < 1 << found.bits
-    assert torch.equal(found.dequantize(), torch.from_numpy(values_of(matrix)).view(6, 512))
+    values = _numpy(found.dequantize())
+    assert values.dtype == np.float32
+    assert np.array_equal(values.view(np.uint32), values_of(matrix).reshape(6, 512).view(np.uint32))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_wider_codes_are_the_same_matrix(name: str) -> None:
-    codes = gguf_codes.unpack(random_matrix(name, 3, 512))
+def test_wider_codes_are_the_same_matrix(name: str, library: Library) -> None:
+    codes = unpack(library(random_matrix(name, 3, 512)))
     for minima in (True, False) if codes.minima is None else (True,):
         wide = codes.widened(8, 16, minima)
         assert (wide.bits, wide.group, wide.minima is not None) == (8, 16, minima)
-        assert torch.allclose(wide.dequantize(), codes.dequantize(), rtol=1e-5, atol=1e-6)
+        assert np.allclose(_numpy(wide.dequantize()), _numpy(codes.dequantize()), rtol=1e-5, atol=1e-6)
 
 
-def pack_nibbles(values: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """[R, C] values of four bits -> int32 [R, C / 8], element order[i] of eight in nibble i."""
-    words = torch.zeros(values.shape[0], values.shape[1] // 8, dtype=torch.int64)
-    for i, element in enumerate(order):
-        words += values[:, element::8].long() * 16**i
-    return words.to(torch.int32)  # wraps
+@pytest.mark.parametrize("name", BLOCKS)
+def test_both_libraries_unpack_the_same(name: str) -> None:
+    matrix = random_matrix(name, 5, 256, extreme=True)
+    found, other = unpack(matrix), unpack(_on_torch(matrix))
+    for field in ("codes", "scales", "minima"):
+        ours, theirs = getattr(found, field), getattr(other, field)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert isinstance(ours, np.ndarray) and isinstance(theirs, torch.Tensor)
+            assert np.array_equal(ours, theirs.numpy())
 
 
-def grouped_matrix(seed: int, groups: int, bits: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """codes [K, N], zeros [groups, N] from 1, scales [groups, N]; K = 128, N = 24."""
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 1 << bits, (128, 24), generator=generator)
-    zeros = torch.randint(1, 1 << bits, (groups, 24), generator=generator)
-    return codes, zeros, torch.rand(groups, 24, generator=generator).half()
-
-
-def expected_of(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    repeats = len(codes) // len(zeros)
-    return (scales.double().repeat_interleave(repeats, 0) * (codes - zeros.repeat_interleave(repeats, 0))).T
-
-
-def assert_same(found: Codes, expected: torch.Tensor) -> None:
-    assert torch.allclose(found.dequantize().double(), expected, rtol=1e-6, atol=1e-5)
+def assert_same(found: Codes, expected: np.ndarray) -> None:
+    assert np.allclose(_numpy(found.dequantize()), expected, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_awq(groups: int) -> None:
+def test_awq(groups: int, library: Library) -> None:
     codes, zeros, scales = grouped_matrix(1, groups)
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
-    found = awq.unpack(pack_nibbles(codes, order), pack_nibbles(zeros, order), scales)
-    assert torch.equal(found.codes.long(), codes.T)
+    found = unpack(library(awq_matrix(codes, zeros, scales)))
+    assert np.array_equal(_numpy(found.codes), codes.T)
     assert_same(found, expected_of(codes, zeros, scales))
 
 
 @pytest.mark.parametrize("less_one", [True, False])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_gptq_with_four_bits(groups: int, less_one: bool) -> None:
+def test_gptq_with_four_bits(groups: int, less_one: bool, library: Library) -> None:
     codes, zeros, scales = grouped_matrix(2, groups)
-    order = list(range(8))
-    qweight = pack_nibbles(codes.T, order).T.contiguous()
-    found = gptq.unpack(qweight, pack_nibbles(zeros - int(less_one), order), scales, None, 4, less_one)
-    assert torch.equal(found.codes.long(), codes.T)
+    found = unpack(library(gptq_matrix(codes, zeros, scales, less_one=less_one, indices=False)))
+    assert np.array_equal(_numpy(found.codes), codes.T)
     assert_same(found, expected_of(codes, zeros, scales))
 
 
-def test_gptq_with_eight_bits_and_zeros_in_the_middle_has_no_minima() -> None:
+def test_gptq_with_eight_bits_and_zeros_in_the_middle_has_no_minima(library: Library) -> None:
     codes, _, scales = grouped_matrix(3, 2, bits=8)
-    zeros = torch.full((2, 24), 128)
-    qweight = codes.to(torch.uint8).T.contiguous().view(torch.int32).T
-    qzeros = (zeros - 1).to(torch.uint8).view(torch.int32)
-    found = gptq.unpack(qweight, qzeros, scales, torch.arange(128) // 64, 8)
+    zeros = np.full((2, 24), 128)
+    found = unpack(library(gptq_matrix(codes, zeros, scales, bits=8)))
     assert found.minima is None
     assert_same(found, expected_of(codes, zeros, scales))
 
 
-def test_gptq_in_the_order_of_activations_is_refused() -> None:
-    words = torch.zeros(16, 24, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, 24)
+def test_gptq_in_the_order_of_activations_is_refused(library: Library) -> None:
+    stored = gptq_matrix(*grouped_matrix(4, 2))
+    shuffled = StoredWeight("GPTQ", {**stored.tensors, "g_idx": stored.tensors["g_idx"][::-1].copy()}, stored.shape)
     with pytest.raises(ConfigError, match="desc_act"):
-        gptq.unpack(*words, torch.arange(128).flip(0) // 64, 4)
+        unpack(library(shuffled))
+
+
+def test_gptq_with_other_bits_is_refused() -> None:
+    words = pack_nibbles(np.zeros((24, 64), np.int64), list(range(8))).T  # half as many as k = 128 takes
+    tensors = {"qweight": words, "qzeros": np.zeros((1, 3), np.int32), "scales": np.ones((1, 24), np.float16)}
+    with pytest.raises(ConfigError, match="GPTQ with 2 bits is not built; 4 and 8 are"):
+        unpack(StoredWeight("GPTQ", tensors, (24, 128)))
+
+
+@pytest.mark.parametrize("stored_format", ["F32", "BF16", "FP8"])
+def test_floats_have_no_codes(stored_format: str) -> None:
+    stored = StoredWeight(stored_format, {"data": np.ones((2, 64), np.float32)}, (2, 64))
+    with pytest.raises(ConfigError, match=f"{stored_format} matrices have no codes; these have: Q4_0"):
+        unpack(stored)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_groups_that_are_not_finite_spoil_themselves_alone(bad: float) -> None:
+    values = np.random.default_rng(0).standard_normal((4, 95)).astype(np.float32)
+    values[2, 40] = bad
+    with np.errstate(invalid="ignore"):
+        found = dequantize(StoredWeight("INT8", {"data": values}, (4, 95)))
+    spoiled = np.isnan(found)
+    assert spoiled[2, 32:64].all()
+    spoiled[2, 32:64] = False
+    assert not spoiled.any()

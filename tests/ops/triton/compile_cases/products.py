@@ -49,7 +49,7 @@ def add_scaled(rows: int, dtype: torch.dtype) -> None:
 
 
 def embed(weight: PackedWeight) -> None:
-    products.embedding(empty(64, dtype=torch.int32), weight, BF16)
+    products.embedding(empty(64, dtype=torch.int32), weight, "bfloat16")
 
 
 def add(rows: int, dtype: torch.dtype = BF16) -> None:
