@@ -99,14 +99,16 @@ def test_concurrent_callers_take_turns(
 
 
 def test_the_number_of_threads_may_be_set_from_several_threads_at_once(threads: None) -> None:
-    failed: list[BaseException] = []
+    logits = random(0, 8, 49152)
+    expected, failed = cpu.argmax(logits), []
 
     def resize(seed: int) -> None:
-        try:
-            for i in range(200):
-                _cpu.set_threads(1 + (seed + i) % 3)
-        except BaseException as error:
-            failed.append(error)
+        for i in range(200):
+            try:
+                _cpu.set_threads(2 + (seed + i) % 2)
+                assert torch.equal(cpu.argmax(logits), expected)  # which starts the threads
+            except BaseException as error:
+                failed.append(error)
 
     callers = [threading.Thread(target=resize, args=(i,)) for i in range(4)]
     for caller in callers:
