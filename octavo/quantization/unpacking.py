@@ -37,7 +37,7 @@ def unpack(stored: StoredWeight) -> Codes:
 
 def dequantize(stored: StoredWeight, dtype: str = "float32") -> NDArray[Any]:
     """The values [N, K] that the matrix stands for, rounded once if `dtype` is not float32. Floats of that type already
-    are given back as they are."""
+    are given back as they are. Only for tensors of numpy's; elsewhere `unpack(stored).dequantize()`."""
     if stored.format in PLAIN:
         return converted(stored.data, dtype)
     if stored.format not in gguf.LAYOUTS:

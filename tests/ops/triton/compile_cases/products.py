@@ -61,7 +61,7 @@ def gate(rows: int) -> None:
 
 
 def logits(rows: int) -> None:
-    products.linear(empty(rows, 4096), floats(128256, 4096), F32)
+    products.linear(empty(rows, 4096), floats(128256, 4096), "float32")
 
 
 def case(run: Callable[..., None], *args: object, min_warps: int = 4, fp8: bool = False) -> Case:
