@@ -11,18 +11,34 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
-import torch
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo import _cpu
 from octavo.ops import LayerKVCache, cpu
+from octavo.ops.cpu_memory import zeros
+from octavo.quantization import StoredWeight
 
 SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)]
 ROWS = [1, 6, 16, 64, 256]
 # (bits, group, minima) of matrices that come from these formats.
 INTEGERS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q8_0": (8, 32, False), "Q6_K": (8, 16, False)}
 ROTATED_BYTES = 200e6
-CPU = torch.device("cpu")
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+RANDOM = np.random.default_rng(0)
+
+
+def random(*shape: int, dtype: str = "float32") -> NDArray[Any]:
+    return RANDOM.standard_normal(shape, np.float32).astype(DTYPES[dtype])
+
+
+def pack(matrix: NDArray[Any], gated: bool = False) -> cpu.PackedWeight:
+    form = "F32" if matrix.dtype == np.float32 else "BF16"
+    parts = np.split(matrix, 2) if gated else [matrix]
+    return cpu.pack_linear([StoredWeight(form, {"data": part}, part.shape) for part in parts], None, gated)
 
 
 def best_time_s(call: Callable[[int], object], seconds: float, batch: int = 1) -> float:
@@ -42,13 +58,12 @@ def random_integers(n: int, k: int, bits: int, group: int, minima: bool, gated: 
     """A packed matrix of random codes, all of whose scales and minima are one small number."""
     blocks, code_bytes = -(-k // _cpu.QBLOCK), _cpu.PANEL * _cpu.QBLOCK * bits // 8
     scale_bytes = _cpu.PANEL * (_cpu.QBLOCK // group) * 2
-    block = torch.full((code_bytes + scale_bytes + _cpu.PANEL * 4 * minima,), 0x20, dtype=torch.uint8)
-    data = torch.empty((-(-n // _cpu.PANEL) * blocks, block.numel()), dtype=torch.uint8)
-    _cpu.advise_huge_pages(data.data_ptr(), data.nbytes)
+    block = np.full(code_bytes + scale_bytes + _cpu.PANEL * 4 * minima, 0x20, np.uint8)
+    data = zeros(-(-n // _cpu.PANEL) * blocks * len(block)).reshape(-1, len(block))
     data[:] = block
-    data[:, :code_bytes] = torch.randint(256, (1, code_bytes), dtype=torch.uint8)
+    data[:, :code_bytes] = RANDOM.integers(0, 256, (1, code_bytes), np.uint8)
     form = _cpu.WEIGHT_INT4 if bits == 4 else _cpu.WEIGHT_INT8
-    return cpu.packed_weight(data.flatten(), (n, k), form, None, gated, group, minima)
+    return cpu.packed_weight(data.reshape(-1), (n, k), form, None, gated, group, minima)
 
 
 def bench_linear(name: str, seconds: float) -> None:
@@ -61,20 +76,20 @@ def bench_linear(name: str, seconds: float) -> None:
         gated = n == 3072
         if name in INTEGERS:
             return random_integers(n, k, *INTEGERS[name], gated=gated)
-        return cpu.pack_linear(torch.randn(n, k).to(getattr(torch, name)).chunk(2 if gated else 1), None, gated)
+        return pack(random(n, k, dtype=name), gated)
 
     def replay(packed: list[cpu.PackedWeight], output: list[cpu.PackedWeight]) -> list[float]:
         """Seconds of one replay at each number of rows."""
-        program = cpu.new_program()
+        program = cpu.Program()
         inputs = {}
         for k in {weight.in_features for weight in packed}:
-            x = torch.randn(max(ROWS), k)
-            inputs[k] = cpu.quantize(x, make(k, 32)) if name in INTEGERS else x.to(getattr(torch, name))
+            x = random(max(ROWS), k)
+            inputs[k] = program.input(cpu.quantize(x, make(k, 32)) if name in INTEGERS else x.astype(DTYPES[name]))
         for part, per_sample in ((packed, False), (output, True)):
             with program.record(per_sample):
                 for weight in part:
                     multiply = cpu.linear_silu_and_mul if weight.gated else cpu.linear
-                    multiply(inputs[weight.in_features], weight, out_dtype=torch.float32)
+                    multiply(inputs[weight.in_features], weight, out_dtype="float32")
         return [
             best_time_s(lambda _, rows=rows: program.run(rows, 0, rows if rows < 64 else 1), seconds) for rows in ROWS
         ]
@@ -93,9 +108,9 @@ def bench_linear(name: str, seconds: float) -> None:
     print("        model" + "".join(f"{rows / t:>16.0f} tok/s" for rows, t in zip(ROWS, times, strict=True)))
 
 
-def bench_attention(dtype: torch.dtype, seconds: float, kv_heads: int = 3, ratio: int = 3, head_size: int = 64) -> None:
+def bench_attention(dtype: str, seconds: float, kv_heads: int = 3, ratio: int = 3, head_size: int = 64) -> None:
     print(f"\nattention, {dtype}, {kv_heads} x {ratio} heads of {head_size}")
-    element = 2 if dtype is torch.bfloat16 else 4
+    element = DTYPES[dtype].itemsize
     for num_seqs, queries, context in [
         (1, 1, 192), (1, 1, 512), (1, 1, 2048), (1, 1, 8192), (1, 1, 32768), (16, 1, 192), (16, 1, 512), (16, 1, 4096),
         (64, 1, 192), (64, 1, 1024), (1, 128, 128), (1, 512, 512), (1, 512, 4096), (1, 2048, 2048),
@@ -104,14 +119,15 @@ def bench_attention(dtype: torch.dtype, seconds: float, kv_heads: int = 3, ratio
         cache_bytes = num_seqs * context * kv_heads * head_size * 2 * element
         layers = max(1, min(30, round(ROTATED_BYTES / cache_bytes)))
         caches: list[LayerKVCache] = []
+        few = random(1 << 16, dtype=dtype)
         for _ in range(layers):
-            caches.append(cpu.allocate_kv_cache(num_seqs * per_seq, 16, kv_heads, head_size, dtype, CPU))
-            caches[-1].key.normal_()
-            caches[-1].value.normal_()
-        tables = torch.randperm(num_seqs * per_seq).int().view(num_seqs, per_seq)
-        starts = torch.arange(num_seqs + 1, dtype=torch.int32) * queries
-        lens = torch.full((num_seqs,), context, dtype=torch.int32)
-        query = torch.randn(num_seqs * queries, kv_heads * ratio, head_size).to(dtype)
+            caches.append(cpu.allocate_kv_cache(num_seqs * per_seq, 16, kv_heads, head_size, dtype))
+            for part in (caches[-1].key, caches[-1].value):
+                part.reshape(-1)[:] = np.resize(few, part.size)
+        tables = RANDOM.permutation(num_seqs * per_seq).astype(np.int32).reshape(num_seqs, per_seq)
+        starts = np.arange(num_seqs + 1, dtype=np.int32) * np.int32(queries)
+        lens = np.full(num_seqs, context, np.int32)
+        query = random(num_seqs * queries, kv_heads * ratio, head_size, dtype=dtype)
         taken = best_time_s(
             lambda i: cpu.paged_attention(query, caches[i % layers], tables, starts, lens, 0.125),  # noqa: B023
             seconds,
@@ -125,49 +141,54 @@ def bench_attention(dtype: torch.dtype, seconds: float, kv_heads: int = 3, ratio
         )
 
 
-def bench_calls(dtype: torch.dtype, seconds: float) -> None:
+def bench_calls(dtype: str, seconds: float) -> None:
     print(f"\none row, {dtype}: time of a call, Python included")
-    hidden = torch.randn(1, 576).to(dtype)
-    weight, logits = torch.ones(576).to(dtype), torch.randn(1, 49152)
-    small = cpu.pack_linear([torch.randn(32, 32).to(dtype)])
-    x = torch.randn(1, 32).to(dtype)
+    hidden, bias = random(1, 576, dtype=dtype), random(576, dtype=dtype)
+    weight, logits = np.ones(576, DTYPES[dtype]), random(1, 49152)
+    small = pack(random(32, 32, dtype=dtype))
+    x = random(1, 32, dtype=dtype)
+    one, zero, none = np.ones(1, np.float32), np.zeros(1, np.float32), np.zeros(1, np.int64)
+    words = RANDOM.integers(-(2**31), 2**31, (1, 1536)).astype(np.int32)
     for name, call in {
-        "torch.empty alone": lambda i: torch.empty((1, 576), dtype=dtype),
+        "numpy.empty alone": lambda i: np.empty((1, 576), DTYPES[dtype]),
         "linear 32 x 32": lambda i: cpu.linear(x, small),
         "rms_norm 576": lambda i: cpu.rms_norm(hidden, weight, 1e-5),
+        "layer_norm 576": lambda i: cpu.layer_norm(hidden, weight, bias, 1e-5),
+        "gelu 576": lambda i: cpu.activation(hidden, "gelu"),
+        "add 576": lambda i: cpu.add(hidden, hidden, 0.0),
         "argmax 49152": lambda i: cpu.argmax(logits),
+        "mask_tokens 49152": lambda i: cpu.mask_tokens(logits, words, none),
+        "sample, greedy": lambda i: cpu.sample(logits, zero, none, one, zero, np.zeros(1)),
     }.items():
         print(f"{name:>20}: {best_time_s(call, seconds, 200) * 1e6:6.2f} us", flush=True)
 
 
-def bench_packing(dtype: torch.dtype) -> None:
-    weights = [torch.randn(n, k).to(dtype) for k, n in SHAPES[:4] * 30 + SHAPES[4:]]
+def bench_packing(dtype: str) -> None:
+    weights = [random(n, k, dtype=dtype) for k, n in SHAPES[:4] * 30 + SHAPES[4:]]
     total = sum(w.nbytes for w in weights)
     begin = time.perf_counter()
-    packed = [cpu.pack_linear([w]) for w in weights]
+    packed = [pack(w) for w in weights]
     taken = time.perf_counter() - begin
     print(f"\npacking {len(packed)} matrices of {dtype}, {total / 1e6:.0f} MB: {taken * 1e3:.0f} ms")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    dtypes = ["bfloat16", "float32"]
-    parser.add_argument("--dtype", choices=[*dtypes, *INTEGERS], help="default: all")
+    parser.add_argument("--dtype", choices=[*DTYPES, *INTEGERS], help="default: all")
     parser.add_argument("--only", choices=["linear", "attention", "call", "pack"])
     parser.add_argument("--seconds", type=float, default=0.2, help="time for one figure")
     args = parser.parse_args()
     print(f"{_cpu.isa()}, {_cpu.num_threads()} threads")
-    for name in [args.dtype] if args.dtype else [*dtypes, *INTEGERS]:
-        if name in dtypes:
-            dtype = getattr(torch, name)
+    for name in [args.dtype] if args.dtype else [*DTYPES, *INTEGERS]:
+        if name in DTYPES:
             if args.only in (None, "pack"):
-                bench_packing(dtype)
+                bench_packing(name)
             if args.only in (None, "call"):
-                bench_calls(dtype, args.seconds)
+                bench_calls(name, args.seconds)
         if args.only in (None, "linear"):
             bench_linear(name, args.seconds)
-        if name in dtypes and args.only in (None, "attention"):
-            bench_attention(dtype, args.seconds)
+        if name in DTYPES and args.only in (None, "attention"):
+            bench_attention(name, args.seconds)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def stride(x: NDArray[Any], axis: int = 0) -> int:
 
 def is_dense(x: NDArray[Any]) -> bool:
     """Whether the elements of the last axis lie side by side."""
-    return x.strides[-1] == x.itemsize or x.shape[-1] == 1
+    return x.strides[-1] == x.itemsize or x.shape[-1] == 1 or x.size == 0
 
 
 class StepArray(np.ndarray[Any, Any]):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo import _cpu
-from octavo.ops import cpu, torch_ref
+from tests.ops.tensors import cpu, torch_ref
 
 PANEL, BLOCK = 32, 64
 # (bits, group, minima)

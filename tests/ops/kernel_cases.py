@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from hypothesis import settings
 from torch import Tensor
 
-from octavo.ops import LayerKVCache, torch_ref
+from octavo.ops import LayerKVCache
+from tests.ops.tensors import OverTensors, torch_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
-CPU = torch.device("cpu")
 MAX_POSITIONS = 2048
 
 # The same cases in every run: a failure in CI is a failure here.
@@ -94,14 +93,14 @@ class PagedBatch:
     `poison`, and entries of the block table that no key needs are out of range."""
 
     def __init__(
-        self, ops: ModuleType, heads: Heads, dtype: torch.dtype, block_size: int, sequences: list[Sequence],
+        self, ops: OverTensors, heads: Heads, dtype: torch.dtype, block_size: int, sequences: list[Sequence],
         seed: int = 0, poison: float = float("nan"), rotary_size: int | None = None,
     ) -> None:  # fmt: skip
         self.ops, self.heads = ops, heads
         counts = [-(-s.length // block_size) for s in sequences]
         spare = 3
         self.cache: LayerKVCache = ops.allocate_kv_cache(
-            sum(counts) + spare, block_size, heads.kv_heads, heads.head_size, dtype, CPU
+            sum(counts) + spare, block_size, heads.kv_heads, heads.head_size, dtype
         )
         self.cache.key.fill_(poison)
         self.cache.value.fill_(poison)

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from octavo import _cpu
 from octavo.errors import ConfigError
-from octavo.ops import cpu
 from tests.ops.kernel_cases import (
-    CPU,
     DTYPES,
     Heads,
     PagedBatch,
@@ -25,6 +23,7 @@ from tests.ops.kernel_cases import (
     random,
     reference_batch,
 )
+from tests.ops.tensors import cpu
 
 ranges = st.lists(
     st.tuples(st.one_of(st.integers(1, 70), st.sampled_from([64, 127, 512, 513, 600])), st.integers(1, 100)),
@@ -116,7 +115,7 @@ def test_any_chunking_of_a_prompt_gives_the_same_bits(isa: str, cuts: list[int],
 
 
 def test_contradictory_lengths_are_refused() -> None:
-    cache = cpu.allocate_kv_cache(4, 16, 1, 64, torch.float32, CPU)
+    cache = cpu.allocate_kv_cache(4, 16, 1, 64, torch.float32)
     tables = torch.zeros(1, 2, dtype=torch.int32)
     for starts, length in [([0, 2], 40), ([0, 2], 1), ([2, 0], 2)]:
         with pytest.raises(ValueError, match="sequence 0 has"):
@@ -131,16 +130,16 @@ def test_contradictory_lengths_are_refused() -> None:
 
 
 def test_mixed_dtypes_and_impossible_caches_are_refused() -> None:
-    cache = cpu.allocate_kv_cache(4, 16, 1, 64, torch.float32, CPU)
+    cache = cpu.allocate_kv_cache(4, 16, 1, 64, torch.float32)
     ints = torch.ones(1, dtype=torch.int32)
     with pytest.raises(TypeError, match="one dtype"):
         cpu.paged_attention(random(0, 1, 1, 64, dtype=torch.bfloat16), cache, ints[None], ints, ints, 1.0)
     with pytest.raises(ConfigError, match="block size 12"):
-        cpu.allocate_kv_cache(4, 12, 1, 64, torch.float32, CPU)
+        cpu.allocate_kv_cache(4, 12, 1, 64, torch.float32)
     with pytest.raises(ConfigError, match="head size 65"):
-        cpu.allocate_kv_cache(4, 16, 1, 65, torch.float32, CPU)
+        cpu.allocate_kv_cache(4, 16, 1, 65, torch.float32)
     with pytest.raises(TypeError, match="float16"):
-        cpu.allocate_kv_cache(4, 16, 1, 64, torch.float16, CPU)
+        cpu.allocate_kv_cache(4, 16, 1, 64, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

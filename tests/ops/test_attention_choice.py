@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache, attention_choice, flash, torch_ref
 from octavo.ops.attention_choice import AttentionShape, with_attention
 
-SHAPE = AttentionShape(4, 2, 32, 16, 0, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+SHAPE = AttentionShape(4, 2, 32, 16, 0, "bfloat16", "bfloat16", torch.device("cpu"))
 
 
 def documented_varlen_attn(
@@ -102,7 +102,7 @@ def test_one_that_fails_or_computes_something_else_is_not_taken(
 
 
 def test_types_that_it_does_not_have(small_steps: None) -> None:
-    for dtype, cache_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.float8_e4m3fn)):
+    for dtype, cache_dtype in (("float32", "float32"), ("bfloat16", "float8_e4m3fn")):
         shape = AttentionShape(4, 2, 32, 16, 0, dtype, cache_dtype, torch.device("cpu"))
         assert chosen("auto", other=0.1, shape=shape) is torch_ref.paged_attention
         with pytest.raises(ConfigError, match="16-bit queries and a cache of their type"):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo import _cpu
-from octavo.ops import cpu, torch_ref
+from octavo.ops import ACTIVATIONS
 from tests.ops.kernel_cases import (
     DTYPES,
     Heads,
@@ -20,6 +20,7 @@ from tests.ops.kernel_cases import (
     random,
     split_qkv,
 )
+from tests.ops.tensors import cpu, torch_ref
 
 widths = st.one_of(st.integers(1, 80), st.sampled_from([128, 576, 1000]))
 
@@ -52,6 +53,102 @@ def test_rows_of_norms_have_the_same_bits_in_every_batch(isa: str, threads: None
         assert_same_bits(cpu.rms_norm(x, weight, 1e-5), norms)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated
+@given(rows=st.integers(1, 100), width=widths, weight_dtype=st.sampled_from(DTYPES), bias=st.booleans())
+def test_layer_norm_matches_the_reference(
+    isa: str, dtype: torch.dtype, rows: int, width: int, weight_dtype: torch.dtype, bias: bool
+) -> None:
+    x, weight = random(rows, rows, width, dtype=dtype) + 3, random(7, width, dtype=weight_dtype)
+    b = random(8, width, dtype=weight_dtype) if bias else None
+    assert_near(cpu.layer_norm(x, weight, b, 1e-5), torch_ref.layer_norm(x, weight, b, 1e-5))
+
+
+def test_layer_norm_of_views_and_of_single_rows(isa: str) -> None:
+    heads = random(0, 21, 7 * 40).unflatten(1, (7, 40))[:, 2:5]
+    weight, bias = random(1, 40), random(2, 40)
+    for x in (heads, heads[3], heads[3, 1]):
+        assert_near(cpu.layer_norm(x, weight, bias, 1e-6), torch_ref.layer_norm(x, weight, bias, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated
+@given(
+    rows=st.integers(1, 40), width=widths, kind=st.sampled_from(ACTIVATIONS), spread=st.sampled_from([1.0, 8.0, 60.0])
+)
+def test_activations_match_the_reference(
+    isa: str, dtype: torch.dtype, rows: int, width: int, kind: str, spread: float
+) -> None:
+    x = (random(rows, rows, width + 3) * spread).to(dtype)[:, :width]
+    assert_near(cpu.activation(x, kind), torch_ref.activation(x, kind))
+
+
+def test_activations_are_accurate_over_their_whole_range(isa: str) -> None:
+    x = torch.cat([torch.linspace(-13, 13, 20001), torch.tensor([-1e4, -0.0, 1e4, 3e38])])[None]
+    wide = x.double()
+    cubic = 2 * (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)
+    exact = {
+        "silu": wide * wide.sigmoid(),
+        "gelu": wide * torch.special.erfc(-wide / 2**0.5) / 2,
+        "gelu_tanh": wide * cubic.sigmoid(),  # (1 + tanh(u)) / 2, without its cancellation
+    }
+    for kind, expected in exact.items():
+        torch.testing.assert_close(cpu.activation(x, kind).double(), expected, rtol=2e-5, atol=1e-36)
+    for kind in ACTIVATIONS:
+        assert cpu.activation(torch.tensor([[float("nan")]]), kind).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated
+@given(rows=st.integers(1, 40), width=widths, x_dtype=st.sampled_from(DTYPES), scale=st.sampled_from([1.0, 0.22, -3.0]))
+def test_add_adds_in_place_and_touches_nothing_else(
+    isa: str, dtype: torch.dtype, rows: int, width: int, x_dtype: torch.dtype, scale: float
+) -> None:
+    x, wide = random(rows, rows, width, dtype=x_dtype), random(5, rows, width + 3, dtype=dtype)
+    residual, beyond = wide[:, :width], wide[:, width:].clone()
+    expected = residual.clone()
+    cpu.add(residual, x, scale)
+    torch_ref.add(expected, x, scale)
+    assert_near(residual, expected)
+    assert_same_bits(wide[:, width:], beyond)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_gives_the_bits_of_linear_add(isa: str, dtype: torch.dtype) -> None:
+    for k, n in [(64, 96), (130, 100), (7, 33)]:
+        x, weight = random(0, 21, k, dtype=dtype), cpu.pack_linear([random(1, n, k, dtype=dtype)], random(2, n))
+        for residual_dtype in DTYPES:
+            residual = random(3, 21, n, dtype=residual_dtype)
+            expected = residual.clone()
+            cpu.linear_add(x, weight, expected, 0.22)
+            cpu.add(residual, cpu.linear(x, weight, torch.float32), 0.22)
+            assert_same_bits(residual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_new_operations_have_the_same_bits_in_every_batch(isa: str, threads: None, dtype: torch.dtype) -> None:
+    x, weight, bias = random(0, 300, 333, dtype=dtype), random(2, 333), random(3, 333)
+
+    def outputs(rows: torch.Tensor) -> torch.Tensor:
+        added = rows.clone()
+        cpu.add(added, rows, 0.3)
+        return torch.cat([cpu.layer_norm(rows, weight, bias, 1e-5), cpu.activation(rows, "gelu"), added], 1)
+
+    _cpu.set_threads(1)
+    alone = torch.cat([outputs(row[None]) for row in x])
+    for num_threads in (1, 2, 3):
+        _cpu.set_threads(num_threads)
+        assert_same_bits(outputs(x), alone)
+
+
+def test_a_table_of_learned_positions_is_added(isa: str) -> None:
+    table, residual = random(0, 64, 80), random(1, 5, 80, dtype=torch.bfloat16)
+    positions = torch.tensor([63, 0, 1, 2, 62])
+    expected = (residual.float() + table[positions]).bfloat16()
+    cpu.add(residual, cpu.take_rows(table, positions))
+    assert_same_bits(residual, expected)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
 def test_take_rows_copies_rows(isa: str, dtype: torch.dtype) -> None:
     wide = random(0, 50, 80).mul(50).to(dtype)
@@ -82,7 +179,8 @@ def test_argmax_of_odd_rows(isa: str) -> None:
     logits[3] = float("nan")
     logits[4] = torch.arange(100.0)
     logits[4, ::2] = float("nan")
-    assert cpu.argmax(logits).tolist() == [0, 60, 40, 0, 99]
+    # Nothing can be chosen where the largest is not finite, or where one is NaN.
+    assert cpu.argmax(logits).tolist() == [-1, 60, -1, -1, -1] == torch_ref.argmax(logits).tolist()
     with pytest.raises(TypeError, match="float32"):
         cpu.argmax(logits.bfloat16())
 
@@ -106,7 +204,7 @@ def test_rotary_rotates_queries_in_place_and_leaves_the_rest(
         qkv = make_sequence(tokens, tokens, heads, dtype).qkv
         before = qkv.clone()
         query, key, value = split_qkv(qkv, heads)
-        cache = ops.allocate_kv_cache(8, 8, 2, head_size, dtype, torch.device("cpu"))
+        cache = ops.allocate_kv_cache(8, 8, 2, head_size, dtype)
         ops.rotary_and_cache(query, key, value, positions, cos_sin(rotary_size), cache, torch.arange(tokens))
         assert_same_bits(query[..., rotary_size:], split_qkv(before, heads)[0][..., rotary_size:])
         assert_same_bits(value, split_qkv(before, heads)[2])
@@ -116,7 +214,7 @@ def test_rotary_rotates_queries_in_place_and_leaves_the_rest(
 
 def test_a_negative_slot_is_not_written(isa: str) -> None:
     heads = Heads(2, 1, 64)
-    cache = cpu.allocate_kv_cache(2, 8, 2, 64, torch.float32, torch.device("cpu"))
+    cache = cpu.allocate_kv_cache(2, 8, 2, 64, torch.float32)
     cache.key.fill_(7)
     cache.value.fill_(7)
     query, key, value = split_qkv(make_sequence(0, 3, heads, torch.float32).qkv, heads)
@@ -129,7 +227,7 @@ def test_a_negative_slot_is_not_written(isa: str) -> None:
 
 
 def test_indices_out_of_range_are_refused_before_anything_is_touched() -> None:
-    cache = cpu.allocate_kv_cache(2, 8, 1, 64, torch.float32, torch.device("cpu"))
+    cache = cpu.allocate_kv_cache(2, 8, 1, 64, torch.float32)
     query, key, value = split_qkv(make_sequence(0, 1, Heads(1, 1, 64), torch.float32).qkv, Heads(1, 1, 64))
     for position, slot, message in [(2048, 0, "position 2048"), (-1, 0, "position -1"), (0, 16, "slot 16")]:
         with pytest.raises(IndexError, match=f"{message} at index 0"):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo import _cpu
-from octavo.ops import cpu, torch_ref
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated, random
+from tests.ops.tensors import cpu, torch_ref
 
 sizes = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 200, 577]))
 # Every row-tile height and its neighbours, and enough rows for several chunks of rows.
@@ -197,7 +197,7 @@ def test_bfloat16_outputs_round_to_nearest_even_as_torch_does(isa: str) -> None:
 
 def test_linear_refuses_mixed_and_unknown_dtypes() -> None:
     weight = cpu.pack_linear([random(0, 4, 4)])
-    with pytest.raises(TypeError, match=r"packed as torch\.float32"):
+    with pytest.raises(TypeError, match=r"packed as float32"):
         cpu.linear(random(0, 2, 4, dtype=torch.bfloat16), weight)
     with pytest.raises(TypeError, match="writes float32 or bfloat16"):
         cpu.linear(random(0, 2, 4), weight, torch.float16)

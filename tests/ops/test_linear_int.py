@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo import _cpu
-from octavo.ops import cpu, torch_ref
+from octavo.ops import ACTIVATIONS
 from tests.ops.int_matrices import FORMATS, Format, pack, random_matrix, reference
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated, generated_few, random
+from tests.ops.tensors import cpu, torch_ref
 
 sizes = st.one_of(st.integers(1, 140), st.sampled_from([192, 200, 577]))
 # Every row-tile height and its neighbours, and enough rows for several chunks of rows.
@@ -91,6 +92,33 @@ def test_rms_norm_quantizes_what_it_has_not_rounded(isa: str, dtype: torch.dtype
     assert ((actual - exact).abs() <= scale.flatten(1).repeat_interleave(GROUP, 1)[:, :k] * 0.5001).all()
     largest = torch.nn.functional.pad(exact, (0, -k % 64)).unflatten(1, (-1, GROUP)).abs().amax(-1)
     assert_near(scale.flatten(1) * 127, largest)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@generated_few
+@given(rows=st.integers(1, 30), k=sizes)
+def test_other_row_wise_operations_quantize_what_they_have_not_rounded(
+    isa: str, dtype: torch.dtype, rows: int, k: int
+) -> None:
+    x, weight, bias = random(rows, rows, k, dtype=dtype), random(7, k), random(8, k)
+    exact = cpu.layer_norm(x.float(), weight, bias, 1e-5)
+    assert torch.equal(cpu.layer_norm(x, weight, bias, 1e-5, consumer(k)), cpu.quantize(exact, consumer(k)))
+    for kind in ACTIVATIONS:
+        exact = cpu.activation(x.float(), kind)
+        assert torch.equal(cpu.activation(x, kind, consumer(k)), cpu.quantize(exact, consumer(k)))
+
+
+def test_scales_that_are_not_finite_spoil_what_they_multiply(isa: str) -> None:
+    """The packer writes the half 0x7e00 for weights that are not finite: products and rows have no number there."""
+    for form in FORMATS:
+        matrix = random_matrix(0, 40, 128, form)
+        matrix.scales[3, 0] = float("nan")
+        matrix.codes[3, 0] = 5
+        weight = pack(matrix)
+        row = cpu.embedding(torch.tensor([2, 3], dtype=torch.int32), weight)
+        assert row[1, : form[1]].isnan().all() and row[1, form[1] :].isfinite().all() and row[0].isfinite().all()
+        out = cpu.linear(random(1, 2, 128), weight)
+        assert out[:, 3].isnan().all() and out[:, :3].isfinite().all() and out[:, 4:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo import _cpu
-from octavo.ops import cpu, torch_ref
 from tests.ops.kernel_cases import generated, random, sampling_settings
+from tests.ops.tensors import cpu, torch_ref
 
 
 @generated
@@ -66,20 +66,39 @@ def test_a_nucleus_that_nearly_everything_belongs_to(isa: str) -> None:
     assert int(drawn) not in outside
 
 
-def test_odd_rows_do_not_crash(isa: str) -> None:
+def test_rows_without_a_distribution_give_no_token(isa: str) -> None:
     inf, nan = float("inf"), float("nan")
-    logits = torch.full((5, 33), -inf)
+    logits = torch.full((6, 33), -inf)
     logits[1, 32] = -3.0
     logits[2] = nan
     logits[3, 5] = inf
-    logits[4] = 1.0
+    logits[4:] = 1.0
     logits[4, 0] = nan
+    logits[5, :3] = -inf
     rows = len(logits)
-    drawn = cpu.sample(
-        logits, torch.ones(rows), torch.full((rows,), 3), torch.full((rows,), 0.5), torch.zeros(rows),
-        torch.full((rows,), 1 - 2**-53, dtype=torch.float64),
-    )  # fmt: skip
-    assert drawn[1] == 32
-    assert 0 < drawn[4] < 33
-    assert drawn.min() >= 0
-    assert drawn.max() < 33
+    settings = (torch.full((rows,), 3), torch.full((rows,), 0.5), torch.zeros(rows))
+    dice = torch.full((rows,), 1 - 2**-53, dtype=torch.float64)
+    drawn = cpu.sample(logits.clone(), torch.ones(rows), *settings, dice)
+    assert drawn.tolist() == [-1, 32, -1, -1, -1, 32]
+    greedy = cpu.sample(logits.clone(), torch.zeros(rows), *settings, dice)
+    assert greedy.tolist() == [-1, 32, -1, -1, -1, 3] == torch_ref.argmax(logits).tolist()
+
+
+def test_rows_of_temperature_zero_take_their_argmax_among_others(isa: str) -> None:
+    rows, width = 9, 700
+    logits = random(3, rows, width) * 5
+    asked = sampling_settings(rows, width, 3)
+    asked["temperature"][::2] = 0
+    drawn = cpu.sample(logits.clone(), **asked)
+    assert torch.equal(drawn[::2], logits[::2].argmax(-1))
+    asked["temperature"][::2] = 1
+    assert torch.equal(drawn[1::2], cpu.sample(logits.clone(), **asked)[1::2])
+
+
+def test_sums_that_overflow_are_not_taken_for_nan(isa: str) -> None:
+    logits = torch.full((2, 70), 3e38)
+    logits[:, 33] = -float("inf")
+    logits[1, 60] = 3.2e38
+    assert cpu.argmax(logits).tolist() == [0, 60]
+    one = {name: value[:2] for name, value in sampling_settings(2, 70, 0).items()}
+    assert (cpu.sample(logits, **one) >= 0).all()

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from octavo.ops.triton import products as triton_products
+from tests.ops.tensors import OverTensors
+
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+products = OverTensors(triton_products, takes_numpy=False)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops import LayerKVCache, torch_ref
+from octavo.ops import LayerKVCache
 from octavo.ops.triton import attention, launch
 from octavo.ops.triton.attention import Tiles, paged_attention
+from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.ops import LayerKVCache, torch_ref
+from octavo.ops import LayerKVCache
+from octavo.ops.torch_arrays import dtype_name
+from octavo.ops.torch_ops import gather_blocks, scatter_blocks
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
+from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -37,7 +41,7 @@ def test_rotated_rows_and_the_cache_match_the_reference(
     results = []
     for module, rows in ((rotary_and_cache, slice(None)), (torch_ref.rotary_and_cache, slice(0, 5))):
         query, key, value = qkv.clone().split([num_heads, num_kv_heads, num_kv_heads], 1)
-        cache = allocate_kv_cache(3, 16, num_kv_heads, head_size, cache_dtype, DEVICE)
+        cache = allocate_kv_cache(3, 16, num_kv_heads, head_size, dtype_name(cache_dtype))
         cache = LayerKVCache(cache.key, cache.value, 0.5, 0.004) if cache_dtype in FP8 else cache  # clamps some
         cache.key.view(torch.uint8).zero_(), cache.value.view(torch.uint8).zero_()
         module(query[rows], key[rows], value[rows], positions[rows], cos_sin, cache, slots[rows])
@@ -60,7 +64,7 @@ def test_float8_is_rounded_as_torch_rounds_it(dtype: torch.dtype) -> None:
     between = (numbers[1:] + numbers[:-1]) / 2
     x = torch.cat([numbers, between, between * (1 + 2**-20), between * (1 - 2**-20), numbers * 3, numbers / 3])
     x = torch.nn.functional.pad(x, (0, -len(x) % 64)).view(-1, 1, 64).to(DEVICE)
-    cache = allocate_kv_cache(len(x), 8, 1, 64, dtype, DEVICE)
+    cache = allocate_kv_cache(len(x), 8, 1, 64, dtype_name(dtype))
     zeros, slots = torch.zeros(len(x), dtype=torch.int64, device=DEVICE), torch.arange(len(x), device=DEVICE)
     cos_sin = torch.tensor([[1.0, 0.0]], device=DEVICE)
     rotary_and_cache(x.clone(), x, x, zeros, cos_sin, cache, slots)
@@ -99,10 +103,24 @@ def test_blocks_are_copied_as_if_one_after_the_other(pairs: list[tuple[int, int]
         assert torch.equal(a.key, e.key) and torch.equal(a.value, e.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *FP8])
+def test_gathered_blocks_are_scattered_to_where_they_are_wanted(dtype: torch.dtype) -> None:
+    original = [LayerKVCache(layer.key.to(dtype), layer.value.to(dtype)) for layer in caches(2, 6, 0)]
+    staged = gather_blocks(np.array([4, 1]), original)
+    assert staged.dtype is torch.uint8 and staged.shape == (2, 4 * original[0].key[0].nbytes)
+    other = [LayerKVCache(torch.zeros_like(layer.key), torch.zeros_like(layer.value)) for layer in original]
+    scatter_blocks(staged, np.array([0, 5]), other)
+    for before, after in zip(original, other, strict=True):
+        for source, found in ((before.key, after.key), (before.value, after.value)):
+            source, found = source.view(torch.uint8), found.view(torch.uint8)
+            assert torch.equal(found[[0, 5]], source[[4, 1]])
+            assert not found[1:5].any()
+
+
 def test_impossible_caches_are_refused() -> None:
     with pytest.raises(TypeError, match="int8"):
-        allocate_kv_cache(4, 16, 1, 64, torch.int8, DEVICE)
+        allocate_kv_cache(4, 16, 1, 64, "int8")
     with pytest.raises(ConfigError, match="block size 12"):
-        allocate_kv_cache(4, 12, 1, 64, torch.float16, DEVICE)
+        allocate_kv_cache(4, 12, 1, 64, "float16")
     with pytest.raises(ConfigError, match="head size 72"):
-        allocate_kv_cache(4, 16, 1, 72, torch.float16, DEVICE)
+        allocate_kv_cache(4, 16, 1, 72, "float16")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.ops import torch_ref
 from octavo.ops.triton import linear as kernels
-from octavo.ops.triton import products
-from tests.ops.triton.conftest import DEVICE
+from tests.ops.tensors import torch_ref
+from tests.ops.triton.conftest import DEVICE, products
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of the largest output. The interpreter cuts bfloat16 off where the device rounds.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from octavo.ops import torch_ref
-from octavo.ops.triton import linear_int, pack, products
-from octavo.quantization import dequantize
+from octavo.ops.triton import linear_int, pack
+from octavo.quantization import StoredWeight, dequantize
 from octavo.quantization.codes import Codes
-from tests.ops.triton.conftest import DEVICE
+from tests.ops.tensors import stored, torch_ref
+from tests.ops.triton.conftest import DEVICE, products
 from tests.ops.triton.test_linear import TOLERANCE, assert_near, draw
 from tests.quantization.blocks import BLOCKS, random_matrix
 
@@ -19,14 +20,14 @@ def random_codes(bits: int, group: int, minima: bool, n: int, k: int, seed: int 
     codes = torch.randint(0, 1 << bits, (n, k), generator=generator).to(torch.uint8)
     scales = (torch.randn(n, -(-k // group), generator=generator) / (1 << bits)).half().float()
     added = torch.randn(n, -(-k // group), generator=generator).half().float() if minima else None
-    return Codes(bits, group, codes, scales, added)
+    return Codes(bits, group, codes.to(DEVICE), scales.to(DEVICE), None if added is None else added.to(DEVICE))
 
 
 @pytest.mark.parametrize("minima", [False, True])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (4, 16), (8, 16), (8, 32), (8, 128)])
 def test_every_layout_is_multiplied(bits: int, group: int, minima: bool) -> None:
     codes, x, bias = random_codes(bits, group, minima, 72, 600), draw(3, 600), draw(72)
-    weight = pack.pack_codes([codes], bias, device=DEVICE)
+    weight = pack.pack_codes([codes], bias)
     assert (weight.bits, weight.group, weight.minima) == (bits, group, minima)
     expected = x.double() @ codes.dequantize().to(DEVICE).double().T + bias
     assert_near(products.linear(x, weight), expected, 1e-5)
@@ -39,9 +40,9 @@ def test_epilogues(dtype: torch.dtype, rows: int) -> None:
     parts = [random_codes(4, 32, True, 40, 320, seed) for seed in (1, 2)]
     matrix = torch.cat([part.dequantize() for part in parts]).to(DEVICE)
     reference = torch_ref.DenseWeight(matrix, bias, gated=True)
-    gated = products.linear_silu_and_mul(x, pack.pack_codes(parts, bias, gated=True, device=DEVICE))
+    gated = products.linear_silu_and_mul(x, pack.pack_codes(parts, bias, gated=True))
     assert_near(gated, torch_ref.linear_silu_and_mul(x.float(), reference), 4 * TOLERANCE[dtype])
-    weight, residual = pack.pack_codes(parts, bias, device=DEVICE), draw(rows, 80, dtype=dtype)
+    weight, residual = pack.pack_codes(parts, bias), draw(rows, 80, dtype=dtype)
     expected = residual.float() + 0.5 * torch_ref.linear(x.float(), reference)
     products.linear_add(x, weight, residual, 0.5)
     assert_near(residual, expected, 2 * TOLERANCE[dtype])
@@ -50,8 +51,8 @@ def test_epilogues(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_gguf_matrices(name: str) -> None:
     matrix, x = random_matrix(name, 40, 512), draw(2, 512)
-    weight = products.pack_linear([matrix], device=DEVICE)
-    expected = x.double() @ dequantize(matrix).to(DEVICE).double().T
+    weight = products.pack_linear([matrix])
+    expected = x.double() @ torch.from_numpy(dequantize(matrix)).to(DEVICE).double().T
     # Scales that are products of two numbers are rounded to float16.
     assert_near(products.linear(x, weight), expected, 1e-3 if name.endswith("_K") else 1e-5)
 
@@ -59,10 +60,12 @@ def test_gguf_matrices(name: str) -> None:
 @pytest.mark.parametrize("names", [("Q4_0", "Q4_1"), ("Q4_K", "Q6_K"), ("Q8_0", "Q5_1"), ("Q4_0", "BF16")])
 def test_parts_of_different_formats_become_one(names: tuple[str, str]) -> None:
     parts = [draw(24, 256) if name == "BF16" else random_matrix(name, 24, 256) for name in names]
-    values = [part if isinstance(part, torch.Tensor) else dequantize(part).to(DEVICE) for part in parts]
+    values = [
+        part if isinstance(part, torch.Tensor) else torch.from_numpy(dequantize(part)).to(DEVICE) for part in parts
+    ]
     x = draw(2, 256)
     expected = x.double() @ torch.cat(values).double().T
-    assert_near(products.linear(x, products.pack_linear(parts, device=DEVICE)), expected, 1e-3)
+    assert_near(products.linear(x, products.pack_linear(parts)), expected, 1e-3)
 
 
 def test_scales_far_from_float16_keep_their_precision() -> None:
@@ -71,13 +74,13 @@ def test_scales_far_from_float16_keep_their_precision() -> None:
         assert codes.minima is not None
         far = Codes(4, 32, codes.codes, codes.scales * 2.0**power, codes.minima * 2.0**power)
         x = draw(1, 64)
-        found = products.linear(x, pack.pack_codes([far], device=DEVICE)).double() / 2.0**power
+        found = products.linear(x, pack.pack_codes([far])).double() / 2.0**power
         assert_near(found, x.double() @ codes.dequantize().to(DEVICE).double().T, 1e-5)
 
 
 def test_a_row_is_the_same_in_one_program_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks by different programs, and by one that computes all of them."""
-    weight = pack.pack_codes([random_codes(4, 32, True, 40, 2100)], device=DEVICE)
+    weight = pack.pack_codes([random_codes(4, 32, True, 40, 2100)])
     assert linear_int.num_chunks(40, 9) == (3, 4)
     x = draw(5, 2100, dtype=torch.bfloat16)
     split = products.linear(x, weight, torch.float32)
@@ -94,3 +97,53 @@ def test_chunks_cover_k(n: int, k: int) -> None:
     blocks = -(-k // 256)
     chunks, size = linear_int.num_chunks(n, blocks)
     assert (chunks - 1) * size < blocks <= chunks * size
+
+
+@pytest.mark.parametrize("names", [("Q4_K", "Q6_K"), ("Q4_0", "AWQ"), ("GPTQ", "Q8_0"), ("INT8", "INT8")])
+def test_parts_are_unpacked_on_the_device_that_multiplies_them(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
+) -> None:
+    """A device without memory, on which nothing can be mixed with what is on the host."""
+    meta = torch.device("meta")
+    monkeypatch.setattr(pack.launch, "device", lambda: meta)
+    monkeypatch.setattr(pack, "_factor", lambda pieces: float(bool(list(pieces))))
+    monkeypatch.setattr(pack, "unpack", lambda part: on_one_device(part, meta))
+    parts = [stored_groups(name, 32, 256) if name in ("AWQ", "GPTQ") else stored_part(name) for name in names]
+    weight = pack.pack_linear(parts)
+    assert {tensor.device for tensor in (weight.codes, weight.scales)} == {meta}
+
+
+def stored_part(name: str) -> StoredWeight:
+    return stored(draw(32, 256).cpu(), name) if name == "INT8" else random_matrix(name, 32, 256)
+
+
+def stored_groups(name: str, n: int, k: int, group: int = 128) -> StoredWeight:
+    """Random words of four-bit codes."""
+    rng = np.random.default_rng(n * k)
+    words = {"GPTQ": (k // 8, n), "AWQ": (k, n // 8)}[name]
+    tensors = {
+        "qweight": rng.integers(-(2**31), 2**31, words).astype(np.int32),
+        "qzeros": rng.integers(-(2**31), 2**31, (k // group, n // 8)).astype(np.int32),
+        "scales": rng.standard_normal((k // group, n)).astype(np.float16) / np.float16(16),
+    }
+    return StoredWeight(name, tensors, (n, k))
+
+
+def on_one_device(part: StoredWeight, device: torch.device) -> Codes:
+    assert {tensor.device for tensor in part.tensors.values()} == {device}
+    n, k = part.shape
+    group = {"Q6_K": 16, "AWQ": 128, "GPTQ": 128}.get(part.format, 32)
+    bits = 8 if part.format in ("Q6_K", "Q8_0") else 4
+    has_minima = part.format not in ("Q6_K", "Q8_0", "Q4_0")
+    scales = torch.empty(n, k // group, device=device)
+    codes = torch.empty(n, k, dtype=torch.uint8, device=device)
+    return Codes(bits, group, codes, scales, scales if has_minima else None)
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "AWQ"])
+def test_matrices_of_words_are_multiplied(name: str) -> None:
+    matrix, x = stored_groups(name, 40, 256), draw(2, 256)
+    mixed = products.pack_linear([matrix, random_matrix("Q4_0", 24, 256)])
+    values = np.concatenate([dequantize(matrix), dequantize(random_matrix("Q4_0", 24, 256))])
+    expected = x.double() @ torch.from_numpy(values).to(DEVICE).double().T
+    assert_near(products.linear(x, mixed), expected, 2e-3)

@@ -6,18 +6,14 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.ops import QuantizedMatrix, torch_ref
-from octavo.ops.triton import pack, products
+from octavo.ops.triton import pack
 from octavo.ops.triton.quantize import codes_of, scales_of
 from octavo.ops.triton.weights import FloatWeight, ScaledWeight
-from tests.ops.triton.conftest import DEVICE
+from tests.ops.tensors import stored, torch_ref
+from tests.ops.triton.conftest import DEVICE, products
 from tests.ops.triton.test_linear import TOLERANCE, assert_near, draw
 
 FORMATS = ["INT8", "FP8"]
-
-
-def matrix(name: str, values: torch.Tensor) -> QuantizedMatrix:
-    return QuantizedMatrix(name, values, (values.shape[0], values.shape[1]))
 
 
 def values_of(weight: ScaledWeight) -> torch.Tensor:
@@ -32,7 +28,7 @@ def seen(x: torch.Tensor, weight: ScaledWeight) -> torch.Tensor:
 
 
 def packed(name: str, *parts: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> ScaledWeight:
-    weight = products.pack_linear([matrix(name, part) for part in parts], bias, gated)
+    weight = products.pack_linear([stored(part, name) for part in parts], bias, gated)
     assert isinstance(weight, ScaledWeight)
     return weight
 
@@ -52,7 +48,7 @@ def test_linear(name: str, rows: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_are_those_of_rows(name: str) -> None:
-    values = draw(6, 64) * torch.tensor([1e-3, 1, 1e3, 0, 1, 1], device=DEVICE)[:, None]
+    values = draw(6, 64) * torch.tensor([1e-3, 1, 1e3, 0, 1, 1])[:, None]
     found = values_of(packed(name, values))
     bound = values.abs().amax(1, keepdim=True) / (16 if name == "FP8" else 254) * 1.001
     assert ((found - values).abs() <= bound).all()
@@ -83,9 +79,9 @@ def test_rows_do_not_depend_on_the_others(name: str) -> None:
 
 
 def test_matrices_that_do_not_fit_stay_floats() -> None:
-    odd = products.pack_linear([matrix("INT8", draw(16, 40))])
+    odd = products.pack_linear([stored(draw(16, 40), "INT8")])
     assert isinstance(odd, FloatWeight)
-    mixed = products.pack_linear([matrix("INT8", draw(16, 32)), draw(8, 32, dtype=torch.float16)])
+    mixed = products.pack_linear([stored(draw(16, 32), "INT8"), draw(8, 32, dtype=torch.float16)])
     assert isinstance(mixed, FloatWeight) and mixed.data.dtype is torch.float16
 
 

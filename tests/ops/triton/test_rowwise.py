@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops import torch_ref
+from octavo.ops import ACTIVATIONS
 from octavo.ops.triton import norm
-from octavo.ops.triton.norm import rms_norm
+from octavo.ops.triton.activation import activation, add
+from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
 from octavo.ops.triton.rows import take_rows
 from tests.ops.kernel_cases import assert_near, assert_same_bits, random
-from tests.ops.triton.conftest import DEVICE
+from tests.ops.tensors import torch_ref
+from tests.ops.triton.conftest import DEVICE, products
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODES = [torch.int8, torch.float8_e4m3fn]
@@ -62,6 +64,53 @@ def assert_quantized(quantized: Tensor, dtype: torch.dtype, expected: Tensor) ->
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     x, weight = on_device(rows, rows, width, dtype=dtype) * 3, on_device(1, width, dtype=dtype)
     assert_near(rms_norm(x, weight, 1e-5), torch_ref.rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 64), (5, 300), (17, 128), (2, 16384), (2, 20000)])
+def test_layer_norm(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = on_device(rows, rows, width, dtype=dtype) * 3 + 2, on_device(1, width, dtype=dtype)
+    for bias in (None, on_device(2, width, dtype=dtype)):
+        assert_near(layer_norm(x, weight, bias, 1e-5), torch_ref.layer_norm(x, weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("width", [16, 304])
+def test_layer_norm_quantizes_for_its_consumer(width: int, codes: torch.dtype) -> None:
+    x, weight, bias = on_device(0, 4, width) + 1, on_device(1, width), on_device(2, width)
+    out = layer_norm(x, weight, bias, 1e-5, Consumer(codes))
+    assert_quantized(out, codes, torch_ref.layer_norm(x, weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 300), (2, 3000)])
+def test_activations(rows: int, width: int, dtype: torch.dtype, kind: str) -> None:
+    x = (on_device(rows, rows, 2 * width, dtype=dtype) * 4)[:, :width]
+    assert_near(activation(x, kind), torch_ref.activation(x, kind))
+    assert activation(x[:0], kind).shape == (0, width)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_quantize_for_their_consumer(kind: str) -> None:
+    x = on_device(1, 4, 96, dtype=torch.bfloat16)
+    quantized = activation(x, kind, Consumer(torch.int8))
+    expected = quantize_rows(activation(x.float(), kind), torch.int8)
+    assert torch.equal(quantized[:, :100], expected[:, :100])  # the codes and the scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_gives_the_bits_of_linear_add(dtype: torch.dtype) -> None:
+    x, residual = on_device(0, 6, 80, dtype=dtype), on_device(1, 6, 1100, dtype=dtype)
+    weight = products.pack_linear([on_device(2, 1100, 80, dtype=dtype)], on_device(3, 1100))
+    for scale in (1.0, 0.22):
+        expected, found = residual.clone(), residual.clone()
+        products.linear_add(x, weight, expected, scale)
+        add(found, products.linear(x, weight, torch.float32), scale)
+        assert_same_bits(found, expected)
+        add(found, residual, scale)
+        torch_ref.add(expected, residual, scale)
+        assert_near(found, expected)
 
 
 def test_rms_norm_of_views_and_of_a_float32_weight() -> None:
@@ -121,6 +170,6 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(codes: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
 def test_take_rows(dtype: torch.dtype) -> None:
     x = (on_device(0, 9, 2 * 2100) * 9).to(dtype)[:, 2100:]
-    rows = torch.tensor([8, 0, 3, 3], device=DEVICE)
+    rows = torch.tensor([8, 0, 3, 3])
     assert torch.equal(take_rows(x, rows), x[rows])
     assert take_rows(x, rows[:0]).shape == (0, 2100)

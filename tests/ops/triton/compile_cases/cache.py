@@ -6,19 +6,20 @@ from functools import partial
 
 import torch
 
+from octavo.ops.torch_arrays import dtype_name
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
 from tests.ops.triton.compiling import Case
 
 
 def rotate(cache_dtype: torch.dtype, rotary_size: int = 128) -> None:
     qkv = torch.empty(64, 48, 128, dtype=torch.bfloat16)
-    cache = allocate_kv_cache(8, 16, 8, 128, cache_dtype, torch.device("cpu"))
+    cache = allocate_kv_cache(8, 16, 8, 128, dtype_name(cache_dtype))
     numbers = torch.zeros(64, dtype=torch.int64)
     rotary_and_cache(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], numbers, torch.empty(8192, rotary_size), cache, numbers)
 
 
 def copy() -> None:
-    copy_blocks([(0, 1)], [allocate_kv_cache(8, 16, 8, 128, torch.bfloat16, torch.device("cpu"))])
+    copy_blocks([(0, 1)], [allocate_kv_cache(8, 16, 8, 128, "bfloat16")])
 
 
 CASES = {

@@ -49,7 +49,7 @@ def add_scaled(rows: int, dtype: torch.dtype) -> None:
 
 
 def embed(weight: PackedWeight) -> None:
-    products.embedding(empty(64, dtype=torch.int32), weight, BF16)
+    products.embedding(empty(64, dtype=torch.int32), weight, "bfloat16")
 
 
 def add(rows: int, dtype: torch.dtype = BF16) -> None:
@@ -61,7 +61,7 @@ def gate(rows: int) -> None:
 
 
 def logits(rows: int) -> None:
-    products.linear(empty(rows, 4096), floats(128256, 4096), F32)
+    products.linear(empty(rows, 4096), floats(128256, 4096), "float32")
 
 
 def case(run: Callable[..., None], *args: object, min_warps: int = 4, fp8: bool = False) -> Case:

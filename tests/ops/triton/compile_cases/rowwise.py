@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.ops import ACTIVATIONS
+from octavo.ops.triton.activation import activation, add
 from octavo.ops.triton.logits import apply_masks, penalize
-from octavo.ops.triton.norm import rms_norm
+from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.quantize import quantize_rows
 from octavo.ops.triton.rows import take_rows
 from octavo.ops.triton.sampling import argmax, sample
@@ -34,6 +36,15 @@ def norm(width: int, activation_dtype: torch.dtype | None = None) -> None:
     rms_norm(empty(64, width), empty(width), 1e-5, Consumer(activation_dtype))
 
 
+def centered(width: int, activation_dtype: torch.dtype | None = None) -> None:
+    layer_norm(empty(64, width), empty(width), empty(width), 1e-5, Consumer(activation_dtype))
+
+
+def activate() -> None:
+    for kind in ACTIVATIONS:
+        activation(empty(64, 14336), kind)
+
+
 def norm_of_heads(heads: int, all_heads: int, head_size: int) -> None:
     rms_norm(empty(64, all_heads, head_size)[:, :heads], empty(head_size), 1e-6)
 
@@ -41,7 +52,7 @@ def norm_of_heads(heads: int, all_heads: int, head_size: int) -> None:
 def draw(vocab: int) -> None:
     rows = 64
     settings = [empty(rows, dtype=dtype) for dtype in (F32, torch.int64, F32, F32, torch.float64)]
-    sample(empty(rows, vocab, dtype=F32), *settings, check=True)
+    sample(empty(rows, vocab, dtype=F32), *settings)
 
 
 def change_logits() -> None:
@@ -61,7 +72,13 @@ CASES = {
     "norm_fp8": Case(lambda: norm(4096, FP8), min_warps=32, capabilities=(90,)),
     "quantize_int8": Case(lambda: quantize_rows(empty(64, 4096), INT8), min_warps=32),
     "quantize_fp8": Case(lambda: quantize_rows(empty(64, 4096), FP8), min_warps=32, capabilities=(90,)),
-    "argmax": Case(lambda: argmax(empty(64, 128256, dtype=F32), check=True), min_warps=16),
+    "layer_norm": Case(lambda: centered(4096), min_warps=32),
+    "layer_norm_long": Case(lambda: centered(16384), min_warps=16),
+    "layer_norm_longer": Case(lambda: centered(32768), min_warps=16),
+    "layer_norm_int8": Case(lambda: centered(4096, INT8), min_warps=32),
+    "activation": Case(activate, min_warps=32),
+    "add": Case(lambda: add(empty(64, 4096), empty(64, 4096, dtype=F32), 0.5), min_warps=32),
+    "argmax": Case(lambda: argmax(empty(64, 128256, dtype=F32)), min_warps=16),
     "sample_128256": Case(lambda: draw(128256), min_warps=16),
     "sample_262144": Case(lambda: draw(262144), min_warps=16),
     "take_rows": Case(lambda: take_rows(empty(256, 4096), empty(64, dtype=torch.int64)), min_warps=32),
