@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from octavo.devices import why_not_cuda
+from octavo.hardware import why_not_cuda
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 from octavo.loading.checkpoint import Checkpoint, resolve

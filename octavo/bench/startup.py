@@ -28,6 +28,7 @@ import msgspec
 from octavo.config import AsyncEngineArgs
 from octavo.entrypoints.cli.errors import run_command
 from octavo.errors import OctavoError
+from octavo.processes import python_command
 
 TIMEOUT_S = 600
 _POLL_S = 0.01
@@ -93,7 +94,7 @@ def measure_start(flags: Sequence[str]) -> Start:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "octavo.entrypoints.cli.main", "serve", *flags]
+    command = python_command("octavo.entrypoints.cli.main", "serve", *flags)
     with tempfile.TemporaryFile() as log:
         begun = time.monotonic()
         process = subprocess.Popen(

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from octavo.engine.wire import (
     is_readable,
 )
 from octavo.errors import EngineDeadError
+from octavo.processes import python_command
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class CoreProcess:
     def __init__(self) -> None:
         # Threads of torch's own that wait by spinning would take the cores from the native kernels'.
         environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        command = [sys.executable, "-m", "octavo.engine.core_process", str(time.monotonic()), logs.current_format()]
+        command = python_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
 
     def configure(self, args: CoreProcessArgs) -> None:

@@ -49,6 +49,7 @@ class Arrival:
 
     at: float
     headers: Headers
+    num_bytes: int  # of the body
 
 
 ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)  # of the request that a task answers
@@ -69,7 +70,8 @@ class ServerState:
         if args.otlp_traces_endpoint is not None:
             self.tracer = Tracer(args.otlp_traces_endpoint, self.model_names[0])
         self.is_stopping = False
-        self.num_in_flight = 0  # requests past the gate whose answers are not complete
+        self.num_in_flight = 0  # requests whose answers are not complete
+        self.num_queued = 0  # those of them that are whole, and that the engine answers
         self._sequence = itertools.count()
 
     @cached_property
@@ -100,7 +102,7 @@ class ServerState:
             return None
         stats = self.engine.stats
         # The core's count is a step old; what has come since then is bounded by the slots.
-        num_beyond_slots = self.num_in_flight - self.engine.config.scheduler.max_num_seqs
+        num_beyond_slots = self.num_queued - self.engine.config.scheduler.max_num_seqs
         num_waiting = max(stats.num_waiting + stats.num_swapped, num_beyond_slots)
         if num_waiting < max(limit, 1) and num_beyond_slots < limit:
             return None
