@@ -1,5 +1,5 @@
-"""Command lines of child processes of our own. A child imports what its parent does, and nothing that merely lies in the
-working directory, as `python -m` alone would."""
+"""Command lines of child processes. A child imports exactly what its parent imports, and nothing from the working
+directory, which `python -m` would search first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def python_command(module: str, *args: str) -> list[str]:
     # Until the path is replaced the child has that of its own start, without its working directory (-P). `site` has run
     # by then, so that what .pth files hook in, such as the finder of an editable installation, is there too.
     code = (
-        f"import sys; sys.path[:] = {ascii(import_path())}; del sys.argv[0]; import runpy; "
+        f"import sys; sys.path[:] = {import_path()!a}; del sys.argv[0]; import runpy; "
         "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
     )
     return [sys.executable, "-P", *flags, "-c", code, module, *args]

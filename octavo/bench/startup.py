@@ -6,7 +6,6 @@ processes start at once: the rows of one process follow each other, the two colu
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import signal
@@ -25,9 +24,11 @@ from typing import IO
 
 import msgspec
 
+from octavo.bench.data import positive_int
 from octavo.config import AsyncEngineArgs
 from octavo.entrypoints.cli.errors import run_command
 from octavo.errors import OctavoError
+from octavo.flags import FlagParser
 from octavo.processes import python_command
 
 TIMEOUT_S = 600
@@ -52,15 +53,14 @@ class Start(msgspec.Struct):
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench startup") -> int:
     """Measure and print; returns the exit code."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--runs", type=_positive, default=3, help="Starts to measure, after one that is not (default: 3).")
+    own = FlagParser(add_help=False)
+    own.add_argument("--runs", type=positive_int, default=3, help="Starts to measure, after one that is not.")
     own.add_argument("--json", metavar="FILE", help="Write all figures there.")
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog=prog,
         parents=[own],
         usage="%(prog)s [--runs N] [--json FILE] [MODEL] [engine flags]",
         description="Start `octavo serve` with the engine flags that are given, and show where the time goes.",
-        allow_abbrev=False,
     )
     parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")
     AsyncEngineArgs.add_cli_args(parser)
@@ -80,13 +80,6 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench startup
                 raise OctavoError(f"--json {args.json} cannot be written: {error.strerror or error}.") from None
 
     return run_command(bench)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
-    return number
 
 
 def measure_start(flags: Sequence[str]) -> Start:

@@ -91,7 +91,7 @@ class ChatMessage(_Request):
             raise RequestError("messages with function_call are not built; use tool_calls.", param="messages")
         if data.get("tool_calls") and data.get("role") != "assistant":
             raise RequestError("only messages of the assistant have tool_calls.", param="messages")
-        if data.get("content") is None and (data.get("tool_calls") or data.get("reasoning_content")):
+        if data.get("content") is None and data.get("role") == "assistant":
             data = {**data, "content": ""}
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
 
