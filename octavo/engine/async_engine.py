@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.input_processor import InputProcessor, PromptInput
+from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.restarts import Restarts
 from octavo.engine.wire import Abort, BlockMap, CoreMessage, Failed, FrontendMessage, GetBlockMap, Ready, StepOutputs
@@ -23,7 +23,7 @@ from octavo.errors import EngineDeadError, EngineRestartingError, EngineStopping
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
 from octavo.request import EngineRequest
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, is_unicode
 from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -31,16 +31,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Longer prompts are tokenized in a thread, so that they do not hold up the streams of others (about 2 ms).
-_MAX_INLINE_CHARACTERS = 8192
 _BLOCK_MAP_TIMEOUT_S = 5.0  # a step of the core, and then some
 
 
-class _Stream:
-    """Outputs of one request on their way to its caller. `wire_id` is what the core knows the request by."""
+def _length(prompt: PromptInput) -> int:
+    given = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return len(given) if isinstance(given, str | list | tuple) else 0
 
-    def __init__(self, wire_id: str) -> None:
-        self.wire_id = wire_id
+
+class _Stream:
+    """Outputs of one request on their way to its caller."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id  # the core's
         self._items: deque[RequestOutput | RequestFailed | OctavoError] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -99,7 +102,6 @@ class AsyncLLMEngine:
         self.inputs = InputProcessor(config, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer, metrics)
         self._streams: dict[str, _Stream] = {}
-        self._wire_ids = itertools.count()
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._start_timer: asyncio.TimerHandle | None = None
@@ -161,46 +163,43 @@ class AsyncLLMEngine:
         Raises `RequestError` for a request that cannot run, `EngineDeadError` when the core has gone. Closing the
         generator, or cancelling the task that iterates it, aborts the request and frees its blocks.
         """
+        if not isinstance(request_id, str) or not is_unicode(request_id):
+            raise RequestError(f"the request id {request_id!r} is not valid Unicode text.", param="request_id")
         arrival_time = time.monotonic()
-        is_long = isinstance(prompt, str) and len(prompt) > _MAX_INLINE_CHARACTERS
-        if is_long or (sampling_params is not None and sampling_params.structured_outputs is not None):
-            text, request = await asyncio.to_thread(
-                self.inputs.process, prompt, sampling_params, request_id, priority=priority, arrival_time=arrival_time
-            )
-        else:
-            text, request = self.inputs.process(
-                prompt, sampling_params, request_id, priority=priority, arrival_time=arrival_time
-            )
-        async with contextlib.aclosing(self.generate_from(request, text)) as outputs:
+        request = await run_off_loop(
+            lambda: self.inputs.process(prompt, sampling_params, priority=priority, arrival_time=arrival_time),
+            length=_length(prompt),
+            has_grammar=sampling_params is not None and sampling_params.structured_outputs is not None,
+        )
+        async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
             async for output in outputs:
                 yield output
 
     async def generate_from(
-        self, request: EngineRequest, prompt: str | None = None, *, deadline: float | None = None
+        self, request: EngineRequest, shown_id: str | None = None, *, deadline: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`generate` for a request that `inputs.process` has made; `prompt` is its text, which outputs repeat.
+        """`generate` for a request that `inputs.process` has made. Outputs bear `shown_id`, if that is not its own.
 
         At `deadline` (of `time.monotonic`) it ends with what it has: finish reason "abort", stop reason "timeout".
         """
         await self.wait_ready()
-        request_id = request.request_id
+        shown_id = shown_id or request.request_id
         if request.params.logits_processors:
             raise RequestError(
                 "logits_processors are Python callables and run only with LLM, in its process; use logit_bias here.",
                 param="logits_processors",
             )
-        if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} is in use.", param="request_id")
-        # The core is a step ahead: it may still report on a request whose id the caller uses again.
-        request = msgspec.structs.replace(request, request_id=str(next(self._wire_ids)))
-        stream = self._streams[request_id] = _Stream(request.request_id)
+        if shown_id in self._streams:
+            raise RequestError(f"request id {shown_id!r} is in use.", param="request_id")
+        stream = self._streams[shown_id] = _Stream(request.request_id)
         timer: asyncio.TimerHandle | None = None
         try:
-            self._outputs.add(request, prompt, request_id)
+            self._outputs.add(request, shown_id)
             if deadline is not None:
                 delay_s = max(0.0, deadline - time.monotonic())
                 timer = asyncio.get_running_loop().call_later(delay_s, self._expire, stream)
-            self._core.send(request)
+            prompt = msgspec.structs.replace(request.prompt, text=None)  # which the core has no use for
+            self._core.send(msgspec.structs.replace(request, prompt=prompt))
             while True:
                 output = await stream.get()
                 yield output
@@ -209,7 +208,7 @@ class AsyncLLMEngine:
         finally:
             if timer is not None:
                 timer.cancel()
-            del self._streams[request_id]
+            del self._streams[shown_id]
             self._abort_now(stream)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -260,9 +259,9 @@ class AsyncLLMEngine:
             stream.put(output)
 
     def _abort_now(self, stream: _Stream, stop_reason: str | None = None) -> RequestOutput | None:
-        output = self._outputs.abort(stream.wire_id, stop_reason)
+        output = self._outputs.abort(stream.request_id, stop_reason)
         if output is not None and self.is_ready:
-            self._tell(Abort(stream.wire_id))
+            self._tell(Abort(stream.request_id))
         return output
 
     def _tell(self, message: FrontendMessage) -> None:
@@ -406,5 +405,5 @@ class AsyncLLMEngine:
         if self.metrics is not None:
             self.metrics.record_step(self.stats)
         for stream in self._streams.values():
-            if self._outputs.drop(stream.wire_id):
+            if self._outputs.drop(stream.request_id):
                 stream.put(error)

@@ -333,6 +333,11 @@ class ChatCompletionRequest(GenerationRequest):
         return self._sampling_params(defaults, **fields)
 
     @property
+    def forces_calls(self) -> bool:
+        """Whether the answer must be calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
+
+    @property
     def chosen_tools(self) -> dict[str, dict[str, Any]]:
         """The schemas of the arguments of the functions that may be called, by name."""
         if self.tool_choice == "none":
