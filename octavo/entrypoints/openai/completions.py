@@ -88,7 +88,12 @@ class _Job:
         for given in body.prompt:
             await asyncio.sleep(0)  # let others go on between two prompts
             prompt, generator = await self._state.submit(
-                self._id, body, self._params, partial(Asked, given, adds_special), num_prompts=len(body.prompt)
+                self._id,
+                body,
+                self._params,
+                partial(Asked, given, adds_special),
+                length=len(given),
+                num_prompts=len(body.prompt),
             )
             echo = None
             if body.echo:

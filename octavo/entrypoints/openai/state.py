@@ -154,12 +154,14 @@ class ServerState:
         prepare: Callable[[], Asked],
         *,
         has_grammar: bool = False,
+        length: int = 0,
         num_prompts: int = 1,
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check one prompt of a request, and make its generator, which starts it when it is first asked for an output.
 
-        `prepare` says what is asked; for long bodies, and where there is a grammar, it runs in a thread. Returns the
-        prompt too. Raises `RequestError` here, before any response has been started.
+        `prepare` says what is asked; for long bodies, and where there is a grammar, it runs in a thread. A body of
+        several prompts brings a `length` for each. Returns the prompt too. Raises `RequestError` here, before any
+        response has been started.
         """
         arrival = ARRIVAL.get()
         structure = params.structured_outputs
@@ -180,7 +182,8 @@ class ServerState:
                 clamps_max_tokens=False,
             )
 
-        length = 0 if arrival is None else arrival.num_bytes // num_prompts
+        if arrival is not None:
+            length = max(length, arrival.num_bytes // num_prompts)
         request = await run_off_loop(process, length=length, has_grammar=has_grammar or structure is not None)
         name = f"{response_id}-{request.request_id}"  # clients choose response ids and may repeat them
         if not self.args.disable_log_requests:
