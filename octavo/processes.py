@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import sys
 
-import octavo
-
 
 def python_command(module: str, *args: str) -> list[str]:
     """The command that runs a module as `python -m module args` would, with `import_path` as its `sys.path`."""
@@ -27,7 +25,7 @@ _FLAGS = {"isolated": "-I", "ignore_environment": "-E", "no_user_site": "-s", "n
 def import_path() -> list[str]:
     """This process's `sys.path` without the working directory, unless Octavo itself was imported from there or
     PYTHONPATH names it in full."""
-    kept = {os.path.dirname(os.path.dirname(os.path.abspath(octavo.__file__)))}
+    kept = {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
     if not sys.flags.ignore_environment:
         kept |= {entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)}
     try:

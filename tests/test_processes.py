@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import octavo
+from octavo import processes
 from octavo.processes import import_path, python_command
 from tests.e2e.server import running_server
 
@@ -109,7 +110,7 @@ def test_the_working_directory_stays_where_octavo_comes_from_it_or_pythonpath_na
     monkeypatch.setenv("PYTHONPATH", f"/other{os.pathsep}{there}")
     assert import_path() == [there, there, "/elsewhere"]
     monkeypatch.delenv("PYTHONPATH")
-    monkeypatch.setattr(octavo, "__file__", str(tmp_path / "octavo" / "__init__.py"))
+    monkeypatch.setattr(processes, "__file__", str(tmp_path / "octavo" / "processes.py"))
     assert import_path() == [there, there, "/elsewhere"]
 
 
