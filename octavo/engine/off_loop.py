@@ -9,8 +9,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Characters, bytes or tokens. Less takes under a millisecond, and a thread would cost more than it saves.
-MAX_INLINE_LENGTH = 4096
+# Characters, bytes or tokens. Less takes about a millisecond, and a thread would cost more than it saves.
+MAX_INLINE_LENGTH = 2048
 _grammars = ThreadPoolExecutor(4, "octavo-grammar")  # they take seconds, and tokenization must not wait for them
 _texts = ThreadPoolExecutor(4, "octavo-text")
 

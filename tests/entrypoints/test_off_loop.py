@@ -13,7 +13,8 @@ import pytest
 
 from octavo.engine import input_processor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
-from octavo.entrypoints.openai import chat
+from octavo.entrypoints.openai import chat, route
+from octavo.entrypoints.openai.route import MAX_INLINE_BYTES
 from tests.entrypoints.fake_engine import FakeEngine, wait_until
 
 LONG = "x" * (MAX_INLINE_LENGTH + 1)
@@ -143,3 +144,35 @@ def test_a_cancelled_caller_does_not_wait_for_its_work() -> None:
         may_go.set()
 
     asyncio.run(use())
+
+
+@pytest.mark.parametrize("size", [100, MAX_INLINE_BYTES + 1])
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ('{"prompt": "a", "user": "%s"}', 200, None),
+        ('{"prompt": "a", "user": "%s", "max_tokens": "5"}', 400, "max_tokens should be a valid integer, got '5'."),
+        ('{"prompt": "a", "user": "%s", "mood": 1}', 400, "Unrecognized request argument supplied: mood"),
+        ('{"prompt": "a", "user": "%s", "stream_options": {}}', 400, "stream_options is only allowed when stream is"),
+        ('{"prompt": "a", "user": "%s", "suffix": "b"}', 400, "suffix is not built yet; leave it out."),
+        ('{"user": "%s"}', 400, "prompt is required."),
+        ('["%s"]', 400, "The body must be a JSON object."),
+        ('{"prompt": "a", "user": "%s"', 400, "The body is not valid JSON: Expecting ',' delimiter at character"),
+        ('{"prompt": "a", "user": "%s", "n": ' + "[" * 100_000, 400, "The body is nested too deeply."),
+    ],
+)
+def test_long_bodies_are_checked_like_short_ones(
+    http: httpx.Client, size: int, body: str, status: int, message: str | None
+) -> None:
+    content = (body % ("x" * size)).encode()
+    answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert message is None or answer.json()["error"]["message"].startswith(message)
+
+
+def test_others_go_on_while_a_long_body_is_checked(
+    http: httpx.Client, engine: FakeEngine, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route, "_read", hold.around(route._read))
+    body = {**SHORT, "user": LONG * 8}
+    assert meanwhile(http, hold, "/v1/completions", body).status_code == 200

@@ -15,6 +15,7 @@ from octavo.entrypoints.openai.answer_format import answer_format, check_tool_ch
 from octavo.entrypoints.openai.logprobs import LogprobsFormatter
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
 from octavo.entrypoints.openai.responses import ChatChoice, ChatCompletionResponse, ChatLogprobs, Usage
+from octavo.entrypoints.openai.route import BodyRoute
 from octavo.entrypoints.openai.state import Asked, ServerState, json_response, make_usage, state_of
 from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, encode_json, run_until_disconnect
 from octavo.outputs import CompletionOutput, RequestOutput
@@ -22,7 +23,7 @@ from octavo.outputs import CompletionOutput, RequestOutput
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletionResponse)

@@ -19,6 +19,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.openai.logprobs import LogprobsFormatter
 from octavo.entrypoints.openai.protocol import CompletionRequest
 from octavo.entrypoints.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
+from octavo.entrypoints.openai.route import BodyRoute
 from octavo.entrypoints.openai.state import Asked, ServerState, json_response, make_usage, state_of
 from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, encode_json, merge, run_until_disconnect
 from octavo.errors import RequestError
@@ -28,7 +29,7 @@ from octavo.request import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 MAX_PROMPTS = 2048  # in one request
 

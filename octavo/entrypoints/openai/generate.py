@@ -14,11 +14,12 @@ from octavo.entrypoints.openai.completions import prompt_text
 from octavo.entrypoints.openai.errors import describe, error_body
 from octavo.entrypoints.openai.protocol import GenerateRequest
 from octavo.entrypoints.openai.responses import GenerateResponse
+from octavo.entrypoints.openai.route import BodyRoute
 from octavo.entrypoints.openai.state import Asked, json_response, state_of
 from octavo.entrypoints.openai.streaming import EventStream, encode_json, run_until_disconnect
 from octavo.outputs import RequestOutput
 
-router = APIRouter(tags=["vLLM"])
+router = APIRouter(tags=["vLLM"], route_class=BodyRoute)
 
 
 class LineStream(EventStream):
