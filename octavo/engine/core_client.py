@@ -24,12 +24,13 @@ from octavo.engine.wire import (
     encode_message,
     is_readable,
 )
-from octavo.errors import EngineDeadError
+from octavo.errors import EngineDeadError, OctavoError
 from octavo.processes import python_command
 
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0
+_MAX_PATH_BYTES = 98  # of the sockets' folder: a socket's path has 103 bytes at most (macOS), and "/out"
 
 
 class CoreProcess:
@@ -59,7 +60,11 @@ class CoreClient:
     def __init__(self, config: EngineConfig, core: CoreProcess | None = None) -> None:
         core = core or CoreProcess()
         self.process = core.process
-        self._folder = tempfile.TemporaryDirectory(prefix="octavo-")  # goes with this object, or at exit
+        try:
+            self._folder = _make_socket_folder()
+        except OctavoError:
+            core.close()
+            raise
         self._context = zmq.Context()
         self._reading_loop: asyncio.AbstractEventLoop | None = None
         self._sender = self._context.socket(zmq.PUSH)
@@ -129,6 +134,24 @@ class CoreClient:
         self._receiver.close(linger=0)
         self._context.term()
         self._folder.cleanup()
+
+
+def _make_socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that only this user can enter, which goes with the object that holds it, or at exit."""
+    parent = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or None  # as systemd sets it
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="octavo-", dir=parent)
+    except OSError as error:
+        raise OctavoError(
+            f"there is no folder to write the engine's sockets to ({error.strerror}); let TMPDIR name one, or give the "
+            "systemd unit PrivateTmp=yes or RuntimeDirectory=octavo."
+        ) from None
+    if len(os.fsencode(folder.name)) > _MAX_PATH_BYTES:
+        folder.cleanup()
+        raise OctavoError(
+            f"the path {folder.name} is too long for sockets; let TMPDIR name a folder with a shorter one."
+        )
+    return folder
 
 
 def _set_once(future: asyncio.Future[None]) -> None:
