@@ -102,7 +102,7 @@ def measure_start(flags: Sequence[str]) -> Start:
             begun = time.monotonic()
             _get(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 1})
             first_token_s = time.monotonic() - begun
-            # What is not the server's own account of its time: the interpreter, the command's imports, the last poll.
+            # The rest of the time is the interpreter's, the command's imports' and the last poll's.
             server = {"interpreter and command": ready_s - sum(phases["server"].values()), **phases["server"]}
             return Start(
                 ready_s=ready_s,
@@ -129,8 +129,8 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> N
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     if process.poll() is None:
-        raise OctavoError(f"the server was not ready after {TIMEOUT_S} s; its last words: {lines[-1:]}")
-    last = lines[-1].removeprefix("octavo: error: ") if lines else "it said nothing"
+        raise OctavoError(f"the server was not ready after {TIMEOUT_S} s; the end of its log: {lines[-1:]}")
+    last = lines[-1].removeprefix("octavo: error: ") if lines else "its log is empty"
     raise OctavoError(f"the server ended with status {process.returncode}: {last}")
 
 

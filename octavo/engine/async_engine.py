@@ -106,7 +106,7 @@ class AsyncLLMEngine:
         self._watchdog: asyncio.Task[None] | None = None
         self._start_timer: asyncio.TimerHandle | None = None
         self._num_messages = 0  # from the core
-        self._last_words: str | None = None  # why the core is about to end, if that is known
+        self._end_reason: str | None = None  # why the core is about to end, if that is known
         self._ready: Ready | None = None
         self._ready_event = asyncio.Event()  # ready, or it will never be
         self._outage: EngineRestartingError | None = None  # while the core is started again
@@ -125,7 +125,7 @@ class AsyncLLMEngine:
 
     @property
     def has_died(self) -> bool:
-        """Whether the core ended although nobody asked it to."""
+        """Whether the core has ended for good without `shutdown`."""
         return self._failure is not None and not isinstance(self._failure, EngineStoppingError)
 
     @property
@@ -152,7 +152,7 @@ class AsyncLLMEngine:
         await self._failure_event.wait()
 
     def stop_restarting(self) -> None:
-        """A core that dies from now on stays dead."""
+        """Do not start a core that dies from now on again."""
         self._restarts.limit = 0
 
     async def generate(
@@ -230,7 +230,7 @@ class AsyncLLMEngine:
     async def block_map(self) -> BlockMap | None:
         """What each KV block is used for, between two steps; None from a core that takes too long to say.
 
-        All who ask at once get one answer. Nothing is gathered while nobody asks.
+        Callers that ask at the same time share one answer; without a caller nothing is gathered.
         """
         await self.wait_ready()
         if self._block_map is None or self._block_map.done():
@@ -265,7 +265,7 @@ class AsyncLLMEngine:
         return output
 
     def _tell(self, message: FrontendMessage) -> None:
-        """Send what a core that has just died need not know: that it has is noticed by the supervisor."""
+        """Send a message that may be lost: if the core has just died, the supervisor notices."""
         with contextlib.suppress(EngineDeadError):
             self._core.send(message)
 
@@ -299,7 +299,7 @@ class AsyncLLMEngine:
 
     async def _follow_core(self) -> str:
         """Take in the messages of one core until it has ended. Returns why it did."""
-        self._last_words = None
+        self._end_reason = None
         if (timeout_s := self._ready_timeout_s) is not None:
             self._start_timer = asyncio.get_running_loop().call_later(timeout_s, self._end_start, timeout_s)
         try:
@@ -307,15 +307,15 @@ class AsyncLLMEngine:
         except Exception as e:
             logger.exception("the engine's front end failed")
             self._core.process.kill()
-            self._last_words = f"the engine's front end failed ({type(e).__name__})"
+            self._end_reason = f"the engine's front end failed ({type(e).__name__})"
         finally:
             self._cancel_start_timer()
         status = self._core.process.wait()
-        return self._last_words or f"the engine core has ended (exit status {status})"
+        return self._end_reason or f"the engine core has ended (exit status {status})"
 
     def _end_start(self, timeout_s: float) -> None:
         """Kill a core that is still not ready."""
-        self._last_words = f"the engine core was not ready after {timeout_s:g} s and was killed"
+        self._end_reason = f"the engine core was not ready after {timeout_s:g} s and was killed"
         self._core.process.kill()
 
     def _cancel_start_timer(self) -> None:
@@ -324,7 +324,7 @@ class AsyncLLMEngine:
             self._start_timer = None
 
     async def _watch_steps(self, timeout_s: float) -> None:
-        """Kill a core that has work and has not been heard of for too long; the supervisor sees it end."""
+        """Kill a core that has work and has sent nothing for `timeout_s`; the supervisor starts it again."""
         seen, since = self._num_messages, time.monotonic()
         while True:
             await asyncio.sleep(min(1.0, timeout_s / 4))
@@ -332,7 +332,7 @@ class AsyncLLMEngine:
             if not self._outputs.requests or not self.is_ready or self._num_messages != seen:
                 seen, since = self._num_messages, now
             elif now - since > timeout_s:
-                self._last_words = f"the engine core has finished no step for {timeout_s:g} s and was killed"
+                self._end_reason = f"the engine core has finished no step for {timeout_s:g} s and was killed"
                 self._core.process.kill()
                 since = now
 
@@ -375,7 +375,7 @@ class AsyncLLMEngine:
             case Failed(text):
                 # Clients learn that it failed, and only the log how.
                 logger.error("the engine core failed: %s", text)
-                self._last_words = "the engine core has failed"
+                self._end_reason = "the engine core has failed"
                 self._outage = EngineRestartingError("the engine core has failed.")  # until its end has been seen
                 self._drop_requests(EngineDeadError("the engine core has failed; the request is lost."))
                 self._core.process.kill()  # it has nothing more to say, and might not manage to end
@@ -389,7 +389,7 @@ class AsyncLLMEngine:
         self._drop_requests(EngineDeadError(f"{reason}; the request is lost."))
 
     def _fail(self, error: OctavoError) -> None:
-        """The end of the engine."""
+        """End the engine for good, with `error` as the reason."""
         if self._failure is not None:
             return
         self._failure = error
@@ -400,7 +400,7 @@ class AsyncLLMEngine:
         self._drop_requests(error)
 
     def _drop_requests(self, error: OctavoError) -> None:
-        """Fail what is under way."""
+        """Fail all requests under way."""
         self.stats = EngineStats()  # nothing runs, waits or holds a block any more
         if self.metrics is not None:
             self.metrics.record_step(self.stats)

@@ -1,4 +1,4 @@
-"""The front end's end of the wire: starts a core process, sends to it, and notices when it goes."""
+"""The front end's side of the wire: starts a core process, sends to it, and notices when it ends."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class CoreProcess:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
 
     def configure(self, args: CoreProcessArgs) -> None:
-        """Tell it what to serve."""
+        """Send the configuration."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once; `CoreClient.receive` will tell
             self.process.stdin.write(msgspec.json.encode(args) + b"\n")
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """End it although it is only starting."""
+        """End a process that has no configuration yet."""
         self.process.communicate()  # which closes its standard input
 
 
@@ -85,7 +85,7 @@ class CoreClient:
             raise EngineDeadError(f"the engine core cannot be reached ({e}).") from None
 
     async def receive(self, handle: Callable[[CoreMessage], None]) -> None:
-        """Hand every message to `handle` until cancelled or until the process has ended and its last words are read.
+        """Hand every message to `handle`, until cancelled or until the process has ended and its last message is read.
 
         All messages that are there are handled at one wakeup. What `handle` raises ends this.
         """

@@ -246,7 +246,7 @@ class OutputProcessor:
         return results, aborts
 
     def _begin(self, state: _Request, output: SequenceOutput, now: float) -> None:
-        """The first token of a request brings what is known since its prompt was scheduled."""
+        """Take in what comes with the first token of a request: times, and what is known of its prompt."""
         state.metrics.first_token_time = now
         state.metrics.first_scheduled_time = output.first_scheduled_time
         state.num_cached_tokens = output.num_cached_tokens

@@ -18,7 +18,7 @@ _CLOSE = {"Connection": "close"}
 
 
 class ClientGoneError(Exception):
-    """The client hung up before its request was whole; nobody waits for an answer."""
+    """The client hung up before its request was whole."""
 
 
 class BodyReader:

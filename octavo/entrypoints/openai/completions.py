@@ -175,7 +175,7 @@ class _Job:
         yield DONE
 
     def _event(self, writer: ChunkWriter, index: int, prompt: _Prompt, completion: CompletionOutput) -> bytes:
-        """One chunk in full generality; empty when it would say nothing."""
+        """A chunk with whatever the request asked for; empty if there is nothing new."""
         is_first = completion.index not in prompt.offsets
         text, logprobs = self._take(prompt, completion)
         finish_reason, stop_reason = self._end(completion)

@@ -26,7 +26,7 @@ LIGHT_PATHS = frozenset({"/tokenize", "/detokenize"})  # POST, but nothing waits
 
 
 class Gate:
-    """Answers 401, 408, 413, 415, 429 or 503 itself and lets everything else through.
+    """Answers 401, 408, 413, 415, 429 or 503 itself and passes all other requests on.
 
     Health, metrics, version, the API's description and the page's own files need neither a key nor an engine.
     """

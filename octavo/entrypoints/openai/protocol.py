@@ -1,7 +1,7 @@
 """The bodies of the API's requests, with OpenAI's names and vLLM's extra fields.
 
-Types are checked here, ranges by `SamplingParams`, lengths by the engine. A field that nobody knows is refused, as
-OpenAI does.
+Types are checked here, ranges by `SamplingParams`, lengths by the engine. An unknown field is refused, as OpenAI
+does.
 """
 
 from __future__ import annotations

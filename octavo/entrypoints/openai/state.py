@@ -44,7 +44,7 @@ MAX_RETRY_AFTER_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When a request was whole (`time.monotonic`), and what it brought besides its body."""
+    """When a request was whole (`time.monotonic`), its headers, and the size of its body."""
 
     at: float
     headers: Headers
@@ -102,7 +102,7 @@ class ServerState:
     def queue_full(self) -> int | None:
         """Seconds after which a client should come back while as many requests wait as may, or None.
 
-        That is the time in which the requests that wait now will have been served, at the rate of late.
+        That is the number of waiting requests divided by the rate at which requests have ended lately.
         """
         limit = self.args.max_queue_len
         if limit is None:
