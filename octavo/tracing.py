@@ -62,13 +62,9 @@ class Tracer:
         self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
 
     async def trace(
-        self,
-        name: str,
-        request: EngineRequest,
-        outputs: AsyncGenerator[RequestOutput, None],
-        headers: Mapping[str, str],
+        self, request: EngineRequest, outputs: AsyncGenerator[RequestOutput, None], headers: Mapping[str, str]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Hand on a request's outputs, and make its span, with `name` as its id, when they end, however that is."""
+        """Hand on a request's outputs, and make its span when they end, however that is."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -95,22 +91,16 @@ class Tracer:
             raise
         finally:
             await outputs.aclose()
-            self._describe(span, name, request, num_tokens, list(reasons.values()) or ["abort"], metrics)
+            self._describe(span, request, num_tokens, list(reasons.values()) or ["abort"], metrics)
             span.end()
 
     def _describe(
-        self,
-        span: Span,
-        name: str,
-        request: EngineRequest,
-        num_tokens: int,
-        reasons: list[str],
-        metrics: RequestMetrics | None,
+        self, span: Span, request: EngineRequest, num_tokens: int, reasons: list[str], metrics: RequestMetrics | None
     ) -> None:
         params = request.params
         attributes: dict[str, str | int | float | list[str]] = {
             "gen_ai.response.model": self._model_name,
-            "gen_ai.request.id": name,
+            "gen_ai.request.id": request.request_id,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
             "gen_ai.request.max_tokens": request.max_tokens,
@@ -134,9 +124,9 @@ class Tracer:
                 "time_in_model_inference": (scheduled, last),
                 "e2e": (arrival, metrics.finished_time),
             }
-            for latency, (begin, end) in latencies_s.items():
+            for name, (begin, end) in latencies_s.items():
                 if begin is not None and end is not None:
-                    attributes[f"gen_ai.latency.{latency}"] = end - begin
+                    attributes[f"gen_ai.latency.{name}"] = end - begin
         span.set_attributes(attributes)
 
     def _wall_ns(self, monotonic_s: float) -> int:

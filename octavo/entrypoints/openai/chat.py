@@ -149,8 +149,8 @@ class _Job:
         return writer.choice(index, delta, usage=self._usage_so_far(), chunk_fields=prompt)
 
     def _event(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:
-        """Chunks with whatever the request asked for, one a delta, the last with log-probabilities and the end; empty if
-        there is nothing new."""
+        """Chunks with whatever the request asked for, one a delta, the last with log-probabilities and the end; empty
+        if there is nothing new."""
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
         reader = self._readers.setdefault(completion.index, AnswerReader(self._format))

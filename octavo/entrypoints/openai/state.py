@@ -190,7 +190,8 @@ class ServerState:
             self._log_request(name, request.prompt, params)
         outputs = self.engine.generate_from(request, deadline=self.deadline(body))
         if self.tracer is not None:
-            outputs = self.tracer.trace(name, request, outputs, {} if arrival is None else arrival.headers)
+            named = msgspec.structs.replace(request, request_id=name)
+            outputs = self.tracer.trace(named, outputs, {} if arrival is None else arrival.headers)
         return request.prompt, outputs
 
     def _log_request(self, name: str, prompt: Prompt, params: SamplingParams) -> None:
