@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from octavo.devices import why_not_cuda
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
+from octavo.hardware import why_not_cuda
 from octavo.loading.checkpoint import Checkpoint, resolve
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "pt", "dummy"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import sys
 import types
 import typing
 from dataclasses import field
@@ -26,6 +27,23 @@ def flag(default: Any, help: str, *, positive: bool = False, built: bool = True,
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Takes flags with underscores as well as with hyphens, as vLLM does, but no abbreviations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What argparse's does, and `parse_args` through it."""
+        return super().parse_known_args([*map(with_hyphens, sys.argv[1:] if args is None else args)], namespace)
+
+
+def with_hyphens(word: str) -> str:
+    """A word of a command line; a flag's name has hyphens."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 class Flags:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.devices import why_not_cuda
+from octavo.hardware import why_not_cuda
 
 # Nothing in the tests may reach a model hub: only the default model is fetched, from the package index.
 os.environ["HF_HUB_OFFLINE"] = "1"

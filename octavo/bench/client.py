@@ -18,6 +18,7 @@ import httptools
 import msgspec
 
 from octavo.errors import ConfigError
+from octavo.sse import EventReader
 
 
 @dataclass(slots=True)
@@ -143,7 +144,8 @@ class _EventReader(asyncio.Protocol):
         self._answer = answer
         self._message = message
         self._parser = httptools.HttpResponseParser(self)
-        self._rest = b""  # an event, or an error's body, that is not whole yet
+        self._events = EventReader()
+        self._error = b""  # the body of an answer that is none
         self._texts: list[str] = []
         self._now = 0.0
         self._last = 0.0
@@ -160,19 +162,16 @@ class _EventReader(asyncio.Protocol):
             self._end(f"the answer is not HTTP: {error}")
 
     def on_body(self, body: bytes) -> None:
-        events = (self._rest + body).split(b"\n\n")
-        self._rest = events.pop()
         if self._parser.get_status_code() != 200:
-            self._rest = b"\n\n".join([*events, self._rest])
+            self._error += body
             return
-        for event in events:
-            if event.startswith(b"data: "):
-                self._on_event(event[6:])
+        for event in self._events.feed(body):
+            self._on_event(event)
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
         if status != 200:
-            self._end(f"HTTP {status}: {_error_message(self._rest)}")
+            self._end(f"HTTP {status}: {_error_message(self._error)}")
         elif not self._is_done:
             self._end("the stream ended without [DONE]")
         else:
@@ -182,7 +181,7 @@ class _EventReader(asyncio.Protocol):
         self._end(None if self._is_done else f"the connection was lost: {error or 'closed by the server'}")
 
     def _on_event(self, data: bytes) -> None:
-        if data == b"[DONE]":
+        if data.strip() == b"[DONE]":
             self._is_done = True
             return
         try:

@@ -5,7 +5,6 @@ Also `python -m octavo.benchmark_latency`, vLLM's older name.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +17,14 @@ from octavo.bench.results import write_json
 from octavo.engine.input_processor import PromptInput
 from octavo.entrypoints.cli.errors import run_command
 from octavo.errors import ConfigError
+from octavo.flags import FlagParser
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench latency") -> int:
     """Measure and print; returns the exit code."""
-    parser = argparse.ArgumentParser(prog=prog, description="Measure one batch of requests.", allow_abbrev=False)
+    parser = FlagParser(prog=prog, description="Measure one batch of requests.")
     group = parser.add_argument_group("batch")
     group.add_argument("--input-len", type=positive_int, default=32, help="Default: %(default)s tokens.")
     group.add_argument("--output-len", type=positive_int, default=128, help="Default: %(default)s tokens.")

@@ -29,16 +29,15 @@ from octavo.bench.data import BenchPrompt, add_dataset_args, positive_int, sampl
 from octavo.bench.results import METRICS, details, summarize, table, write_json
 from octavo.entrypoints.cli.errors import run_command
 from octavo.errors import ConfigError, OctavoError
+from octavo.flags import FlagParser
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _ALIASES = {"vllm": "openai"}
 _GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
-def make_parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Measure a running OpenAI-compatible server.", allow_abbrev=False
-    )
+def make_parser(prog: str) -> FlagParser:
+    parser = FlagParser(prog=prog, description="Measure a running OpenAI-compatible server.")
     server = parser.add_argument_group("server")
     server.add_argument("--backend", "--endpoint-type", choices=[*ENDPOINTS, *_ALIASES], default="openai")
     server.add_argument("--base-url", help="As http://host:port; default: --host and --port.")

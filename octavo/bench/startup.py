@@ -6,7 +6,6 @@ processes start at once: the rows of one process follow each other, the two colu
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import signal
@@ -25,9 +24,12 @@ from typing import IO
 
 import msgspec
 
+from octavo.bench.data import positive_int
 from octavo.config import AsyncEngineArgs
 from octavo.entrypoints.cli.errors import run_command
 from octavo.errors import OctavoError
+from octavo.flags import FlagParser
+from octavo.processes import python_command
 
 TIMEOUT_S = 600
 _POLL_S = 0.01
@@ -51,15 +53,14 @@ class Start(msgspec.Struct):
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench startup") -> int:
     """Measure and print; returns the exit code."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--runs", type=_positive, default=3, help="Starts to measure, after one that is not (default: 3).")
+    own = FlagParser(add_help=False)
+    own.add_argument("--runs", type=positive_int, default=3, help="Starts to measure, after one that is not.")
     own.add_argument("--json", metavar="FILE", help="Write all figures there.")
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog=prog,
         parents=[own],
         usage="%(prog)s [--runs N] [--json FILE] [MODEL] [engine flags]",
         description="Start `octavo serve` with the engine flags that are given, and show where the time goes.",
-        allow_abbrev=False,
     )
     parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")
     AsyncEngineArgs.add_cli_args(parser)
@@ -81,19 +82,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench startup
     return run_command(bench)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
-    return number
-
-
 def measure_start(flags: Sequence[str]) -> Start:
     """Start a server on a free port, wait until it is ready, ask for one token, and stop it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "octavo.entrypoints.cli.main", "serve", *flags]
+    command = python_command("octavo.entrypoints.cli.main", "serve", *flags)
     with tempfile.TemporaryFile() as log:
         begun = time.monotonic()
         process = subprocess.Popen(
@@ -108,7 +102,7 @@ def measure_start(flags: Sequence[str]) -> Start:
             begun = time.monotonic()
             _get(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 1})
             first_token_s = time.monotonic() - begun
-            # What is not the server's own account of its time: the interpreter, the command's imports, the last poll.
+            # The rest of the time is the interpreter's, the command's imports' and the last poll's.
             server = {"interpreter and command": ready_s - sum(phases["server"].values()), **phases["server"]}
             return Start(
                 ready_s=ready_s,
@@ -135,8 +129,8 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> N
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     if process.poll() is None:
-        raise OctavoError(f"the server was not ready after {TIMEOUT_S} s; its last words: {lines[-1:]}")
-    last = lines[-1].removeprefix("octavo: error: ") if lines else "it said nothing"
+        raise OctavoError(f"the server was not ready after {TIMEOUT_S} s; the end of its log: {lines[-1:]}")
+    last = lines[-1].removeprefix("octavo: error: ") if lines else "its log is empty"
     raise OctavoError(f"the server ended with status {process.returncode}: {last}")
 
 

@@ -5,7 +5,6 @@ Also `python -m octavo.benchmark_throughput`, vLLM's older name.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -16,11 +15,12 @@ from octavo.bench.offline import add_engine_args, check_length, make_llm, sampli
 from octavo.bench.results import write_json
 from octavo.engine.input_processor import PromptInput
 from octavo.entrypoints.cli.errors import run_command
+from octavo.flags import FlagParser
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench throughput") -> int:
     """Measure and print; returns the exit code."""
-    parser = argparse.ArgumentParser(prog=prog, description="Measure the engine without a server.", allow_abbrev=False)
+    parser = FlagParser(prog=prog, description="Measure the engine without a server.")
     add_dataset_args(parser)
     add_engine_args(parser)
     args = parser.parse_args(argv)

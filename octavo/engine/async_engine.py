@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.input_processor import InputProcessor, PromptInput
+from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.restarts import Restarts
 from octavo.engine.wire import Abort, BlockMap, CoreMessage, Failed, FrontendMessage, GetBlockMap, Ready, StepOutputs
@@ -23,7 +23,7 @@ from octavo.errors import EngineDeadError, EngineRestartingError, EngineStopping
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
 from octavo.request import EngineRequest
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, is_unicode
 from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -31,16 +31,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Longer prompts are tokenized in a thread, so that they do not hold up the streams of others (about 2 ms).
-_MAX_INLINE_CHARACTERS = 8192
 _BLOCK_MAP_TIMEOUT_S = 5.0  # a step of the core, and then some
 
 
-class _Stream:
-    """Outputs of one request on their way to its caller. `wire_id` is what the core knows the request by."""
+def _length(prompt: PromptInput) -> int:
+    given = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return len(given) if isinstance(given, str | list | tuple) else 0
 
-    def __init__(self, wire_id: str) -> None:
-        self.wire_id = wire_id
+
+class _Stream:
+    """Outputs of one request on their way to its caller."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id  # the core's
         self._items: deque[RequestOutput | RequestFailed | OctavoError] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -99,12 +102,11 @@ class AsyncLLMEngine:
         self.inputs = InputProcessor(config, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer, metrics)
         self._streams: dict[str, _Stream] = {}
-        self._wire_ids = itertools.count()
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._start_timer: asyncio.TimerHandle | None = None
         self._num_messages = 0  # from the core
-        self._last_words: str | None = None  # why the core is about to end, if that is known
+        self._end_reason: str | None = None  # why the core is about to end, if that is known
         self._ready: Ready | None = None
         self._ready_event = asyncio.Event()  # ready, or it will never be
         self._outage: EngineRestartingError | None = None  # while the core is started again
@@ -123,7 +125,7 @@ class AsyncLLMEngine:
 
     @property
     def has_died(self) -> bool:
-        """Whether the core ended although nobody asked it to."""
+        """Whether the core has ended for good without `shutdown`."""
         return self._failure is not None and not isinstance(self._failure, EngineStoppingError)
 
     @property
@@ -150,7 +152,7 @@ class AsyncLLMEngine:
         await self._failure_event.wait()
 
     def stop_restarting(self) -> None:
-        """A core that dies from now on stays dead."""
+        """Do not start a core that dies from now on again."""
         self._restarts.limit = 0
 
     async def generate(
@@ -161,46 +163,43 @@ class AsyncLLMEngine:
         Raises `RequestError` for a request that cannot run, `EngineDeadError` when the core has gone. Closing the
         generator, or cancelling the task that iterates it, aborts the request and frees its blocks.
         """
+        if not isinstance(request_id, str) or not is_unicode(request_id):
+            raise RequestError(f"the request id {request_id!r} is not valid Unicode text.", param="request_id")
         arrival_time = time.monotonic()
-        is_long = isinstance(prompt, str) and len(prompt) > _MAX_INLINE_CHARACTERS
-        if is_long or (sampling_params is not None and sampling_params.structured_outputs is not None):
-            text, request = await asyncio.to_thread(
-                self.inputs.process, prompt, sampling_params, request_id, priority=priority, arrival_time=arrival_time
-            )
-        else:
-            text, request = self.inputs.process(
-                prompt, sampling_params, request_id, priority=priority, arrival_time=arrival_time
-            )
-        async with contextlib.aclosing(self.generate_from(request, text)) as outputs:
+        request = await run_off_loop(
+            lambda: self.inputs.process(prompt, sampling_params, priority=priority, arrival_time=arrival_time),
+            length=_length(prompt),
+            has_grammar=sampling_params is not None and sampling_params.structured_outputs is not None,
+        )
+        async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
             async for output in outputs:
                 yield output
 
     async def generate_from(
-        self, request: EngineRequest, prompt: str | None = None, *, deadline: float | None = None
+        self, request: EngineRequest, shown_id: str | None = None, *, deadline: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`generate` for a request that `inputs.process` has made; `prompt` is its text, which outputs repeat.
+        """`generate` for a request that `inputs.process` has made. Outputs bear `shown_id`, if that is not its own.
 
         At `deadline` (of `time.monotonic`) it ends with what it has: finish reason "abort", stop reason "timeout".
         """
         await self.wait_ready()
-        request_id = request.request_id
+        shown_id = shown_id or request.request_id
         if request.params.logits_processors:
             raise RequestError(
                 "logits_processors are Python callables and run only with LLM, in its process; use logit_bias here.",
                 param="logits_processors",
             )
-        if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} is in use.", param="request_id")
-        # The core is a step ahead: it may still report on a request whose id the caller uses again.
-        request = msgspec.structs.replace(request, request_id=str(next(self._wire_ids)))
-        stream = self._streams[request_id] = _Stream(request.request_id)
+        if shown_id in self._streams:
+            raise RequestError(f"request id {shown_id!r} is in use.", param="request_id")
+        stream = self._streams[shown_id] = _Stream(request.request_id)
         timer: asyncio.TimerHandle | None = None
         try:
-            self._outputs.add(request, prompt, request_id)
+            self._outputs.add(request, shown_id)
             if deadline is not None:
                 delay_s = max(0.0, deadline - time.monotonic())
                 timer = asyncio.get_running_loop().call_later(delay_s, self._expire, stream)
-            self._core.send(request)
+            prompt = msgspec.structs.replace(request.prompt, text=None)  # which the core has no use for
+            self._core.send(msgspec.structs.replace(request, prompt=prompt))
             while True:
                 output = await stream.get()
                 yield output
@@ -209,7 +208,7 @@ class AsyncLLMEngine:
         finally:
             if timer is not None:
                 timer.cancel()
-            del self._streams[request_id]
+            del self._streams[shown_id]
             self._abort_now(stream)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -231,7 +230,7 @@ class AsyncLLMEngine:
     async def block_map(self) -> BlockMap | None:
         """What each KV block is used for, between two steps; None from a core that takes too long to say.
 
-        All who ask at once get one answer. Nothing is gathered while nobody asks.
+        Callers that ask at the same time share one answer; without a caller nothing is gathered.
         """
         await self.wait_ready()
         if self._block_map is None or self._block_map.done():
@@ -260,13 +259,13 @@ class AsyncLLMEngine:
             stream.put(output)
 
     def _abort_now(self, stream: _Stream, stop_reason: str | None = None) -> RequestOutput | None:
-        output = self._outputs.abort(stream.wire_id, stop_reason)
+        output = self._outputs.abort(stream.request_id, stop_reason)
         if output is not None and self.is_ready:
-            self._tell(Abort(stream.wire_id))
+            self._tell(Abort(stream.request_id))
         return output
 
     def _tell(self, message: FrontendMessage) -> None:
-        """Send what a core that has just died need not know: that it has is noticed by the supervisor."""
+        """Send a message that may be lost: if the core has just died, the supervisor notices."""
         with contextlib.suppress(EngineDeadError):
             self._core.send(message)
 
@@ -300,7 +299,7 @@ class AsyncLLMEngine:
 
     async def _follow_core(self) -> str:
         """Take in the messages of one core until it has ended. Returns why it did."""
-        self._last_words = None
+        self._end_reason = None
         if (timeout_s := self._ready_timeout_s) is not None:
             self._start_timer = asyncio.get_running_loop().call_later(timeout_s, self._end_start, timeout_s)
         try:
@@ -308,15 +307,15 @@ class AsyncLLMEngine:
         except Exception as e:
             logger.exception("the engine's front end failed")
             self._core.process.kill()
-            self._last_words = f"the engine's front end failed ({type(e).__name__})"
+            self._end_reason = f"the engine's front end failed ({type(e).__name__})"
         finally:
             self._cancel_start_timer()
         status = self._core.process.wait()
-        return self._last_words or f"the engine core has ended (exit status {status})"
+        return self._end_reason or f"the engine core has ended (exit status {status})"
 
     def _end_start(self, timeout_s: float) -> None:
         """Kill a core that is still not ready."""
-        self._last_words = f"the engine core was not ready after {timeout_s:g} s and was killed"
+        self._end_reason = f"the engine core was not ready after {timeout_s:g} s and was killed"
         self._core.process.kill()
 
     def _cancel_start_timer(self) -> None:
@@ -325,7 +324,7 @@ class AsyncLLMEngine:
             self._start_timer = None
 
     async def _watch_steps(self, timeout_s: float) -> None:
-        """Kill a core that has work and has not been heard of for too long; the supervisor sees it end."""
+        """Kill a core that has work and has sent nothing for `timeout_s`; the supervisor starts it again."""
         seen, since = self._num_messages, time.monotonic()
         while True:
             await asyncio.sleep(min(1.0, timeout_s / 4))
@@ -333,7 +332,7 @@ class AsyncLLMEngine:
             if not self._outputs.requests or not self.is_ready or self._num_messages != seen:
                 seen, since = self._num_messages, now
             elif now - since > timeout_s:
-                self._last_words = f"the engine core has finished no step for {timeout_s:g} s and was killed"
+                self._end_reason = f"the engine core has finished no step for {timeout_s:g} s and was killed"
                 self._core.process.kill()
                 since = now
 
@@ -376,7 +375,7 @@ class AsyncLLMEngine:
             case Failed(text):
                 # Clients learn that it failed, and only the log how.
                 logger.error("the engine core failed: %s", text)
-                self._last_words = "the engine core has failed"
+                self._end_reason = "the engine core has failed"
                 self._outage = EngineRestartingError("the engine core has failed.")  # until its end has been seen
                 self._drop_requests(EngineDeadError("the engine core has failed; the request is lost."))
                 self._core.process.kill()  # it has nothing more to say, and might not manage to end
@@ -390,7 +389,7 @@ class AsyncLLMEngine:
         self._drop_requests(EngineDeadError(f"{reason}; the request is lost."))
 
     def _fail(self, error: OctavoError) -> None:
-        """The end of the engine."""
+        """End the engine for good, with `error` as the reason."""
         if self._failure is not None:
             return
         self._failure = error
@@ -401,10 +400,10 @@ class AsyncLLMEngine:
         self._drop_requests(error)
 
     def _drop_requests(self, error: OctavoError) -> None:
-        """Fail what is under way."""
+        """Fail all requests under way."""
         self.stats = EngineStats()  # nothing runs, waits or holds a block any more
         if self.metrics is not None:
             self.metrics.record_step(self.stats)
         for stream in self._streams.values():
-            if self._outputs.drop(stream.wire_id):
+            if self._outputs.drop(stream.request_id):
                 stream.put(error)

@@ -1,4 +1,4 @@
-"""The front end's end of the wire: starts a core process, sends to it, and notices when it goes."""
+"""The front end's side of the wire: starts a core process, sends to it, and notices when it ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,11 +24,13 @@ from octavo.engine.wire import (
     encode_message,
     is_readable,
 )
-from octavo.errors import EngineDeadError
+from octavo.errors import EngineDeadError, OctavoError
+from octavo.processes import python_command
 
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0
+_MAX_PATH_BYTES = 98  # of the sockets' folder: a socket's path has 103 bytes at most (macOS), and "/out"
 
 
 class CoreProcess:
@@ -38,18 +39,18 @@ class CoreProcess:
     def __init__(self) -> None:
         # Threads of torch's own that wait by spinning would take the cores from the native kernels'.
         environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        command = [sys.executable, "-m", "octavo.engine.core_process", str(time.monotonic()), logs.current_format()]
+        command = python_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
 
     def configure(self, args: CoreProcessArgs) -> None:
-        """Tell it what to serve."""
+        """Send the configuration."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once; `CoreClient.receive` will tell
             self.process.stdin.write(msgspec.json.encode(args) + b"\n")
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """End it although it is only starting."""
+        """End a process that has no configuration yet."""
         self.process.communicate()  # which closes its standard input
 
 
@@ -59,7 +60,11 @@ class CoreClient:
     def __init__(self, config: EngineConfig, core: CoreProcess | None = None) -> None:
         core = core or CoreProcess()
         self.process = core.process
-        self._folder = tempfile.TemporaryDirectory(prefix="octavo-")  # goes with this object, or at exit
+        try:
+            self._folder = _make_socket_folder()
+        except OctavoError:
+            core.close()
+            raise
         self._context = zmq.Context()
         self._reading_loop: asyncio.AbstractEventLoop | None = None
         self._sender = self._context.socket(zmq.PUSH)
@@ -80,7 +85,7 @@ class CoreClient:
             raise EngineDeadError(f"the engine core cannot be reached ({e}).") from None
 
     async def receive(self, handle: Callable[[CoreMessage], None]) -> None:
-        """Hand every message to `handle` until cancelled or until the process has ended and its last words are read.
+        """Hand every message to `handle`, until cancelled or until the process has ended and its last message is read.
 
         All messages that are there are handled at one wakeup. What `handle` raises ends this.
         """
@@ -129,6 +134,24 @@ class CoreClient:
         self._receiver.close(linger=0)
         self._context.term()
         self._folder.cleanup()
+
+
+def _make_socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that only this user can enter, which goes with the object that holds it, or at exit."""
+    parent = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or None  # as systemd sets it
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="octavo-", dir=parent)
+    except OSError as error:
+        raise OctavoError(
+            f"there is no folder to write the engine's sockets to ({error.strerror}); let TMPDIR name one, or give the "
+            "systemd unit PrivateTmp=yes or RuntimeDirectory=octavo."
+        ) from None
+    if len(os.fsencode(folder.name)) > _MAX_PATH_BYTES:
+        folder.cleanup()
+        raise OctavoError(
+            f"the path {folder.name} is too long for sockets; let TMPDIR name a folder with a shorter one."
+        )
+    return folder
 
 
 def _set_once(future: asyncio.Future[None]) -> None:

@@ -108,7 +108,7 @@ def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
 
 
 def _follow_parent(lines: queue.SimpleQueue[bytes]) -> None:
-    """Hand on what the parent says, and end this process with it."""
+    """Pass the parent's lines on, and end this process when the parent ends."""
     for line in sys.stdin.buffer:
         lines.put(line)
     os._exit(0)

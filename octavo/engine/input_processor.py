@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import msgspec
 from octavo.config import EngineConfig, ModelConfig
 from octavo.errors import RequestError
 from octavo.request import EngineRequest, Prompt
-from octavo.sampling.grammar import make_grammar
+from octavo.sampling.grammar import WantedGrammar, make_grammar
 from octavo.sampling_params import SamplingParams, is_unicode
 
 if TYPE_CHECKING:
@@ -30,36 +31,8 @@ class InputProcessor:
         self.model = model = config.model
         self.scheduler = config.scheduler
         self.tokenizer = tokenizer
+        self._ids = itertools.count()
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
-
-    def tokenize(self, prompt: PromptInput) -> tuple[str | None, list[int], str | None]:
-        """-> (text, token ids, cache salt)."""
-        if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
-        if not isinstance(prompt, Mapping):
-            raise RequestError(
-                f"a prompt must be text or a dictionary with prompt or prompt_token_ids, got {type(prompt).__name__}.",
-                param="prompt",
-            )
-        text, salt = prompt.get("prompt"), prompt.get("cache_salt")
-        if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
-            raise RequestError("cache_salt must be a string of valid Unicode.", param="cache_salt")
-        token_ids = prompt.get("prompt_token_ids")
-        if token_ids is None:
-            if not isinstance(text, str):
-                raise RequestError("a prompt needs text (prompt) or token ids (prompt_token_ids).", param="prompt")
-            return text, self.encode(text), salt
-        if not isinstance(token_ids, list | tuple):
-            raise RequestError(
-                f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}.", param="prompt"
-            )
-        token_ids = list(token_ids)
-        for token in token_ids:
-            if type(token) is not int or not 0 <= token < self.model.vocab_size:
-                raise RequestError(
-                    f"token id {token!r} is not an integer from 0 to {self.model.vocab_size - 1}.", param="prompt"
-                )
-        return text, token_ids, salt
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if len(text) > self.model.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
@@ -79,26 +52,59 @@ class InputProcessor:
         self,
         prompt: PromptInput,
         params: SamplingParams | None,
-        request_id: str,
         *,
         priority: int = 0,
         arrival_time: float | None = None,
-    ) -> tuple[str | None, EngineRequest]:
-        """-> (the prompt's text, where known, and the request for the core). No `params` are the model's defaults."""
-        if not isinstance(request_id, str) or not is_unicode(request_id):
-            raise RequestError(f"the request id {request_id!r} is not valid Unicode text.", param="request_id")
+        add_special_tokens: bool = True,
+        grammar: WantedGrammar | None = None,
+        clamps_max_tokens: bool = True,
+    ) -> EngineRequest:
+        """The request for the core, under an id that no other has. No `params` are the model's defaults.
+
+        `grammar` is what the answer must be, in the place of what `params` say of it. With `clamps_max_tokens` a
+        `max_tokens` that does not fit is as much as fits; without, it is refused.
+        """
         if params is None:
             params = SamplingParams(**self.model.default_sampling_params)
         self._check_scheduling(params, priority)
-        text, token_ids, salt = self.tokenize(prompt)
+        made = self._make_prompt(prompt, params, add_special_tokens)
         params = msgspec.structs.replace(params)
         self._check_token_ids(params)
-        if params.structured_outputs is not None:
-            params.grammar, params.structured_outputs = make_grammar(params.structured_outputs), None
+        if grammar is None and params.structured_outputs is not None:
+            grammar = WantedGrammar(params.structured_outputs)
+        if grammar is not None:
+            params.grammar, params.structured_outputs = make_grammar(*grammar), None
         params.bad_words_token_ids = self._bad_words(params.bad_words) if params.bad_words else None
-        limit = self.model.max_model_len
-        if params.truncate_prompt_tokens is not None:
-            keep = params.truncate_prompt_tokens
+        return EngineRequest(
+            request_id=str(next(self._ids)),
+            prompt=made,
+            params=params,
+            eos_token_ids=self.eos_token_ids,
+            max_tokens=self._max_tokens(params, len(made.token_ids), clamps_max_tokens),
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            priority=priority,
+        )
+
+    def _make_prompt(self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool) -> Prompt:
+        """A prompt as callers give it, tokenized, cut if that is asked for, and checked."""
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        if not isinstance(prompt, Mapping):
+            raise RequestError(
+                f"a prompt must be text or a dictionary with prompt or prompt_token_ids, got {type(prompt).__name__}.",
+                param="prompt",
+            )
+        text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+        if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
+            raise RequestError("cache_salt must be a string of valid Unicode.", param="cache_salt")
+        if (given := prompt.get("prompt_token_ids")) is not None:
+            token_ids = self._check_prompt_ids(given)
+        elif isinstance(text, str):
+            token_ids = self.encode(text, add_special_tokens)
+        else:
+            raise RequestError("a prompt needs text (prompt) or token ids (prompt_token_ids).", param="prompt")
+        limit, keep = self.model.max_model_len, params.truncate_prompt_tokens
+        if keep is not None:
             token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
         if not token_ids:
             raise RequestError("the prompt is empty: it has no tokens.", param="prompt")
@@ -115,21 +121,38 @@ class InputProcessor:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        room = limit - len(token_ids)
+        return Prompt(token_ids, text, cache_salt=salt)
+
+    def _check_prompt_ids(self, token_ids: object) -> list[int]:
+        if not isinstance(token_ids, list | tuple):
+            raise RequestError(
+                f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}.", param="prompt"
+            )
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token < self.model.vocab_size:
+                raise RequestError(
+                    f"token id {token!r} is not an integer from 0 to {self.model.vocab_size - 1}.", param="prompt"
+                )
+        return list(token_ids)
+
+    def _max_tokens(self, params: SamplingParams, num_prompt: int, clamps: bool) -> int:
+        """Output tokens at most. A prompt that has passed leaves room for one at least."""
+        room = self.model.max_model_len - num_prompt
         if params.min_tokens > room:
             raise RequestError(
-                f"min_tokens is {params.min_tokens}, but a prompt of {len(token_ids)} tokens leaves room for {room}.",
+                f"min_tokens is {params.min_tokens}, but a prompt of {num_prompt} tokens leaves room for {room}.",
                 param="min_tokens",
             )
-        return text, EngineRequest(
-            request_id=request_id,
-            prompt=Prompt(token_ids, text, cache_salt=salt),
-            params=params,
-            eos_token_ids=self.eos_token_ids,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
-            priority=priority,
-        )
+        if params.max_tokens is None:
+            return room
+        if params.max_tokens > room and not clamps:
+            raise RequestError(
+                f"max_tokens is {params.max_tokens}, but the prompt has {num_prompt} tokens and the model takes "
+                f"{self.model.max_model_len} of both together; leave it out to get as many as fit.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return min(params.max_tokens, room)
 
     def _check_scheduling(self, params: SamplingParams, priority: int) -> None:
         if params.num_sequences > self.scheduler.max_num_seqs:

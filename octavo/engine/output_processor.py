@@ -126,12 +126,9 @@ class _Completion:
 class _Request:
     """A request under way: its completions, and when things happened to it."""
 
-    def __init__(
-        self, request: EngineRequest, prompt: str | None, tokenizer: PreTrainedTokenizerFast, shown_id: str
-    ) -> None:
+    def __init__(self, request: EngineRequest, tokenizer: PreTrainedTokenizerFast, shown_id: str) -> None:
         self.request = request
         self.shown_id = shown_id
-        self.prompt = prompt
         self.completions = [_Completion(request, i, tokenizer) for i in range(request.params.num_completions)]
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
@@ -169,9 +166,9 @@ class OutputProcessor:
         self.metrics = metrics
         self.requests: dict[str, _Request] = {}
 
-    def add(self, request: EngineRequest, prompt: str | None, shown_id: str | None = None) -> None:
+    def add(self, request: EngineRequest, shown_id: str | None = None) -> None:
         """Expect outputs of a request. Its results bear `shown_id`, if that is not the id that the core knows it by."""
-        self.requests[request.request_id] = _Request(request, prompt, self.tokenizer, shown_id or request.request_id)
+        self.requests[request.request_id] = _Request(request, self.tokenizer, shown_id or request.request_id)
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> RequestOutput | None:
         """Forget a request. Returns what it had, marked as aborted, or None if it is not under way."""
@@ -249,7 +246,7 @@ class OutputProcessor:
         return results, aborts
 
     def _begin(self, state: _Request, output: SequenceOutput, now: float) -> None:
-        """The first token of a request brings what is known since its prompt was scheduled."""
+        """Take in what comes with the first token of a request: times, and what is known of its prompt."""
         state.metrics.first_token_time = now
         state.metrics.first_scheduled_time = output.first_scheduled_time
         state.num_cached_tokens = output.num_cached_tokens
@@ -280,7 +277,7 @@ class OutputProcessor:
             ]
         return RequestOutput(
             request_id=state.shown_id,
-            prompt=state.prompt,
+            prompt=state.request.prompt.text,
             prompt_token_ids=state.request.prompt.token_ids,
             outputs=[completion.output(state.is_delta) for completion in completions],
             finished=is_finished,

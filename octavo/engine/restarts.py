@@ -8,7 +8,7 @@ MAX_DELAY_S = 30.0
 
 class Restarts:
     """Up to `limit` quick deaths in a row are answered with a new start: the first at once, the next after 1, 2, 4, …
-    seconds. A core that serves longer than `QUICK_S` clears the account. Times are those of `time.monotonic`."""
+    seconds. A core that serves longer than `QUICK_S` sets the count back to 0. Times are those of `time.monotonic`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -32,7 +32,7 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class GetBlockMap(msgspec.Struct, tag="get_block_map"):
-    """Asks for a `BlockMap`, while somebody watches."""
+    """Asks for a `BlockMap`."""
 
 
 class StepOutputs(msgspec.Struct, tag="step"):

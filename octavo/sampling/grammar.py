@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.errors import RequestError
 from octavo.sampling.grammar_trial import GrammarTrial, TrialFailed
@@ -22,6 +24,7 @@ MAX_PIECE_CHARACTERS = 1 << 14
 # JSON allows any amount of whitespace, and small models are known to go on with it for ever: a line break and an
 # indentation, or a few spaces, are what people write.
 DEFAULT_WHITESPACE = r"\r?\n(?: {0,24}|\t{0,6})| {1,2}"
+MAX_CALLS = 32  # in one answer
 _MAX_DEPTH = 100  # of a schema
 _COMMENTS = ("$comment", "title", "description", "examples")  # of a schema, which make no work
 _PIECES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')  # of Lark: strings and regular expressions
@@ -30,19 +33,53 @@ _trial = GrammarTrial()
 atexit.register(_trial.close)
 
 
-def make_grammar(wanted: StructuredOutputsParams) -> str:
-    """The grammar of `wanted`, checked. Takes some seconds for the largest ones.
+@dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """An answer that calls functions. That of one function by `name` is its arguments; otherwise it is a list in one
+    spelling, of which only the arguments are the model's to lay out:
+    `[{"name": "f", "parameters": {…}}, {"name": "g", "parameters": {…}}]`."""
 
+    schemas: Mapping[str, Mapping[str, Any]]  # of the functions' arguments, by name
+    name: str | None = None
+    is_parallel: bool = True  # more than one call is allowed
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """What stands around the reasoning that an answer begins with, as `mark` writes it."""
+
+    start: str | None  # None if the answer begins inside of the reasoning
+    end: str
+    is_optional: bool
+
+
+class WantedGrammar(NamedTuple):
+    """What an answer must be: the arguments of `make_grammar`."""
+
+    content: StructuredOutputsParams | ToolCalls
+    reasoning: ReasoningMarks | None = None
+    field: str | None = None
+
+
+def make_grammar(
+    content: StructuredOutputsParams | ToolCalls, reasoning: ReasoningMarks | None = None, field: str | None = None
+) -> str:
+    """The grammar of answers that are `content`, after `reasoning` if any, checked. Every grammar is made here.
+
+    `field` is what errors call a structure, where that is not `structured_outputs`. Takes some seconds for the largest.
     Raises `RequestError` with the reason if it is not one that can be followed.
     """
-    name = next(name for name in STRUCTURES if getattr(wanted, name) not in (None, False))
-    field = f"structured_outputs.{name}"
-    try:
-        text = _write(wanted)
-    except (ValueError, RecursionError) as e:
-        raise RequestError(f"{field} cannot be read: {_first_line(e)}.", param=field) from None
-    check_grammar(text, field)
-    return text
+    if isinstance(content, ToolCalls):
+        field = "tools"
+        grammar = _of_tool_calls(content)
+    else:
+        if field is None:
+            field = "structured_outputs." + next(n for n in STRUCTURES if getattr(content, n) not in (None, False))
+        grammar = _of_structure(content, field)
+    if reasoning is not None:
+        grammar = _after_reasoning(grammar, reasoning)
+    check_grammar(grammar, field)
+    return grammar
 
 
 def check_grammar(grammar: str, field: str) -> None:
@@ -57,23 +94,60 @@ def check_grammar(grammar: str, field: str) -> None:
         raise RequestError(f"{field} cannot be followed: {problem}", param=field)
 
 
-def after_reasoning(grammar: str, start: str | None, end: str, *, is_optional: bool) -> str:
-    """`grammar` for an answer that begins with reasoning: any text up to the mark `end`, after the mark `start` unless
-    that is None; or, if it `is_optional`, no reasoning at all. Marks are as `mark` writes them."""
-    whole = json.loads(grammar)
-    first, *others = whole["grammars"]
-    is_token = end.startswith("<[")
-    thought = f"thought: /(.|\\n)*/ {end}" if is_token else f"thought: upto\nupto[lazy]: /(.|\\n)*/ {end}"
-    lark = (
-        f"start: {'reasoning?' if is_optional else 'reasoning'} @answer\n"
-        f"reasoning: {start or ''} thought SPACE?\n{thought}\nSPACE: /\\n{{1,2}}/\n"
-    )
-    return json.dumps({**whole, "grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
-
-
 def mark(text: str, special_token_id: int | None) -> str:
     """A text within a grammar. A special token has no text there and is named by its id."""
     return json.dumps(text) if special_token_id is None else f"<[{special_token_id}]>"
+
+
+def _of_structure(wanted: StructuredOutputsParams, field: str) -> str:
+    try:
+        grammar = _write(wanted)
+    except (ValueError, RecursionError) as e:
+        raise RequestError(f"{field} cannot be read: {_first_line(e)}.", param=field) from None
+    check_grammar(grammar, field)
+    return grammar
+
+
+def _of_tool_calls(calls: ToolCalls) -> str:
+    schemas = list(calls.schemas.items())
+    if calls.name is not None:
+        i = list(calls.schemas).index(calls.name)
+        return json.dumps({"grammars": [_of_arguments(schemas[i][1], i)]})
+    grammars, lines = [], []
+    for i, (name, schema) in enumerate(schemas):
+        head = json.dumps(json.dumps({"name": name, "parameters": 0})[:-2], ensure_ascii=False)
+        lines.append(f'call{i}: {head} @arguments{i} "}}"')
+        grammars.append({**_of_arguments(schema, i), "name": f"arguments{i}"})
+    names = " | ".join(f"call{i}" for i in range(len(schemas)))
+    more = f' (", " call){{0,{MAX_CALLS - 1}}}' if calls.is_parallel else ""
+    lark = "\n".join([f'start: "[" call{more} "]"', f"call: {names}", *lines])
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
+
+
+def _of_arguments(schema: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The grammar of a function's arguments: an object, without properties that the schema does not know of."""
+    field = f"tools[{index}].function.parameters"
+    schema = {"type": "object", **schema}
+    if schema["type"] != "object":
+        raise RequestError(f"{field} must describe an object, not {schema['type']!r:.100}.", param=field)
+    # Parts of an allOf know nothing of each other's properties.
+    is_closed = '"allOf"' not in json.dumps(schema)
+    wanted = StructuredOutputsParams(json=schema, disable_additional_properties=is_closed)
+    grammar: dict[str, Any] = json.loads(_of_structure(wanted, field))["grammars"][0]
+    return grammar
+
+
+def _after_reasoning(grammar: str, marks: ReasoningMarks) -> str:
+    """`grammar` after any text up to the mark at its end, or, if that is optional, after none."""
+    whole = json.loads(grammar)
+    first, *others = whole["grammars"]
+    is_token = marks.end.startswith("<[")
+    thought = f"thought: /(.|\\n)*/ {marks.end}" if is_token else f"thought: upto\nupto[lazy]: /(.|\\n)*/ {marks.end}"
+    lark = (
+        f"start: {'reasoning?' if marks.is_optional else 'reasoning'} @answer\n"
+        f"reasoning: {marks.start or ''} thought SPACE?\n{thought}\nSPACE: /\\n{{1,2}}/\n"
+    )
+    return json.dumps({**whole, "grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
 
 
 def _write(wanted: StructuredOutputsParams) -> str:

@@ -20,6 +20,8 @@ import threading
 import time
 from typing import Any
 
+from octavo.processes import python_command
+
 # Of the processor's time, so that it is the same on a busy machine. The largest that are of use take 3 s; what takes as
 # long as this would take for ever.
 TIME_LIMIT_S = 10
@@ -55,7 +57,7 @@ class GrammarTrial:
         """Why a grammar cannot be followed, in llguidance's words, or nothing. Raises `TrialFailed`."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                command = [sys.executable, "-m", "octavo.sampling.grammar_trial", str(self._time_limit_s)]
+                command = python_command("octavo.sampling.grammar_trial", str(self._time_limit_s))
                 self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             process = self._process
             assert process.stdin is not None and process.stdout is not None

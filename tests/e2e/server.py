@@ -73,14 +73,18 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(
-    folder: Path, *flags: str, wait: bool = True, module: str = "octavo.entrypoints.openai.api_server"
+    folder: Path,
+    *flags: str,
+    wait: bool = True,
+    module: str = "octavo.entrypoints.openai.api_server",
+    command: list[str] | None = None,
 ) -> Iterator[Server]:
-    """`python -m octavo.entrypoints.openai.api_server` on a free port, with these flags."""
+    """`python -m octavo.entrypoints.openai.api_server`, or `command`, on a free port, with these flags."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = folder / f"server-{port}.log"
-    command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port)]
+    command = [*(command or [sys.executable, "-m", module]), "--host", "127.0.0.1", "--port", str(port)]
     with open(log, "wb") as out:
         process = subprocess.Popen([*command, *flags], stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
     server = Server(f"http://127.0.0.1:{port}", process, log)

@@ -36,7 +36,7 @@ def main() -> None:
         message = decode_frontend_message(receiver.recv())
         if not isinstance(message, EngineRequest):
             continue
-        what = message.prompt_token_ids[0]
+        what = message.prompt.token_ids[0]
         if what == 1:
             output = SequenceOutput(message.request_id, 0, [70], "length", first_scheduled_time=time.monotonic())
             sender.send(encode_message(StepOutputs([output], EngineStats(num_blocks=10))))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.wire import decode_frontend_message, encode_message
 from octavo.errors import RequestError
 from octavo.loading.checkpoint import Checkpoint
-from octavo.sampling_params import SamplingParams
+from octavo.request import Prompt
+from octavo.sampling.grammar import ToolCalls, WantedGrammar
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 MAX_LEN = 20
 VOCAB_SIZE = 49152
@@ -40,20 +45,18 @@ def ids(count: int) -> dict[str, list[int]]:
 
 
 def test_text_is_tokenized_and_kept(inputs: InputProcessor, tokenizer: Any) -> None:
-    text, request = inputs.process("Hello world", SamplingParams(max_tokens=5), "r", arrival_time=1.5)
-    assert text == "Hello world"
+    request = inputs.process("Hello world", SamplingParams(max_tokens=5), arrival_time=1.5)
+    assert request.prompt.text == "Hello world"
     assert request.prompt.token_ids == tokenizer.encode("Hello world")
-    assert (request.request_id, request.arrival_time, request.max_tokens) == ("r", 1.5, 5)
+    assert (request.arrival_time, request.max_tokens) == (1.5, 5)
     assert request.eos_token_ids == [EOS]
-    assert inputs.process({"prompt": "Hello world"}, SamplingParams(), "r")[1].prompt.token_ids == (
-        request.prompt.token_ids
-    )
+    assert inputs.process({"prompt": "Hello world"}, SamplingParams()).prompt.token_ids == (request.prompt.token_ids)
 
 
 def test_token_ids_go_before_text_and_bring_a_salt(inputs: InputProcessor) -> None:
     prompt = {"prompt": "shown", "prompt_token_ids": (5, 6), "cache_salt": "tenant"}
-    text, request = inputs.process(prompt, SamplingParams(), "r")
-    assert (text, request.prompt.token_ids, request.prompt.cache_salt) == ("shown", [5, 6], "tenant")
+    request = inputs.process(prompt, SamplingParams())
+    assert request.prompt == Prompt([5, 6], "shown", cache_salt="tenant")
 
 
 @pytest.mark.parametrize(
@@ -79,24 +82,52 @@ def test_token_ids_go_before_text_and_bring_a_salt(inputs: InputProcessor) -> No
 )
 def test_prompts_that_make_no_sense_are_refused(inputs: InputProcessor, prompt: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message) as refused:
-        inputs.process(prompt, SamplingParams(), "r")
+        inputs.process(prompt, SamplingParams())
     assert refused.value.param in ("prompt", "cache_salt")
 
 
 def test_output_gets_the_room_that_the_prompt_leaves(inputs: InputProcessor) -> None:
-    assert inputs.process(ids(15), SamplingParams(max_tokens=3), "r")[1].max_tokens == 3
-    assert inputs.process(ids(15), SamplingParams(max_tokens=50), "r")[1].max_tokens == 5
-    assert inputs.process(ids(15), SamplingParams(max_tokens=None), "r")[1].max_tokens == 5
-    assert inputs.process(ids(19), SamplingParams(), "r")[1].max_tokens == 1
+    assert inputs.process(ids(15), SamplingParams(max_tokens=3)).max_tokens == 3
+    assert inputs.process(ids(15), SamplingParams(max_tokens=50)).max_tokens == 5
+    assert inputs.process(ids(15), SamplingParams(max_tokens=None)).max_tokens == 5
+    assert inputs.process(ids(19), SamplingParams()).max_tokens == 1
     with pytest.raises(RequestError, match=r"has 20 tokens and the model takes 20") as refused:
-        inputs.process(ids(20), SamplingParams(), "r")
+        inputs.process(ids(20), SamplingParams())
     assert (refused.value.code, refused.value.status) == ("context_length_exceeded", 400)
 
 
+def test_more_output_than_fits_is_refused_where_it_is_not_clamped(inputs: InputProcessor) -> None:
+    assert inputs.process(ids(15), SamplingParams(max_tokens=5), clamps_max_tokens=False).max_tokens == 5
+    assert inputs.process(ids(15), SamplingParams(max_tokens=None), clamps_max_tokens=False).max_tokens == 5
+    with pytest.raises(RequestError, match="max_tokens is 6, but the prompt has 15 tokens and the model takes 20"):
+        inputs.process(ids(15), SamplingParams(max_tokens=6), clamps_max_tokens=False)
+
+
+def test_no_two_requests_have_one_id(inputs: InputProcessor) -> None:
+    assert len({inputs.process("x", SamplingParams()).request_id for _ in range(3)}) == 3
+
+
+def test_special_tokens_are_added_where_they_are_wanted(model: ModelConfig, tokenizer: Any) -> None:
+    with_start = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    with_start.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    inputs = InputProcessor(engine_config(model), SimpleNamespace(backend_tokenizer=with_start, eos_token_id=EOS))
+    plain = inputs.process("Hello", SamplingParams(), add_special_tokens=False).prompt.token_ids
+    assert inputs.process("Hello", SamplingParams()).prompt.token_ids == [1, *plain]
+
+
+def test_a_grammar_goes_before_what_the_parameters_say(inputs: InputProcessor) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="b"))
+    wanted = WantedGrammar(ToolCalls({"f": {}}, name="f"))
+    for grammar, kind in ((None, "/b/"), (wanted, '"type": "object"')):
+        made = inputs.process("x", params, grammar=grammar).params
+        assert made.structured_outputs is None
+        assert kind in (made.grammar or "")
+
+
 def test_min_tokens_must_fit(inputs: InputProcessor) -> None:
-    assert inputs.process(ids(15), SamplingParams(min_tokens=5, max_tokens=None), "r")[1].params.min_tokens == 5
+    assert inputs.process(ids(15), SamplingParams(min_tokens=5, max_tokens=None)).params.min_tokens == 5
     with pytest.raises(RequestError, match="min_tokens is 6, but a prompt of 15 tokens leaves room for 5"):
-        inputs.process(ids(15), SamplingParams(min_tokens=6, max_tokens=None), "r")
+        inputs.process(ids(15), SamplingParams(min_tokens=6, max_tokens=None))
 
 
 @pytest.mark.parametrize(
@@ -106,14 +137,14 @@ def test_truncation_keeps_the_last_tokens(
     inputs: InputProcessor, truncate: int, max_tokens: int | None, kept: int
 ) -> None:
     params = SamplingParams(truncate_prompt_tokens=truncate, max_tokens=max_tokens)
-    _, request = inputs.process(ids(12), params, "r")
+    request = inputs.process(ids(12), params)
     assert request.prompt.token_ids == ids(12)["prompt_token_ids"][-kept:]
 
 
 def test_a_prompt_that_is_too_long_is_cut_to_what_fits(inputs: InputProcessor) -> None:
     for max_tokens, kept in ((5, 15), (None, 19)):
         params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=max_tokens)
-        _, request = inputs.process(ids(1000), params, "r")
+        request = inputs.process(ids(1000), params)
         assert len(request.prompt.token_ids) == kept
         assert request.max_tokens == MAX_LEN - kept
 
@@ -123,16 +154,16 @@ def test_token_ids_in_parameters_must_be_the_models(inputs: InputProcessor, name
     for token, is_valid in ((0, True), (VOCAB_SIZE - 1, True), (VOCAB_SIZE, False)):
         params = SamplingParams(**{name: {token: 1.0} if name == "logit_bias" else [token]})
         if is_valid:
-            inputs.process("x", params, "r")
+            inputs.process("x", params)
             continue
         with pytest.raises(RequestError, match=f"{name} has token id {VOCAB_SIZE}") as refused:
-            inputs.process("x", params, "r")
+            inputs.process("x", params)
         assert refused.value.param == name
 
 
 def test_bad_words_become_tokens_with_and_without_a_space_before(inputs: InputProcessor, tokenizer: Any) -> None:
     params = SamplingParams(bad_words=["cat", " dog", "unimaginable cat"])
-    _, request = inputs.process("x", params, "r")
+    request = inputs.process("x", params)
     sequences = request.params.bad_words_token_ids or []
     assert [tokenizer.decode(one) for one in sequences] == [
         "cat", " cat", " dog", "unimaginable cat", " unimaginable cat",
@@ -143,12 +174,12 @@ def test_bad_words_become_tokens_with_and_without_a_space_before(inputs: InputPr
 def test_callers_cannot_pass_token_ids_of_bad_words_unchecked(inputs: InputProcessor) -> None:
     params = SamplingParams()
     params.bad_words_token_ids = [[VOCAB_SIZE + 5], []]
-    assert inputs.process("x", params, "r")[1].params.bad_words_token_ids is None
+    assert inputs.process("x", params).params.bad_words_token_ids is None
 
 
 def test_the_callers_parameters_are_left_as_they_are(inputs: InputProcessor) -> None:
     params = SamplingParams(bad_words=["cat"], max_tokens=None)
-    _, request = inputs.process("x", params, "r")
+    request = inputs.process("x", params)
     request.params.max_tokens = 1
     assert (params.bad_words_token_ids, params.max_tokens) == (None, None)
 
@@ -167,32 +198,28 @@ def test_whatever_is_accepted_can_cross_the_wire(inputs: InputProcessor) -> None
         stop_token_ids=[5], bad_words=["x"], logit_bias={1: -3}, allowed_token_ids=[1, 2], max_tokens=2**63 - 1,
         logprobs=0, prompt_logprobs=20, truncate_prompt_tokens=2**63 - 1,
     )  # fmt: skip
-    _, request = inputs.process({"prompt": "x", "cache_salt": "é"}, params, "r-é")
+    request = inputs.process({"prompt": "x", "cache_salt": "é"}, params)
     received = decode_frontend_message(encode_message(request))
     assert msgspec.to_builtins(received) == msgspec.to_builtins(request)
-    with pytest.raises(RequestError, match="request id"):
-        inputs.process("x", params, "\ud800")
 
 
 def test_requests_that_could_never_be_scheduled_are_refused_at_the_door(inputs: InputProcessor) -> None:
     with pytest.raises(RequestError, match="needs 9 sequences at once and --max-num-seqs is 8"):
-        inputs.process("hello", SamplingParams(n=9), "r")
+        inputs.process("hello", SamplingParams(n=9))
     with pytest.raises(RequestError, match="--scheduling-policy priority"):
-        inputs.process("hello", SamplingParams(), "r", priority=1)
+        inputs.process("hello", SamplingParams(), priority=1)
     with pytest.raises(RequestError, match="64-bit"):
-        inputs.process("hello", SamplingParams(), "r", priority=2**70)
-    with pytest.raises(RequestError, match="request id 7"):
-        inputs.process("hello", SamplingParams(), 7)  # type: ignore[arg-type]
+        inputs.process("hello", SamplingParams(), priority=2**70)
 
 
 def test_text_whose_tokens_the_model_does_not_have_is_refused(model: ModelConfig, tokenizer: Any) -> None:
     small = InputProcessor(engine_config(dataclasses.replace(model, vocab_size=100)), tokenizer)
     with pytest.raises(RequestError, match="the model's are 0 to 99"):
-        small.process("hello", SamplingParams(), "r")
-    params = small.process({"prompt_token_ids": [1]}, SamplingParams(bad_words=["hello"]), "r")[1].params
+        small.process("hello", SamplingParams())
+    params = small.process({"prompt_token_ids": [1]}, SamplingParams(bad_words=["hello"])).params
     assert params.bad_words_token_ids == [], "what cannot be generated needs no mask"
 
 
 def test_no_parameters_are_the_models_defaults(model: ModelConfig, tokenizer: Any) -> None:
     cool = InputProcessor(engine_config(dataclasses.replace(model, default_sampling_params={"top_k": 3})), tokenizer)
-    assert cool.process("hello", None, "r")[1].params.top_k == 3
+    assert cool.process("hello", None).params.top_k == 3

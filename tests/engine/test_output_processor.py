@@ -21,13 +21,15 @@ CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
 
 def request(name: str = "r", prompt: list[int] | None = None, **params: Any) -> EngineRequest:
-    return EngineRequest(name, Prompt(prompt or [100]), SamplingParams(max_tokens=1000, **params), [EOS], 1000, 1.0)
+    return EngineRequest(
+        name, Prompt(prompt or [100], "prompt"), SamplingParams(max_tokens=1000, **params), [EOS], 1000, 1.0
+    )
 
 
 def processor(tokenizer: Any, *requests: EngineRequest) -> OutputProcessor:
     outputs = OutputProcessor(tokenizer)
     for one in requests:
-        outputs.add(one, "prompt")
+        outputs.add(one)
     return outputs
 
 
@@ -169,10 +171,10 @@ def test_a_stop_string_counts_from_the_token_that_reaches_min_tokens(tokenizer: 
 
 def test_results_bear_the_callers_id_and_the_core_hears_its_own(tokenizer: Any) -> None:
     outputs = OutputProcessor(tokenizer)
-    outputs.add(request("r", stop=["END"]), None, "the caller's")
+    outputs.add(request("r", stop=["END"]), "the caller's")
     results, aborts = outputs.process([say(tokenizer.encode("END"))])
     assert (only(results).request_id, aborts) == ("the caller's", [Abort("r", 0)])
-    outputs.add(request("r"), None, "the caller's")
+    outputs.add(request("r"), "the caller's")
     [failed], aborts = outputs.process([say([], finish="error", error="it broke")])
     assert (failed.request_id, aborts) == ("the caller's", [Abort("r")])
 

@@ -63,9 +63,9 @@ def with_engine(tiny_tokenizer: Path, hang: Path, monkeypatch: pytest.MonkeyPatc
 
 async def ask(engine: AsyncLLMEngine, prompt: list[int], name: str = "r", deadline: float | None = None) -> str | None:
     """The finish reason."""
-    _, request = engine.inputs.process({"prompt_token_ids": prompt}, SamplingParams(max_tokens=1), name)
+    request = engine.inputs.process({"prompt_token_ids": prompt}, SamplingParams(max_tokens=1))
     reason = None
-    async for output in engine.generate_from(request, deadline=deadline):
+    async for output in engine.generate_from(request, name, deadline=deadline):
         reason = output.outputs[0].finish_reason
     return reason
 

@@ -51,11 +51,11 @@ class FakeEngine:
         )
         self.metrics = EngineMetrics(MODEL, MAX_MODEL_LEN)
         self.tokenizer = load_tokenizer(checkpoint, TEMPLATE)
-        self.inputs = InputProcessor(self.config, self.tokenizer)
         self.reset()
 
     def reset(self) -> None:
         """Back to what a test expects at its start."""
+        self.inputs = InputProcessor(self.config, self.tokenizer)  # numbers requests from 0
         self.answer = "Hello there"
         self.is_ready = True
         self.failure: Exception | None = None
@@ -78,7 +78,7 @@ class FakeEngine:
         return BlockMap(bytes([3, 2, 2, 1, 0, 0, 0, 0]))
 
     async def generate_from(
-        self, request: EngineRequest, prompt: str | None = None, *, deadline: float | None = None
+        self, request: EngineRequest, shown_id: str | None = None, *, deadline: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         params, request_id = request.params, request.request_id
         self.seen.append(
@@ -86,7 +86,7 @@ class FakeEngine:
         )
         self.deadlines.append(deadline)
         outputs = OutputProcessor(self.tokenizer, self.metrics)
-        outputs.add(request, prompt)
+        outputs.add(request, shown_id)
         self.active.add(request_id)
         try:
             scripts = [self._tokens(i, request.max_tokens) for i in range(params.num_completions)]

@@ -171,6 +171,19 @@ def test_the_last_message_can_be_continued(client: openai.OpenAI, engine: FakeEn
     assert prompt_of(engine) == "user: Hi\nassistant: I think"
 
 
+@pytest.mark.parametrize("nothing", [{}, {"content": None}, {"content": None, "tool_calls": None}, {"content": ""}])
+def test_a_message_of_the_assistant_may_be_empty(
+    client: openai.OpenAI, engine: FakeEngine, nothing: dict[str, Any]
+) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", **nothing},
+        {"role": "user", "content": "Well?"},
+    ]
+    chat(client, messages=messages)
+    assert prompt_of(engine) == "user: Hi\nassistant: \nuser: Well?\nassistant:"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -50,6 +50,14 @@ def test_a_yaml_file_sets_flags_and_the_command_line_wins(tmp_path: Path) -> Non
     assert (server.port, server.host, server.api_key) == (9001, "1.2.3.4", ["k"])
 
 
+@pytest.mark.parametrize("words", [["my/model"], ["--model", "my/model"], ["--model=my/model"]])
+def test_a_model_on_the_command_line_wins_over_that_of_the_file(tmp_path: Path, words: list[str]) -> None:
+    path = write(tmp_path, "model: some/model\nport: 9000\n")
+    for argv in ([*words, "--config", path], ["--config", path, *words]):
+        engine, server = parse_args(argv, "octavo serve")
+        assert (engine.model, server.port) == ("my/model", 9000)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

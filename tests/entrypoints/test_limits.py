@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from octavo.entrypoints.openai import http_protocol
+from octavo.entrypoints.openai import body, http_protocol
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
 from octavo.stats import EngineStats
@@ -152,6 +152,58 @@ def test_a_full_queue_is_429_with_an_estimate_of_the_wait(limited: str, engine: 
     assert httpx.get(f"{limited}/v1/models").status_code == 200
     engine.stats = EngineStats(num_running=8, num_waiting=1)
     assert httpx.post(f"{limited}/v1/completions", json=BODY).status_code == 200
+
+
+def test_stalled_uploads_take_no_place_in_the_queue(limited: str, engine: FakeEngine) -> None:
+    stalled = [connect(limited) for _ in range(11)]  # more than there are slots and places in the queue
+    try:
+        for sock in stalled:
+            sock.sendall((HEAD + "Content-Length: 100\r\n\r\n{").encode())
+        time.sleep(0.1)
+        assert httpx.post(f"{limited}/v1/completions", json=BODY).status_code == 200
+    finally:
+        for sock in stalled:
+            sock.close()
+
+
+def test_requests_are_counted_when_their_bodies_have_come(limited: str, engine: FakeEngine) -> None:
+    engine.delay_s = 0.2
+    whole = json.dumps(BODY)
+    sockets = [connect(limited) for _ in range(11)]  # eight slots and two places in the queue
+    try:
+        for sock in sockets:
+            sock.sendall((HEAD + f"Connection: close\r\nContent-Length: {len(whole)}\r\n\r\n{whole[:-1]}").encode())
+        time.sleep(0.1)
+        for sock in sockets:
+            sock.sendall(whole[-1:].encode())
+        answers = []
+        for sock in sockets:
+            data = b""
+            while part := sock.recv(65536):
+                data += part
+            answers.append(int(data.split()[1]))
+    finally:
+        for sock in sockets:
+            sock.close()
+    assert sorted(answers) == [200] * 10 + [429]
+
+
+def test_bodies_on_their_way_may_take_so_much_memory_and_no_more(
+    limited: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body, "MAX_BODIES_HELD", 2)
+    sockets = [connect(limited) for _ in range(3)]
+    try:
+        for sock in sockets:
+            sock.sendall((HEAD + "Content-Length: 2000\r\n\r\n" + "x" * 1900).encode())
+            time.sleep(0.05)
+        status, error = read_answer(sockets[-1])
+        assert status == 503
+        assert error is not None and error["code"] == "too_many_uploads"
+    finally:
+        for sock in sockets:
+            sock.close()
+    wait_until(lambda: httpx.post(f"{limited}/v1/completions", json=BODY).status_code == 200)
 
 
 def test_without_a_limit_any_number_may_wait(http: httpx.Client, engine: FakeEngine) -> None:

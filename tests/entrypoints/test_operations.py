@@ -155,9 +155,9 @@ def test_a_client_who_leaves_in_mid_stream_ends_the_request_and_no_other(
 
 
 def test_requests_are_logged_with_as_much_of_the_prompt_as_allowed(
-    tiny_tokenizer: Path, shared_engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    tiny_tokenizer: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="octavo.server")
-    with serving(shared_engine, max_log_len=3) as url:
+    with serving(engine, max_log_len=3) as url:
         httpx.post(url + "/v1/completions", json={"prompt": "abcdef", "request_id": "r", "seed": 7})
     assert "cmpl-r-0: 6 prompt tokens: 'abc'... {'seed': 7" in caplog.text

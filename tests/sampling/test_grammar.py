@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError
-from octavo.sampling.grammar import after_reasoning, make_grammar, mark
+from octavo.sampling.grammar import ReasoningMarks, ToolCalls, make_grammar, mark
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -62,12 +62,35 @@ def test_other_structures() -> None:
 
 @pytest.mark.parametrize(("text", "expected"), [("<think>\nso {\n</think>\n\n[1]", True), ("so</think>[1]", False)])
 def test_a_grammar_begins_after_the_reasoning(text: str, expected: bool) -> None:
-    inner = make_grammar(StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}}))
+    wanted = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}})
     think, end = mark("<think>", None), mark("</think>", None)
-    assert follows(after_reasoning(inner, think, end, is_optional=False), text) is expected
-    assert follows(after_reasoning(inner, None, end, is_optional=False), text)  # anything is a thought
-    assert follows(after_reasoning(inner, think, end, is_optional=True), "[1]")
-    assert not follows(after_reasoning(inner, think, end, is_optional=False), "[1]")
+
+    def takes(start: str | None, text: str, *, is_optional: bool = False) -> bool:
+        return follows(make_grammar(wanted, ReasoningMarks(start, end, is_optional)), text)
+
+    assert takes(think, text) is expected
+    assert takes(None, text)  # anything is a thought
+    assert takes(think, "[1]", is_optional=True)
+    assert not takes(think, "[1]")
+
+
+def test_errors_name_the_field_that_a_structure_comes_from() -> None:
+    with pytest.raises(RequestError, match=r"^guided_regex cannot be followed") as refused:
+        make_grammar(StructuredOutputsParams(regex="("), field="guided_regex")
+    assert refused.value.param == "guided_regex"
+    calls = ToolCalls({"f": {}, "g": {"not": {}}})
+    with pytest.raises(RequestError, match=r"^tools\[1\].function.parameters cannot be followed"):
+        make_grammar(calls)
+
+
+def test_calls_are_a_list_or_the_arguments_of_one_function() -> None:
+    schemas = {"f": OBJECT, "g": {}}
+    one = '{"name": "f", "parameters": {"a": 1}}'
+    both = f'[{one}, {{"name": "g", "parameters": {{}}}}]'
+    assert follows(make_grammar(ToolCalls(schemas)), both)
+    assert not follows(make_grammar(ToolCalls(schemas, is_parallel=False)), both)
+    assert follows(make_grammar(ToolCalls(schemas, is_parallel=False)), f"[{one}]")
+    assert follows(make_grammar(ToolCalls(schemas, name="f")), '{"a": 1}')
 
 
 @pytest.mark.parametrize(

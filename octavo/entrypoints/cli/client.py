@@ -14,13 +14,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from octavo.errors import OctavoError
+from octavo.flags import FlagParser
+from octavo.sse import EventReader
 
 TIMEOUT_S = 600
 
 
-def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+def make_parser(prog: str, description: str) -> FlagParser:
     """Flags that say which server and model to talk to, and how."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser = FlagParser(prog=prog, description=description)
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="The server's API (default: %(default)s).")
     parser.add_argument("--model", "--model-name", help="Default: the first that the server names.")
     parser.add_argument("--api-key", default=os.environ.get("OCTAVO_API_KEY"), help="Default: OCTAVO_API_KEY.")
@@ -97,17 +99,16 @@ class ApiClient:
         """The first choice of every chunk. Closing the iterator hangs up, which ends the request on the server."""
         body = {"model": self.model, "stream": True, **self._options, **body}
         with closing(self._request("POST", path, body)) as response:
-            for line in response:
-                data = line.decode().strip().removeprefix("data:").strip()
-                if not data:
-                    continue
-                if data == "[DONE]":
-                    return
-                event = json.loads(data)
-                if "error" in event:
-                    raise OctavoError(event["error"]["message"])
-                if event["choices"]:
-                    yield event["choices"][0]
+            events = EventReader()
+            while data := response.read1():
+                for event in events.feed(data):
+                    if event.strip() == b"[DONE]":
+                        return
+                    chunk = json.loads(event)
+                    if "error" in chunk:
+                        raise OctavoError(chunk["error"]["message"])
+                    if chunk["choices"]:
+                        yield chunk["choices"][0]
         raise OctavoError(f"{self._url} ended the answer too early.")
 
     def _first_model(self) -> str:

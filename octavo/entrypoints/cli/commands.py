@@ -11,8 +11,8 @@ Commands = Mapping[str, tuple[str, str]]
 
 
 def run_named(commands: Commands, argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Run the command that `argv` begins with and return its exit code. `parser` answers everything else: --help, its
-    own flags, and names that it does not know, which end the process."""
+    """Run the command that `argv` begins with and return its exit code. For anything else `parser` ends the process:
+    --help, its own flags, and unknown names."""
     if argv and argv[0] in commands:
         module = importlib.import_module(commands[argv[0]][0])
         code: int = module.main(list(argv[1:]), prog=f"{parser.prog} {argv[0]}")

@@ -10,11 +10,12 @@ from typing import Any
 from octavo.config import AsyncEngineArgs
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
+from octavo.flags import with_hyphens
 
 
 def config_flags(path: str, argv: Sequence[str]) -> list[str]:
     """Words for the keys of the file that `argv` does not set. Keys are flags' names with - or _, without dashes."""
-    given = {word.partition("=")[0] for word in argv if word.startswith("--")}
+    given = {with_hyphens(word).partition("=")[0] for word in argv if word.startswith("--")}
     hints = {name: hint for cls in (AsyncEngineArgs, ServerArgs) for name, hint in typing.get_type_hints(cls).items()}
     words: list[str] = []
     for key, value in _read(path).items():

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from octavo.entrypoints.cli.commands import run_named
+from octavo.processes import import_path
 from octavo.version import __version__
 
 COMMANDS = {
@@ -25,4 +26,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sys.path[:] = import_path()
     sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from collections.abc import Sequence
@@ -12,17 +11,13 @@ from octavo.entrypoints.cli.config_file import config_flags
 from octavo.entrypoints.cli.errors import run_command
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
+from octavo.flags import FlagParser
 from octavo.logs import JSON, configure_logging
 
 
-def make_parser(prog: str) -> argparse.ArgumentParser:
+def make_parser(prog: str) -> FlagParser:
     """Every flag of the engine and of the server."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        usage="%(prog)s [MODEL] [--flags]",
-        description="Serve a model over the OpenAI API.",
-        allow_abbrev=False,
-    )
+    parser = FlagParser(prog=prog, usage="%(prog)s [MODEL] [--flags]", description="Serve a model over the OpenAI API.")
     parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags; those of the command line win.")
     AsyncEngineArgs.add_cli_args(parser)
@@ -33,21 +28,15 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 def parse_args(argv: Sequence[str], prog: str) -> tuple[AsyncEngineArgs, ServerArgs]:
     """Raises `ConfigError` for a bad file; an unknown flag or a wrong type ends the process with exit code 2."""
     parser = make_parser(prog)
-    argv = [_with_hyphens(word) for word in argv]
     args = parser.parse_args(argv)
     if args.config is not None:
-        args = parser.parse_args([*argv, *config_flags(args.config, argv)])
+        given = [*argv, *(["--model"] if args.model_positional is not None else [])]
+        args = parser.parse_args([*argv, *config_flags(args.config, given)])
     if args.model_positional is not None:
         if args.model and args.model != args.model_positional:
             raise ConfigError(f"two models are given: {args.model_positional} and --model {args.model}.")
         args.model = args.model_positional
     return AsyncEngineArgs.from_cli_args(args), ServerArgs.from_cli_args(args)
-
-
-def _with_hyphens(word: str) -> str:
-    """Flags may be written with underscores, as vLLM allows."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo serve") -> int:

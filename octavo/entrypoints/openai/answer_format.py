@@ -5,7 +5,7 @@ Reasoning comes first, then content and calls; a grammar is for what comes after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from octavo.entrypoints.openai.answer import AnswerFormat
@@ -13,14 +13,9 @@ from octavo.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolC
 from octavo.entrypoints.openai.reasoning import STYLES, Reasoning
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.entrypoints.openai.tools import MARKS, PARSERS
-from octavo.entrypoints.openai.tools.forced import (
-    NamedCallReader,
-    RequiredCallsReader,
-    grammar_of_arguments,
-    grammar_of_tools,
-)
+from octavo.entrypoints.openai.tools.forced import NamedCallReader, RequiredCallsReader
 from octavo.errors import RequestError
-from octavo.sampling.grammar import after_reasoning, check_grammar, make_grammar, mark
+from octavo.sampling.grammar import ReasoningMarks, ToolCalls, WantedGrammar, mark
 from octavo.sampling_params import StructuredOutputsParams
 
 
@@ -51,33 +46,21 @@ def answer_format(body: ChatCompletionRequest, args: ServerArgs, prompt: str) ->
     return AnswerFormat(reasoning, include, None, marks)
 
 
-def grammar_maker(
+def wanted_grammar(
     body: ChatCompletionRequest,
     form: AnswerFormat,
     structure: StructuredOutputsParams | None,
     special_tokens: Mapping[str, int],
-) -> Callable[[], str] | None:
-    """What makes the grammar of the answers, unless `structure`, which the request asks for, says it all.
-
-    It takes up to a second and raises `RequestError`.
-    """
-    choice, tools, reasoning = body.tool_choice, body.chosen_tools, form.reasoning
-    is_forced = choice == "required" or isinstance(choice, NamedToolChoice)
-    if not is_forced and (reasoning is None or structure is None):
+) -> WantedGrammar | None:
+    """What the answers must be, if anything: the calls that the request insists on, or `structure`."""
+    content: ToolCalls | StructuredOutputsParams | None = structure
+    if body.forces_calls:
+        name = body.tool_choice.function.name if isinstance(body.tool_choice, NamedToolChoice) else None
+        content = ToolCalls(body.chosen_tools, name, is_parallel=body.parallel_tool_calls is not False)
+    if content is None:
         return None
-
-    def make() -> str:
-        if isinstance(choice, NamedToolChoice):
-            grammar = grammar_of_arguments(tools, choice.function.name)
-        elif is_forced or structure is None:
-            grammar = grammar_of_tools(tools, is_parallel=body.parallel_tool_calls is not False)
-        else:
-            grammar = make_grammar(structure)
-        if reasoning is not None:
-            start, end = (mark(text, special_tokens.get(text)) for text in (reasoning.style.start, reasoning.style.end))
-            is_optional = reasoning.is_optional
-            grammar = after_reasoning(grammar, None if reasoning.is_open else start, end, is_optional=is_optional)
-        check_grammar(grammar, "tools" if is_forced else "structured_outputs")
-        return grammar
-
-    return make
+    marks = None
+    if (reasoning := form.reasoning) is not None:
+        start, end = (mark(text, special_tokens.get(text)) for text in (reasoning.style.start, reasoning.style.end))
+        marks = ReasoningMarks(None if reasoning.is_open else start, end, reasoning.is_optional)
+    return WantedGrammar(content, marks, body.structure_field)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from octavo.entrypoints.cli.serve import main
+from octavo.processes import import_path
 
 if __name__ == "__main__":
+    sys.path[:] = import_path()
+    from octavo.entrypoints.cli.serve import main
+
     sys.exit(main(prog="octavo.entrypoints.openai.api_server"))

@@ -10,19 +10,20 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.openai.answer import AnswerReader
-from octavo.entrypoints.openai.answer_format import answer_format, check_tool_choice, grammar_maker
+from octavo.entrypoints.openai.answer import AnswerFormat, AnswerReader
+from octavo.entrypoints.openai.answer_format import answer_format, check_tool_choice, wanted_grammar
 from octavo.entrypoints.openai.logprobs import LogprobsFormatter
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
 from octavo.entrypoints.openai.responses import ChatChoice, ChatCompletionResponse, ChatLogprobs, Usage
-from octavo.entrypoints.openai.state import ServerState, json_response, make_usage, state_of
+from octavo.entrypoints.openai.route import BodyRoute
+from octavo.entrypoints.openai.state import Asked, ServerState, json_response, make_usage, state_of
 from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, encode_json, run_until_disconnect
 from octavo.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletionResponse)
@@ -49,13 +50,9 @@ class _Job:
         self._role = state.args.response_role
         self._state = state
         self._params = params
-        tokenizer = state.engine.tokenizer
         check_tool_choice(body, state.args)
-        self._formatter = LogprobsFormatter(tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
-        self._prompt = render_messages(tokenizer, body, body.messages, body.tools if body.chosen_tools else None)
-        self._format = answer_format(body, state.args, self._prompt)
-        if any(text in state.special_tokens for text in self._format.marks):
-            params.skip_special_tokens = False  # they must be read
+        self._formatter = LogprobsFormatter(state.engine.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._format = AnswerFormat()  # known when the prompt is
         self._readers: dict[int, AnswerReader] = {}
         self._prompt_token_ids: list[int] = []
         self._num_completion = 0
@@ -63,17 +60,22 @@ class _Job:
 
     async def submit(self) -> None:
         """Raises `RequestError` for whatever is wrong with the prompt."""
-        structure = self._params.structured_outputs
-        grammar = grammar_maker(self._body, self._format, structure, self._state.special_tokens)
-        # The template has put the special tokens in already.
-        self._prompt_token_ids, self._generator = await self._state.submit(
-            self._id,
-            self._body,
-            self._params,
-            self._prompt,
-            add_special_tokens=bool(self._body.add_special_tokens),
-            grammar=grammar,
+        prompt, self._generator = await self._state.submit(
+            self._id, self._body, self._params, self._prepare, has_grammar=self._body.forces_calls
         )
+        self._prompt_token_ids = prompt.token_ids
+
+    def _prepare(self) -> Asked:
+        """Render the conversation, which says how its answers are to be read and what they must be."""
+        body, state, params = self._body, self._state, self._params
+        tools = body.tools if body.chosen_tools else None
+        prompt = render_messages(state.engine.tokenizer, body, body.messages, tools)
+        self._format = answer_format(body, state.args, prompt)
+        if any(text in state.special_tokens for text in self._format.marks):
+            params.skip_special_tokens = False  # they must be read
+        grammar = wanted_grammar(body, self._format, params.structured_outputs, state.special_tokens)
+        # The template has put the special tokens in already.
+        return Asked(prompt, bool(body.add_special_tokens), grammar)
 
     async def collect(self) -> ChatCompletionResponse:
         """The whole answer."""
@@ -147,8 +149,8 @@ class _Job:
         return writer.choice(index, delta, usage=self._usage_so_far(), chunk_fields=prompt)
 
     def _event(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:
-        """Chunks in full generality, one a delta, of which the last bears what else there is; empty when they would say
-        nothing."""
+        """Chunks with whatever the request asked for, one a delta, the last with log-probabilities and the end; empty
+        if there is nothing new."""
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
         reader = self._readers.setdefault(completion.index, AnswerReader(self._format))

@@ -9,23 +9,27 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.openai.logprobs import LogprobsFormatter
 from octavo.entrypoints.openai.protocol import CompletionRequest
 from octavo.entrypoints.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
-from octavo.entrypoints.openai.state import ServerState, json_response, make_usage, state_of
+from octavo.entrypoints.openai.route import BodyRoute
+from octavo.entrypoints.openai.state import Asked, ServerState, json_response, make_usage, state_of
 from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, encode_json, merge, run_until_disconnect
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from octavo.request import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 MAX_PROMPTS = 2048  # in one request
 
@@ -41,11 +45,11 @@ async def create_completion(body: CompletionRequest, raw: Request) -> Response:
     return Response(status_code=499) if response is None else json_response(response, job.headers)
 
 
-def prompt_text(
-    tokenizer: PreTrainedTokenizerFast, prompt: str | list[int], token_ids: list[int], *, is_cut: bool
-) -> str:
-    """What an answer that repeats its prompt starts with. `token_ids` are what is left of a prompt that `is_cut`."""
-    return prompt if isinstance(prompt, str) and not is_cut else str(tokenizer.decode(token_ids))
+async def prompt_text(tokenizer: PreTrainedTokenizerFast, prompt: Prompt, *, is_cut: bool) -> str:
+    """What an answer that repeats its prompt starts with; of a prompt that `is_cut`, what is left of it."""
+    if prompt.text is not None and not is_cut:
+        return prompt.text
+    return await run_off_loop(lambda: str(tokenizer.decode(prompt.token_ids)), length=len(prompt.token_ids))
 
 
 @dataclass(slots=True)
@@ -81,16 +85,22 @@ class _Job:
         body = self._body
         if len(body.prompt) > MAX_PROMPTS:
             raise RequestError(f"prompt has {len(body.prompt)} entries; {MAX_PROMPTS} is the most.", param="prompt")
-        for prompt in body.prompt:
+        adds_special = body.add_special_tokens is not False
+        for given in body.prompt:
             await asyncio.sleep(0)  # let others go on between two prompts
-            token_ids, generator = await self._state.submit(
-                self._id, body, self._params, prompt, add_special_tokens=body.add_special_tokens is not False
+            prompt, generator = await self._state.submit(
+                self._id,
+                body,
+                self._params,
+                partial(Asked, given, adds_special),
+                length=len(given),
+                num_prompts=len(body.prompt),
             )
             echo = None
             if body.echo:
                 is_cut = body.truncate_prompt_tokens is not None
-                echo = prompt_text(self._state.engine.tokenizer, prompt, token_ids, is_cut=is_cut)
-            self._prompts.append(_Prompt(echo, token_ids))
+                echo = await prompt_text(self._state.engine.tokenizer, prompt, is_cut=is_cut)
+            self._prompts.append(_Prompt(echo, prompt.token_ids))
             self._generators.append(generator)
 
     async def collect(self) -> CompletionResponse:
@@ -165,7 +175,7 @@ class _Job:
         yield DONE
 
     def _event(self, writer: ChunkWriter, index: int, prompt: _Prompt, completion: CompletionOutput) -> bytes:
-        """One chunk in full generality; empty when it would say nothing."""
+        """A chunk with whatever the request asked for; empty if there is nothing new."""
         is_first = completion.index not in prompt.offsets
         text, logprobs = self._take(prompt, completion)
         finish_reason, stop_reason = self._end(completion)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.entrypoints import ui
-from octavo.entrypoints.openai.body import ClientGoneError, ReadBody, read_body
+from octavo.entrypoints.openai.body import BodyReader, ClientGoneError, ReadBody
 from octavo.entrypoints.openai.docs_page import FILES
 from octavo.entrypoints.openai.errors import error_response
 from octavo.entrypoints.openai.state import ARRIVAL, Arrival, ServerState
@@ -26,7 +26,7 @@ LIGHT_PATHS = frozenset({"/tokenize", "/detokenize"})  # POST, but nothing waits
 
 
 class Gate:
-    """Answers 401, 408, 413, 415, 429 or 503 itself and lets everything else through.
+    """Answers 401, 408, 413, 415, 429 or 503 itself and passes all other requests on.
 
     Health, metrics, version, the API's description and the page's own files need neither a key nor an engine.
     """
@@ -35,6 +35,7 @@ class Gate:
         self._app = app
         self._state = state
         self._root_path = state.args.root_path.rstrip("/")
+        self._bodies = BodyReader(state.args.max_body_bytes, state.args.body_timeout)
         self._key_digests = [_digest(key.encode()) for key in state.args.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,24 +51,29 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers, method = Headers(scope=scope), scope["method"]
-        answer: Response | bytes | None = await self._refuse(headers, method, path)
+        is_queued = method == "POST" and path not in LIGHT_PATHS
+        answer: Response | bytes | None = await self._refuse(headers, method, is_queued)
         self._state.num_in_flight += 1
         try:
             if answer is None and method == "POST":
-                answer = await read_body(
-                    headers, receive, self._state.args.max_body_bytes, self._state.args.body_timeout
-                )
+                answer = await self._bodies.read(headers, receive)
+                if isinstance(answer, bytes) and is_queued:
+                    answer = self._queue_full() or answer  # others may have come meanwhile
             if isinstance(answer, Response):
                 await answer(scope, receive, send)
                 return
-            ARRIVAL.set(Arrival(time.monotonic(), headers))
-            await self._app(scope, receive if answer is None else ReadBody(answer, receive), send)
+            ARRIVAL.set(Arrival(time.monotonic(), headers, 0 if answer is None else len(answer)))
+            self._state.num_queued += is_queued
+            try:
+                await self._app(scope, receive if answer is None else ReadBody(answer, receive), send)
+            finally:
+                self._state.num_queued -= is_queued
         except ClientGoneError:
             pass
         finally:
             self._state.num_in_flight -= 1
 
-    async def _refuse(self, headers: Headers, method: str, path: str) -> Response | None:
+    async def _refuse(self, headers: Headers, method: str, is_queued: bool) -> Response | None:
         if self._key_digests and not self._is_authorized(headers.get("authorization", "")):
             return error_response(
                 "Incorrect or missing API key; send it as 'Authorization: Bearer KEY'.",
@@ -83,14 +89,8 @@ class Gate:
             return error_response(reason, 503, code=f"engine_{status}", headers=close)
         if method != "POST":
             return None
-        if path not in LIGHT_PATHS and (retry_after_s := self._state.queue_full()) is not None:
-            return error_response(
-                f"The queue is full (--max-queue-len {self._state.args.max_queue_len}); try again in about "
-                f"{retry_after_s} s.",
-                429,
-                code="queue_full",
-                headers={"Retry-After": str(retry_after_s)},
-            )
+        if is_queued and (full := self._queue_full()) is not None:
+            return full
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         # A browser sends text/plain across origins without asking; JSON it must ask for (CORS preflight).
         if content_type != "application/json":
@@ -98,6 +98,17 @@ class Gate:
                 f"The body must be sent as Content-Type: application/json, got {content_type or 'none'}.", 415
             )
         return None
+
+    def _queue_full(self) -> Response | None:
+        if (retry_after_s := self._state.queue_full()) is None:
+            return None
+        return error_response(
+            f"The queue is full (--max-queue-len {self._state.args.max_queue_len}); try again in about "
+            f"{retry_after_s} s.",
+            429,
+            code="queue_full",
+            headers={"Retry-After": str(retry_after_s)},
+        )
 
     def _is_authorized(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")

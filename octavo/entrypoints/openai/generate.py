@@ -14,11 +14,12 @@ from octavo.entrypoints.openai.completions import prompt_text
 from octavo.entrypoints.openai.errors import describe, error_body
 from octavo.entrypoints.openai.protocol import GenerateRequest
 from octavo.entrypoints.openai.responses import GenerateResponse
-from octavo.entrypoints.openai.state import json_response, state_of
+from octavo.entrypoints.openai.route import BodyRoute
+from octavo.entrypoints.openai.state import Asked, json_response, state_of
 from octavo.entrypoints.openai.streaming import EventStream, encode_json, run_until_disconnect
 from octavo.outputs import RequestOutput
 
-router = APIRouter(tags=["vLLM"])
+router = APIRouter(tags=["vLLM"], route_class=BodyRoute)
 
 
 class LineStream(EventStream):
@@ -33,10 +34,9 @@ async def generate(body: GenerateRequest, raw: Request) -> Response:
     state = state_of(raw)
     params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
     response_id, headers = state.response_id("gen", body, raw)
-    token_ids, outputs = await state.submit(
-        response_id, body, params, body.prompt, add_special_tokens=body.add_special_tokens is not False
-    )
-    start = prompt_text(state.engine.tokenizer, body.prompt, token_ids, is_cut=body.truncate_prompt_tokens is not None)
+    asked = Asked(body.prompt, body.add_special_tokens is not False)
+    prompt, outputs = await state.submit(response_id, body, params, lambda: asked)
+    start = await prompt_text(state.engine.tokenizer, prompt, is_cut=body.truncate_prompt_tokens is not None)
     texts = [start] * body.num_choices
     if body.stream:
         return LineStream(_lines(texts, outputs), headers)

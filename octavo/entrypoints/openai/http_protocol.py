@@ -1,6 +1,6 @@
 """One HTTP connection: uvicorn's protocol with limits on what a client may do before its request has begun.
 
-uvicorn waits for ever for the end of a request's head and takes a head of any length. Bodies are `body`'s business.
+uvicorn alone limits neither the time nor the length of a request's head. Bodies are limited in `body`.
 """
 
 from __future__ import annotations

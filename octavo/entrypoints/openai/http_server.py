@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.server")
 
 KEEP_ALIVE_S = 30  # idle connections; longer than HTTP clients keep theirs, so that it is they who close
-LAST_WORDS_S = 1.0  # for answers that were cut off to reach their clients
+FLUSH_TIMEOUT_S = 1.0  # for answers that were cut off to reach their clients, and traces their collector
 
 
 class HttpServer(uvicorn.Server):
@@ -89,7 +89,7 @@ class HttpServer(uvicorn.Server):
         elif not self.should_exit:
             logger.warning("stopping: %d requests are cut off", state.num_in_flight)
             await self._engine.end_all()
-            await self._is_idle_within(LAST_WORDS_S)
+            await self._is_idle_within(FLUSH_TIMEOUT_S)
         self.should_exit = True
 
     async def _is_idle_within(self, seconds: float) -> bool:
@@ -105,4 +105,4 @@ class HttpServer(uvicorn.Server):
         self._engine.shutdown()  # what is left, after a second signal, ends with an error event
         await super().shutdown(sockets)
         if (tracer := self._state.tracer) is not None and not self.force_exit:
-            await asyncio.to_thread(tracer.flush, LAST_WORDS_S)
+            await asyncio.to_thread(tracer.flush, FLUSH_TIMEOUT_S)

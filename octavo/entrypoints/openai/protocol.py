@@ -1,7 +1,7 @@
 """The bodies of the API's requests, with OpenAI's names and vLLM's extra fields.
 
-Types are checked here, ranges by `SamplingParams`, lengths by the engine. A field that nobody knows is refused, as
-OpenAI does.
+Types are checked here, ranges by `SamplingParams`, lengths by the engine. An unknown field is refused, as OpenAI
+does.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ChatMessage(_Request):
             raise RequestError("messages with function_call are not built; use tool_calls.", param="messages")
         if data.get("tool_calls") and data.get("role") != "assistant":
             raise RequestError("only messages of the assistant have tool_calls.", param="messages")
-        if data.get("content") is None and (data.get("tool_calls") or data.get("reasoning_content")):
+        if data.get("content") is None and data.get("role") == "assistant":
             data = {**data, "content": ""}
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
 
@@ -331,6 +331,11 @@ class ChatCompletionRequest(GenerationRequest):
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
         return self._sampling_params(defaults, **fields)
+
+    @property
+    def forces_calls(self) -> bool:
+        """Whether the answer must be calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
 
     @property
     def chosen_tools(self) -> dict[str, dict[str, Any]]:

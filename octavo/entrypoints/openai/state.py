@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import itertools
 import logging
 import math
 import re
@@ -14,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import Request
@@ -22,6 +20,7 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.openai.errors import RETRY_AFTER_S
 from octavo.entrypoints.openai.fields import ID_PATTERN
 from octavo.entrypoints.openai.protocol import SamplingRequest
@@ -29,7 +28,8 @@ from octavo.entrypoints.openai.responses import PromptTokensDetails, Usage
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.outputs import RequestOutput
-from octavo.request import EngineRequest
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling.grammar import WantedGrammar
 from octavo.sampling_params import SamplingParams
 from octavo.tracing import Tracer
 from octavo.version import __version__
@@ -39,16 +39,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.server")
 
-MAX_INLINE_LENGTH = 8192  # characters or tokens; longer prompts go to a thread, so that streams do not wait for them
 MAX_RETRY_AFTER_S = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When a request was whole (`time.monotonic`), and what it brought besides its body."""
+    """When a request was whole (`time.monotonic`), its headers, and the size of its body."""
 
     at: float
     headers: Headers
+    num_bytes: int  # of the body
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt of a request, and what its answer must be where `SamplingParams` do not say it."""
+
+    prompt: str | list[int]
+    add_special_tokens: bool
+    grammar: WantedGrammar | None = None
 
 
 ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)  # of the request that a task answers
@@ -69,8 +78,8 @@ class ServerState:
         if args.otlp_traces_endpoint is not None:
             self.tracer = Tracer(args.otlp_traces_endpoint, self.model_names[0])
         self.is_stopping = False
-        self.num_in_flight = 0  # requests past the gate whose answers are not complete
-        self._sequence = itertools.count()
+        self.num_in_flight = 0  # requests whose answers are not complete
+        self.num_queued = 0  # those of them that are whole, and that the engine answers
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -93,14 +102,14 @@ class ServerState:
     def queue_full(self) -> int | None:
         """Seconds after which a client should come back while as many requests wait as may, or None.
 
-        That is the time in which the requests that wait now will have been served, at the rate of late.
+        That is the number of waiting requests divided by the rate at which requests have ended lately.
         """
         limit = self.args.max_queue_len
         if limit is None:
             return None
         stats = self.engine.stats
         # The core's count is a step old; what has come since then is bounded by the slots.
-        num_beyond_slots = self.num_in_flight - self.engine.config.scheduler.max_num_seqs
+        num_beyond_slots = self.num_queued - self.engine.config.scheduler.max_num_seqs
         num_waiting = max(stats.num_waiting + stats.num_swapped, num_beyond_slots)
         if num_waiting < max(limit, 1) and num_beyond_slots < limit:
             return None
@@ -142,72 +151,56 @@ class ServerState:
         response_id: str,
         body: SamplingRequest,
         params: SamplingParams,
-        prompt: str | list[int],
+        prepare: Callable[[], Asked],
         *,
-        add_special_tokens: bool,
-        grammar: Callable[[], str] | None = None,
-    ) -> tuple[list[int], AsyncGenerator[RequestOutput, None]]:
-        """Check one prompt and make its generator, which starts the request when it is first asked for an output.
+        has_grammar: bool = False,
+        length: int = 0,
+        num_prompts: int = 1,
+    ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
+        """Check one prompt of a request, and make its generator, which starts it when it is first asked for an output.
 
-        `grammar` makes what the answer must follow, in the place of what `params` say of it; it runs in a thread.
-        Returns the prompt's token ids too. Raises `RequestError` here, before any response has been started.
+        `prepare` says what is asked; for long bodies, and where there is a grammar, it runs in a thread. A body of
+        several prompts brings a `length` for each. Returns the prompt too. Raises `RequestError` here, before any
+        response has been started.
         """
-        inputs = self.engine.inputs
-        # Clients choose response ids and may repeat them; the engine's are unique.
-        request_id = f"{response_id}-{next(self._sequence)}"
         arrival = ARRIVAL.get()
-        arrival_time = time.monotonic() if arrival is None else arrival.at
+        structure = params.structured_outputs
 
         def process() -> EngineRequest:
-            wanted = params
-            if grammar is not None:
-                wanted = msgspec.structs.replace(params, grammar=grammar(), structured_outputs=None)
-            asked: dict[str, Any] = {"cache_salt": body.cache_salt}
-            if not isinstance(prompt, str):
-                asked["prompt_token_ids"] = prompt
-            elif add_special_tokens:
-                asked["prompt"] = prompt
-            else:
-                asked["prompt_token_ids"] = inputs.encode(prompt, add_special_tokens=False)
-            return inputs.process(asked, wanted, request_id, priority=body.priority, arrival_time=arrival_time)[1]
-
-        structure = params.structured_outputs
-        try:
-            is_slow = len(prompt) > MAX_INLINE_LENGTH or structure is not None or grammar is not None
-            request = await asyncio.to_thread(process) if is_slow else process()
-        except RequestError as error:
-            if structure is None or not (error.param or "").startswith("structured_outputs"):
-                raise
-            raise _renamed(error, body) from None
-        if params.max_tokens is not None and params.max_tokens > request.max_tokens:
-            limit = self.engine.config.model.max_model_len
-            raise RequestError(
-                f"max_tokens is {params.max_tokens}, but the prompt has {len(request.prompt.token_ids)} tokens and the "
-                f"model takes {limit} of both together; leave it out to get as many as fit.",
-                param="max_tokens",
-                code="context_length_exceeded",
+            asked = prepare()
+            grammar = asked.grammar
+            if grammar is None and structure is not None:
+                grammar = WantedGrammar(structure, field=body.structure_field)
+            kind = "prompt" if isinstance(asked.prompt, str) else "prompt_token_ids"
+            return self.engine.inputs.process(
+                {kind: asked.prompt, "cache_salt": body.cache_salt},
+                params,
+                priority=body.priority,
+                arrival_time=None if arrival is None else arrival.at,
+                add_special_tokens=asked.add_special_tokens,
+                grammar=grammar,
+                clamps_max_tokens=False,
             )
+
+        if arrival is not None:
+            length = max(length, arrival.num_bytes // num_prompts)
+        request = await run_off_loop(process, length=length, has_grammar=has_grammar or structure is not None)
+        name = f"{response_id}-{request.request_id}"  # clients choose response ids and may repeat them
         if not self.args.disable_log_requests:
-            self._log_request(request_id, prompt, request.prompt.token_ids, params)
+            self._log_request(name, request.prompt, params)
         outputs = self.engine.generate_from(request, deadline=self.deadline(body))
         if self.tracer is not None:
-            outputs = self.tracer.trace(request, outputs, {} if arrival is None else arrival.headers)
-        return request.prompt.token_ids, outputs
+            named = msgspec.structs.replace(request, request_id=name)
+            outputs = self.tracer.trace(named, outputs, {} if arrival is None else arrival.headers)
+        return request.prompt, outputs
 
-    def _log_request(
-        self, request_id: str, prompt: str | list[int], token_ids: list[int], params: SamplingParams
-    ) -> None:
+    def _log_request(self, name: str, prompt: Prompt, params: SamplingParams) -> None:
         limit = self.args.max_log_len
-        shown = "" if limit == 0 else f": {prompt[:limit]!r}{'...' if len(prompt[:limit]) < len(prompt) else ''}"
+        said = prompt.token_ids if prompt.text is None else prompt.text
+        shown = "" if limit == 0 else f": {said[:limit]!r}{'...' if len(said[:limit]) < len(said) else ''}"
         options = msgspec.to_builtins(params)
-        fields = {"request_id": request_id, "num_prompt_tokens": len(token_ids), "sampling_params": options}
-        logger.info("%s: %d prompt tokens%s %s", request_id, len(token_ids), shown, options, extra=fields)
-
-
-def _renamed(error: RequestError, body: SamplingRequest) -> RequestError:
-    """An error about a grammar under the name of the field that it came from."""
-    field = body.structure_field
-    return error if field is None else RequestError(str(error).replace(str(error.param), field, 1), param=field)
+        fields = {"request_id": name, "num_prompt_tokens": len(prompt.token_ids), "sampling_params": options}
+        logger.info("%s: %d prompt tokens%s %s", name, len(prompt.token_ids), shown, options, extra=fields)
 
 
 def state_of(request: Request) -> ServerState:

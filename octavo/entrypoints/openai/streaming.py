@@ -95,7 +95,7 @@ class EventStream(Response):
         await run_until_disconnect(self._send(send, scope.get(SERVER_SEND, send)), receive)
 
     async def _send(self, send: Send, send_body: Send) -> None:
-        """The middlewares change headers and let bodies pass, each at the cost of a coroutine: bodies go past them."""
+        """Send the headers through the middlewares, and bodies past them: each would cost a coroutine a chunk."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for events in self._events:

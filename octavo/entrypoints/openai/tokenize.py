@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 
+from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.openai.chat import render_messages
 from octavo.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 from octavo.entrypoints.openai.responses import DetokenizeResponse, TokenizeResponse
-from octavo.entrypoints.openai.state import MAX_INLINE_LENGTH, ServerState, state_of
+from octavo.entrypoints.openai.route import BodyRoute
+from octavo.entrypoints.openai.state import ARRIVAL, ServerState, state_of
 from octavo.errors import RequestError
 
-router = APIRouter(tags=["vLLM"])
+router = APIRouter(tags=["vLLM"], route_class=BodyRoute)
 
 
 @router.post("/tokenize")
@@ -20,14 +20,13 @@ async def tokenize(body: TokenizeRequest, raw: Request) -> TokenizeResponse:
     """The token ids of a prompt, or of a conversation after the chat template."""
     state = state_of(raw)
     state.resolve_model(body.model)
-    text = _text(state, body)
     # The chat template has put the special tokens in already.
     add_special_tokens = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-    inputs = state.engine.inputs
-    if len(text) > MAX_INLINE_LENGTH:
-        tokens = await asyncio.to_thread(inputs.encode, text, add_special_tokens)
-    else:
-        tokens = inputs.encode(text, add_special_tokens)
+    arrival = ARRIVAL.get()
+    tokens = await run_off_loop(
+        lambda: state.engine.inputs.encode(_text(state, body), add_special_tokens),
+        length=0 if arrival is None else arrival.num_bytes,
+    )
     names = state.engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     return TokenizeResponse(
         count=len(tokens),
@@ -48,9 +47,8 @@ async def detokenize(body: DetokenizeRequest, raw: Request) -> DetokenizeRespons
         raise RequestError(
             f"tokens has token id {max(body.tokens)}; the tokenizer's are 0 to {num_known - 1}.", param="tokens"
         )
-    if len(body.tokens) > MAX_INLINE_LENGTH:
-        return DetokenizeResponse(prompt=str(await asyncio.to_thread(tokenizer.decode, body.tokens)))
-    return DetokenizeResponse(prompt=str(tokenizer.decode(body.tokens)))
+    text = await run_off_loop(lambda: str(tokenizer.decode(body.tokens)), length=len(body.tokens))
+    return DetokenizeResponse(prompt=text)
 
 
 def _text(state: ServerState, body: TokenizeRequest) -> str:

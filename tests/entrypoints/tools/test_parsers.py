@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octavo.entrypoints.openai.answer import AnswerFormat, AnswerReader
-from octavo.entrypoints.openai.tools import PARSERS
+from octavo.entrypoints.openai.tools import PARSERS, calls
 
 WEATHER = {
     "type": "object",
@@ -149,3 +149,70 @@ def test_how_a_text_is_cut_makes_no_difference(parser: str, text: str) -> None:
     for _ in range(20):
         cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(1, 4))))
         assert read(parser, text, cuts) == whole
+
+
+def _arguments(size: int) -> str:
+    return json.dumps({"city": ['}] \\ "<' for _ in range(size // 12)]})
+
+
+LARGE = {
+    "hermes": lambda size: f'<tool_call>{{"name": "get_weather", "arguments": {_arguments(size)}}}</tool_call>',
+    "qwen": lambda size: f"<tool_call><function=now>\n<parameter=x>{'a < b > ' * (size // 8)}</parameter></function>",
+    "mistral": lambda size: f"[TOOL_CALLS]get_weather[ARGS]{_arguments(size)}",
+    "llama3_json": lambda size: f'{{"name": "get_weather", "parameters": {_arguments(size)}}}',
+}
+NEVER = {
+    "spaces": ("hermes", lambda size: '<tool_call>{"name": "now"}' + " " * size),
+    "spaces in text": ("hermes", lambda size: "<tool_call>" + " " * size),
+    "marks": ("hermes", lambda size: '<tool_call>{"' * (size // 13)),
+    "nested": ("hermes", lambda size: '<tool_call>{"a": ' * (size // 34) + "}" * (size // 34)),
+    "functions": ("qwen", lambda size: "<tool_call><function=f>" * (size // 23)),
+    "names": ("mistral", lambda size: "[TOOL_CALLS]" + "a" * size),
+    "python": ("pythonic", lambda size: "[" + "a" * size),
+}
+
+
+class Work:
+    """Counts the characters that parsers look at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_characters = 0
+        end, find = calls.JsonScanner.end, calls.find
+
+        def counted_end(scanner: calls.JsonScanner, text: str, begin: int = 0) -> int | None:
+            found = end(scanner, text, begin)
+            self.num_characters += (len(text) if found is None else found) - begin
+            return found
+
+        def counted_find(text: str, mark: str, begin: int) -> int:
+            found = find(text, mark, begin)
+            self.num_characters += (len(text) if found < 0 else found + len(mark)) - begin
+            return found
+
+        monkeypatch.setattr(calls.JsonScanner, "end", counted_end)
+        monkeypatch.setattr(calls, "find", counted_find)
+
+
+@pytest.mark.parametrize("parser", LARGE)
+def test_a_long_call_in_small_pieces_is_looked_at_once(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(monkeypatch)
+    for size in (10_000, 20_000, 40_000):
+        text = LARGE[parser](size)
+        work.num_characters = 0
+        assert len(read(parser, text, list(range(4, len(text), 4)))[1]) == 1
+        # A mark of up to 12 characters may begin in every piece of 4.
+        assert work.num_characters <= 5 * len(text)
+
+
+@pytest.mark.parametrize("kind", NEVER)
+def test_what_only_looks_like_calls_takes_no_more_than_twice_the_work_for_twice_the_length(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser, make = NEVER[kind]
+    work = Work(monkeypatch)
+    for size in (20_000, 40_000, 80_000):
+        text = make(size)
+        for cuts in ([], list(range(4, len(text), 4))):
+            work.num_characters = 0
+            read(parser, text, cuts)
+            assert work.num_characters <= 6 * len(text) + calls._MAX_REREAD

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from octavo.entrypoints.openai.reasoning import held_back
 
@@ -26,9 +26,13 @@ class Call:
     arguments: str
 
 
-_CLOSING = re.compile(r"[\]})>]")
-
 Piece = str | Call  # content, or a call
+T = TypeVar("T")
+Steps = Generator[None, None, T]  # stops where more text must come, and goes on when it has
+
+_NO_SPACE = re.compile(r"\S")
+_JSON_MARKS = re.compile(r'\\.?|["\[\]{}]', re.DOTALL)
+_MAX_REREAD = 100_000  # characters that an answer may have in what looks like calls and is none, before all is content
 
 
 class ToolParser(Protocol):
@@ -43,68 +47,149 @@ class ToolParser(Protocol):
         ...
 
 
-class MarkedParser:
-    """For formats with a mark before each call, and mostly one after it. Formats say how to `_take` a call."""
+class TextParser:
+    """Holds the text of an answer as it comes, and reads on from where it stopped, so that no character of a call is
+    looked at twice."""
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        self._tools = tools
+        self._text = ""
+        self._begin = 0  # of what has not been given
+        self._seen = 0  # characters that have been looked at
+        self._is_whole = False  # nothing more comes
+
+    def add(self, text: str) -> list[Piece]:
+        # Python appends in place if there is no other reference.
+        held, self._text = self._text, ""
+        held += text
+        self._text = held
+        return self._read()
+
+    def finish(self) -> list[Piece]:
+        self._is_whole = True
+        return self._read()
+
+    def _read(self) -> list[Piece]:
+        raise NotImplementedError
+
+    def _drop_given(self) -> None:
+        self._text = self._text[self._begin :]
+        self._seen -= self._begin
+        self._begin = 0
+
+    def _more(self) -> Steps[bool]:
+        """Wait for more text. False if there is none, because the answer has ended."""
+        if self._is_whole:
+            return False
+        yield
+        return True
+
+    def _skip_spaces(self, others: re.Pattern[str] = _NO_SPACE) -> Steps[bool]:
+        """Go to the next of the `others`. False if there is none."""
+        while (found := others.search(self._text, self._seen)) is None:
+            self._seen = len(self._text)
+            if not (yield from self._more()):
+                return False
+        self._seen = found.start()
+        return True
+
+    def _skip_mark(self, mark: str) -> Steps[bool]:
+        """Go behind spaces and `mark`. False, and nothing is skipped, if something else comes."""
+        begin = self._seen
+        if (yield from self._skip_spaces()):
+            while mark.startswith(self._text[self._seen : self._seen + len(mark)]):
+                if self._text.startswith(mark, self._seen):
+                    self._seen += len(mark)
+                    return True
+                if not (yield from self._more()):
+                    break
+        self._seen = begin
+        return False
+
+    def _take_until(self, mark: str) -> Steps[str | None]:
+        """The text before the next `mark`, and go behind that. None if there is none."""
+        begin = self._seen
+        while (found := find(self._text, mark, max(begin, self._seen - len(mark) + 1))) < 0:
+            self._seen = len(self._text)
+            if not (yield from self._more()):
+                return None
+        self._seen = found + len(mark)
+        return self._text[begin:found]
+
+    def _take_json(self) -> Steps[Any]:
+        """The value of the JSON object or list that begins here, and go behind it. None if it has no end or is none."""
+        begin, scanner = self._seen, JsonScanner()
+        while (end := scanner.end(self._text, self._seen)) is None:
+            self._seen = len(self._text)
+            if not (yield from self._more()):
+                return None
+        self._seen = end
+        return load_json(self._text[begin:end])
+
+
+class MarkedParser(TextParser):
+    """For formats with a mark before each call, and mostly one after it. Formats say how to `_take_calls`."""
 
     start: str  # the mark before a call
 
     def __init__(self, tools: ToolSchemas) -> None:
-        self._tools = tools
-        self._held = ""
-        self._is_inside = False  # `_held` follows a start mark
+        super().__init__(tools)
+        self._calls: Steps[list[Call] | None] | None = None  # reads what follows a start mark
         self._had_call = False
+        self._num_reread = 0
 
-    def add(self, text: str) -> list[Piece]:
-        self._held += text
-        # A call ends with a bracket of some kind: long arguments are not looked at for every token.
-        if self._is_inside and len(self._held) > 200 and not _CLOSING.search(text):
-            return []
-        return self._read(is_end=False)
-
-    def finish(self) -> list[Piece]:
-        return self._read(is_end=True)
-
-    def _take(self, text: str, is_end: bool) -> tuple[list[Call], int] | None:
-        """The calls at the beginning of `text`, which follows a start mark, and how many characters they are.
-
-        No calls and 0 characters: more must come, which it cannot if `is_end`. None: this is no call.
-        """
+    def _take_calls(self) -> Steps[list[Call] | None]:
+        """The calls that begin after a start mark, and go behind them. None if it is no call."""
         raise NotImplementedError
 
-    def _read(self, is_end: bool) -> list[Piece]:
+    def _read(self) -> list[Piece]:
         pieces: list[Piece] = []
-        while self._held or (self._is_inside and is_end):
-            if self._is_inside:
-                found = self._take(self._held, is_end)
-                if found == ([], 0):
-                    break
-                self._is_inside = False
-                if found is None:
-                    self._give(pieces, self.start)
-                    continue
-                calls, length = found
+        while self._calls is not None or self._find_start(pieces):
+            assert self._calls is not None
+            try:
+                next(self._calls)
+                return pieces
+            except StopIteration as end:
+                calls: list[Call] | None = end.value
+            self._calls = None
+            if calls is None:  # what follows the mark is looked at again, for another one
+                self._num_reread += self._seen - self._begin
+                self._give(pieces, self.start)
+                self._seen = self._begin
+            else:
                 pieces += calls
                 self._had_call = True
-                self._held = self._held[length:]
-                continue
-            before, mark, after = self._held.partition(self.start)
-            if not mark and not is_end:
-                shown = len(before) - held_back(before, self.start)
-                # Line breaks around calls are no content.
-                shown = len(before[:shown].rstrip())
-                before, after = before[:shown], before[shown:]
-            self._give(pieces, before.rstrip() if mark else before)
-            self._held = after
-            self._is_inside = bool(mark)
-            if not mark:
-                break
+                self._begin = self._seen
+        self._drop_given()
         return pieces
+
+    def _find_start(self, pieces: list[Piece]) -> bool:
+        """Give the content before the next start mark, and go behind that. False if there is none yet."""
+        found = -1
+        if self._num_reread <= _MAX_REREAD:
+            found = find(self._text, self.start, max(self._begin, self._seen - len(self.start) + 1))
+        if found >= 0:
+            self._give(pieces, self._text[self._begin : found].rstrip())
+            self._begin = self._seen = found + len(self.start)
+            self._calls = self._take_calls()
+            return True
+        self._seen = end = len(self._text)
+        if not self._is_whole:
+            end -= held_back(self._text[max(self._begin, end - len(self.start)) :], self.start)
+            end = self._begin + len(self._text[self._begin : end].rstrip())  # line breaks around calls are no content
+        self._give(pieces, self._text[self._begin : end])
+        self._begin = end
+        return False
 
     def _give(self, pieces: list[Piece], text: str) -> None:
         if self._had_call and not text.strip():
             return
         if text:
             pieces.append(text)
+
+
+def find(text: str, mark: str, begin: int) -> int:
+    return text.find(mark, begin)
 
 
 def new_call_id() -> str:
@@ -136,24 +221,21 @@ class JsonScanner:
         self._is_string = False
         self._is_escaped = False
 
-    def end(self, text: str) -> int | None:
-        """How many characters of `text` the value still takes, or None if it goes on beyond it."""
-        for i, char in enumerate(text):
-            if self._is_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif char == "\\":
-                    self._is_escaped = True
-                elif char == '"':
-                    self._is_string = False
-            elif char == '"':
-                self._is_string = True
-            elif char in "[{":
-                self._depth += 1
-            elif char in "]}":
-                self._depth -= 1
+    def end(self, text: str, begin: int = 0) -> int | None:
+        """Where in `text`, of which it has seen what is before `begin`, the value ends; None if it goes on."""
+        if self._is_escaped and begin < len(text):
+            begin += 1
+            self._is_escaped = False
+        for found in _JSON_MARKS.finditer(text, begin):
+            mark = found[0]
+            if mark[0] == "\\":
+                self._is_escaped = len(mark) == 1  # what it escapes has not come
+            elif mark == '"':
+                self._is_string = not self._is_string
+            elif not self._is_string:
+                self._depth += 1 if mark in "[{" else -1
                 if self._depth <= 0:
-                    return i + 1
+                    return found.end()
         return None
 
 

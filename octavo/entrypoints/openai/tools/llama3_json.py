@@ -6,56 +6,50 @@
 
 from __future__ import annotations
 
-from octavo.entrypoints.openai.tools.calls import Call, JsonScanner, Piece, ToolSchemas, json_call, load_json
+import re
+
+from octavo.entrypoints.openai.tools.calls import Call, Piece, Steps, TextParser, ToolSchemas, json_call
 
 _MARK = "<|python_tag|>"
+_NO_SEPARATOR = re.compile(r"[^; \n\t]")
 
 
-class Llama3JsonParser:
+class Llama3JsonParser(TextParser):
     def __init__(self, tools: ToolSchemas) -> None:
-        self._held = ""
+        super().__init__(tools)
+        self._call: Steps[Call | None] | None = None  # reads the next one
         self._is_content = False  # no call can follow any more
         self._num_calls = 0
 
-    def add(self, text: str) -> list[Piece]:
-        self._held += text
-        return self._read(is_end=False)
-
-    def finish(self) -> list[Piece]:
-        return self._read(is_end=True)
-
-    def _read(self, is_end: bool) -> list[Piece]:
+    def _read(self) -> list[Piece]:
         pieces: list[Piece] = []
-        while self._held and not self._is_content:
-            found = self._take(is_end)
-            if found is None:
-                self._is_content = True
-            elif isinstance(found, int):
+        while not self._is_content:
+            self._call = self._call or self._take_call()
+            try:
+                next(self._call)
                 return pieces
+            except StopIteration as end:
+                call: Call | None = end.value
+            self._call = None
+            if call is None:
+                self._is_content = True
             else:
-                pieces.append(found)
-        if self._held and (not self._num_calls or self._held.strip()):
-            pieces.append(self._held)
-        self._held = ""
+                pieces.append(call)
+                self._num_calls += 1
+                self._begin = self._seen
+        rest = self._text[self._begin :]
+        if rest and (not self._num_calls or rest.strip()):
+            pieces.append(rest)
+        self._begin = len(self._text)
+        self._drop_given()
         return pieces
 
-    def _take(self, is_end: bool) -> Call | int | None:
-        """The next call; 0 if more must come; None if there is none."""
-        text = self._held.lstrip("; \n\t") if self._num_calls else self._held.lstrip()
-        if not is_end and (not text or _MARK.startswith(text)):
-            return 0
-        text = text.removeprefix(_MARK).lstrip()
-        if not text and not is_end:
-            return 0
-        if not text.startswith("{"):
+    def _take_call(self) -> Steps[Call | None]:
+        if self._num_calls and not (yield from self._skip_spaces(_NO_SEPARATOR)):
             return None
-        length = JsonScanner().end(text)
-        if length is None:
-            return None if is_end else 0
-        value = load_json(text[:length])
+        yield from self._skip_mark(_MARK)
+        if not (yield from self._skip_spaces()) or self._text[self._seen] != "{":
+            return None
+        value = yield from self._take_json()
         has_arguments = isinstance(value, dict) and ("parameters" in value or "arguments" in value)
-        call = json_call(value, "parameters", "arguments") if has_arguments else None
-        if call is not None:
-            self._num_calls += 1
-            self._held = text[length:]
-        return call
+        return json_call(value, "parameters", "arguments") if has_arguments else None

@@ -9,34 +9,37 @@ import ast
 import re
 from typing import Any
 
-from octavo.entrypoints.openai.tools.calls import Call, Piece, ToolSchemas, to_json
+from octavo.entrypoints.openai.tools.calls import Call, Piece, TextParser, ToolSchemas, to_json
 
-_BEGIN = re.compile(r"\s*(?:<\|python_start\|>)?\s*\[\s*[A-Za-z_][\w.]*\s*\(")
-_BEGIN_SO_FAR = re.compile(r"\s*(?:<[|a-z_>]*)?\s*(?:\[\s*(?:[A-Za-z_][\w.]*)?\s*)?")
+_BEGIN = re.compile(r"\s{0,32}(?:<\|python_start\|>)?\s{0,32}\[\s{0,32}[A-Za-z_][\w.]{0,255}\s{0,32}\(")
+_BEGIN_SO_FAR = re.compile(r"\s{0,32}(?:<[|a-z_>]{0,16})?\s{0,32}(?:\[\s{0,32}(?:[A-Za-z_][\w.]{0,255})?\s{0,32})?")
 _MARKS = ("<|python_start|>", "<|python_end|>")
 
 
-class PythonicParser:
+class PythonicParser(TextParser):
+    """The text is read as a whole at its end, if it begins as calls do."""
+
     def __init__(self, tools: ToolSchemas) -> None:
-        self._held = ""
-        self._is_content = False
+        super().__init__(tools)
+        self._are_calls: bool | None = None
 
-    def add(self, text: str) -> list[Piece]:
-        self._held += text
-        may_be_calls = _BEGIN.match(self._held) or _BEGIN_SO_FAR.fullmatch(self._held)
-        self._is_content = self._is_content or not may_be_calls
-        return self._give() if self._is_content else []
-
-    def finish(self) -> list[Piece]:
-        text = self._held.strip()
-        for mark in _MARKS:
-            text = text.removeprefix(mark).removesuffix(mark).strip()
-        calls = None if self._is_content else _parse(text)
-        return self._give() if calls is None else [*calls]
-
-    def _give(self) -> list[Piece]:
-        text, self._held = self._held, ""
-        return [text] if text else []
+    def _read(self) -> list[Piece]:
+        if self._are_calls is None:
+            if _BEGIN.match(self._text):
+                self._are_calls = True
+            elif self._is_whole or not _BEGIN_SO_FAR.fullmatch(self._text):
+                self._are_calls = False
+        if self._are_calls and self._is_whole:
+            text = self._text.strip()
+            for mark in _MARKS:
+                text = text.removeprefix(mark).removesuffix(mark).strip()
+            if (calls := _parse(text)) is not None:
+                return [*calls]
+        elif self._are_calls is not False:
+            return []
+        pieces: list[Piece] = [self._text] if self._text else []
+        self._text = ""
+        return pieces
 
 
 def _parse(text: str) -> list[Call] | None:

@@ -15,32 +15,28 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.entrypoints.openai.tools.calls import Call, load_json, to_json
-from octavo.entrypoints.openai.tools.hermes import HermesParser, end_of_call
+from octavo.entrypoints.openai.tools.calls import Call, Steps, load_json, to_json
+from octavo.entrypoints.openai.tools.hermes import END, HermesParser
 
 _START = "<function="
 _END = "</function>"
-_FUNCTION = re.compile(r"<function=([^>\s]+)>")
+_NAME = re.compile(r"([^>\s]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
 class QwenParser(HermesParser):
-    def _take(self, text: str, is_end: bool) -> tuple[list[Call], int] | None:
-        stripped = text.lstrip()
-        if not stripped.startswith(_START):
-            if stripped and _START.startswith(stripped) and not is_end:
-                return [], 0
-            return super()._take(text, is_end)
-        body, end, _ = stripped.partition(_END)
-        if not end:
-            return None if is_end else ([], 0)
-        call = self._call(body)
+    def _take_calls(self) -> Steps[list[Call] | None]:
+        if not (yield from self._skip_mark(_START)):
+            return (yield from super()._take_calls())
+        body = yield from self._take_until(_END)
+        call = None if body is None else self._parse(body)
         if call is None:
             return None
-        return end_of_call([call], text, len(text) - len(stripped) + len(body) + len(end), "</tool_call>", is_end)
+        yield from self._skip_mark(END)
+        return [call]
 
-    def _call(self, body: str) -> Call | None:
-        head = _FUNCTION.match(body)
+    def _parse(self, body: str) -> Call | None:
+        head = _NAME.match(body)
         if head is None:
             return None
         properties = self._tools.get(head[1], {}).get("properties")

@@ -1,0 +1,37 @@
+"""Command lines of child processes. A child imports exactly what its parent imports, and nothing from the working
+directory, which `python -m` would search first."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def python_command(module: str, *args: str) -> list[str]:
+    """The command that runs a module as `python -m module args` would, with `import_path` as its `sys.path`."""
+    flags = [flag for name, flag in _FLAGS.items() if getattr(sys.flags, name)]
+    # Until the path is replaced the child has that of its own start, without its working directory (-P). `site` has run
+    # by then, so that what .pth files hook in, such as the finder of an editable installation, is there too.
+    code = (
+        f"import sys; sys.path[:] = {import_path()!a}; del sys.argv[0]; import runpy; "
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    )
+    return [sys.executable, "-P", *flags, "-c", code, module, *args]
+
+
+_FLAGS = {"isolated": "-I", "ignore_environment": "-E", "no_user_site": "-s", "no_site": "-S"}
+
+
+def import_path() -> list[str]:
+    """This process's `sys.path` without the working directory, unless Octavo itself was imported from there or
+    PYTHONPATH names it in full."""
+    kept = {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
+    if not sys.flags.ignore_environment:
+        kept |= {entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)}
+    try:
+        here = os.path.realpath(os.getcwd())
+    except OSError:  # it has been deleted, and nothing can be imported from it
+        return [entry for entry in sys.path if os.path.isabs(entry)]
+    is_kept = here in map(os.path.realpath, kept)
+    entries = [os.path.abspath(entry) for entry in sys.path]
+    return [entry for entry in entries if is_kept or os.path.realpath(entry) != here]

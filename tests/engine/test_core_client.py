@@ -1,0 +1,47 @@
+"""Where the sockets of an engine's process lie."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from octavo.engine.core_client import _make_socket_folder
+from octavo.errors import OctavoError
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RUNTIME_DIRECTORY", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)  # which Python remembers
+
+
+def test_the_folder_is_for_its_user_only_and_goes_with_its_holder(tmp_path: Path) -> None:
+    folder = _make_socket_folder()
+    assert Path(folder.name).stat().st_mode & 0o777 == 0o700
+    folder.cleanup()
+    assert not Path(folder.name).exists()
+
+
+def test_the_folder_is_in_systemds_runtime_directory_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNTIME_DIRECTORY", f"{tmp_path}:/run/other")
+    with _make_socket_folder() as name:
+        assert Path(name).parent == tmp_path
+
+
+def test_without_a_writable_folder_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNTIME_DIRECTORY", "/proc/no/such")
+    with pytest.raises(OctavoError, match=r"no folder to write the engine's sockets to .* PrivateTmp=yes or Runtime"):
+        _make_socket_folder()
+
+
+def test_a_path_that_is_too_long_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    with pytest.raises(OctavoError, match="is too long for sockets; let TMPDIR name a folder with a shorter one"):
+        _make_socket_folder()
+    assert not list(long.iterdir())

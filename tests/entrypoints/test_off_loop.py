@@ -1,0 +1,178 @@
+"""While a long text is rendered or tokenized, or a grammar compiled, other requests are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.engine import input_processor
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
+from octavo.entrypoints.openai import chat, route
+from octavo.entrypoints.openai.route import MAX_INLINE_BYTES
+from tests.entrypoints.fake_engine import FakeEngine, wait_until
+
+LONG = "x" * (MAX_INLINE_LENGTH + 1)
+SHORT = {"prompt": "short"}
+
+
+def talk(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+class Hold:
+    """Holds up a function whose arguments hold a long text, or every call of it, until it is let go."""
+
+    def __init__(self) -> None:
+        self.is_held = threading.Event()
+        self.may_go = threading.Event()
+        self.threads: list[str] = []
+
+    def around(self, function: Callable[..., Any], always: bool = False) -> Callable[..., Any]:
+        def held(*args: Any, **options: Any) -> Any:
+            self.threads.append(threading.current_thread().name)
+            if always or LONG in str(args):
+                self.is_held.set()
+                assert self.may_go.wait(20)
+            return function(*args, **options)
+
+        return held
+
+
+@pytest.fixture
+def hold() -> Iterator[Hold]:
+    hold = Hold()
+    yield hold
+    hold.may_go.set()
+
+
+def meanwhile(http: httpx.Client, hold: Hold, route: str, body: dict[str, Any]) -> httpx.Response:
+    """The answer to a request that is held up while short ones are answered."""
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(http.post, route, json=body)
+        assert hold.is_held.wait(20)
+        for _ in range(3):
+            assert http.post("/v1/completions", json=SHORT).status_code == 200
+            assert http.post("/v1/chat/completions", json=talk("short")).status_code == 200
+        assert not slow.done()
+        hold.may_go.set()
+        return slow.result()
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 3}),
+        ("/v1/completions", {"prompt": ["a", LONG], "truncate_prompt_tokens": 3}),
+        ("/v1/chat/completions", {**talk(LONG), "truncate_prompt_tokens": 3}),
+        ("/generate", {"prompt": LONG, "truncate_prompt_tokens": 3}),
+        ("/tokenize", {"prompt": LONG}),
+        ("/tokenize", talk(LONG)),
+    ],
+)
+def test_others_go_on_while_a_long_text_is_tokenized(
+    http: httpx.Client,
+    engine: FakeEngine,
+    hold: Hold,
+    route: str,
+    body: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine.inputs, "encode", hold.around(engine.inputs.encode))
+    assert meanwhile(http, hold, route, body).status_code == 200
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+def test_others_go_on_while_a_long_conversation_is_rendered(
+    http: httpx.Client, engine: FakeEngine, hold: Hold, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "render_chat", hold.around(chat.render_chat))
+    body = talk(LONG) if route == "/tokenize" else {**talk(LONG), "truncate_prompt_tokens": 3}
+    assert meanwhile(http, hold, route, body).status_code == 200
+
+
+def test_others_go_on_while_grammars_are_compiled_and_long_texts_too(
+    http: httpx.Client, engine: FakeEngine, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_processor, "make_grammar", hold.around(input_processor.make_grammar, always=True))
+    with ThreadPoolExecutor(8) as pool:
+        slow = [pool.submit(http.post, "/v1/completions", json={**SHORT, "guided_regex": "a"}) for _ in range(8)]
+        assert hold.is_held.wait(20)
+        long = {"prompt": LONG, "truncate_prompt_tokens": 3}
+        assert http.post("/v1/completions", json=long).status_code == 200
+        assert not any(one.done() for one in slow)
+        hold.may_go.set()
+        assert [one.result().status_code for one in slow] == [200] * 8
+
+
+def test_short_texts_cost_no_thread(
+    http: httpx.Client, engine: FakeEngine, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.inputs, "encode", hold.around(engine.inputs.encode))
+    http.post("/v1/completions", json=SHORT)
+    http.post("/v1/chat/completions", json=talk("short"))
+    assert len(hold.threads) >= 2
+    assert not [name for name in hold.threads if name.startswith("octavo-")]
+
+
+def test_a_client_who_leaves_meanwhile_leaves_nothing_behind(
+    http: httpx.Client, engine: FakeEngine, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.inputs, "encode", hold.around(engine.inputs.encode))
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json={"prompt": LONG, "truncate_prompt_tokens": 3}, timeout=0.2)
+    hold.may_go.set()
+    assert http.post("/v1/completions", json=SHORT).status_code == 200
+    wait_until(lambda: not engine.active)
+
+
+def test_a_cancelled_caller_does_not_wait_for_its_work() -> None:
+    may_go = threading.Event()
+
+    async def use() -> None:
+        task = asyncio.create_task(run_off_loop(lambda: may_go.wait(20), length=MAX_INLINE_LENGTH + 1))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not may_go.is_set()
+        may_go.set()
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("size", [100, MAX_INLINE_BYTES + 1])
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ('{"prompt": "a", "user": "%s"}', 200, None),
+        ('{"prompt": "a", "user": "%s", "max_tokens": "5"}', 400, "max_tokens should be a valid integer, got '5'."),
+        ('{"prompt": "a", "user": "%s", "mood": 1}', 400, "Unrecognized request argument supplied: mood"),
+        ('{"prompt": "a", "user": "%s", "stream_options": {}}', 400, "stream_options is only allowed when stream is"),
+        ('{"prompt": "a", "user": "%s", "suffix": "b"}', 400, "suffix is not built yet; leave it out."),
+        ('{"user": "%s"}', 400, "prompt is required."),
+        ('["%s"]', 400, "The body must be a JSON object."),
+        ('{"prompt": "a", "user": "%s"', 400, "The body is not valid JSON: Expecting ',' delimiter at character"),
+        ('{"prompt": "a", "user": "%s", "n": ' + "[" * 100_000, 400, "The body is nested too deeply."),
+    ],
+)
+def test_long_bodies_are_checked_like_short_ones(
+    http: httpx.Client, size: int, body: str, status: int, message: str | None
+) -> None:
+    content = (body % ("x" * size)).encode()
+    answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert message is None or answer.json()["error"]["message"].startswith(message)
+
+
+def test_others_go_on_while_a_long_body_is_checked(
+    http: httpx.Client, engine: FakeEngine, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route, "_read", hold.around(route._read))
+    body = {**SHORT, "user": LONG * 8}
+    assert meanwhile(http, hold, "/v1/completions", body).status_code == 200

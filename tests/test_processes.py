@@ -1,0 +1,126 @@
+"""Children import what their parent does, and nothing that merely lies in the working directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import octavo
+from octavo import processes
+from octavo.processes import import_path, python_command
+from tests.e2e.server import running_server
+
+ROOT = Path(octavo.__file__).parent.parent
+# As the script that an installation makes: it lies elsewhere, and its folder is the first entry of the path.
+SCRIPT = f"import sys; sys.path.append({str(ROOT)!r})\n"
+TRY_GRAMMAR = """
+from octavo.sampling.grammar_trial import GrammarTrial
+trial = GrammarTrial()
+print(repr(trial.problem('{"grammars": [{"lark_grammar": "start: /a/"}]}')))
+trial.close()
+"""
+SHOW_PATH = """
+import subprocess, sys
+from octavo.processes import python_command
+sys.path.insert(0, sys.argv[1])
+subprocess.run(python_command("shown", "one argument"), check=True)
+"""
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A working directory with modules that must not be imported."""
+    folder = tmp_path / "work"
+    for name in ("octavo", "encodings"):
+        (folder / name).mkdir(parents=True)
+    for name in ("octavo/__init__", "encodings/__init__", "torch", "numpy", "json", "runpy", "sitecustomize"):
+        (folder / f"{name}.py").write_text(f"raise SystemExit('{name} of the working directory')")
+    return folder
+
+
+def run(folder: Path, code: str, *words: str, cwd: Path, **env: str) -> str:
+    script = folder / "script.py"
+    script.write_text(SCRIPT + code)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *words[:1], str(script), *words[1:]], cwd=cwd, env=clean | env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("flag", ["-P", "-I", "-s", "-E"])
+def test_a_grammar_is_tried_wherever_one_is(tmp_path: Path, hostile: Path, flag: str) -> None:
+    assert run(tmp_path, TRY_GRAMMAR, flag, cwd=hostile) == "''"
+
+
+def test_a_server_starts_wherever_one_is(tmp_path: Path, hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "octavo-script.py"
+    script.write_text(f"{SCRIPT}from octavo.entrypoints.cli.main import main\nsys.exit(main())\n")
+    monkeypatch.chdir(hostile)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with running_server(tmp_path, "--max-model-len", "64", command=[sys.executable, str(script), "serve"]) as server:
+        assert server.get("/v1/models")[0] == 200
+
+
+def test_a_module_that_is_run_leaves_the_working_directory_alone(
+    tmp_path: Path, hostile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("octavo/__init__", "encodings/__init__", "runpy", "sitecustomize"):  # Python's own start, and `-m`'s
+        (hostile / f"{name}.py").unlink()
+    for name in ("octavo", "encodings"):
+        (hostile / name).rmdir()
+    monkeypatch.chdir(hostile)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with running_server(tmp_path, "--max-model-len", "64") as server:
+        assert server.get("/v1/models")[0] == 200
+
+
+@pytest.mark.parametrize("is_zip", [False, True])
+def test_a_child_finds_modules_where_its_parent_does(tmp_path: Path, hostile: Path, is_zip: bool) -> None:
+    place = tmp_path / "place 'x' ü"
+    code = "import json, sys\nprint(json.dumps([__name__, sys.argv[1:], sys.path]))\n"
+    if is_zip:
+        with zipfile.ZipFile(place, "w") as archive:
+            archive.writestr("shown.py", code)
+    else:
+        place.mkdir()
+        (place / "shown.py").write_text(code)
+    name, argv, path = json.loads(run(tmp_path, SHOW_PATH, "-P", str(place), cwd=hostile))
+    assert (name, argv, path[0]) == ("__main__", ["one argument"], str(place))
+    assert str(hostile) not in path
+
+
+def test_the_working_directory_stays_where_octavo_comes_from_it_or_pythonpath_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = str(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", there, "/elsewhere"])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert import_path() == ["/elsewhere"]
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}/other")
+    assert import_path() == ["/elsewhere"], "an empty entry names no folder"
+    monkeypatch.setenv("PYTHONPATH", f"/other{os.pathsep}{there}")
+    assert import_path() == [there, there, "/elsewhere"]
+    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.setattr(processes, "__file__", str(tmp_path / "octavo" / "processes.py"))
+    assert import_path() == [there, there, "/elsewhere"]
+
+
+def test_a_working_directory_that_has_been_deleted_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(sys, "path", ["", "/elsewhere"])
+    assert import_path() == ["/elsewhere"]
+    assert "-P" in python_command("x")
