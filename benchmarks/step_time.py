@@ -23,17 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 from ml_dtypes import bfloat16
-from octavo.models.inventory import required_tensors
-from octavo.models.registry import describe
-from octavo.quantization.stored import StoredWeight
 
 from octavo import _cpu
 from octavo.bench.plot import BLUE, GREEN, ORANGE, new_figure, save_figure
 from octavo.config import EngineArgs
 from octavo.execution.executor import LocalExecutor
 from octavo.execution.step_arrays import StepShape
+from octavo.models.inventory import required_tensors
+from octavo.models.registry import describe
 from octavo.ops import cpu
 from octavo.plan import PlannedRow, StepPlan
+from octavo.quantization.stored import StoredWeight
 
 CONTEXTS = [128, 256, 512, 1024, 2048, 4096, 8192]
 CONTEXT_ROWS = [1, 16]
