@@ -17,7 +17,7 @@ from octavo.execution.block_mover import BlockMover
 from octavo.execution.device import Device
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
-from octavo.kv_cache.groups import group_layers
+from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights, open_weights
 from octavo.models.description import ModelDescription
@@ -119,20 +119,23 @@ class Worker:
 
     def _caches(self, num_blocks: Sequence[int]) -> list[list[LayerKVCache]]:
         """By pool: memory for as many layers as its largest group has. The layers of its groups share it."""
-        config = self._config.cache
         caches = []
         for pool, count in enumerate(num_blocks):
             groups = [group for group in self.groups if group.pool == pool]
-            spec = groups[0].spec
-            caches.append(
-                [
-                    self._ops.allocate_kv_cache(
-                        count, config.block_size, spec.num_kv_heads, spec.key_size, config.dtype
-                    )
-                    for _ in range(max(len(group.layers) for group in groups))
-                ]
-            )
+            num_layers = max(len(group.layers) for group in groups)
+            caches.append([self._layer_cache(groups[0].spec, count) for _ in range(num_layers)])
         return caches
+
+    def _layer_cache(self, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
+        config = self._config.cache
+        if spec.kind == "state":
+            states = self._device.zeros([num_blocks, spec.num_bytes], "uint8")
+            return LayerKVCache(states, states[:, :0])
+        if spec.key_size != spec.value_size:
+            raise LoadError(f"keys of {spec.key_size} and values of {spec.value_size} elements are not built yet.")
+        return self._ops.allocate_kv_cache(
+            num_blocks, config.block_size, spec.num_kv_heads, spec.key_size, config.dtype
+        )
 
     def _use(self, caches: list[list[LayerKVCache]], num_host_blocks: Sequence[int]) -> None:
         by_layer: dict[int, LayerKVCache] = {}
