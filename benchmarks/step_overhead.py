@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 
@@ -149,12 +150,11 @@ def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool
         response_id="cmpl-0", kind="text_completion", created=0, model="bench", fingerprint="fp", wants_usage=False
     )
     for i in range(num_streams):
-        _, request = inputs.process({"prompt_token_ids": [i + 1, *text[:40]]}, params, str(i))
+        request = inputs.process({"prompt_token_ids": [i + 1, *text[:40]]}, params)
         core.add(request)
-        outputs.add(request, None)
-        _, request = inputs.process({"prompt_token_ids": [i + 1, *text[:40]]}, params, str(i))
-        request.params.output_kind = RequestOutputKind.FINAL_ONLY
-        outputs_of_llm.add(request, None)
+        outputs.add(request)
+        of_llm = msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+        outputs_of_llm.add(msgspec.structs.replace(request, params=of_llm))
 
     def write(results: list[Any]) -> list[bytes]:
         return [

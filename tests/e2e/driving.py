@@ -38,8 +38,8 @@ def run_arriving(llm: LLM, prompts: Sequence[str | list[int]], params: Sequence[
             i = order.pop()
             prompt = prompts[i]
             asked = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-            text, request = llm.inputs.process(asked, params[i], f"request-{i}")
-            outputs.add(request, text)
+            request = llm.inputs.process(asked, params[i])
+            outputs.add(request, f"request-{i}")
             llm.core.add(request)
         step = llm.core.step()
         run.stats.append(step.stats)
