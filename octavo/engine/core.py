@@ -18,7 +18,7 @@ from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import StepPlan
 from octavo.request import EngineRequest, SequenceOutput
-from octavo.scheduling.scheduler import Scheduler
+from octavo.scheduling.scheduler import Proposer, Scheduler
 
 if TYPE_CHECKING:
     from octavo.execution.executor import Executor, PendingStep
@@ -31,16 +31,22 @@ _PREPARE_WAIT_S = 0.01  # messages are looked for between two waits
 class EngineCore:
     """A scheduler and an executor in step, or the scheduler one step ahead of a device that need not wait for it."""
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor | None = None, proposer: Proposer | None = None
+    ) -> None:
         if executor is None:
             from octavo.execution.executor import create_executor  # imports torch: not before it is needed
 
             executor = create_executor(config)
         self.executor = executor
         cache = KVCacheManager(
-            executor.num_blocks, config.cache.block_size, executor.num_host_blocks, config.cache.enable_prefix_caching
+            executor.cache_groups,
+            executor.num_blocks,
+            config.cache.block_size,
+            executor.num_host_blocks,
+            config.cache.enable_prefix_caching,
         )
-        self.scheduler = Scheduler(config.scheduler, cache, config.model.seed, executor.runs_ahead)
+        self.scheduler = Scheduler(config.scheduler, cache, config.model.seed, executor.runs_ahead, proposer)
         self._under_way: deque[tuple[StepPlan, PendingStep]] = deque()
         self._refused: list[SequenceOutput] = []
         self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}  # their grammars are being compiled
@@ -53,10 +59,10 @@ class EngineCore:
         """Queue a request. One that can never run is answered with an error in the next step's outputs."""
         if request.params.grammar is not None:
             ready = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids)
-            if not ready.done():
-                self._preparing[request.request_id] = request, ready
-                return
-        self._queue(request)
+            self._preparing[request.request_id] = request, ready
+            self._queue_prepared()
+        else:
+            self._queue(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
@@ -64,13 +70,16 @@ class EngineCore:
         self.scheduler.abort(request_id, index)
 
     def block_map(self) -> BlockMap:
-        return BlockMap(self.scheduler.cache.pool.states())
+        return BlockMap(self.scheduler.cache.states_of_blocks())
 
     def step(self) -> StepOutputs:
         """Schedule, execute, account; or, while the device computes what was scheduled, account for the step before.
         Returns at once when there is nothing to run."""
         started = time.perf_counter()
         if self._preparing:
+            if not self.scheduler.has_work and not self._refused:  # nothing else to do
+                futures = [ready for _, ready in self._preparing.values()]
+                wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
             self._queue_prepared()
         outputs, self._refused = self._refused, []
         plan = self.scheduler.schedule()
@@ -85,6 +94,7 @@ class EngineCore:
             plan, pending = self._under_way.popleft()
             outputs += self.scheduler.update(plan, pending.result())
         stats = self.scheduler.take_stats()
+        stats.num_waiting += len(self._preparing)
         stats.step_s = time.perf_counter() - started
         return StepOutputs(outputs, stats)
 
@@ -98,10 +108,7 @@ class EngineCore:
         self._refused.append(SequenceOutput(request.request_id, 0, [], finish_reason="error", error=str(error)))
 
     def _queue_prepared(self) -> None:
-        """Queue the requests whose grammars are compiled; wait a moment for one if there is nothing else to do."""
-        if not self.scheduler.has_work and not self._refused:
-            futures = [ready for _, ready in self._preparing.values()]
-            wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
+        """Queue the requests whose grammars are compiled, and refuse those whose grammars cannot be."""
         for request_id, (request, ready) in list(self._preparing.items()):
             if not ready.done():
                 continue

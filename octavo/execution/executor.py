@@ -7,11 +7,13 @@ plan on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.config import EngineConfig
+from octavo.kv_cache.groups import CacheGroup
 from octavo.plan import StepPlan, StepResult
 
 
@@ -37,8 +39,9 @@ class Executor(Protocol):
     """What the engine core needs of whatever runs the model."""
 
     runs_ahead: bool  # a step may be submitted before the tokens of the last one are known
-    num_blocks: int
-    num_host_blocks: int
+    cache_groups: Sequence[CacheGroup]
+    num_blocks: list[int]  # by pool
+    num_host_blocks: list[int]
     weight_bytes: int  # of the packed matrices
     cache_bytes: int  # of the KV cache, used or not
     startup: dict[str, float]  # seconds by phase
