@@ -75,8 +75,8 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
     gc.enable()
     executor = core.executor
     ready = Ready(
-        num_blocks=executor.num_blocks,
-        num_host_blocks=executor.num_host_blocks,
+        num_blocks=sum(executor.num_blocks),
+        num_host_blocks=sum(executor.num_host_blocks),
         block_size=args.config.cache.block_size,
         weight_bytes=executor.weight_bytes,
         cache_bytes=executor.cache_bytes,
