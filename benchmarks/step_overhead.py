@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
@@ -37,6 +36,7 @@ from octavo.execution.executor import PendingStep
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.plan import StepPlan

@@ -15,6 +15,14 @@ class GroupTables:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTables:
+    """Where a step's tokens are in the cache of one group of layers."""
+
+    slot_mapping: Tensor  # [T] int64: block * block_size + offset; of a state group, the block of the token's sequence
+    block_tables: Tensor  # [S, max_blocks] int32
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """T tokens of S sequences, of which N are sampled after. Arrays are the backend's."""
 

@@ -40,7 +40,7 @@ class EngineCore:
             executor = LocalExecutor(config)
         self.executor = executor
         cache = KVCacheManager(
-            executor.groups, executor.num_blocks, config.cache.block_size, executor.num_host_blocks,
+            executor.cache_groups, executor.num_blocks, config.cache.block_size, executor.num_host_blocks,
             config.cache.enable_prefix_caching,
         )  # fmt: skip
         self.scheduler = Scheduler(config.scheduler, cache, config.model.seed, executor.runs_ahead, proposer)
@@ -56,10 +56,10 @@ class EngineCore:
         """Queue a request. One that can never run is answered with an error in the next step's outputs."""
         if request.params.grammar is not None:
             ready = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids)
-            if not ready.done():
-                self._preparing[request.request_id] = request, ready
-                return
-        self._queue(request)
+            self._preparing[request.request_id] = request, ready
+            self._queue_prepared()
+        else:
+            self._queue(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
@@ -74,6 +74,9 @@ class EngineCore:
         Returns at once when there is nothing to run."""
         started = time.perf_counter()
         if self._preparing:
+            if not self.scheduler.has_work and not self._refused:  # nothing else to do
+                futures = [ready for _, ready in self._preparing.values()]
+                wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
             self._queue_prepared()
         outputs, self._refused = self._refused, []
         plan = self.scheduler.schedule()
@@ -88,6 +91,7 @@ class EngineCore:
             plan, pending = self._under_way.popleft()
             outputs += self.scheduler.update(plan, pending.result())
         stats = self.scheduler.take_stats()
+        stats.num_waiting += len(self._preparing)
         stats.step_s = time.perf_counter() - started
         return StepOutputs(outputs, stats)
 
@@ -101,10 +105,7 @@ class EngineCore:
         self._refused.append(SequenceOutput(request.request_id, 0, [], finish_reason="error", error=str(error)))
 
     def _queue_prepared(self) -> None:
-        """Queue the requests whose grammars are compiled; wait a moment for one if there is nothing else to do."""
-        if not self.scheduler.has_work and not self._refused:
-            futures = [ready for _, ready in self._preparing.values()]
-            wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
+        """Queue the requests whose grammars are compiled, and refuse those whose grammars cannot be."""
         for request_id, (request, ready) in list(self._preparing.items()):
             if not ready.done():
                 continue

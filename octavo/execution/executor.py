@@ -30,7 +30,7 @@ class Executor(Protocol):
     """What the engine core needs of whatever runs the model."""
 
     runs_ahead: bool  # a step may be submitted before the tokens of the last one are known
-    groups: tuple[CacheGroup, ...]  # of layers, in the cache
+    cache_groups: tuple[CacheGroup, ...]
     num_blocks: list[int]  # by pool
     num_host_blocks: list[int]
     weight_bytes: int  # of the packed matrices
@@ -60,7 +60,8 @@ class LocalExecutor:
         phases.end("kernels")
         self.worker = worker = Worker(config, device, ops, phases)
         self.runs_ahead = device.runs_ahead
-        self.groups, self.num_blocks, self.num_host_blocks = worker.groups, worker.num_blocks, worker.num_host_blocks
+        self.cache_groups = worker.groups
+        self.num_blocks, self.num_host_blocks = worker.num_blocks, worker.num_host_blocks
         self.weight_bytes, self.cache_bytes = worker.weight_bytes, worker.cache_bytes
         self.startup = phases.seconds
 

@@ -37,6 +37,25 @@ def test_indexed_blocks_are_evicted_least_recently_used_first() -> None:
     assert all(pool.lookup(b"%d" % i) is None for i in range(4)), "evicted contents left the index"
 
 
+def test_reserved_blocks_are_never_handed_out() -> None:
+    pool = BlockPool(3, num_reserved=1)
+    assert (pool.num_usable, pool.num_free, pool.free_blocks()) == (2, 2, [1, 2])
+    assert [pool.allocate(), pool.allocate()] == [1, 2]
+    pool.release(1)
+    pool.check({2: 1})
+    assert (pool.num_used, BlockPool(1, num_reserved=1).num_free, BlockPool(0, num_reserved=1).num_free) == (1, 0, 0)
+
+
+def test_a_forgotten_block_is_not_found_and_keeps_its_references() -> None:
+    pool = BlockPool(2)
+    block = pool.allocate()
+    pool.register(block, b"0")
+    pool.forget(block)
+    pool.forget(block)
+    assert pool.lookup(b"0") is None
+    pool.check({block: 1})
+
+
 def test_a_block_without_contents_is_reused_before_any_cached_one_is_evicted() -> None:
     pool = BlockPool(4)
     first, second = cached(pool, 2)

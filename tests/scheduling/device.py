@@ -114,7 +114,7 @@ class Device:
         for g, (group, table) in enumerate(zip(self.groups, tables, strict=False)):
             memory = memories[group.pool]
             if group.spec.kind == "state":
-                if num_computed:
+                if num_computed == seq.num_computed_tokens > 0:  # else it is ahead of what the scheduler knows
                     assert memory[table[0] * size] == truth.states[num_computed - 1] + g, "a state is not its own"
                 continue
             oldest = visible(group.spec, num_computed).start if group.spec.kind == "window" else 0
@@ -147,8 +147,7 @@ class Device:
             self.simulation.seen["right guess"] += count - 1
             self.simulation.seen["wrong guess"] += count <= len(planned.guesses)
             row.token_ids[num_known:] = sampled[:count]
-            fails_at = self.simulation.requests[seq.request.request_id].fails_at
-            if fails_at is not None and 0 <= fails_at - (num_known - admission.num_prompt_tokens) < count:
+            if self.simulation.requests[seq.request.request_id].fails_at == num_known - admission.num_prompt_tokens:
                 result.errors[planned.row] = FAILURE
         result.tokens += sampled
         if params.prompt_logprobs is not None and len(admission.token_ids) == admission.num_prompt_tokens:

@@ -31,7 +31,7 @@ def step(s: Scheduler, *offers: Offer) -> list[SequenceOutput]:
 
 
 def outputs_of(s: Scheduler) -> list[list[int]]:
-    return sorted(seq.token_ids[seq.num_prompt_tokens :] for seq in s.live_sequences())
+    return sorted(seq.token_ids[seq.num_prompt_tokens :] for seq in s.live)
 
 
 def test_the_best_continuations_live_on_whatever_beam_they_come_from() -> None:
@@ -50,16 +50,16 @@ def test_forks_share_their_blocks_and_copy_the_one_that_they_write_to() -> None:
     s = scheduler(max_num_seqs=3)
     s.add(request("a", 6, n=3, use_beam_search=True))
     plan = s.schedule()
-    assert (plan.num_samples, s._num_rows_taken) == ([1], 3)
+    assert ([planned.num_samples for planned in plan.rows], s.live.num_rows_left) == ([1], 0)
     s.update(plan, offered(plan, {1: 0.5, 2: 0.3, 3: 0.2}))
-    assert s.cache.pool.num_used == 2
+    assert s.cache.pools[0].num_used == 2
     plan = s.schedule()
-    assert len(plan.moves.copy) == 2
-    assert plan.new_tokens == [(plan.rows[0], 6, 1)], "the runner is told what was chosen"
+    assert len(plan.moves[0].copy) == 2
+    assert plan.new_tokens == [(plan.rows[0].row, 6, 1)], "the runner is told what was chosen"
     assert [admission.token_ids[-1] for admission in plan.admissions] == [2, 3]
-    assert s.cache.pool.num_used == 4
+    assert s.cache.pools[0].num_used == 4
     s.update(plan, offered(plan, {1: 0.9}, {1: 0.01, 2: 0.01}, {1: 0.01, 2: 0.01}))
-    assert s.cache.pool.num_used == 3, "the beam that died has given its block back, and the new one shares"
+    assert s.cache.pools[0].num_used == 3, "the beam that died has given its block back, and the new one shares"
 
 
 def test_answers_come_at_the_end_best_first_with_their_logprobs() -> None:
@@ -67,7 +67,7 @@ def test_answers_come_at_the_end_best_first_with_their_logprobs() -> None:
     s.add(request("a", 3, n=2, best_of=2, max_tokens=2, use_beam_search=True, logprobs=1, prompt_logprobs=0))
     plan = s.schedule()
     result = offered(plan, {1: 0.6, 2: 0.4})
-    result.prompt_logprobs[plan.rows[0]] = [TokenLogprobs([9], [-1.0], 1), TokenLogprobs([8], [-1.0], 1)]
+    result.prompt_logprobs[plan.rows[0].row] = [TokenLogprobs([9], [-1.0], 1), TokenLogprobs([8], [-1.0], 1)]
     assert s.update(plan, result) == []
     first, second = step(s, {3: 0.5, 4: 0.5}, {5: 0.9, EOS: 0.1})
     assert ([first.index, second.index], first.token_ids, second.token_ids) == ([0, 1], [2, 5], [1, 3])
@@ -79,7 +79,7 @@ def test_answers_come_at_the_end_best_first_with_their_logprobs() -> None:
     assert [entry.token_ids for entry in first.prompt_logprobs or []] == [[9], [8]]
     assert second.prompt_logprobs is None
     assert not s.has_work
-    assert s.cache.pool.num_used == 0
+    assert s.cache.pools[0].num_used == 0
 
 
 @pytest.mark.parametrize(("early_stopping", "num_steps"), [(True, 2), (False, 3), ("never", 4)])
@@ -115,15 +115,15 @@ def test_a_beam_that_is_preempted_leaves_the_others_waiting_for_it() -> None:
     held = []
     for _ in range(30):
         plan = s.schedule()
-        held += [seq for seq in s.live_sequences() if seq.is_held]
-        sampled = [seq for seq, samples in zip(s._under_way[-1], plan.num_samples, strict=True) if samples]
+        held += [seq for seq in s.live if seq.is_held]
+        sampled = [planned for planned in plan.rows if planned.num_samples]
         result = offered(plan, *[{3: 0.6, 4: 0.3}] * len(sampled))
         s.update(plan, result)
         if not s.has_work:
             break
     assert held, "the test is of beams that wait"
     assert not s.has_work
-    assert s.cache.pool.num_used == 0
+    assert s.cache.pools[0].num_used == 0
 
 
 def test_an_abort_or_an_error_ends_all_beams() -> None:
@@ -131,20 +131,20 @@ def test_an_abort_or_an_error_ends_all_beams() -> None:
     s.add(request("a", 6, n=3, use_beam_search=True))
     step(s, {1: 0.5, 2: 0.3, 3: 0.2})
     s.abort("a", 1)  # a beam is no completion: nobody can mean it
-    assert len(list(s.live_sequences())) == 3
+    assert len(list(s.live)) == 3
     s.abort("a")
-    assert (s.has_work, s.cache.pool.num_used) == (False, 0)
+    assert (s.has_work, s.cache.pools[0].num_used) == (False, 0)
     s.add(request("b", 6, n=3, use_beam_search=True))
     s.add(request("good", 5, ignore_eos=True))
     plan = s.schedule()
     s.update(plan, offered(plan, {1: 0.5, 2: 0.3, 3: 0.2}, {7: 1.0}))
     plan = s.schedule()
     result = offered(plan, *[{1: 0.5, 2: 0.5}] * 4)
-    result.errors[plan.rows[1]] = "its processor raised"
+    result.errors[plan.rows[1].row] = "its processor raised"
     (failed, fine) = s.update(plan, result)
     assert (failed.request_id, failed.finish_reason, failed.error) == ("b", "error", "its processor raised")
     assert fine.request_id == "good"
-    assert names(s.running) == ["good"]
+    assert names(s.live.running) == ["good"]
 
 
 def test_masks_that_leave_too_few_answers_are_an_error() -> None:
@@ -157,7 +157,7 @@ def test_masks_that_leave_too_few_answers_are_an_error() -> None:
     result.logprobs[0].logprobs += [-math.inf, -math.inf]
     (failed,) = s.update(plan, result)
     assert failed.error == "beam search found 1 of 3 completions: no other token is allowed."
-    assert (s.has_work, s.cache.pool.num_used) == (False, 0)
+    assert (s.has_work, s.cache.pools[0].num_used) == (False, 0)
 
 
 def test_beams_that_do_not_fit_side_by_side_are_refused_with_the_numbers() -> None:

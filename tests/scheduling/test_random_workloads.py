@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from octavo.errors import RequestError
+from octavo.kv_cache.manager import UNLIMITED
 from octavo.sampling_params import SamplingParams
 from tests.scheduling.simulation import Simulation
 from tests.scheduling.truth import MODELS, Setup
@@ -19,19 +20,12 @@ from tests.scheduling.workload import Workload
 SWITCHES = list(product(("fcfs", "priority"), ("recompute", "swap"), (True, False), (True, False), (True, False)))
 OPERATIONS_EACH = 4000
 
-# With every kind of memory, and with guesses. "ahead" is off with guesses: a proposer wants to see the last tokens.
-VARIANTS = [
-    (model, guesses, mode, ahead)
-    for model, guesses in [
-        *product(MODELS, ("none",)),
-        ("full", "right"),
-        ("full", "wrong"),
-        *product(MODELS, ("random",)),
-    ]
-    for mode in ("recompute", "swap")
-    for ahead in ([True, False] if guesses == "none" else [False])
-    if (model, guesses) != ("full", "none")
-]
+# Every kind of memory, and guesses, with which no step runs ahead: a proposer wants to see the last tokens.
+KINDS = [(model, "none", mode, ahead) for model in MODELS if model != "full" for mode, ahead in [
+    ("recompute", True), ("swap", True), ("swap", False)
+]]  # fmt: skip
+GUESSES = [("full", guesses, mode, False) for guesses in ("right", "wrong", "random") for mode in ("recompute", "swap")]
+GUESSES += [(model, "random", "swap", False) for model in MODELS if model != "full"]
 
 
 def test_the_default_run_makes_at_least_50_000_operations() -> None:
@@ -45,10 +39,10 @@ def test_every_answer_is_that_of_a_standalone_run_and_nothing_is_lost(
     run(policy, preemption_mode, chunked, caching, ahead, OPERATIONS_EACH)
 
 
-@pytest.mark.parametrize(("model", "guesses", "preemption_mode", "ahead"), VARIANTS)
+@pytest.mark.parametrize(("model", "guesses", "preemption_mode", "ahead"), KINDS + GUESSES)
 def test_the_same_with_windows_states_and_guesses(model: str, guesses: str, preemption_mode: str, ahead: bool) -> None:
-    run("fcfs", preemption_mode, True, True, ahead, OPERATIONS_EACH // 2, model, guesses)
-    run("priority", preemption_mode, True, False, ahead, OPERATIONS_EACH // 4, model, guesses)
+    run("fcfs", preemption_mode, True, True, ahead, OPERATIONS_EACH // 4, model, guesses)
+    run("priority", preemption_mode, True, False, ahead, OPERATIONS_EACH // 8, model, guesses)
 
 
 def run(
@@ -112,6 +106,8 @@ def wanted_of(preemption_mode: str, chunked: bool, caching: bool, ahead: bool, m
     if guesses != "none" and all(spec.kind != "state" for spec, _ in MODELS[model]):
         wanted |= {"guess"} | ({"right guess"} if guesses != "wrong" else set())
         wanted |= {"wrong guess"} if guesses != "right" else set()
+    if (model, guesses) != ("full", "none"):  # what is rare, and seen in the other runs
+        wanted -= {"held beam preempted", "abort an unborn fork", "abort swapped"}
     return wanted
 
 
@@ -148,7 +144,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(num_more=st.integers(1, 50))
     def add_too_much(self, num_more: int) -> None:
-        capacity = self.simulation.setup.num_blocks * self.simulation.setup.block_size
+        setup = self.simulation.setup
+        capacity = self.simulation.cache.capacity(setup.max_num_batched_tokens)
+        if capacity >= UNLIMITED:  # windows and states hold any number of tokens
+            return
         with pytest.raises(RequestError, match=f"{capacity + num_more} tokens of KV cache"):
             self.simulation.add([1] * capacity, SamplingParams(max_tokens=num_more))
         self.simulation.requests.popitem()

@@ -8,11 +8,12 @@ import pytest
 
 from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
+from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import StepPlan, StepResult
 from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.scheduler import Scheduler
+from octavo.scheduling.scheduler import Proposer, Scheduler
 from octavo.sequence import Sequence
 
 EOS = 0
@@ -29,6 +30,7 @@ def scheduler(
     preemption_mode: str = "recompute",
     chunked: bool = True,
     caching: bool = True,
+    proposer: Proposer | None = None,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -38,7 +40,9 @@ def scheduler(
         preemption_mode=preemption_mode,
         check_invariants=True,
     )
-    return Scheduler(config, KVCacheManager(num_blocks, SIZE, num_host_blocks, caching), seed=0)
+    full = CacheGroup(LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8), (0,), pool=0)
+    cache = KVCacheManager([full], [num_blocks], SIZE, [num_host_blocks], caching)
+    return Scheduler(config, cache, seed=0, proposer=proposer)
 
 
 def request(
@@ -51,7 +55,7 @@ def request(
 
 
 def result_of(plan: StepPlan, token: int = 7) -> StepResult:
-    return StepResult(tokens=[token] * sum(plan.num_samples))
+    return StepResult(tokens=[token] * sum(planned.num_samples for planned in plan.rows))
 
 
 def step(s: Scheduler, token: int = 7) -> list[SequenceOutput]:
@@ -62,8 +66,8 @@ def step(s: Scheduler, token: int = 7) -> list[SequenceOutput]:
 def computed(s: Scheduler) -> dict[str, int]:
     """Schedule and account one step -> tokens that it computes, by request."""
     plan = s.schedule()
-    names = {seq.row: f"{seq.request.request_id}" for seq in s.running}
-    counts = {names[row]: count for row, count in zip(plan.rows, plan.num_tokens, strict=True)}
+    names = {seq.row: f"{seq.request.request_id}" for seq in s.live.running}
+    counts = {names[planned.row]: planned.num_tokens for planned in plan.rows}
     s.update(plan, result_of(plan))
     return counts
 
@@ -90,16 +94,17 @@ def test_a_long_prompt_in_front_leaves_one_token_to_each_decode_behind() -> None
     computed(s)
     s.add(request("long", 30, priority=0))
     assert computed(s) == {"a": 1, "b": 1, "c": 1, "long": 7}
-    assert names(s.running)[0] == "long"
+    assert names(s.live.running)[0] == "long"
     assert computed(s) == {"long": 7, "a": 1, "b": 1, "c": 1}
 
 
 def test_a_prompt_that_gets_its_last_token_is_sampled_and_a_chunk_is_not() -> None:
     s = scheduler(budget=5)
     s.add(request("a", 8))
-    assert s.schedule().num_samples == [0]
-    s.update(plan := s.schedule(), result_of(plan))
-    assert s.schedule().num_samples == [1]
+    for num_samples in (0, 1, 1):
+        plan = s.schedule()
+        assert [planned.num_samples for planned in plan.rows] == [num_samples]
+        s.update(plan, result_of(plan))
 
 
 def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_all_of_it() -> None:
@@ -135,8 +140,8 @@ def test_the_last_in_order_is_preempted_waits_at_its_old_place_and_starts_over()
     assert computed(s) == {"a": 1, "b": 1}
     assert computed(s) == {"a": 1}
     assert s.take_stats().num_preemptions == 1
-    [b] = [seq for seq in s.live_sequences() if seq.request.request_id == "b"]
-    assert (b.num_computed_tokens, b.block_table, b.num_output_tokens) == (0, [], 2)
+    [b] = [seq for seq in s.live if seq.request.request_id == "b"]
+    assert (b.num_computed_tokens, b.block_tables, b.num_output_tokens) == (0, [], 2)
     assert computed(s) == {"a": 1}, "b needs 3 blocks; late, behind it, does not overtake"
     s.abort("a")
     assert computed(s) == {"b": 10, "late": 1}
@@ -148,7 +153,7 @@ def test_the_lowest_priority_is_preempted_even_if_it_came_first() -> None:
     s.add(request("important", 8, priority=0))
     computed(s)
     computed(s)
-    assert names(s.running) == ["important"]
+    assert names(s.live.running) == ["important"]
 
 
 def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
@@ -168,13 +173,14 @@ def test_swapping_keeps_what_was_computed() -> None:
     computed(s)
     computed(s)
     plan = s.schedule()
-    assert len(plan.moves.swap_out) == 3
+    assert len(plan.moves[0].swap_out) == 3
     s.update(plan, result_of(plan))
     stats = s.take_stats()
     assert (stats.num_swapped, stats.num_waiting, stats.num_host_blocks_used) == (1, 0, 3)
     s.abort("a")
     plan = s.schedule()
-    assert (len(plan.moves.swap_in), plan.num_computed, plan.num_tokens) == (3, [9], [1])
+    [planned] = plan.rows
+    assert (len(plan.moves[0].swap_in), planned.num_computed, planned.num_tokens) == (3, 9, 1)
     s.update(plan, result_of(plan))
     assert s.take_stats().num_host_blocks_used == 0
 
@@ -207,7 +213,7 @@ def test_a_cached_prefix_costs_neither_budget_nor_blocks() -> None:
     computed(s)
     s.add(request("b", [*prompt[:12], 1, 2]))
     assert computed(s) == {"a": 1, "b": 2}
-    assert s.cache.pool.num_used == 5
+    assert s.cache.pools[0].num_used == 5
     stats = s.take_stats()
     assert (stats.num_prefix_queries, stats.num_prefix_hits, stats.num_prompt_tokens) == (27, 12, 27)
     outputs = {output.request_id: output for output in step(s)}
@@ -229,13 +235,13 @@ def test_forks_share_the_blocks_of_their_prompt_and_run_on_their_own() -> None:
     s = scheduler()
     s.add(request("a", 10, n=3))
     plan = s.schedule()
-    assert (plan.num_tokens, plan.num_samples) == ([10], [3])
+    assert [(planned.num_tokens, planned.num_positions, planned.num_forks) for planned in plan.rows] == [(10, 1, 3)]
     outputs = s.update(plan, StepResult(tokens=[1, 2, 3]))
     assert [(output.index, output.token_ids) for output in outputs] == [(0, [1]), (1, [2]), (2, [3])]
-    assert s.cache.pool.num_used == 3, "one prompt"
+    assert s.cache.pools[0].num_used == 3, "one prompt"
     plan = s.schedule()
-    assert len(plan.moves.copy) == 2, "the last of the three keeps the half-filled block"
-    assert s.cache.pool.num_used == 5
+    assert len(plan.moves[0].copy) == 2, "the last of the three keeps the half-filled block"
+    assert s.cache.pools[0].num_used == 5
     assert [a.index for a in plan.admissions] == [1, 2]
     assert [a.token_ids[-1] for a in plan.admissions] == [2, 3]
 
@@ -260,11 +266,11 @@ def test_an_abort_frees_everything_at_once(state: str) -> None:
         s.add(request("b", 8))
         for _ in range(3):
             computed(s)
-        assert s.cache.host_pool.num_used == 2
+        assert s.cache.host_pools[0].num_used == 2
         s.abort("b")
-        assert s.cache.host_pool.num_used == 0
+        assert s.cache.host_pools[0].num_used == 0
     s.abort("a")
-    assert (s.has_work, s.cache.pool.num_used) == (False, 0)
+    assert (s.has_work, s.cache.pools[0].num_used) == (False, 0)
     s.check()
     assert s.schedule().rows == []
 
@@ -316,11 +322,11 @@ def test_a_request_that_fails_leaves_the_others_alone() -> None:
     s.add(request("good", 5))
     plan = s.schedule()
     result = result_of(plan)
-    result.errors[plan.rows[0]] = "its processor raised"
+    result.errors[plan.rows[0].row] = "its processor raised"
     outputs = {output.request_id: output for output in s.update(plan, result)}
     assert (outputs["bad"].finish_reason, outputs["bad"].error) == ("error", "its processor raised")
     assert outputs["good"].token_ids == [7]
-    assert names(s.running) == ["good"]
+    assert names(s.live.running) == ["good"]
     s.check()
 
 
@@ -331,7 +337,7 @@ def test_prompt_logprobs_come_whole_with_the_first_token_only() -> None:
     for first, count in ((0, 4), (4, 1), (5, 0)):
         plan = s.schedule()
         result = result_of(plan)
-        result.prompt_logprobs[plan.rows[0]] = [TokenLogprobs([first + i + 2], [0.0], 1) for i in range(count)]
+        result.prompt_logprobs[plan.rows[0].row] = [TokenLogprobs([first + i + 2], [0.0], 1) for i in range(count)]
         reported += [output.prompt_logprobs for output in s.update(plan, result)]
     assert [entry.token_ids[0] for entry in reported[0] or []] == [2, 3, 4, 5, 6]
     assert reported[1] is None
@@ -380,7 +386,7 @@ def test_aborted_requests_do_not_pile_up_behind_one_that_waits() -> None:
     for i in range(1000):
         s.add(request(f"impatient-{i}", 2, priority=1))
         s.abort(f"impatient-{i}")
-    assert len(s._waiting) < 100
+    assert len(s.live.waiting) < 100
     assert s.take_stats().num_waiting == 0
     s.add(request("patient", 2, priority=1))
     s.abort("runs")

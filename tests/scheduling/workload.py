@@ -36,10 +36,12 @@ class Workload:
         max_tokens = integer(1, max(1, min(self.longest - len(prompt), 24)))
         n = integer(1, min(4, setup.max_num_seqs)) if chance(25) else 1
         best_of = integer(n, min(5, setup.max_num_seqs)) if chance(15) else None
-        num_blocks = -(-(len(prompt) + max_tokens) // setup.block_size)
         is_search = chance(15)
         if is_search:  # as wide as the blocks allow, so that beams are short of them
-            best_of = max(1, min(setup.max_num_seqs, 6, setup.num_blocks // num_blocks))
+            cache = self.simulation.cache
+            needed = cache.most_blocks(len(prompt) + max_tokens, setup.max_num_batched_tokens)
+            best_of = min(pool.num_usable // count for pool, count in zip(cache.pools, needed, strict=True))
+            best_of = max(1, min(setup.max_num_seqs, 6, best_of))
             n = integer(1, best_of)
         self.simulation.add(
             prompt,

@@ -1,0 +1,107 @@
+"""The engine core without a model: requests whose grammars are being compiled, and what is said of them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from octavo.config import SchedulerConfig
+from octavo.engine.core import EngineCore
+from octavo.errors import RequestError
+from octavo.execution.executor import DoneStep
+from octavo.kv_cache.groups import LayerCacheSpec, group_layers
+from octavo.plan import StepPlan, StepResult
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling_params import SamplingParams
+
+
+class StubExecutor:
+    """Samples the token 7 everywhere. What becomes of a grammar is in `grammars`."""
+
+    runs_ahead = False
+    cache_groups = group_layers([LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8)])
+
+    def __init__(self) -> None:
+        self.num_blocks, self.num_host_blocks = [20], [0]
+        self.grammars: dict[str, Future[None]] = {}
+
+    def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
+        return self.grammars.setdefault(grammar, Future())
+
+    def submit(self, plan: StepPlan) -> DoneStep:
+        return DoneStep(StepResult([7] * sum(planned.num_samples for planned in plan.rows)))
+
+
+def core() -> tuple[EngineCore, dict[str, Future[None]]]:
+    scheduler = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=64, enable_chunked_prefill=True, policy="fcfs",
+        preemption_mode="recompute", check_invariants=True,
+    )  # fmt: skip
+    cache = SimpleNamespace(block_size=4, enable_prefix_caching=True)
+    config = SimpleNamespace(scheduler=scheduler, cache=cache, model=SimpleNamespace(seed=0))
+    executor = StubExecutor()
+    return EngineCore(cast(Any, config), cast(Any, executor)), executor.grammars
+
+
+def request(name: str, grammar: str | None = None) -> EngineRequest:
+    return EngineRequest(name, Prompt([1, 2, 3]), SamplingParams(max_tokens=2, grammar=grammar), [0], 2, 0.0)
+
+
+def failed(error: Exception) -> Future[None]:
+    ready: Future[None] = Future()
+    ready.set_exception(error)
+    return ready
+
+
+def test_a_request_whose_grammar_is_being_compiled_waits_and_is_counted() -> None:
+    engine, grammars = core()
+    engine.add(request("plain"))
+    engine.add(request("structured", "root ::= x"))
+    outputs = engine.step()
+    assert [output.request_id for output in outputs.outputs] == ["plain"]
+    assert (outputs.stats.num_running, outputs.stats.num_waiting) == (1, 1)
+    grammars["root ::= x"].set_result(None)
+    outputs = engine.step()
+    assert {output.request_id for output in outputs.outputs} == {"plain", "structured"}
+    assert outputs.stats.num_waiting == 0
+
+
+def test_a_request_whose_grammar_is_ready_runs_in_the_next_step() -> None:
+    engine, grammars = core()
+    grammars["root ::= x"] = Future()
+    grammars["root ::= x"].set_result(None)
+    engine.add(request("structured", "root ::= x"))
+    assert [output.token_ids for output in engine.step().outputs] == [[7]]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RequestError("the grammar has no rule 'root'."), "the grammar has no rule 'root'."),
+        (ValueError("a secret path"), "structured_outputs failed: ValueError."),
+    ],
+)
+@pytest.mark.parametrize("fails_before", [True, False])
+def test_a_request_whose_grammar_cannot_be_compiled_is_refused(error: Exception, said: str, fails_before: bool) -> None:
+    engine, grammars = core()
+    if fails_before:
+        grammars["bad"] = failed(error)
+    engine.add(request("structured", "bad"))
+    if not fails_before:
+        assert engine.step().outputs == []
+        grammars["bad"].set_exception(error)
+    [output] = engine.step().outputs
+    assert (output.request_id, output.finish_reason, output.error) == ("structured", "error", said)
+    assert not engine.has_work
+
+
+def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_runs() -> None:
+    engine, grammars = core()
+    engine.add(request("structured", "root ::= x"))
+    engine.abort("structured")
+    grammars["root ::= x"].set_result(None)
+    assert not engine.has_work
+    assert engine.step().outputs == []
