@@ -111,13 +111,13 @@ class NoModelExecutor:
 
     def __init__(self, config: EngineConfig, token_ids: list[int], num_weight_bytes: int = 0) -> None:
         limits, max_model_len, block_size = config.scheduler, config.model.max_model_len, config.cache.block_size
-        self.groups = group_layers([LayerCacheSpec("full", 1, 16, 16)])
+        self.cache_groups = group_layers([LayerCacheSpec("full", 1, 16, 16)])
         self.num_blocks = [limits.max_num_seqs * -(-max_model_len // block_size)]
         self.num_host_blocks = [0]
         ops: Any = ReadOps(token_ids, limits.max_num_seqs)
         model: Any = SimpleNamespace(vocab_size=config.model.vocab_size)
         self.device = NoModel(ops, config.model.vocab_size, limits.max_num_seqs, num_weight_bytes)
-        table = SequenceTable(limits.max_num_seqs, max_model_len, block_size, self.groups)
+        table = SequenceTable(limits.max_num_seqs, max_model_len, block_size, self.cache_groups)
         self.runner = Runner(model, ops, self.device, table, limits.max_num_batched_tokens)
         self.runner.use_caches([], BlockMover(ops, self.device, [[]], [0]))
         self.runner.capture()

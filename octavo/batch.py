@@ -10,16 +10,8 @@ from typing import Any
 class GroupTables:
     """Where the tokens of a step lie in the cache of one group of layers."""
 
-    slot_mapping: Any  # [T] int64: block * block_size + offset; -1 has no slot
+    slot_mapping: Any  # [T] int64: block * block_size + offset, -1 has no slot; of a state group the sequence's block
     block_tables: Any  # [S, max_blocks] int32
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTables:
-    """Where a step's tokens are in the cache of one group of layers."""
-
-    slot_mapping: Tensor  # [T] int64: block * block_size + offset; of a state group, the block of the token's sequence
-    block_tables: Tensor  # [S, max_blocks] int32
 
 
 @dataclass(frozen=True, slots=True)

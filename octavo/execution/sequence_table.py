@@ -104,7 +104,7 @@ class SequenceTable:
         for group, keeps_keys in enumerate(self._keeps_keys):
             slots = into.slot_mapping[group, : len(row_of)]
             if not keeps_keys:
-                slots[:] = -1
+                slots[:] = self.blocks[group, row_of, 0]
                 continue
             np.multiply(self.blocks[group, row_of, places], self.block_size, out=slots)
             slots += offsets

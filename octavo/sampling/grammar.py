@@ -1,7 +1,8 @@
 """What an answer must be, as a grammar in llguidance's own form: JSON text that names Lark grammars and JSON schemas.
 
 The front end makes and checks it before a request is queued; it crosses the wire as text, and
-`octavo.sampling.grammar_masks` has it followed. llguidance itself looks at it in a process of its own (`grammar_trial`).
+`octavo.sampling.grammar_masks` has it followed. llguidance itself looks at it in a process of its own
+(`grammar_trial`).
 """
 
 from __future__ import annotations
