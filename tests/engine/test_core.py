@@ -11,7 +11,6 @@ import pytest
 from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import RequestError
-from octavo.execution.executor import DoneStep
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.plan import StepPlan, StepResult
 from octavo.request import EngineRequest, Prompt
@@ -31,8 +30,10 @@ class StubExecutor:
     def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
         return self.grammars.setdefault(grammar, Future())
 
-    def submit(self, plan: StepPlan) -> DoneStep:
-        return DoneStep(StepResult([7] * sum(planned.num_samples for planned in plan.rows)))
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        done: Future[StepResult] = Future()
+        done.set_result(StepResult([7] * sum(planned.num_samples for planned in plan.rows)))
+        return done
 
 
 def core() -> tuple[EngineCore, dict[str, Future[None]]]:

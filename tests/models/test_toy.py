@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo import LLM, SamplingParams
 from octavo.errors import LoadError
 from octavo.models import registry
 from octavo.models.decoder import Decoder
@@ -52,6 +53,25 @@ def test_a_registered_architecture_runs(tmp_path: Path, ops: Ops) -> None:
     described = Decoder(description, ArrayWeights.of(plain), ops, 64, "float32")
     for a, b in zip(found, all_logits(described, ops, SEQUENCES), strict=True):
         assert torch.equal(a, b), "the optimisation of products has changed bits"
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_engine_serves_a_registered_architecture(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    """Greedy tokens and log-probabilities of the whole engine on the CPU: recorded, chunked, several at once."""
+    plain = toy.save_toy(tmp_path)
+    llm = LLM(model=str(tmp_path), tokenizer=str(tiny_tokenizer), max_num_batched_tokens=16, max_num_seqs=4)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
+    for prompt, output in zip(
+        SEQUENCES, llm.generate([{"prompt_token_ids": tokens} for tokens in SEQUENCES], params), strict=True
+    ):
+        tokens = list(prompt)
+        [completion] = output.outputs
+        for token, logprobs in zip(completion.token_ids, completion.logprobs or [], strict=True):
+            with torch.no_grad():
+                expected = plain(torch.tensor(tokens))[-1].log_softmax(-1)
+            assert token == int(expected.argmax())
+            assert logprobs[token].logprob == pytest.approx(float(expected[token]), abs=1e-4)
+            tokens.append(token)
 
 
 def test_an_architecture_that_nobody_registered_is_refused() -> None:
