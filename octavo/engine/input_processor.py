@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.config import EngineConfig, ModelConfig
+from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.errors import RequestError
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling.grammar import WantedGrammar, make_grammar
@@ -42,8 +43,12 @@ class InputProcessor:
                 param="prompt",
                 code="context_length_exceeded",
             )
+        backend = self.tokenizer.backend_tokenizer
         try:
-            ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= MAX_INLINE_LENGTH:
+                ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:  # this lets other threads go on, which `encode` does not (tokenizers 0.23)
+                ids = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError) as e:  # lone surrogates
             raise RequestError(f"the prompt is not valid Unicode text: {e}.", param="prompt") from None
         return ids

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.engine.input_processor import InputProcessor
+from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.engine.wire import decode_frontend_message, encode_message
 from octavo.errors import RequestError
 from octavo.loading.checkpoint import Checkpoint
@@ -77,6 +80,7 @@ def test_token_ids_go_before_text_and_bring_a_salt(inputs: InputProcessor) -> No
         ({"prompt": "x", "cache_salt": 5}, "cache_salt"),
         ({"prompt": "x", "cache_salt": "\ud800"}, "cache_salt"),
         ("lone \ud800 surrogate", "not valid Unicode"),
+        ("lone \ud800 surrogate" * 200, "not valid Unicode"),
         ("x " * (MAX_LEN * 1024), "cannot fit"),
     ],
 )
@@ -101,6 +105,23 @@ def test_more_output_than_fits_is_refused_where_it_is_not_clamped(inputs: InputP
     assert inputs.process(ids(15), SamplingParams(max_tokens=None), clamps_max_tokens=False).max_tokens == 5
     with pytest.raises(RequestError, match="max_tokens is 6, but the prompt has 15 tokens and the model takes 20"):
         inputs.process(ids(15), SamplingParams(max_tokens=6), clamps_max_tokens=False)
+
+
+@pytest.mark.parametrize("size", [10, MAX_INLINE_LENGTH, MAX_INLINE_LENGTH + 1, 5 * MAX_INLINE_LENGTH])
+def test_long_texts_have_the_same_tokens(inputs: InputProcessor, tokenizer: Any, size: int) -> None:
+    text = ("Grüße an 世界, 123 times! " * size)[:size]
+    assert inputs.encode(text) == tokenizer.backend_tokenizer.encode(text).ids
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized(model: ModelConfig, tokenizer: Any) -> None:
+    inputs = InputProcessor(engine_config(dataclasses.replace(model, max_model_len=8192)), tokenizer)
+    thread = threading.Thread(target=inputs.encode, args=("The quick brown fox. " * 20_000,))
+    thread.start()
+    num_turns = 0
+    while thread.is_alive():
+        time.sleep(0)
+        num_turns += 1
+    assert num_turns > 20
 
 
 def test_no_two_requests_have_one_id(inputs: InputProcessor) -> None:
