@@ -274,9 +274,9 @@ class KVCacheManager:
                 for block in table:
                     if block != _NOT_KEPT:
                         host_references[pool][block] = host_references[pool].get(block, 0) + 1
-        for pools, found in ((self.pools, references), (self.host_pools, host_references)):
-            for pool, counts in zip(pools, found, strict=True):
-                pool.check(counts)
+        found = zip([*self.pools, *self.host_pools], [*references, *host_references], strict=True)
+        for block_pool, counts in found:
+            block_pool.check(counts)
 
     def _no_moves(self) -> list[BlockMoves]:
         return [BlockMoves() for _ in self.pools]

@@ -10,16 +10,20 @@ from octavo.stats import EngineStats
 
 def set_gauges(stats: EngineStats, live: LiveSequences, cache: KVCacheManager) -> None:
     running, waiting = live.running, live.waiting
-    stats.num_blocks = sum([pool.num_usable for pool in cache.pools])
-    stats.num_blocks_used = sum([pool.num_used for pool in cache.pools])
-    stats.num_host_blocks = sum([pool.num_blocks for pool in cache.host_pools])
-    stats.num_host_blocks_used = sum([pool.num_used for pool in cache.host_pools])
     stats.num_running = len(running)
+    for pool in cache.pools:
+        stats.num_blocks += pool.num_usable
+        stats.num_blocks_used += pool.num_used
+    for pool in cache.host_pools:
+        stats.num_host_blocks += pool.num_blocks
+        stats.num_host_blocks_used += pool.num_used
     if stats.num_host_blocks_used:
         stats.num_swapped = sum([bool(seq.host_blocks) for seq in waiting])
     stats.num_waiting = len(waiting) - stats.num_swapped
-    num_state_blocks = sum([state.pool.num_used for state in cache.states])  # they have no slots
-    stats.num_slots_allocated = (stats.num_blocks_used - num_state_blocks) * cache.block_size
+    num_with_slots = stats.num_blocks_used
+    for state in cache.states:
+        num_with_slots -= state.pool.num_used
+    stats.num_slots_allocated = num_with_slots * cache.block_size
     has_forks = len(running) + len(waiting) > len(live.requests)
     stats.num_slots_filled = stats.num_slots_allocated - _num_unfilled_slots(running, has_forks, cache)
 
