@@ -26,7 +26,7 @@ from octavo.processes import python_command
 # long as this would take for ever.
 TIME_LIMIT_S = 10
 _PATIENCE = 6  # times as long by the clock, on a machine that gives the process no time
-# Where the model runs there must be more stack than here (see `structured`), so that what passes never overflows it.
+# Where the model runs there must be more stack than here (see `grammar_masks`), so that what passes never overflows it.
 STACK_BYTES = 4 << 20
 _MEMORY_BYTES = 4 << 30  # of addresses; the largest of our tests takes 0.3 GB
 # In Lark: strings and regular expressions, which are kept, and special tokens.
