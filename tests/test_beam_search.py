@@ -24,7 +24,7 @@ PROMPTS = [
 def llm() -> Iterator[LLM]:
     llm = LLM(dtype="float32", max_model_len=256, num_gpu_blocks_override=128, check_invariants=True)
     yield llm
-    assert llm.core.scheduler.cache.pool.num_used == 0, "blocks are in use when idle"
+    assert llm.core.scheduler.cache.pools[0].num_used == 0, "blocks are in use when idle"
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_searches_answer_the_same_among_others_and_when_blocks_run_out() -> None
             [c.token_ids for c in output.outputs] for output in alone
         ]
         assert sum(output.metrics.num_preemptions for output in both if output.metrics) > 0
-        assert tight.core.scheduler.cache.pool.num_used == 0
+        assert tight.core.scheduler.cache.pools[0].num_used == 0
 
 
 def test_a_temperature_scales_the_scores(llm: LLM) -> None:

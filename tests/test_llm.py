@@ -16,7 +16,7 @@ from octavo.errors import ConfigError, RequestError
 def llm() -> Iterator[LLM]:
     llm = LLM(max_model_len=512, num_gpu_blocks_override=512, check_invariants=True)
     yield llm
-    assert llm.core.scheduler.cache.pool.num_used == 0, "blocks are in use when idle"
+    assert llm.core.scheduler.cache.pools[0].num_used == 0, "blocks are in use when idle"
 
 
 def greedy(max_tokens: int = 12, **more: object) -> SamplingParams:

@@ -30,7 +30,7 @@ PERSON = {
 def llm() -> Iterator[LLM]:
     llm = LLM(max_model_len=1024, max_num_seqs=64, num_gpu_blocks_override=2048, check_invariants=True)
     yield llm
-    assert llm.core.scheduler.cache.pool.num_used == 0, "blocks are in use when idle"
+    assert llm.core.scheduler.cache.pools[0].num_used == 0, "blocks are in use when idle"
 
 
 def structured(temperature: float = 0.0, max_tokens: int = 900, **fields: Any) -> SamplingParams:

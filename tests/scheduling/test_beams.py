@@ -130,7 +130,7 @@ def test_an_abort_or_an_error_ends_all_beams() -> None:
     s = scheduler()
     s.add(request("a", 6, n=3, use_beam_search=True))
     step(s, {1: 0.5, 2: 0.3, 3: 0.2})
-    s.abort("a", 1)  # a beam is no completion: nobody can mean it
+    s.abort("a", 1)  # a beam is not a completion, and its index means nothing outside
     assert len(list(s.live)) == 3
     s.abort("a")
     assert (s.has_work, s.cache.pools[0].num_used) == (False, 0)

@@ -286,7 +286,7 @@ def test_unknown_ids_are_not_an_error_to_abort() -> None:
 def test_one_completion_can_be_aborted_without_its_siblings() -> None:
     s = scheduler()
     s.add(request("a", 6, n=3, max_tokens=3))
-    s.abort("a", 0)  # it has not put out a token yet: nobody can mean it
+    s.abort("a", 0)  # before the forks have started one sequence stands for all
     computed(s)
     s.abort("a", 0)
     assert [output.index for output in step(s)] == [1, 2]
