@@ -21,6 +21,11 @@ _STAGE_BYTES = 64 << 20  # of the device, twice: a millisecond or two of the bus
 Pairs = Sequence[tuple[int, int]]
 
 
+def block_bytes(cache: LayerKVCache) -> int:
+    """Bytes of one block of a layer, keys and values."""
+    return int(cache.key.nbytes + cache.value.nbytes) // cache.num_blocks
+
+
 class _Stage:
     """Room for some blocks in one piece each: [blocks, bytes of a block] uint8."""
 
@@ -36,10 +41,10 @@ class _PoolMover:
         self._ops, self._device, self._caches = ops, device, caches
         self._stages: list[_Stage] = []
         if num_host_blocks:
-            block_bytes = sum((cache.key.nbytes + cache.value.nbytes) // cache.num_blocks for cache in caches)
-            self._host = device.pinned([num_host_blocks, block_bytes], "uint8")
-            num_staged = max(1, min(num_host_blocks, _STAGE_BYTES // block_bytes))
-            self._stages = [_Stage(device.zeros([num_staged, block_bytes], "uint8")) for _ in range(2)]
+            num_bytes = sum(block_bytes(cache) for cache in caches)
+            self._host = device.pinned([num_host_blocks, num_bytes], "uint8")
+            num_staged = max(1, min(num_host_blocks, _STAGE_BYTES // num_bytes))
+            self._stages = [_Stage(device.zeros([num_staged, num_bytes], "uint8")) for _ in range(2)]
 
     def move(self, moves: BlockMoves) -> None:
         for pairs in self._staged(moves.swap_out):

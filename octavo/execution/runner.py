@@ -220,11 +220,13 @@ class Runner:
         if drawn is not None:
             tokens = step.stage.tokens[: len(samples.rows)].copy()
             result.logprobs, errors = drawn.finish(tokens, fetch)
-            result.errors = {int(samples.rows[n]): message for n, message in errors.items()}
             result.tokens = tokens.tolist()
             is_kept = self.occupants[samples.rows] == step.occupants
             if samples.guessed:
-                is_kept &= samples.standing(tokens)
+                stands = samples.standing(tokens)
+                is_kept &= stands
+                errors = {n: message for n, message in errors.items() if stands[n]}
+            result.errors = {int(samples.rows[n]): message for n, message in errors.items()}
             if not is_kept.all():
                 samples = Samples(samples.rows[is_kept], samples.forks[is_kept], samples.lengths[is_kept], {})
                 tokens = tokens[is_kept]

@@ -10,14 +10,16 @@ import logging
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
+
 from octavo.config import EngineArgs, EngineConfig
 from octavo.errors import LoadError
 from octavo.execution import capacity
-from octavo.execution.block_mover import BlockMover
+from octavo.execution.block_mover import BlockMover, block_bytes
 from octavo.execution.device import Device
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
-from octavo.kv_cache.groups import LayerCacheSpec, group_layers
+from octavo.kv_cache.groups import NULL_BLOCK, LayerCacheSpec, group_layers
 from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights, open_weights
 from octavo.models.description import ModelDescription
@@ -98,16 +100,16 @@ class Worker:
         """Size the cache and allocate it."""
         config, device = self._config, self._device
         small = self._caches([1] * capacity.num_pools(self.groups))
-        block_bytes = [sum(cache.key.nbytes + cache.value.nbytes for cache in of_pool) for of_pool in small]
+        sizes = [sum(block_bytes(cache) for cache in of_pool) for of_pool in small]
         self._use(small, [0] * len(small))
         budget, source = device.cache_bytes(
             config.cache, self.runner.run_largest_step, 0 if config.enforce_eager else self.runner.captured_bytes
         )
         del small
-        self.num_blocks = capacity.num_blocks(config, self.groups, block_bytes, budget, source)
-        self.cache_bytes = sum(n * size for n, size in zip(self.num_blocks, block_bytes, strict=True))
+        self.num_blocks = capacity.num_blocks(config, self.groups, sizes, budget, source)
+        self.cache_bytes = sum(n * size for n, size in zip(self.num_blocks, sizes, strict=True))
         on_host = self.cache_bytes if device.shares_memory else 0
-        self.num_host_blocks = capacity.num_host_blocks(config, self.num_blocks, block_bytes, on_host)
+        self.num_host_blocks = capacity.num_host_blocks(config, self.num_blocks, sizes, on_host)
         self._use(self._caches(self.num_blocks), self.num_host_blocks)
         phases.end("KV cache")
         capacity.log_capacity(config, self.cache_bytes, self.num_blocks, self.num_host_blocks)
@@ -141,5 +143,9 @@ class Worker:
         by_layer: dict[int, LayerKVCache] = {}
         for group in self.groups:
             by_layer.update(zip(group.layers, caches[group.pool], strict=False))
+        for pool, of_pool in enumerate(caches):  # what masked attention reads of the null block must be numbers
+            if any(group.pool == pool and group.spec.kind == "window" for group in self.groups):
+                zeros = self._device.zeros([1, sum(block_bytes(cache) for cache in of_pool)], "uint8")
+                self._ops.scatter_blocks(zeros, np.array([NULL_BLOCK]), of_pool)
         mover = BlockMover(self._ops, self._device, caches, num_host_blocks)
         self.runner.use_caches([by_layer[layer] for layer in sorted(by_layer)], mover)

@@ -143,6 +143,8 @@ class Scheduler:
             most = min(step.budget, seq.num_remaining_tokens - 1)
             if planned.num_tokens > 1 or planned.num_samples != 1 or seq.chooser is not None or most <= 0:
                 continue
+            if seq.params.logits_processors:
+                continue  # the caller's code sees only tokens that stand
             guesses = tuple(self._proposer(seq, most)[:most])
             end = seq.num_computed_tokens + 1 + len(guesses)
             if guesses and (changed := self.cache.grow(seq, end)) is not None:

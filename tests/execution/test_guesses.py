@@ -64,9 +64,12 @@ def test_guesses_change_no_answer(model: Path, kind: str, flags: dict[str, Any],
     executor = None if place == "cpu" else LocalExecutor(config, LateDevice(1), reference_ops())
     core = EngineCore(config, executor, proposer(kind, answers, 1))
     found = run(core, guessed_requests(1), 1)
-    assert {key: told(outputs) for key, outputs in found.items()} == {
-        key: told(outputs) for key, outputs in expected.items()
-    }
+    assert found.keys() == expected.keys()
+    for key, outputs in found.items():
+        was, should_be = told(outputs), told(expected[key])
+        # The operations behind the late device round log-probabilities otherwise than the native ones.
+        assert was.pop("values") == pytest.approx(should_be.pop("values"), abs=2e-3)
+        assert was == should_be
 
 
 def test_right_guesses_save_steps(model: Path) -> None:
