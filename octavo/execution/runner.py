@@ -316,10 +316,12 @@ class Runner:
         )
 
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
-        num_tokens = sum([planned.num_tokens for planned in plan.rows])
-        num_samples = sum([planned.num_samples for planned in plan.rows])
-        largest = self._largest
-        return StepShape(num_tokens, len(plan.rows), num_samples, num_updates, largest.groups, largest.blocks)
+        _, _, num_tokens, num_positions, num_forks, _ = zip(*plan.rows, strict=True)
+        num_seqs, largest = len(plan.rows), self._largest
+        num_samples = num_seqs
+        if num_positions.count(1) < num_seqs or num_forks.count(1) < num_seqs:
+            num_samples = sum([planned.num_samples for planned in plan.rows])
+        return StepShape(sum(num_tokens), num_seqs, num_samples, num_updates, largest.groups, largest.blocks)
 
     def _captured_for(self, used: StepShape) -> Captured | None:
         for captured in self.captured:
