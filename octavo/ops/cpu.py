@@ -90,7 +90,7 @@ def quantize(x: NDArray[Any], consumer: LinearWeight) -> NDArray[Any]:
     assert is_dense(x)
     check_inputs("quantize", x=x)
     out = empty((rows, consumer.num_blocks * _cpu.QBLOCK_BYTES), UINT8)
-    _cpu.quantize(x, stride(x), rows, width, code_of("quantize", x), out)
+    _cpu.activation(x, stride(x), rows, width, code_of("quantize", x), out, _cpu.Q8, _cpu.ACTIVATIONS["identity"])
     return out
 
 
@@ -237,7 +237,7 @@ def _norm(
     else:
         outer, inner, outer_stride, inner_stride = 1, 1, 0, 0
     _cpu.norm(
-        x, weight, bias, out, outer, inner, hidden, outer_stride, inner_stride, eps, code, code_of(op, weight),
+        x, weight, 0 if bias is None else bias, out, outer, inner, hidden, outer_stride, inner_stride, eps, code, code_of(op, weight),
         out_code, op == "layer_norm",
     )  # fmt: skip
     return out
@@ -255,7 +255,7 @@ def rotary_and_cache(
 ) -> None:  # fmt: skip
     tokens, query_heads, head_size = query.shape
     kv_heads = key.shape[1]
-    rotary_size = cos_sin.shape[1]
+    rotary_size, block_size = cos_sin.shape[1], cache.key.shape[3]
     for x in (query, key, value):
         assert x.shape[0] == tokens
         assert _has_dense_heads(x), "the heads of a token must be contiguous"
@@ -271,8 +271,8 @@ def rotary_and_cache(
     check_inputs("rotary_and_cache", query=query, key=key, value=value, positions=positions, slot_mapping=slot_mapping)
     _cpu.rotary_and_cache(
         query, stride(query), key, stride(key), value, stride(value), positions, cos_sin, cos_sin.shape[0], rotary_size,
-        cache.key, cache.value, cache.key.shape[0], slot_mapping, tokens, query_heads, kv_heads, head_size,
-        cache.key.shape[3], code_of("rotary_and_cache", query, key, value, cache.key, cache.value),
+        cache.key, cache.value, cache.num_blocks * block_size, slot_mapping, tokens, query_heads, kv_heads, head_size,
+        block_size, code_of("rotary_and_cache", query, key, value, cache.key, cache.value),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.ops.torch_arrays import upload
 from octavo.ops.torch_ops import (
     add_bias,
     gather_blocks,
@@ -31,7 +32,6 @@ from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, quantize
 from octavo.ops.triton.rows import take_rows
 from octavo.ops.triton.sampling import argmax, sample
-from octavo.ops.upload import upload
 
 __all__ = [
     "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding", "gather_blocks",
