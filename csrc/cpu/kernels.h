@@ -119,9 +119,7 @@ struct TakeRowsArgs : RowWiseArgs {
 // RMS norm otherwise. The bias may be null, and is of the weight's type. Outputs are dense; kQ8 outputs are quantized
 // from float32.
 struct NormArgs : RowWiseArgs {
-    const void* x;
-    const void* weight;
-    const void* bias;
+    const void *x, *weight, *bias;
     void* out;
     int64_t inner, hidden, x_stride, x_inner_stride;
     float eps;
@@ -152,12 +150,10 @@ struct AddArgs : RowWiseArgs {
 // Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written.
 struct RotaryArgs : RowWiseArgs {
     void* query;
-    const void* key;
-    const void* value;
+    const void *key, *value;
     const int64_t* positions;
     const float* cos_sin;
-    void* key_cache;
-    void* value_cache;
+    void *key_cache, *value_cache;
     const int64_t* slots;
     int64_t query_stride, key_stride, value_stride;
     int64_t max_positions, num_slots;
@@ -189,12 +185,8 @@ struct AttentionSchedule {
 };
 
 struct AttentionArgs : RowArgs {
-    const void* query;
-    const void* key_cache;
-    const void* value_cache;
-    const int32_t* block_tables;
-    const int32_t* query_start;
-    const int32_t* seq_lens;
+    const void *query, *key_cache, *value_cache;
+    const int32_t *block_tables, *query_start, *seq_lens;
     void* out;
     int64_t query_stride, table_stride, max_blocks;
     int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, dtype;
@@ -216,8 +208,7 @@ struct SampleArgs : RowArgs {
     float* logits;
     const float* temperature;
     const int64_t* top_k;
-    const float* top_p;
-    const float* min_p;
+    const float *top_p, *min_p;
     const double* dice;  // in [0, 1)
     int64_t* out;
     int64_t stride, width;

@@ -24,13 +24,12 @@ from octavo.ops.torch_ops import (
 )
 from octavo.ops.triton import launch
 from octavo.ops.triton import logits as logits_kernels
-from octavo.ops.triton.activation import activation, add
 from octavo.ops.triton.attention import paged_attention
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, quantize
-from octavo.ops.triton.rows import take_rows
+from octavo.ops.triton.rows import activation, add, take_rows
 from octavo.ops.triton.sampling import argmax, sample
 
 __all__ = [
