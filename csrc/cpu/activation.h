@@ -1,4 +1,4 @@
-// Element-wise functions of rows, and sums of two matrices. Included by kernels.cpp only.
+// Element-wise functions of rows, quantized or not, and sums of two matrices. Included by kernels.cpp only.
 #pragma once
 
 #include "elementwise.h"
@@ -38,60 +38,51 @@ inline Vec gelu_tanh(Vec x) {
 
 inline Vec relu(Vec x) { return max(zero(), x); }  // NaN for NaN
 
-template <class T, class Function>
-void activate_rows(const ActivationArgs& a, int64_t begin, int64_t end, Function f) {
-    for (int64_t row = begin; row < end; ++row) {
-        const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-        write_row<T>(a.out, a.out_dtype, row, a.width,
-                     [&](int64_t i, int lanes) { return f(load_some(x + i, lanes)); });
-    }
-}
-
 template <class Function>
-void activate(const ActivationArgs& a, int64_t begin, int64_t end, Function f) {
-    a.dtype == kF32 ? activate_rows<float>(a, begin, end, f) : activate_rows<uint16_t>(a, begin, end, f);
+void activate(const ActivationArgs& a, int64_t task, Function f) {
+    with_element(a.dtype, [&](auto element) {
+        using T = typename decltype(element)::T;
+        for_rows(a, task, a.rows, [&](int64_t row) {
+            const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+            write_row<T>(a.out, a.out_dtype, row, a.width,
+                         [&](int64_t i, int lanes) { return f(load_some(x + i, lanes)); });
+        });
+    });
 }
 
 void activation(const void* args, int64_t task) {
     const ActivationArgs& a = *static_cast<const ActivationArgs*>(args);
-    const int64_t begin = task * a.rows_per_task;
-    const int64_t end = min_of(begin + a.rows_per_task, a.rows);
     switch (a.kind) {
         case kSilu:
-            return activate(a, begin, end, [](Vec x) { return gated_by(x, x); });
+            return activate(a, task, [](Vec x) { return gated_by(x, x); });
         case kGelu:
-            return activate(a, begin, end, [](Vec x) { return gelu(x); });
+            return activate(a, task, [](Vec x) { return gelu(x); });
         case kGeluTanh:
-            return activate(a, begin, end, [](Vec x) { return gelu_tanh(x); });
+            return activate(a, task, [](Vec x) { return gelu_tanh(x); });
         case kRelu:
-            return activate(a, begin, end, [](Vec x) { return relu(x); });
+            return activate(a, task, [](Vec x) { return relu(x); });
+        case kRelu2:
+            return activate(a, task, [](Vec x) { return mul(relu(x), relu(x)); });
         default:
-            return activate(a, begin, end, [](Vec x) { return mul(relu(x), relu(x)); });
-    }
-}
-
-template <class X, class T>
-void add_to_rows(const AddArgs& a, int64_t begin, int64_t end) {
-    const Vec scale = set1(a.scale);
-    for (int64_t row = begin; row < end; ++row) {
-        const X* x = static_cast<const X*>(a.x) + row * a.x_stride;
-        T* out = static_cast<T*>(a.out) + row * a.out_stride;
-        // As a product's epilogue does it, so that both have the same bits.
-        for_vectors(a.width, [&](int64_t i, int lanes) {
-            store_some(out + i, fma(scale, load_some(x + i, lanes), load_some(out + i, lanes)), lanes);
-        });
+            return activate(a, task, [](Vec x) { return x; });
     }
 }
 
 void add_rows(const void* args, int64_t task) {
     const AddArgs& a = *static_cast<const AddArgs*>(args);
-    const int64_t begin = task * a.rows_per_task;
-    const int64_t end = min_of(begin + a.rows_per_task, a.rows);
-    if (a.out_dtype == kF32) {
-        a.dtype == kF32 ? add_to_rows<float, float>(a, begin, end) : add_to_rows<uint16_t, float>(a, begin, end);
-    } else {
-        a.dtype == kF32 ? add_to_rows<float, uint16_t>(a, begin, end) : add_to_rows<uint16_t, uint16_t>(a, begin, end);
-    }
+    const Vec scale = set1(a.scale);
+    with_element(a.dtype, [&](auto element) {
+        with_element(a.out_dtype, [&](auto out_element) {
+            for_rows(a, task, a.rows, [&](int64_t row) {
+                const auto* x = static_cast<const typename decltype(element)::T*>(a.x) + row * a.x_stride;
+                auto* out = static_cast<typename decltype(out_element)::T*>(a.out) + row * a.out_stride;
+                // As a product's epilogue does it, so that both have the same bits.
+                for_vectors(a.width, [&](int64_t i, int lanes) {
+                    store_some(out + i, fma(scale, load_some(x + i, lanes), load_some(out + i, lanes)), lanes);
+                });
+            });
+        });
+    });
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Norms, quantized rows, rotary embedding with the cache write and copies of rows, in float32, in an order that the
-// row's length alone decides. Included by kernels.cpp only.
+// Norms, rotary embedding with the cache write and copies of rows, in float32, in an order that the row's length alone
+// decides. Included by kernels.cpp only.
 #pragma once
 
 #include "quantize.h"
@@ -7,72 +7,16 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-template <class T>
-void quantize_rows(const QuantizeArgs& a, int64_t begin, int64_t end) {
-    const int64_t blocks = (a.width + kQBlock - 1) / kQBlock;
-    for (int64_t row = begin; row < end; ++row) {
-        const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-        quantize_row(a.width, a.out + row * blocks, [&](int64_t i, int lanes) { return load_some(x + i, lanes); });
-    }
-}
-
-void quantize(const void* args, int64_t task) {
-    const QuantizeArgs& a = *static_cast<const QuantizeArgs*>(args);
-    const int64_t begin = task * a.rows_per_task;
-    const int64_t end = min_of(begin + a.rows_per_task, a.rows);
-    if (a.dtype == kF32) {
-        quantize_rows<float>(a, begin, end);
-    } else {
-        quantize_rows<uint16_t>(a, begin, end);
-    }
-}
-
-// Four sums in turn hide the latency of the addition; their order is a function of n.
-template <class T>
-inline float sum_of_squares(const T* x, int64_t n) {
+// Sums over a row what step(sum, values, lanes) adds of each vector. Four sums in turn hide the latency of the
+// addition; their order is a function of n.
+template <class T, class Step>
+inline float sum_row(const T* x, int64_t n, Step step) {
     Vec sums[4] = {zero(), zero(), zero(), zero()};
     int64_t i = 0;
     for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-        for (int j = 0; j < 4; ++j) {
-            const Vec v = load(x + i + j * kLanes);
-            sums[j] = fma(v, v, sums[j]);
-        }
+        for (int j = 0; j < 4; ++j) sums[j] = step(sums[j], load(x + i + j * kLanes), kLanes);
     }
-    for_vectors(n - i, [&](int64_t j, int lanes) {
-        const Vec v = load_some(x + i + j, lanes);
-        sums[0] = fma(v, v, sums[0]);
-    });
-    return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
-}
-
-// The same order of additions as in sum_of_squares, here and in the squared distances.
-template <class T>
-inline float sum_of_values(const T* x, int64_t n) {
-    Vec sums[4] = {zero(), zero(), zero(), zero()};
-    int64_t i = 0;
-    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-        for (int j = 0; j < 4; ++j) sums[j] = add(sums[j], load(x + i + j * kLanes));
-    }
-    for_vectors(n - i, [&](int64_t j, int lanes) { sums[0] = add(sums[0], load_some(x + i + j, lanes)); });
-    return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
-}
-
-template <class T>
-inline float sum_of_squared_distances(const T* x, int64_t n, float from) {
-    const Vec center = set1(from);
-    Vec sums[4] = {zero(), zero(), zero(), zero()};
-    int64_t i = 0;
-    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-        for (int j = 0; j < 4; ++j) {
-            const Vec v = sub(load(x + i + j * kLanes), center);
-            sums[j] = fma(v, v, sums[j]);
-        }
-    }
-    for_vectors(n - i, [&](int64_t j, int lanes) {
-        // Lanes beyond the row hold zeros, which are some way from the center.
-        const Vec v = keep_lanes(sub(load_some(x + i + j, lanes), center), 0, lanes, zero());
-        sums[0] = fma(v, v, sums[0]);
-    });
+    for_vectors(n - i, [&](int64_t j, int lanes) { sums[0] = step(sums[0], load_some(x + i + j, lanes), lanes); });
     return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
@@ -88,67 +32,55 @@ inline void write_row(void* out, int32_t out_dtype, int64_t row, int64_t width, 
 }
 
 template <class T, class W>
-void rms_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
-    const W* weight = static_cast<const W*>(a.weight);
-    for (int64_t row = begin; row < end; ++row) {
-        const T* x = static_cast<const T*>(a.x) + row / a.inner * a.x_outer_stride + row % a.inner * a.x_inner_stride;
-        const float mean = sum_of_squares(x, a.hidden) / static_cast<float>(a.hidden);
-        const Vec scale = set1(1.0f / __builtin_sqrtf(mean + a.eps));
-        write_row<T>(a.out, a.out_dtype, row, a.hidden, [&](int64_t i, int lanes) {
-            return mul(mul(load_some(x + i, lanes), scale), load_some(weight + i, lanes));
-        });
-    }
+void rms_norm_row(const NormArgs& a, int64_t row, const T* x, const W* weight) {
+    const float squares = sum_row(x, a.hidden, [](Vec sum, Vec v, int) { return fma(v, v, sum); });
+    const Vec scale = set1(1.0f / __builtin_sqrtf(squares / static_cast<float>(a.hidden) + a.eps));
+    write_row<T>(a.out, a.out_dtype, row, a.hidden, [&](int64_t i, int lanes) {
+        return mul(mul(load_some(x + i, lanes), scale), load_some(weight + i, lanes));
+    });
 }
 
 template <class T, class W>
-void layer_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
-    const W* weight = static_cast<const W*>(a.weight);
+void layer_norm_row(const NormArgs& a, int64_t row, const T* x, const W* weight) {
     const W* bias = static_cast<const W*>(a.bias);
     const float count = static_cast<float>(a.hidden);
-    for (int64_t row = begin; row < end; ++row) {
-        const T* x = static_cast<const T*>(a.x) + row / a.inner * a.x_outer_stride + row % a.inner * a.x_inner_stride;
-        const float mean = sum_of_values(x, a.hidden) / count;
-        const float variance = sum_of_squared_distances(x, a.hidden, mean) / count;
-        const Vec center = set1(mean), scale = set1(1.0f / __builtin_sqrtf(variance + a.eps));
-        write_row<T>(a.out, a.out_dtype, row, a.hidden, [&](int64_t i, int lanes) {
-            const Vec normed = mul(sub(load_some(x + i, lanes), center), scale);
-            const Vec weighted = mul(normed, load_some(weight + i, lanes));
-            // A quantized row ends in zeros: these lanes have a center taken off, and a weight of zero.
-            return bias ? add(weighted, load_some(bias + i, lanes)) : weighted;
-        });
-    }
-}
-
-template <class T, class W>
-void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
-    a.centered ? layer_norm_rows<T, W>(a, begin, end) : rms_norm_rows<T, W>(a, begin, end);
+    const float mean = sum_row(x, a.hidden, [](Vec sum, Vec v, int) { return add(sum, v); }) / count;
+    const Vec center = set1(mean);
+    const float squares = sum_row(x, a.hidden, [&](Vec sum, Vec v, int lanes) {
+        // Lanes beyond the row hold zeros, which are some way from the center.
+        const Vec distance = sub(v, center);
+        const Vec kept = lanes == kLanes ? distance : keep_lanes(distance, 0, lanes, zero());
+        return fma(kept, kept, sum);
+    });
+    const Vec scale = set1(1.0f / __builtin_sqrtf(squares / count + a.eps));
+    write_row<T>(a.out, a.out_dtype, row, a.hidden, [&](int64_t i, int lanes) {
+        const Vec normed = mul(sub(load_some(x + i, lanes), center), scale);
+        const Vec weighted = mul(normed, load_some(weight + i, lanes));
+        // A quantized row ends in zeros: these lanes have a center taken off, and a weight of zero.
+        return bias ? add(weighted, load_some(bias + i, lanes)) : weighted;
+    });
 }
 
 void norm(const void* args, int64_t task) {
     const NormArgs& a = *static_cast<const NormArgs*>(args);
-    const int64_t begin = task * a.rows_per_task;
-    const int64_t end = min_of(begin + a.rows_per_task, a.outer * a.inner);
-    if (a.dtype == kF32) {
-        if (a.weight_dtype == kF32) {
-            norm_rows<float, float>(a, begin, end);
-        } else {
-            norm_rows<float, uint16_t>(a, begin, end);
-        }
-    } else if (a.weight_dtype == kF32) {
-        norm_rows<uint16_t, float>(a, begin, end);
-    } else {
-        norm_rows<uint16_t, uint16_t>(a, begin, end);
-    }
+    with_element(a.dtype, [&](auto element) {
+        with_element(a.weight_dtype, [&](auto weight_element) {
+            using T = typename decltype(element)::T;
+            const auto* weight = static_cast<const typename decltype(weight_element)::T*>(a.weight);
+            for_rows(a, task, a.rows * a.inner, [&](int64_t row) {
+                const T* x = static_cast<const T*>(a.x) + row / a.inner * a.x_stride + row % a.inner * a.x_inner_stride;
+                a.centered ? layer_norm_row(a, row, x, weight) : rms_norm_row(a, row, x, weight);
+            });
+        });
+    });
 }
 
 void take_rows(const void* args, int64_t task) {
     const TakeRowsArgs& a = *static_cast<const TakeRowsArgs*>(args);
-    const int64_t begin = task * a.rows_per_task;
-    const int64_t end = min_of(begin + a.rows_per_task, a.rows);
-    for (int64_t i = begin; i < end; ++i) {
-        memcpy(static_cast<char*>(a.out) + i * a.row_bytes,
-               static_cast<const char*>(a.x) + a.indices[i] * a.x_stride_bytes, static_cast<size_t>(a.row_bytes));
-    }
+    for_rows(a, task, a.rows, [&](int64_t row) {
+        memcpy(static_cast<char*>(a.out) + row * a.row_bytes,
+               static_cast<const char*>(a.x) + a.indices[row] * a.x_stride_bytes, static_cast<size_t>(a.row_bytes));
+    });
 }
 
 // The first 2 * half elements as two halves: (a cos - b sin, b cos + a sin). In place where x == out.
@@ -231,13 +163,9 @@ void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
 
 void rotary(const void* args, int64_t task) {
     const RotaryArgs& a = *static_cast<const RotaryArgs*>(args);
-    const int64_t begin = task * a.tokens_per_task;
-    const int64_t end = min_of(begin + a.tokens_per_task, a.tokens);
-    if (a.dtype == kF32) {
-        rotary_tokens<F32>(a, begin, end);
-    } else {
-        rotary_tokens<BF16>(a, begin, end);
-    }
+    const int64_t begin = task * a.rows_per_task;
+    const int64_t end = min_of(begin + a.rows_per_task, a.rows);
+    with_element(a.dtype, [&](auto element) { rotary_tokens<decltype(element)>(a, begin, end); });
 }
 
 }  // namespace

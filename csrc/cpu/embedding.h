@@ -17,7 +17,7 @@ inline void float_row(const Matrix& m, int64_t n, Function f) {
         if constexpr (sizeof(T) == 4) {
             f(k, x);
         } else {
-            f(k, float_of_bits(static_cast<uint32_t>(x) << 16));
+            f(k, bits_of<float>(static_cast<uint32_t>(x) << 16));
         }
     }
 }
@@ -26,12 +26,10 @@ inline void float_row(const Matrix& m, int64_t n, Function f) {
 void embedding(const void* args, int64_t task) {
     const EmbeddingArgs& a = *static_cast<const EmbeddingArgs*>(args);
     const Matrix& m = a.matrix;
-    const int64_t begin = task * a.tokens_per_task;
-    const int64_t end = min_of(begin + a.tokens_per_task, a.tokens);
-    for (int64_t t = begin; t < end; ++t) {
+    for_rows(a, task, a.rows, [&](int64_t t) {
         const int64_t row = a.token_ids[t];
         const bool valid = row >= 0 && row < m.n;
-        const auto read = [&](auto put) {
+        const auto read_row = [&](auto put) {
             if (!valid) {
                 for (int64_t k = 0; k < m.k; ++k) put(k, 0.0f);
             } else if (m.format == kWeightF32) {
@@ -44,12 +42,12 @@ void embedding(const void* args, int64_t task) {
         };
         if (a.out_dtype == kF32) {
             float* out = static_cast<float*>(a.out) + t * m.k;
-            read([&](int64_t k, float x) { out[k] = a.scale * x; });
+            read_row([&](int64_t k, float x) { out[k] = a.scale * x; });
         } else {
             uint16_t* out = static_cast<uint16_t*>(a.out) + t * m.k;
-            read([&](int64_t k, float x) { out[k] = narrow_scalar(a.scale * x); });
+            read_row([&](int64_t k, float x) { out[k] = narrow_scalar(a.scale * x); });
         }
-    }
+    });
 }
 
 }  // namespace

@@ -7,6 +7,10 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
+// How far ahead of its use a weight is fetched, over all panels read at once: about the memory's latency times the
+// bandwidth of one core.
+constexpr int kPrefetchBytes = 4096;
+
 // Vectors of outputs that are finished together: whole pairs of gate and up panels, and enough of them for a block of
 // a quantized row.
 inline int64_t unit_vecs(const LinearArgs& a, int64_t otherwise) {
@@ -26,27 +30,6 @@ inline Vec with_bias(const LinearArgs& a, const Products& p, int64_t r, int64_t 
     return a.matrix.bias ? add(y, load(a.matrix.bias + p.col + i)) : y;
 }
 
-template <class T>
-void store_products(const LinearArgs& a, const Products& p) {
-    const int64_t width = min_of(p.width, a.matrix.n - p.col);
-    for (int64_t r = 0; r < p.rows; ++r) {
-        T* out = static_cast<T*>(a.out) + (p.row + r) * a.out_stride + p.col;
-        for_vectors(width, [&](int64_t i, int lanes) { store_some(out + i, with_bias(a, p, r, i), lanes); });
-    }
-}
-
-template <class T>
-void add_products(const LinearArgs& a, const Products& p) {
-    const Vec scale = set1(a.scale);
-    const int64_t width = min_of(p.width, a.matrix.n - p.col);
-    for (int64_t r = 0; r < p.rows; ++r) {
-        T* out = static_cast<T*>(a.out) + (p.row + r) * a.out_stride + p.col;
-        for_vectors(width, [&](int64_t i, int lanes) {
-            store_some(out + i, fma(scale, with_bias(a, p, r, i), load_some(out + i, lanes)), lanes);
-        });
-    }
-}
-
 // Element i of the gated outputs of these products.
 inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i) {
     const int64_t gate_at = i / kPanel * 2 * kPanel + i % kPanel;
@@ -55,13 +38,12 @@ inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i) {
     return mul(silu, with_bias(a, p, r, gate_at + kPanel));
 }
 
-template <class T>
-void store_gated(const LinearArgs& a, const Products& p) {
-    const int64_t begin = p.col / 2;
-    const int64_t width = min_of(p.width / 2, a.matrix.n / 2 - begin);
+// Stores f(where, row, index, lanes) in `width` columns of the output from `begin` on.
+template <class T, class F>
+inline void write_outputs(const LinearArgs& a, const Products& p, int64_t begin, int64_t width, F f) {
     for (int64_t r = 0; r < p.rows; ++r) {
         T* out = static_cast<T*>(a.out) + (p.row + r) * a.out_stride + begin;
-        for_vectors(width, [&](int64_t i, int lanes) { store_some(out + i, gated(a, p, r, i), lanes); });
+        for_vectors(width, [&](int64_t i, int lanes) { store_some(out + i, f(out + i, r, i, lanes), lanes); });
     }
 }
 
@@ -74,16 +56,23 @@ inline void quantize_gated(const LinearArgs& a, const Products& p) {
 }
 
 void finish(const LinearArgs& a, const Products& p) {
-    const bool f32 = a.out_dtype == kF32;
-    if (a.epilogue == kStore) {
-        f32 ? store_products<float>(a, p) : store_products<uint16_t>(a, p);
-    } else if (a.epilogue == kAdd) {
-        f32 ? add_products<float>(a, p) : add_products<uint16_t>(a, p);
-    } else if (a.out_dtype == kQ8) {
-        quantize_gated(a, p);
-    } else {
-        f32 ? store_gated<float>(a, p) : store_gated<uint16_t>(a, p);
-    }
+    if (a.epilogue == kGated && a.out_dtype == kQ8) return quantize_gated(a, p);
+    with_element(a.out_dtype, [&](auto element) {
+        using T = typename decltype(element)::T;
+        const int64_t width = min_of(p.width, a.matrix.n - p.col);
+        if (a.epilogue == kStore) {
+            write_outputs<T>(a, p, p.col, width,
+                             [&](const T*, int64_t r, int64_t i, int) { return with_bias(a, p, r, i); });
+        } else if (a.epilogue == kAdd) {
+            const Vec scale = set1(a.scale);
+            write_outputs<T>(a, p, p.col, width, [&](const T* out, int64_t r, int64_t i, int lanes) {
+                return fma(scale, with_bias(a, p, r, i), load_some(out, lanes));
+            });
+        } else {
+            write_outputs<T>(a, p, p.col / 2, width / 2,
+                             [&](const T*, int64_t r, int64_t i, int) { return gated(a, p, r, i); });
+        }
+    });
 }
 
 }  // namespace

@@ -7,16 +7,12 @@
 #include "linear.h"
 #include "sampling.h"
 
-#define OCTAVO_CONCAT2(a, b) a##b
-#define OCTAVO_CONCAT(a, b) OCTAVO_CONCAT2(a, b)
-
 namespace octavo {
 
 const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
-    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear,    OCTAVO_ISA::embedding,  OCTAVO_ISA::take_rows,
-    OCTAVO_ISA::norm,          OCTAVO_ISA::quantize,  OCTAVO_ISA::activation, OCTAVO_ISA::add_rows,
-    OCTAVO_ISA::rotary,        OCTAVO_ISA::attention, OCTAVO_ISA::argmax,     OCTAVO_ISA::sample,
-    OCTAVO_ISA::mask,
+    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear,     OCTAVO_ISA::embedding, OCTAVO_ISA::take_rows,
+    OCTAVO_ISA::norm,          OCTAVO_ISA::activation, OCTAVO_ISA::add_rows,  OCTAVO_ISA::rotary,
+    OCTAVO_ISA::attention,     OCTAVO_ISA::argmax,     OCTAVO_ISA::sample,    OCTAVO_ISA::mask,
 };
 
 }  // namespace octavo

@@ -66,19 +66,28 @@ enum Epilogue : int32_t {
     kGated = 2,  // out = silu(gate) * up, as floats or as quantized rows
 };
 
+// What a program may run for fewer rows than it was recorded with.
+struct RowArgs {
+    int64_t rows;
+};
+
+// Kernels whose tasks are so many whole rows each.
+struct RowWiseArgs : RowArgs {
+    int64_t rows_per_task;  // Planned.
+};
+
 // y[rows, n] = x[rows, k] W^T + bias. Packed f32 weights are [panel][k][32] and multiply f32 rows, bf16 ones are
 // [panel][ceil(k / 2)][32][2] and multiply bf16 rows; integer ones (docs/kernels.md) multiply quantized rows. Strides
 // are in elements, those of quantized rows in blocks.
-struct LinearArgs {
+struct LinearArgs : RowArgs {
     const void* x;
     int64_t x_stride;
     Matrix matrix;
     void* out;
-    int64_t out_stride, rows;
+    int64_t out_stride;
     int32_t out_dtype, epilogue;
     float scale;
-    // Filled by plan_linear: the grid of tasks.
-    int64_t row_chunks, panel_chunks;
+    int64_t row_chunks, panel_chunks;  // Planned: the grid of tasks.
 };
 
 // Packs weight[n, k] (rows `stride` elements apart) into every `panel_step`th panel from `out`; a task packs one panel.
@@ -90,84 +99,65 @@ struct PackArgs {
 };
 
 // out[t, :] = row token_ids[t] of a packed matrix.
-struct EmbeddingArgs {
+struct EmbeddingArgs : RowWiseArgs {
     const int32_t* token_ids;
     Matrix matrix;
     void* out;
-    int64_t tokens;
     float scale;
     int32_t out_dtype;
-    int64_t tokens_per_task;
 };
 
 // out[i, :] = x[indices[i], :], rows of `row_bytes`, `x_stride_bytes` apart.
-struct TakeRowsArgs {
+struct TakeRowsArgs : RowWiseArgs {
     const void* x;
     const int64_t* indices;
     void* out;
-    int64_t rows, x_rows, row_bytes, x_stride_bytes;
-    int64_t rows_per_task;
+    int64_t x_rows, row_bytes, x_stride_bytes;
 };
 
-// out[i, j, :] = norm(x[i, j, :]) * weight + bias: the layer norm if it is `centered`, the RMS norm otherwise. The bias
-// may be null, and is of the weight's type. Outputs are dense; kQ8 outputs are quantized from float32.
-struct NormArgs {
-    const void* x;
-    const void* weight;
-    const void* bias;
+// out[i, j, :] = norm(x[i, j, :]) * weight + bias for `rows` by `inner` rows: the layer norm if it is `centered`, the
+// RMS norm otherwise. The bias may be null, and is of the weight's type. Outputs are dense; kQ8 outputs are quantized
+// from float32.
+struct NormArgs : RowWiseArgs {
+    const void *x, *weight, *bias;
     void* out;
-    int64_t outer, inner, hidden;
-    int64_t x_outer_stride, x_inner_stride;
+    int64_t inner, hidden, x_stride, x_inner_stride;
     float eps;
     int32_t dtype, weight_dtype, out_dtype, centered;
-    int64_t rows_per_task;
 };
 
 // Element-wise functions, as the Python side names them.
-enum ActivationKind : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4 };
+enum ActivationKind : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4, kIdentity = 5 };
 
-// out[r, :] = f(x[r, :]); outputs are dense. kQ8 outputs are quantized from float32.
-struct ActivationArgs {
+// out[r, :] = f(x[r, :]); outputs are dense. kQ8 outputs are quantized from float32, as rows of
+// ceil(width / kQBlock) blocks.
+struct ActivationArgs : RowWiseArgs {
     const void* x;
     void* out;
-    int64_t x_stride, rows, width;
+    int64_t x_stride, width;
     int32_t dtype, out_dtype, kind;
-    int64_t rows_per_task;
 };
 
 // out[r, :] += scale * x[r, :], in float32, rounded once.
-struct AddArgs {
+struct AddArgs : RowWiseArgs {
     const void* x;
     void* out;
-    int64_t x_stride, out_stride, rows, width;
+    int64_t x_stride, out_stride, width;
     float scale;
     int32_t dtype, out_dtype;
-    int64_t rows_per_task;
-};
-
-// out[r, :] = x[r, :] as quantized rows of ceil(width / kQBlock) blocks, dense.
-struct QuantizeArgs {
-    const void* x;
-    QBlock* out;
-    int64_t x_stride, rows, width;
-    int32_t dtype;
-    int64_t rows_per_task;
 };
 
 // Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written.
-struct RotaryArgs {
+struct RotaryArgs : RowWiseArgs {
     void* query;
-    const void* key;
-    const void* value;
+    const void *key, *value;
     const int64_t* positions;
     const float* cos_sin;
-    void* key_cache;
-    void* value_cache;
+    void *key_cache, *value_cache;
     const int64_t* slots;
     int64_t query_stride, key_stride, value_stride;
-    int64_t tokens, max_positions, num_slots;
+    int64_t max_positions, num_slots;
     int32_t query_heads, kv_heads, head_size, rotary_size, block_size, dtype;
-    int64_t tokens_per_task;
 };
 
 // Rows [row_begin, row_end) of a sequence for each key/value head, over partitions [part_begin, part_end). Row r is
@@ -194,15 +184,11 @@ struct AttentionSchedule {
     int64_t num_tasks;
 };
 
-struct AttentionArgs {
-    const void* query;
-    const void* key_cache;
-    const void* value_cache;
-    const int32_t* block_tables;
-    const int32_t* query_start;
-    const int32_t* seq_lens;
+struct AttentionArgs : RowArgs {
+    const void *query, *key_cache, *value_cache;
+    const int32_t *block_tables, *query_start, *seq_lens;
     void* out;
-    int64_t tokens, query_stride, table_stride, max_blocks;
+    int64_t query_stride, table_stride, max_blocks;
     int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, dtype;
     float scale;
     const AttentionSchedule* schedule;  // Filled in by AttentionPlan.
@@ -210,23 +196,22 @@ struct AttentionArgs {
 
 // out[r] = the lowest index of the largest of x[r, width], or kNoToken where that is not finite or the row has a NaN.
 constexpr int64_t kNoToken = -1;
-struct ArgmaxArgs {
+struct ArgmaxArgs : RowArgs {
     const float* x;
     int64_t* out;
-    int64_t stride, width, rows;
+    int64_t stride, width;
 };
 
 // out[r] = a token drawn from logits[r, width], which become its weights, or kNoToken as in ArgmaxArgs. Arrays are by
 // row; top_k 0 is all; a row of temperature 0 gives its argmax and stays as it is.
-struct SampleArgs {
+struct SampleArgs : RowArgs {
     float* logits;
     const float* temperature;
     const int64_t* top_k;
-    const float* top_p;
-    const float* min_p;
+    const float *top_p, *min_p;
     const double* dice;  // in [0, 1)
     int64_t* out;
-    int64_t stride, width, rows;
+    int64_t stride, width;
 };
 
 // logits[samples[m], t] = -inf where bit t % 32 of words[m, t / 32] is 0, and beyond the words; a task is a mask.
@@ -242,7 +227,7 @@ using Kernel = void (*)(const void* args, int64_t task);
 
 struct KernelTable {
     const char* name;
-    Kernel linear, embedding, take_rows, norm, quantize, activation, add, rotary, attention, argmax, sample, mask;
+    Kernel linear, embedding, take_rows, norm, activation, add, rotary, attention, argmax, sample, mask;
 };
 
 // One instance per instruction set that was compiled in; see dispatch.cpp.

@@ -42,11 +42,12 @@ double weight_bytes(const Matrix& m) {
 
 int64_t size_of(int32_t dtype) { return dtype == kF32 ? 4 : 2; }
 
-// Rows a task for row-wise kernels: whole rows, at least some microseconds' worth.
-int64_t rows_per_task(int64_t rows, double cost_ns, int threads) {
-    const double row_ns = std::max(cost_ns / static_cast<double>(std::max<int64_t>(rows, 1)), 0.1);
-    const int64_t least = std::max<int64_t>(static_cast<int64_t>(2000 / row_ns), 1);
-    return std::max(least, ceil_div(rows, kTasksPerThread * threads));
+// A row-wise kernel: whole rows a task, at least some microseconds' worth, where a row costs `row_ns`.
+template <class Args>
+Launch by_rows(Kernel kernel, Args& args, int64_t rows, double row_ns, int threads) {
+    const int64_t least = std::max<int64_t>(static_cast<int64_t>(2000 / std::max(row_ns, 0.1)), 1);
+    args.rows_per_task = std::max(least, ceil_div(rows, kTasksPerThread * threads));
+    return {kernel, &args, ceil_div(rows, args.rows_per_task), static_cast<double>(rows) * row_ns};
 }
 
 template <class T>
@@ -60,18 +61,18 @@ void check_indices(const char* what, const T* indices, int64_t count, int64_t lo
 
 }  // namespace
 
-void check(const EmbeddingArgs& args) { check_indices("token id", args.token_ids, args.tokens, 0, args.matrix.n); }
+void check(const EmbeddingArgs& args) { check_indices("token id", args.token_ids, args.rows, 0, args.matrix.n); }
 
 void check(const TakeRowsArgs& args) { check_indices("row", args.indices, args.rows, 0, args.x_rows); }
 
 void check(const RotaryArgs& args) {
-    check_indices("position", args.positions, args.tokens, 0, args.max_positions);
-    check_indices("slot", args.slots, args.tokens, INT64_MIN, args.num_slots);
+    check_indices("position", args.positions, args.rows, 0, args.max_positions);
+    check_indices("slot", args.slots, args.rows, INT64_MIN, args.num_slots);
 }
 
 void check(const MaskArgs& args) { check_indices("sample", args.samples, args.masks, 0, args.rows); }
 
-Launch plan(PackArgs& args) {
+Launch plan(PackArgs& args, const KernelTable&, int) {
     const int64_t panels = ceil_div(args.n, kPanel);
     return {pack_panel, &args, panels, static_cast<double>(args.n * args.k * size_of(args.dtype)) / 2};
 }
@@ -111,61 +112,52 @@ Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     return {table.linear, &args, args.row_chunks * args.panel_chunks, cost_ns};
 }
 
-Launch plan(EmbeddingArgs& args, const KernelTable& table, int /*threads*/) {
-    args.tokens_per_task = 4;
+Launch plan(EmbeddingArgs& args, const KernelTable& table, int) {
+    args.rows_per_task = 4;
     // Every element lies on a cache line of its own (or every few).
-    const double cost_ns = static_cast<double>(args.tokens * args.matrix.k) * 4;
-    return {table.embedding, &args, ceil_div(args.tokens, args.tokens_per_task), cost_ns};
+    const double cost_ns = static_cast<double>(args.rows * args.matrix.k) * 4;
+    return {table.embedding, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
 }
 
 Launch plan(TakeRowsArgs& args, const KernelTable& table, int threads) {
-    const double cost_ns = static_cast<double>(args.rows * args.row_bytes) * 0.1;
-    args.rows_per_task = rows_per_task(args.rows, cost_ns, threads);
-    return {table.take_rows, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
-}
-
-Launch plan(QuantizeArgs& args, const KernelTable& table, int threads) {
-    const double cost_ns = static_cast<double>(args.rows * args.width) * 0.4;
-    args.rows_per_task = rows_per_task(args.rows, cost_ns, threads);
-    return {table.quantize, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
+    return by_rows(table.take_rows, args, args.rows, static_cast<double>(args.row_bytes) * 0.1, threads);
 }
 
 Launch plan(NormArgs& args, const KernelTable& table, int threads) {
-    const int64_t rows = args.outer * args.inner;
-    const double cost_ns = static_cast<double>(rows * args.hidden) * (args.out_dtype == kQ8 ? 0.5 : 0.15);
-    args.rows_per_task = rows_per_task(rows, cost_ns, threads);
-    return {table.norm, &args, ceil_div(rows, args.rows_per_task), cost_ns};
+    const double row_ns = static_cast<double>(args.hidden) * (args.out_dtype == kQ8 ? 0.5 : 0.15);
+    return by_rows(table.norm, args, args.rows * args.inner, row_ns, threads);
 }
 
 Launch plan(ActivationArgs& args, const KernelTable& table, int threads) {
-    const double cost_ns = static_cast<double>(args.rows * args.width) * (args.out_dtype == kQ8 ? 0.8 : 0.4);
-    args.rows_per_task = rows_per_task(args.rows, cost_ns, threads);
-    return {table.activation, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
+    const double element_ns = args.out_dtype == kQ8 && args.kind != kIdentity ? 0.8 : 0.4;
+    return by_rows(table.activation, args, args.rows, static_cast<double>(args.width) * element_ns, threads);
 }
 
 Launch plan(AddArgs& args, const KernelTable& table, int threads) {
-    const double cost_ns = static_cast<double>(args.rows * args.width) * 0.15;
-    args.rows_per_task = rows_per_task(args.rows, cost_ns, threads);
-    return {table.add, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
+    return by_rows(table.add, args, args.rows, static_cast<double>(args.width) * 0.15, threads);
 }
 
 Launch plan(RotaryArgs& args, const KernelTable& table, int threads) {
     const int64_t width = (args.query_heads + 4 * args.kv_heads) * static_cast<int64_t>(args.head_size);
-    const double cost_ns = static_cast<double>(args.tokens * width) * 0.2;
-    args.tokens_per_task = rows_per_task(args.tokens, cost_ns, threads);
-    return {table.rotary, &args, ceil_div(args.tokens, args.tokens_per_task), cost_ns};
+    return by_rows(table.rotary, args, args.rows, static_cast<double>(width) * 0.2, threads);
 }
 
-Launch plan(ArgmaxArgs& args, const KernelTable& table, int /*threads*/) {
+Launch plan(ArgmaxArgs& args, const KernelTable& table, int) {
     return {table.argmax, &args, args.rows, static_cast<double>(args.rows * args.width) * 0.1};
 }
 
-Launch plan(SampleArgs& args, const KernelTable& table, int /*threads*/) {
+Launch plan(SampleArgs& args, const KernelTable& table, int) {
     return {table.sample, &args, args.rows, static_cast<double>(args.rows * args.width) * 2};
 }
 
-Launch plan(MaskArgs& args, const KernelTable& table, int /*threads*/) {
+Launch plan(MaskArgs& args, const KernelTable& table, int) {
     return {table.mask, &args, args.masks, static_cast<double>(args.masks * args.width) * 0.1};
+}
+
+Launch plan(AttentionArgs& args, const KernelTable& table, int threads) {
+    static thread_local AttentionPlan plan;
+    plan.plan(args, threads);
+    return plan.launch(args, table);
 }
 
 void AttentionPlan::plan(const AttentionArgs& args, int threads) {

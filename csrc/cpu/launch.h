@@ -18,17 +18,18 @@ struct Launch {
 };
 
 // Throw std::out_of_range where an index points nowhere: it would read or write someone else's memory, and looking at
-// each costs a nanosecond.
+// each costs a nanosecond. Most operations have no indices.
+template <class Args>
+void check(const Args&) {}
 void check(const EmbeddingArgs& args);
 void check(const TakeRowsArgs& args);
 void check(const RotaryArgs& args);
 void check(const MaskArgs& args);
 
-Launch plan(PackArgs& args);
+Launch plan(PackArgs& args, const KernelTable& table, int threads);
 Launch plan(LinearArgs& args, const KernelTable& table, int threads);
 Launch plan(EmbeddingArgs& args, const KernelTable& table, int threads);
 Launch plan(TakeRowsArgs& args, const KernelTable& table, int threads);
-Launch plan(QuantizeArgs& args, const KernelTable& table, int threads);
 Launch plan(NormArgs& args, const KernelTable& table, int threads);
 Launch plan(ActivationArgs& args, const KernelTable& table, int threads);
 Launch plan(AddArgs& args, const KernelTable& table, int threads);
@@ -36,6 +37,8 @@ Launch plan(RotaryArgs& args, const KernelTable& table, int threads);
 Launch plan(ArgmaxArgs& args, const KernelTable& table, int threads);
 Launch plan(SampleArgs& args, const KernelTable& table, int threads);
 Launch plan(MaskArgs& args, const KernelTable& table, int threads);
+// By a plan of this thread, which is good until the next of its calls.
+Launch plan(AttentionArgs& args, const KernelTable& table, int threads);
 
 // The attention tasks of a step and the memory that they share. Planned once a step, from lengths alone, then launched
 // for every layer; memory is kept from step to step, so that a decode step allocates nothing. The schedule that the

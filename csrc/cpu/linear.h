@@ -4,18 +4,6 @@
 // and products.cpp only.
 #pragma once
 
-#include "epilogue.h"
-
-namespace octavo::OCTAVO_ISA {
-namespace {
-
-// How far ahead of its use a weight is fetched, over all panels read at once: about the memory's latency times the
-// bandwidth of one core.
-constexpr int kPrefetchBytes = 4096;
-
-}  // namespace
-}  // namespace octavo::OCTAVO_ISA
-
 #include "linear_int.h"
 #ifdef OCTAVO_TILES
 #include "linear_tiles.h"
@@ -73,20 +61,14 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t vec, float* y) {
     }
 }
 
-template <class E, int V, int R>
-inline void linear_rows(const LinearArgs& a, int64_t rows, int64_t row, int64_t vec, float* y) {
-    if (rows == R) {
-        linear_tile<E, R, V>(a, row, vec, y);
-    } else if constexpr (R > 1) {
-        linear_rows<E, V, R - 1>(a, rows, row, vec, y);
-    }
-}
-
 // `vecs` vectors of outputs, V at a time while there are as many.
 template <class E, int V, int kMaxRows>
 inline void linear_vecs(const LinearArgs& a, int64_t rows, int64_t row, int64_t vec, int64_t vecs, float* y) {
     int64_t v = 0;
-    for (; v + V <= vecs; v += V) linear_rows<E, V, kMaxRows>(a, rows, row, vec + v, y + v * kLanes);
+    for (; v + V <= vecs; v += V) {
+        with_constant<kMaxRows>(
+            rows, [&](auto r) { linear_tile<E, decltype(r)::kValue, V>(a, row, vec + v, y + v * kLanes); });
+    }
     if constexpr (V > 2) {
         if (v < vecs) linear_vecs<E, V / 2, kMaxRows>(a, rows, row, vec + v, vecs - v, y + v * kLanes);
     }

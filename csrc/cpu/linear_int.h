@@ -37,8 +37,7 @@ struct Fetch {
 
 // y[r, 0 .. kPanel) for R rows of `blocks` blocks. V vectors of outputs are worked on at a time.
 template <class F, int R>
-void int_tile(const char* w, int64_t blocks, const QBlock* rows, int64_t x_stride, Vec factor, float* y,
-              int64_t y_stride, Fetch fetch) {
+void int_tile(const char* w, int64_t blocks, const QBlock* rows, int64_t x_stride, Vec factor, float* y, Fetch fetch) {
     constexpr int V = kIntVecs;
     constexpr int kStepBytes = kPanel * 4;
     constexpr int kVecBytes = kLanes * 4;
@@ -108,16 +107,7 @@ void int_tile(const char* w, int64_t blocks, const QBlock* rows, int64_t x_strid
         }
     }
     for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < kVecsPerPanel; ++v) store(y + r * y_stride + v * kLanes, mul(acc[r][v], factor));
-    }
-}
-
-template <class F, int R = kIntRows, class... Args>
-inline void int_rows(int64_t rows, Args... args) {
-    if (rows == R) {
-        int_tile<F, R>(args...);
-    } else if constexpr (R > 1) {
-        int_rows<F, R - 1>(rows, args...);
+        for (int v = 0; v < kVecsPerPanel; ++v) store(y + r * kMaxUnit + v * kLanes, mul(acc[r][v], factor));
     }
 }
 
@@ -143,8 +133,10 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
                 const char* panel_w = w + p * panel_bytes;
                 const char* next =
                     tiles == 1 ? panel_w + kIntPrefetchBytes : panel_w + panels * panel_bytes + t * lines * blocks * 64;
-                int_rows<F>(end - begin, panel_w, blocks, x, a.x_stride, factor, y + p * kPanel, kMaxUnit,
-                            Fetch{next, lines});
+                with_constant<kIntRows>(end - begin, [&](auto r) {
+                    int_tile<F, decltype(r)::kValue>(panel_w, blocks, x, a.x_stride, factor, y + p * kPanel,
+                                                     Fetch{next, lines});
+                });
             }
             finish(a, {y, kMaxUnit, begin, end - begin, panel * kPanel, panels * kPanel});
         }
@@ -163,13 +155,8 @@ inline void with_format(const Matrix& m, Function f) {
     }
 }
 
-inline float float_of_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof(x));
-    return x;
-}
 inline float half_value(uint16_t h) {
-    float magnitude = float_of_bits((h & 0x7fffu) << 13) * 0x1p112f;
+    float magnitude = bits_of<float>((h & 0x7fffu) << 13) * 0x1p112f;
     // A weight that is not finite has the scale NaN.
     if ((h & 0x7c00u) == 0x7c00u) magnitude = h & 0x3ffu ? __builtin_nanf("") : __builtin_inff();
     return h & 0x8000u ? -magnitude : magnitude;
@@ -193,7 +180,7 @@ inline void int_row(const Matrix& m, int64_t n, Function f) {
             code = static_cast<uint8_t>(w[at / 4 * kPanel * 4 + lane * 4 + at % 4]) - 128;
         }
         float value = half_value(scales[at / F::kGroup * kPanel + lane]) * static_cast<float>(code);
-        if constexpr (F::kMinima) value += float_of_bits(static_cast<uint32_t>(minima[lane * 2 + at / 32]) << 16);
+        if constexpr (F::kMinima) value += bits_of<float>(static_cast<uint32_t>(minima[lane * 2 + at / 32]) << 16);
         f(k, m.factor * value);
     }
 }

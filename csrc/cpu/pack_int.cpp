@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -306,6 +307,12 @@ void write_block(const Matrix& to, const PanelBlock& block, int begin, int end, 
     if (to.minima) std::memcpy(out + 4 * begin, block.minima[begin], 4 * lanes);
 }
 
+// Bytes of 32 outputs by 64 elements of k.
+int64_t packed_block_bytes(const Matrix& matrix) {
+    const int64_t codes = matrix.format == kWeightInt4 ? kQBlock / 2 : kQBlock;
+    return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
+}
+
 template <class Source>
 void pack_part_panel(const void* args, int64_t task) {
     const PackPartArgs& a = *static_cast<const PackPartArgs*>(args);
@@ -345,39 +352,39 @@ void find_max_scale(const void* args, int64_t task) {
 
 // What is known of a source format.
 struct Source {
+    const char* name;
     Kernel pack, max_scale;
     int bits, group, elements, bytes;
     bool minima;
 };
 
 template <class S>
-constexpr Source source_of(int group) {
-    return {pack_part_panel<S>, find_max_scale<S>, S::kBits, group, S::kElements, S::kBytes, S::kHasMinima};
+constexpr Source source_of(const char* name, int group) {
+    return {name, pack_part_panel<S>, find_max_scale<S>, S::kBits, group, S::kElements, S::kBytes, S::kHasMinima};
 }
 
-// By SourceFormat.
-constexpr Source kSources[kNumSourceFormats] = {
-    source_of<Floats<F32Element>>(32),
-    source_of<Floats<F16Element>>(32),
-    source_of<Floats<BF16Element>>(32),
-    source_of<Q4_0>(32),
-    source_of<Q4_1>(32),
-    source_of<Q5_0>(32),
-    source_of<Q5_1>(32),
-    source_of<Q8_0>(32),
-    source_of<Q4_K>(32),
-    source_of<Q5_K>(32),
-    source_of<Q6_K>(16),
+constexpr Source kSources[] = {
+    source_of<Floats<F32Element>>("F32", 32),
+    source_of<Floats<F16Element>>("F16", 32),
+    source_of<Floats<BF16Element>>("BF16", 32),
+    source_of<Q4_0>("Q4_0", 32),
+    source_of<Q4_1>("Q4_1", 32),
+    source_of<Q5_0>("Q5_0", 32),
+    source_of<Q5_1>("Q5_1", 32),
+    source_of<Q8_0>("Q8_0", 32),
+    source_of<Q4_K>("Q4_K", 32),
+    source_of<Q5_K>("Q5_K", 32),
+    source_of<Q6_K>("Q6_K", 16),
 };
 
 // Checks that rows of k elements can be of the format and `stride` bytes apart.
 const Source& checked_source(int32_t format, int64_t k, int64_t stride) {
-    if (format < 0 || format >= kNumSourceFormats) {
+    if (format < 0 || format >= static_cast<int32_t>(std::size(kSources))) {
         throw std::invalid_argument("there is no source format " + std::to_string(format) + ".");
     }
     const Source& source = kSources[format];
     if (k <= 0 || k % source.elements != 0 || stride < k / source.elements * source.bytes) {
-        throw std::invalid_argument(std::string(kSourceNames[format]) + " rows of " + std::to_string(k) +
+        throw std::invalid_argument(std::string(source.name) + " rows of " + std::to_string(k) +
                                     " elements do not fit into " + std::to_string(stride) + " bytes.");
     }
     return source;
@@ -385,19 +392,26 @@ const Source& checked_source(int32_t format, int64_t k, int64_t stride) {
 
 }  // namespace
 
-int64_t packed_block_bytes(const Matrix& matrix) {
-    const int64_t codes = matrix.format == kWeightInt4 ? kQBlock / 2 : kQBlock;
-    return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
+std::vector<const char*> source_formats() {
+    std::vector<const char*> names;
+    for (const Source& source : kSources) names.push_back(source.name);
+    return names;
 }
 
-Launch plan(PackPartArgs& args) {
+int64_t packed_bytes(const Matrix& matrix) {
+    const int64_t sides = matrix.gated ? 2 : 1;
+    const int64_t panels = sides * ((matrix.n / sides + kPanel - 1) / kPanel);
+    return panels * ((matrix.k + kQBlock - 1) / kQBlock) * packed_block_bytes(matrix);
+}
+
+Launch plan(PackPartArgs& args, const KernelTable&, int) {
     const Source& source = checked_source(args.source_format, args.to.k, args.stride);
     const int bits = args.to.format == kWeightInt4 ? 4 : args.to.format == kWeightInt8 ? 8 : 0;
     if (bits < source.bits || args.to.group > source.group || (args.to.group != 16 && args.to.group != 32) ||
         (source.minima && !args.to.minima)) {
-        throw std::invalid_argument(std::string(kSourceNames[args.source_format]) + " does not fit into " +
-                                    std::to_string(bits) + " bits, groups of " + std::to_string(args.to.group) +
-                                    " and " + (args.to.minima ? "minima." : "no minima."));
+        throw std::invalid_argument(std::string(source.name) + " does not fit into " + std::to_string(bits) +
+                                    " bits, groups of " + std::to_string(args.to.group) + " and " +
+                                    (args.to.minima ? "minima." : "no minima."));
     }
     const int64_t outputs = args.to.gated ? args.to.n / 2 : args.to.n;
     const int64_t end = args.to.gated ? args.rows : args.first_row + args.rows;

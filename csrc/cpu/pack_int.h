@@ -2,28 +2,15 @@
 // into the panels of a Matrix. The file's bytes are read once and the panels written once; nothing lies in between.
 #pragma once
 
+#include <vector>
+
 #include "launch.h"
 
 namespace octavo {
 
-// What rows can be packed from. The float types are quantized to 8 bits, 32 elements to a scale.
-enum SourceFormat : int32_t {
-    kSourceF32,
-    kSourceF16,
-    kSourceBF16,
-    kSourceQ4_0,
-    kSourceQ4_1,
-    kSourceQ5_0,
-    kSourceQ5_1,
-    kSourceQ8_0,
-    kSourceQ4_K,
-    kSourceQ5_K,
-    kSourceQ6_K,
-    kNumSourceFormats,
-};
-
-constexpr const char* kSourceNames[kNumSourceFormats] = {"F32",  "F16",  "BF16", "Q4_0", "Q4_1", "Q5_0",
-                                                         "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"};
+// Names of what rows can be packed from, whose places are the formats' numbers. The float types are quantized to 8
+// bits, 32 elements to a scale.
+std::vector<const char*> source_formats();
 
 // Packs `rows` rows of k elements, `stride` bytes apart, as outputs first_row, first_row + 1, ... of an integer matrix
 // whose memory was zero before its first part. Where the matrix is gated, first_row is 0 for gate and 1 for up, and
@@ -36,7 +23,7 @@ struct PackPartArgs {
 };
 
 // Throws std::invalid_argument where the matrix has no room for what the source holds (5 bits in 4, minima in none).
-Launch plan(PackPartArgs& args);
+Launch plan(PackPartArgs& args, const KernelTable&, int);
 
 // The largest finite scale in these rows, from which the factor of a matrix is chosen. Results are by 32 rows.
 struct MaxScaleArgs {
@@ -48,7 +35,7 @@ struct MaxScaleArgs {
 
 Launch plan(MaxScaleArgs& args);
 
-// Bytes of 32 outputs by 64 elements of k.
-int64_t packed_block_bytes(const Matrix& matrix);
+// Bytes of an integer matrix.
+int64_t packed_bytes(const Matrix& matrix);
 
 }  // namespace octavo

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -14,40 +15,18 @@ namespace octavo {
 namespace {
 
 thread_local Program* recording_into = nullptr;
-thread_local Extent recording_extent = Extent::kTokens;
+thread_local bool recording_per_sample = false;
 
-const char* name(const LinearArgs&) { return "linear"; }
-const char* name(const EmbeddingArgs&) { return "embedding"; }
-const char* name(const NormArgs& a) { return a.centered ? "layer_norm" : "norm"; }
-const char* name(const RotaryArgs&) { return "rotary_and_cache"; }
-const char* name(const AttentionArgs&) { return "paged_attention"; }
-const char* name(const TakeRowsArgs&) { return "take_rows"; }
-const char* name(const QuantizeArgs&) { return "quantize"; }
-const char* name(const ArgmaxArgs&) { return "argmax"; }
-const char* name(const ActivationArgs&) { return "activation"; }
-const char* name(const AddArgs&) { return "add"; }
+// By the place of the arguments in Program::Args.
+constexpr const char* kNames[] = {"linear",          "embedding", "take_rows",  "norm", "rotary_and_cache",
+                                  "paged_attention", "argmax",    "activation", "add"};
+static_assert(std::size(kNames) == std::variant_size_v<Program::Args>);
 
-int64_t rows_of(const LinearArgs& a) { return a.rows; }
-int64_t rows_of(const EmbeddingArgs& a) { return a.tokens; }
-int64_t rows_of(const NormArgs& a) { return a.outer; }
-int64_t rows_of(const RotaryArgs& a) { return a.tokens; }
-int64_t rows_of(const AttentionArgs& a) { return a.tokens; }
-int64_t rows_of(const TakeRowsArgs& a) { return a.rows; }
-int64_t rows_of(const QuantizeArgs& a) { return a.rows; }
-int64_t rows_of(const ArgmaxArgs& a) { return a.rows; }
-int64_t rows_of(const ActivationArgs& a) { return a.rows; }
-int64_t rows_of(const AddArgs& a) { return a.rows; }
-
-void set_rows(LinearArgs& a, int64_t rows) { a.rows = rows; }
-void set_rows(EmbeddingArgs& a, int64_t rows) { a.tokens = rows; }
-void set_rows(NormArgs& a, int64_t rows) { a.outer = rows; }
-void set_rows(RotaryArgs& a, int64_t rows) { a.tokens = rows; }
-void set_rows(AttentionArgs&, int64_t) {}
-void set_rows(TakeRowsArgs& a, int64_t rows) { a.rows = rows; }
-void set_rows(QuantizeArgs& a, int64_t rows) { a.rows = rows; }
-void set_rows(ArgmaxArgs& a, int64_t rows) { a.rows = rows; }
-void set_rows(ActivationArgs& a, int64_t rows) { a.rows = rows; }
-void set_rows(AddArgs& a, int64_t rows) { a.rows = rows; }
+const char* name_of(const Program::Args& args) {
+    if (const auto* norm = std::get_if<NormArgs>(&args); norm && norm->centered) return "layer_norm";
+    if (const auto* f = std::get_if<ActivationArgs>(&args); f && f->kind == kIdentity) return "quantize";
+    return kNames[args.index()];
+}
 
 bool are_planned_alike(const AttentionArgs& a, const AttentionArgs& b) {
     return a.query_start == b.query_start && a.seq_lens == b.seq_lens && a.max_blocks == b.max_blocks &&
@@ -59,10 +38,10 @@ bool are_planned_alike(const AttentionArgs& a, const AttentionArgs& b) {
 
 Program* Program::recording() { return recording_into; }
 
-void Program::start_recording(Program* program, Extent extent) {
+void Program::record(bool per_sample) {
     if (recording_into != nullptr) throw std::logic_error("a program is being recorded already.");
-    recording_into = program;
-    recording_extent = extent;
+    recording_into = this;
+    recording_per_sample = per_sample;
 }
 
 void Program::stop_recording() { recording_into = nullptr; }
@@ -78,8 +57,8 @@ void Program::add(const Args& args) {
             attention = attention_plans_.emplace_back(std::make_unique<AttentionPlan>()).get();
         }
     }
-    const int64_t rows = std::visit([](const auto& a) { return rows_of(a); }, args);
-    calls_.push_back({args, recording_extent, rows, attention});
+    const int64_t rows = std::visit([](const RowArgs& a) { return a.rows; }, args);
+    calls_.push_back({args, recording_per_sample, rows, attention});
 }
 
 void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
@@ -90,23 +69,20 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
     launches_.clear();
     names_.clear();
     for (Call& call : calls_) {
-        const int64_t rows = call.extent == Extent::kTokens ? tokens : samples;
+        const int64_t rows = call.per_sample ? samples : tokens;
         if (rows == 0) continue;
         if (rows > call.recorded_rows) {
             throw std::invalid_argument("a step of " + std::to_string(rows) +
-                                        " rows was asked of a program that was "
-                                        "recorded with " +
+                                        " rows was asked of a program that was recorded with " +
                                         std::to_string(call.recorded_rows) + ".");
         }
+        names_.push_back(name_of(call.args));
         std::visit(
             [&](auto& args) {
                 using A = std::decay_t<decltype(args)>;
-                set_rows(args, rows);
-                names_.push_back(name(args));
+                args.rows = rows;
                 // The calls of most layers read the same positions and slots.
-                if constexpr (std::is_same_v<A, EmbeddingArgs> || std::is_same_v<A, TakeRowsArgs>) {
-                    check(args);
-                } else if constexpr (std::is_same_v<A, RotaryArgs>) {
+                if constexpr (std::is_same_v<A, RotaryArgs>) {
                     const bool seen = std::any_of(checked.begin(), checked.end(), [&](const RotaryArgs* other) {
                         return args.slots == other->slots && args.num_slots == other->num_slots &&
                                args.positions == other->positions && args.max_positions == other->max_positions;
@@ -115,6 +91,8 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                         check(args);
                         checked.push_back(&args);
                     }
+                } else {
+                    check(args);
                 }
                 if constexpr (std::is_same_v<A, AttentionArgs>) {
                     args.num_seqs = seqs;

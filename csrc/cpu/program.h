@@ -13,13 +13,10 @@
 
 namespace octavo {
 
-// What a recorded call has as many rows as: tokens of the step, or rows whose logits are wanted.
-enum class Extent : int32_t { kTokens = 0, kSamples = 1 };
-
 class Program {
   public:
-    using Args = std::variant<LinearArgs, QuantizeArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs,
-                              AttentionArgs, ArgmaxArgs, ActivationArgs, AddArgs>;
+    using Args = std::variant<LinearArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs, AttentionArgs, ArgmaxArgs,
+                              ActivationArgs, AddArgs>;
 
     Program() = default;
     Program(const Program&) = delete;
@@ -28,8 +25,9 @@ class Program {
     // The program that calls of this thread are recorded into instead of being run, or null. There is no other notion
     // of it: octavo.ops.cpu_program asks here.
     static Program* recording();
-    static void start_recording(Program* program, Extent extent);
     static void stop_recording();
+    // The calls that follow have as many rows as a step has tokens, or rows whose logits are wanted.
+    void record(bool per_sample);
 
     void add(const Args& args);
     // Runs the step. The arrays that the recorded calls read must hold this step's values. Throws std::out_of_range for
@@ -44,7 +42,7 @@ class Program {
   private:
     struct Call {
         Args args;
-        Extent extent;
+        bool per_sample;
         int64_t recorded_rows;
         AttentionPlan* attention;  // of an attention call: shared with the layers that look alike
     };

@@ -9,8 +9,7 @@ namespace {
 // Rounds to nearest even as the vector stores do.
 inline uint16_t narrow_scalar(float x) {
     if (x != x) return 0x7fc0;
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof(bits));
+    const uint32_t bits = bits_of<uint32_t>(x);
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 

@@ -12,17 +12,6 @@ namespace {
 // Elements whose probabilities are summed as one; the sums are then added up in order.
 constexpr int64_t kSumChunk = 512;
 
-inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof(bits));
-    return bits;
-}
-inline float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof(x));
-    return x;
-}
-
 // Whether a row holds a NaN, of which `sum` is the sum in any order. The sum of a row without one is NaN only where
 // infinities meet, or sums overflow: then each element is looked at.
 inline bool has_nan(const float* p, int64_t n, float sum) {
@@ -107,12 +96,10 @@ inline float max_of_row(const float* p, int64_t n) {
 
 inline float sum_chunk(const float* p, int64_t n) {
     Vec total = zero();
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) total = add(total, load(p + i));
-    if (i < n) total = add(total, load_n(p + i, static_cast<int>(n - i)));
+    for_vectors(n, [&](int64_t i, int lanes) { total = add(total, load_some(p + i, lanes)); });
     return reduce_add(total);
 }
-inline double sum_row(const float* p, int64_t n) {
+inline double sum_weights(const float* p, int64_t n) {
     double total = 0;
     for (int64_t i = 0; i < n; i += kSumChunk) total += sum_chunk(p + i, min_of(kSumChunk, n - i));
     return total;
@@ -120,12 +107,10 @@ inline double sum_row(const float* p, int64_t n) {
 
 inline void drop_below(float* p, int64_t n, float floor) {
     const Vec limit = set1(floor);
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-        const Vec v = load(p + i);
-        store(p + i, select_greater(limit, v, zero(), v));
-    }
-    for (; i < n; ++i) p[i] = p[i] < floor ? 0.0f : p[i];
+    for_vectors(n, [&](int64_t i, int lanes) {
+        const Vec v = load_some(p + i, lanes);
+        store_some(p + i, select_greater(limit, v, zero(), v), lanes);
+    });
 }
 
 // The largest probability such that those at least as large number `wanted` or more (by_mass false) or sum to `wanted`
@@ -143,7 +128,7 @@ inline float find_floor(const float* p, int64_t n, double wanted, bool by_mass) 
         for (uint32_t b = 0; b < buckets; ++b) weight[b] = 0;
         for (int64_t i = 0; i < n; ++i) {
             if (!(p[i] > 0)) continue;
-            const uint32_t bits = bits_of(p[i]);
+            const uint32_t bits = bits_of<uint32_t>(p[i]);
             if (level > 0 && (bits >> above) != prefix) continue;
             weight[(bits >> shift) & (buckets - 1)] += by_mass ? static_cast<double>(p[i]) : 1.0;
         }
@@ -152,7 +137,7 @@ inline float find_floor(const float* p, int64_t n, double wanted, bool by_mass) 
         if (b < 0) return 0;
         prefix = (prefix << kBits[level]) | static_cast<uint32_t>(b);
     }
-    return float_of(prefix);
+    return bits_of<float>(prefix);
 }
 
 // A task is a row. Its logits are overwritten.
@@ -169,23 +154,20 @@ void sample(const void* args, int64_t task) {
     if (!is_finite(largest)) return;  // there is no distribution to draw from
 
     const Vec shift = set1(largest), temperature = set1(a.temperature[task]);
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(p + i, exp(div(sub(load(p + i), shift), temperature)));
-    if (i < n) {
-        const int rest = static_cast<int>(n - i);
-        store_n(p + i, exp(div(sub(load_n(p + i, rest), shift), temperature)), rest);
-    }
+    for_vectors(n, [&](int64_t i, int lanes) {
+        store_some(p + i, exp(div(sub(load_some(p + i, lanes), shift), temperature)), lanes);
+    });
     // The most likely token has weight 1 exactly: min-p is a bound on the weights themselves.
     if (a.min_p[task] > 0) drop_below(p, n, a.min_p[task]);
     if (a.top_k[task] > 0 && a.top_k[task] < n) {
         drop_below(p, n, find_floor(p, n, static_cast<double>(a.top_k[task]), false));
     }
     if (a.top_p[task] < 1) {
-        const double wanted = static_cast<double>(a.top_p[task]) * sum_row(p, n);
+        const double wanted = static_cast<double>(a.top_p[task]) * sum_weights(p, n);
         drop_below(p, n, find_floor(p, n, wanted, true));
     }
 
-    const double target = a.dice[task] * sum_row(p, n);
+    const double target = a.dice[task] * sum_weights(p, n);
     double before = 0;
     int64_t drawn = -1;
     for (int64_t start = 0; start < n; start += kSumChunk) {

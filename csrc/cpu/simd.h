@@ -18,6 +18,18 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
+template <class T>
+inline T read(const void* p) {
+    T value;
+    memcpy(&value, p, sizeof(value));
+    return value;
+}
+template <class To, class From>
+inline To bits_of(From from) {
+    static_assert(sizeof(To) == sizeof(From), "same bits");
+    return read<To>(&from);
+}
+
 #if defined(OCTAVO_ISA_AVX512)
 #include "simd_avx512.h"
 #elif defined(OCTAVO_ISA_AVX2)
@@ -28,8 +40,28 @@ namespace {
 
 constexpr int kVecsPerPanel = kPanel / kLanes;
 
+#ifndef OCTAVO_ISA_AVX512
+// Partial vectors go through a small buffer: they are rare and must not read past the end of a row.
+template <class T>
+inline Vec load_n(const T* p, int n) {
+    T buffer[kLanes] = {};
+    memcpy(buffer, p, static_cast<size_t>(n) * sizeof(T));
+    return load(buffer);
+}
+template <class T>
+inline void store_n(T* p, Vec v, int n) {
+    T buffer[kLanes];
+    store(buffer, v);
+    memcpy(p, buffer, static_cast<size_t>(n) * sizeof(T));
+}
+#endif
+
+inline Ints set1_bytes(const int8_t* p) { return set1_int(read<int32_t>(p)); }
+
 // A build that names a set but does not define OCTAVO_ISA_AVX512 or OCTAVO_ISA_AVX2 for it would compile portable
 // vectors.
+#define OCTAVO_CONCAT2(a, b) a##b
+#define OCTAVO_CONCAT(a, b) OCTAVO_CONCAT2(a, b)
 #define OCTAVO_STRING2(a) #a
 #define OCTAVO_STRING(a) OCTAVO_STRING2(a)
 static constexpr bool begins_with(const char* name, const char* beginning) {
@@ -117,11 +149,7 @@ struct BF16 {
     using Lanes = Pairs;
     static constexpr int kStep = 2;
     static inline Lanes load_lanes(const T* p) { return load_pairs(p); }
-    static inline Lanes broadcast(const T* p) {
-        uint32_t pair;
-        memcpy(&pair, p, sizeof(pair));
-        return set1_pair(pair);
-    }
+    static inline Lanes broadcast(const T* p) { return set1_pair(read<uint32_t>(p)); }
     // The last element of an odd row: its partner is zero.
     static inline Lanes broadcast_last(const T* p) { return set1_pair(*p); }
     static inline Vec madd(Vec acc, Lanes a, Lanes b) { return dot_pairs(acc, a, b); }
@@ -129,6 +157,33 @@ struct BF16 {
     static inline Lanes load_lane_halves(const T* a, const T* b) { return load_pair_halves(a, b); }
 #endif
 };
+
+// Calls f(Constant<n>{}) for an n of 1 .. kMost, which the compiler then knows.
+template <int n>
+struct Constant {
+    static constexpr int kValue = n;
+};
+template <int kMost, class F>
+inline void with_constant(int64_t n, F f) {
+    if (n == kMost) {
+        f(Constant<kMost>{});
+    } else if constexpr (kMost > 1) {
+        with_constant<kMost - 1>(n, f);
+    }
+}
+
+// Calls f with the element type of a float array.
+template <class F>
+inline void with_element(int32_t dtype, F f) {
+    dtype == kF32 ? f(F32{}) : f(BF16{});
+}
+
+// Calls f(row) for the rows of a task, of `rows` in all.
+template <class F>
+inline void for_rows(const RowWiseArgs& a, int64_t task, int64_t rows, F f) {
+    const int64_t end = min_of((task + 1) * a.rows_per_task, rows);
+    for (int64_t row = task * a.rows_per_task; row < end; ++row) f(row);
+}
 
 }  // namespace
 }  // namespace octavo::OCTAVO_ISA

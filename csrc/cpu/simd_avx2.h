@@ -1,5 +1,5 @@
 // The vector type of the kernels in AVX2 with FMA. Included by simd.h only, inside the namespace of its instruction
-// set. Partial vectors go through a small buffer: they are rare and must not read past the end of a row.
+// set.
 
 constexpr int kLanes = 8;
 constexpr int kTileRows = 5;
@@ -29,16 +29,6 @@ inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) {
     return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_GT_OQ));
 }
 
-inline Vec load_n(const float* p, int n) {
-    float buffer[kLanes] = {};
-    memcpy(buffer, p, static_cast<size_t>(n) * sizeof(float));
-    return load(buffer);
-}
-inline void store_n(float* p, Vec v, int n) {
-    float buffer[kLanes];
-    store(buffer, v);
-    memcpy(p, buffer, static_cast<size_t>(n) * sizeof(float));
-}
 inline Vec iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
 inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {
     const Vec lane = iota();
@@ -60,16 +50,6 @@ inline void store(uint16_t* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
 inline void store_own(uint16_t* p, Vec v) { store(p, v); }
-inline Vec load_n(const uint16_t* p, int n) {
-    uint16_t buffer[kLanes] = {};
-    memcpy(buffer, p, static_cast<size_t>(n) * sizeof(uint16_t));
-    return load(buffer);
-}
-inline void store_n(uint16_t* p, Vec v, int n) {
-    uint16_t buffer[kLanes];
-    store(buffer, v);
-    memcpy(p, buffer, static_cast<size_t>(n) * sizeof(uint16_t));
-}
 
 inline float reduce_add(Vec v) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -101,11 +81,6 @@ using Ints = __m256i;
 
 inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline Ints set1_int(int32_t x) { return _mm256_set1_epi32(x); }
-inline Ints set1_bytes(const int8_t* p) {
-    int32_t four;
-    memcpy(&four, p, sizeof(four));
-    return _mm256_set1_epi32(four);
-}
 inline Vec to_float(Ints v) { return _mm256_cvtepi32_ps(v); }
 inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }

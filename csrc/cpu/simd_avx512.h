@@ -106,11 +106,6 @@ inline void store_ints(void* p, Ints v) { _mm512_storeu_si512(p, v); }
 inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 inline Ints set1_int(int32_t x) { return _mm512_set1_epi32(x); }
-inline Ints set1_bytes(const int8_t* p) {
-    int32_t four;
-    memcpy(&four, p, sizeof(four));
-    return _mm512_set1_epi32(four);
-}
 inline Vec to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
 inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }

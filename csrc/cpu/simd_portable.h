@@ -15,21 +15,9 @@ typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(16)));
 typedef uint32_t Pairs __attribute__((vector_size(16)));  // One pair of bf16 a lane.
 
-template <class To, class From>
-inline To bits_of(From from) {
-    static_assert(sizeof(To) == sizeof(From), "same bits");
-    To to;
-    memcpy(&to, &from, sizeof(to));
-    return to;
-}
-
 inline Vec zero() { return Vec{0, 0, 0, 0}; }
 inline Vec set1(float x) { return Vec{x, x, x, x}; }
-inline Vec load(const float* p) {
-    Vec v;
-    memcpy(&v, p, sizeof(v));
-    return v;
-}
+inline Vec load(const float* p) { return read<Vec>(p); }
 inline void store(float* p, Vec v) { memcpy(p, &v, sizeof(v)); }
 inline Vec add(Vec a, Vec b) { return a + b; }
 inline Vec sub(Vec a, Vec b) { return a - b; }
@@ -50,16 +38,6 @@ inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
 inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) { return select(a > b, yes, no); }
 
-inline Vec load_n(const float* p, int n) {
-    float buffer[kLanes] = {};
-    memcpy(buffer, p, static_cast<size_t>(n) * sizeof(float));
-    return load(buffer);
-}
-inline void store_n(float* p, Vec v, int n) {
-    float buffer[kLanes];
-    store(buffer, v);
-    memcpy(p, buffer, static_cast<size_t>(n) * sizeof(float));
-}
 inline Vec iota() { return Vec{0, 1, 2, 3}; }
 inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {
     const Ints lane = {0, 1, 2, 3};
@@ -78,16 +56,6 @@ inline void store(uint16_t* p, Vec v) {
     for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint16_t>(r[i]);
 }
 inline void store_own(uint16_t* p, Vec v) { store(p, v); }
-inline Vec load_n(const uint16_t* p, int n) {
-    uint16_t buffer[kLanes] = {};
-    memcpy(buffer, p, static_cast<size_t>(n) * sizeof(uint16_t));
-    return load(buffer);
-}
-inline void store_n(uint16_t* p, Vec v, int n) {
-    uint16_t buffer[kLanes];
-    store(buffer, v);
-    memcpy(p, buffer, static_cast<size_t>(n) * sizeof(uint16_t));
-}
 
 inline float reduce_add(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 inline float reduce_max(Vec v) {
@@ -98,11 +66,7 @@ inline float reduce_max(Vec v) {
 // 2^n, where t = 1.5 * 2^23 + n.
 inline Vec pow2_of_magic(Vec t) { return bits_of<Vec>((bits_of<Pairs>(t) << 23) + 0x3f800000u); }
 
-inline Pairs load_pairs(const uint16_t* p) {
-    Pairs v;
-    memcpy(&v, p, sizeof(v));
-    return v;
-}
+inline Pairs load_pairs(const uint16_t* p) { return read<Pairs>(p); }
 inline Pairs set1_pair(uint32_t bits) { return Pairs{bits, bits, bits, bits}; }
 inline Pairs and_pairs(Pairs a, Pairs b) { return a & b; }
 inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
@@ -111,17 +75,8 @@ inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
 }
 
 // Integers: a lane of bytes holds four of them, neighbours along the reduced dimension.
-inline Ints load_ints(const void* p) {
-    Ints v;
-    memcpy(&v, p, sizeof(v));
-    return v;
-}
+inline Ints load_ints(const void* p) { return read<Ints>(p); }
 inline Ints set1_int(int32_t x) { return Ints{x, x, x, x}; }
-inline Ints set1_bytes(const int8_t* p) {
-    int32_t four;
-    memcpy(&four, p, sizeof(four));
-    return set1_int(four);
-}
 inline Vec to_float(Ints v) { return __builtin_convertvector(v, Vec); }
 inline Ints low_nibbles(Ints v) { return v & 0x0f0f0f0f; }
 inline Ints high_nibbles(Ints v) { return (v >> 4) & 0x0f0f0f0f; }

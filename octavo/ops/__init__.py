@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from numpy.typing import NDArray
 
@@ -87,7 +87,6 @@ class OpsOver(Protocol[A]):
 
     def place(self, array: HostArray) -> A:
         """A constant of a model (norm, table, bias) where the backend computes."""
-        ...
 
     def pack_linear(
         self, parts: Sequence[StoredWeight], bias: HostArray | None = None, gated: bool = False
@@ -97,17 +96,14 @@ class OpsOver(Protocol[A]):
         Floats are multiplied as float32 or bfloat16, on some backends as float16 too. Parts of few bits beside floats
         become floats of their type. `bias` [sum of N] is for all outputs. With `gated` the parts are gate and up.
         """
-        ...
 
     def linear(self, x: A, weight: LinearWeight, out_dtype: str | None = None) -> A:
         """x [T, K] -> x W^T + b: [T, N] in `out_dtype`, accumulated in float32.
 
         The default is the dtype of x, or float32 where x is quantized."""
-        ...
 
     def linear_add(self, x: A, weight: LinearWeight, residual: A, scale: float = 1.0) -> None:
         """residual [T, N] += scale * (x W^T + b), in place, in float32, rounded once."""
-        ...
 
     def linear_silu_and_mul(
         self, x: A, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None
@@ -115,17 +111,14 @@ class OpsOver(Protocol[A]):
         """x [T, K] and a gated matrix -> silu(gate) * up: [T, I], in float32, rounded once.
 
         Quantized if the `consumer` multiplies quantized activations, else in `out_dtype` as in `linear`."""
-        ...
 
     def quantize(self, x: A, consumer: LinearWeight) -> A:
         """x [T, K] as `consumer` multiplies it: x itself, unless the consumer is an integer matrix."""
-        ...
 
     def add(self, residual: A, x: A, scale: float = 1.0) -> None:
         """residual [T, N] += scale * x [T, N], in place, in float32, rounded once.
 
         With x = linear(..., "float32") it gives the bits of `linear_add`."""
-        ...
 
     def activation(self, x: A, kind: str, consumer: LinearWeight | None = None) -> A:
         """Element-wise on x [T, N], in float32, rounded once; quantized if the `consumer` multiplies quantized
@@ -133,28 +126,23 @@ class OpsOver(Protocol[A]):
 
         `kind` is one of `ACTIVATIONS`: "gelu" is exact (by erf), "gelu_tanh" its approximation (Hendrycks & Gimpel
         2016), "relu2" the square of "relu"."""
-        ...
 
     def embedding(self, token_ids: A, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> A:
         """Rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale` -> [T, H].
 
         The default dtype is the one that it was packed from, or float32 for integers."""
-        ...
 
     def take_rows(self, x: A, rows: A) -> A:
         """x [T, H], rows [N] int64 -> x[rows]: [N, H]. x may be a constant, as a table of learned positions."""
-        ...
 
     def rms_norm(self, x: A, weight: A, eps: float, consumer: LinearWeight | None = None) -> A:
         """x [..., H] / sqrt(mean(x²) + eps) * weight [H], in float32, rounded once (Zhang & Sennrich 2019).
 
         Quantized, as [rows, ...], if the `consumer` multiplies quantized activations."""
-        ...
 
     def layer_norm(self, x: A, weight: A, bias: A | None, eps: float, consumer: LinearWeight | None = None) -> A:
         """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension of x [..., H], in float32, rounded once
         (Ba et al. 2016). `weight` and `bias` are [H] and of one dtype; quantized as in `rms_norm`."""
-        ...
 
     def rotary_and_cache(
         self, query: A, key: A, value: A, positions: A, cos_sin: A, cache: LayerKVCache, slot_mapping: A
@@ -166,19 +154,11 @@ class OpsOver(Protocol[A]):
         elements of a head are rotated as two halves (Su et al. 2021, the layout of GPT-NeoX). `slot_mapping` [T] int64
         is block * block_size + offset. Whether `key` is rotated in place too is unspecified.
         """
-        ...
 
     def paged_attention(
-        self,
-        query: A,
-        cache: LayerKVCache,
-        block_tables: A,
-        query_start_loc: A,
-        seq_lens: A,
-        scale: float,
-        sliding_window: int = 0,
-        softcap: float = 0.0,
-    ) -> A:
+        self, query: A, cache: LayerKVCache, block_tables: A, query_start_loc: A, seq_lens: A, scale: float,
+        sliding_window: int = 0, softcap: float = 0.0,
+    ) -> A:  # fmt: skip
         """Causal attention of query [T, Q, D] over the paged cache -> [T, Q * D] in the dtype of query.
 
         Sequence s owns rows query_start_loc[s] .. query_start_loc[s + 1] ([S + 1] int32), which are its last positions;
@@ -188,12 +168,10 @@ class OpsOver(Protocol[A]):
         C * tanh(x / C) after scaling (Gemma Team 2024). The row's summation order is a function of its
         position alone (online softmax, Milakov & Gimelshein 2018, over fixed tiles of keys).
         """
-        ...
 
     def argmax(self, logits: A) -> A:
         """logits [N, V] float32 -> [N] int64; the lowest index wins a tie. `NO_TOKEN` where nothing can be chosen: the
         largest is not finite (masks have left nothing), or one is NaN."""
-        ...
 
     def sample(self, logits: A, temperature: A, top_k: A, top_p: A, min_p: A, dice: A) -> A:
         """Draw one token a row of logits [N, V] float32, which may be overwritten -> [N] int64.
@@ -205,28 +183,19 @@ class OpsOver(Protocol[A]):
         [N] float32. A row whose temperature is 0 gives its argmax, so that one call serves any mix. `NO_TOKEN` is
         given as by `argmax`.
         """
-        ...
 
     def mask_tokens(self, logits: A, words: HostArray, samples: HostArray) -> None:
         """Set logits [N, V] float32 of samples [M] int64 to -inf, in place, where the bit of words [M, W] int32 is 0.
 
         Token t is bit t % 32 of word t // 32; tokens beyond the words are taken out too."""
-        ...
 
     def add_bias(self, logits: A, samples: HostArray, tokens: HostArray, values: HostArray) -> None:
         """logits[samples[p], tokens[p]] += values[p] float32 ([P], each pair once; -inf takes a token out)."""
-        ...
 
     def penalize(
-        self,
-        logits: A,
-        samples: HostArray,
-        tokens: HostArray,
-        counts: HostArray,
-        repetition: HostArray,
-        frequency: HostArray,
-        presence: HostArray,
-    ) -> None:
+        self, logits: A, samples: HostArray, tokens: HostArray, counts: HostArray, repetition: HostArray,
+        frequency: HostArray, presence: HostArray,
+    ) -> None:  # fmt: skip
         """Make tokens that were seen less likely in logits [N, V] float32, in place.
 
         Sample `samples[p]` has seen `tokens[p]` ([P] int64, each pair once) and has it `counts[p]` ([P] float32) times
@@ -234,49 +203,39 @@ class OpsOver(Protocol[A]):
         it (Keskar et al. 2019); then `frequency` [N] times the count and, if that is not zero, `presence` [N] are
         taken off (the OpenAI API's definition).
         """
-        ...
 
     def logprobs(self, logits: A, tokens: A, num_top: int) -> tuple[A, A, A, A]:
         """log_softmax of logits [N, V]. Of `tokens` [N] int64 (a negative one counts as 0): value [N] float32 and rank
         [N] int64 (1 + how many are larger); and of each row the K = min(num_top, V) likeliest: ids [N, K] int64 and
         values [N, K] float32, best first."""
-        ...
 
     def normalize(self, logits: A, samples: HostArray, temperatures: HostArray) -> None:
         """Rows `samples` [M] of logits become log_softmax(row / temperature), in place."""
-        ...
 
     def top_tokens(self, logits: A, samples: HostArray, count: int) -> tuple[A, A]:
         """ids [M, K] int64 and values [M, K] of the K = min(count, V) largest in rows `samples` [M], largest first."""
-        ...
 
     def rows_of(self, x: A, samples: HostArray) -> A:
         """Copies of rows of x [N, ...]."""
-        ...
 
     def process_row(self, logits: A, sample: int, function: Callable[[Any], Any]) -> bool:
         """Let a caller's function see row `sample` [V] of logits as a torch tensor and put what it returns in its
         place. -> whether that has NaN."""
-        ...
 
     def allocate_kv_cache(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str
     ) -> LayerKVCache:
         """An uninitialised cache in this backend's layout, on its device. Pages that are never written cost no
         memory."""
-        ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
         """Copy whole blocks (source, destination) of all layers, as if one after the other."""
-        ...
 
     def gather_blocks(self, blocks: HostArray, caches: Sequence[LayerKVCache]) -> A:
         """-> uint8 [len(blocks), bytes of a block in all layers, keys and values]: copies."""
-        ...
 
     def scatter_blocks(self, staged: A, blocks: HostArray, caches: Sequence[LayerKVCache]) -> None:
         """The reverse of `gather_blocks`."""
-        ...
 
 
 class DeviceOpsOver(OpsOver[A], Protocol[A]):
@@ -294,11 +253,9 @@ class DeviceOpsOver(OpsOver[A], Protocol[A]):
 
         -> the step's token ids [T] int32 (last_tokens [R + 1] int32 of token_owners [T] int64 where these are below R,
         else token_ids [T] int32) and its block tables [G, S, W] int32 (rows seq_owners [S] int64)."""
-        ...
 
     def keep_tokens(self, last_tokens: A, owners: A, tokens: A) -> None:
         """last_tokens[owners [N] int64] = tokens [N] int64, as int32; negative ones as 0."""
-        ...
 
 
 # What models, runner and sampler are written against: the same over arrays of which they know no more than `Array`.
@@ -311,13 +268,26 @@ def load(cpu_threads: int | None = None, cpus: list[int] | None = None) -> Ops:
 
     Raises `ConfigError` for threads that this process cannot have.
     """
-    from octavo.ops.backends import native
+    from octavo.ops import cpu
 
-    return native(cpu_threads, cpus)
+    cpu.use_threads(cpu_threads, cpus)
+    backend: OpsOver[HostArray] = (
+        cpu  # what lacks an operation, or takes other arguments, does not pass the type checker
+    )
+    return cast(Ops, backend)
 
 
 def load_cuda() -> DeviceOps:
     """Triton's backend, on the CUDA device that is current."""
-    from octavo.ops.backends import triton
+    from octavo.ops import cuda
 
-    return triton()
+    backend: DeviceOpsOver[Tensor] = cuda
+    return cast(DeviceOps, backend)
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.ops import torch_ref
+
+    _reference: DeviceOpsOver[Tensor] = torch_ref

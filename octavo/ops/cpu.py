@@ -8,6 +8,7 @@ are numpy's. The environment chooses the instruction set (OCTAVO_CPU_ISA) and th
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,16 +44,15 @@ __all__ = [
 
 
 def _configure() -> None:
-    if isa := os.environ.get("OCTAVO_CPU_ISA"):
-        try:
-            _cpu.set_isa(isa)
-        except ValueError as error:
-            raise ConfigError(f"OCTAVO_CPU_ISA={isa}: {error}") from None
-    if threads := os.environ.get("OCTAVO_CPU_THREADS"):
-        try:
-            _cpu.set_threads(int(threads))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"OCTAVO_CPU_THREADS={threads}: {error}") from None
+    settings: dict[str, Callable[[str], None]] = {
+        "OCTAVO_CPU_ISA": _cpu.set_isa, "OCTAVO_CPU_THREADS": lambda threads: _cpu.set_threads(int(threads))
+    }  # fmt: skip
+    for name, apply in settings.items():
+        if value := os.environ.get(name):
+            try:
+                apply(value)
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"{name}={value}: {error}") from None
 
 
 _configure()
@@ -90,7 +90,7 @@ def quantize(x: NDArray[Any], consumer: LinearWeight) -> NDArray[Any]:
     assert is_dense(x)
     check_inputs("quantize", x=x)
     out = empty((rows, consumer.num_blocks * _cpu.QBLOCK_BYTES), UINT8)
-    _cpu.quantize(x, stride(x), rows, width, code_of("quantize", x), out)
+    _cpu.activation(x, stride(x), rows, width, code_of("quantize", x), out, _cpu.Q8, _cpu.ACTIVATIONS["identity"])
     return out
 
 
@@ -138,16 +138,14 @@ def _output_for(
 
 
 def linear(x: NDArray[Any], weight: LinearWeight, out_dtype: str | None = None) -> NDArray[Any]:
-    assert isinstance(weight, PackedWeight)
-    assert not weight.gated
+    assert isinstance(weight, PackedWeight) and not weight.gated
     out = empty((x.shape[0], weight.out_features), _float_output(x, out_dtype))
     _product("linear", x, weight, out, _cpu.STORE)
     return out
 
 
 def linear_add(x: NDArray[Any], weight: LinearWeight, residual: NDArray[Any], scale: float = 1.0) -> None:
-    assert isinstance(weight, PackedWeight)
-    assert not weight.gated
+    assert isinstance(weight, PackedWeight) and not weight.gated
     assert residual.shape == (x.shape[0], weight.out_features)
     assert is_dense(residual)
     _product("linear_add", x, weight, residual, _cpu.ADD, scale=scale)
@@ -156,8 +154,7 @@ def linear_add(x: NDArray[Any], weight: LinearWeight, residual: NDArray[Any], sc
 def linear_silu_and_mul(
     x: NDArray[Any], gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None
 ) -> NDArray[Any]:
-    assert isinstance(gate_up, PackedWeight)
-    assert gate_up.gated
+    assert isinstance(gate_up, PackedWeight) and gate_up.gated
     shape = (x.shape[0], gate_up.out_features // 2)
     out, out_code = _output_for(consumer, shape, _float_output(x, out_dtype))
     _product("linear_silu_and_mul", x, gate_up, out, _cpu.GATED, out_code)
@@ -186,10 +183,8 @@ def activation(x: NDArray[Any], kind: str, consumer: LinearWeight | None = None)
 def embedding(
     token_ids: NDArray[Any], weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0
 ) -> NDArray[Any]:
-    assert isinstance(weight, PackedWeight)
-    assert not weight.gated
-    assert token_ids.dtype == INT32
-    assert is_dense(token_ids)
+    assert isinstance(weight, PackedWeight) and not weight.gated
+    assert token_ids.dtype == INT32 and is_dense(token_ids)
     check_inputs("embedding", token_ids=token_ids)
     dtype = DTYPES[out_dtype] if out_dtype else _FLOAT_FORMATS.get(weight.format, FLOAT32)
     out = empty((token_ids.shape[0], weight.in_features), dtype)
@@ -198,11 +193,9 @@ def embedding(
 
 
 def take_rows(x: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
-    assert rows.dtype == INT64
-    assert is_dense(rows)
+    assert rows.dtype == INT64 and is_dense(rows) and is_dense(x)
     check_inputs("take_rows", rows=rows)
     count, width = x.shape
-    assert is_dense(x)
     out = empty((rows.shape[0], width), x.dtype)
     _cpu.take_rows(x, count, width * x.itemsize, x.strides[0], rows, rows.shape[0], out)
     return out
@@ -237,8 +230,8 @@ def _norm(
     else:
         outer, inner, outer_stride, inner_stride = 1, 1, 0, 0
     _cpu.norm(
-        x, weight, bias, out, outer, inner, hidden, outer_stride, inner_stride, eps, code, code_of(op, weight),
-        out_code, op == "layer_norm",
+        x, weight, 0 if bias is None else bias, out, outer, inner, hidden, outer_stride, inner_stride, eps, code,
+        code_of(op, weight), out_code, op == "layer_norm",
     )  # fmt: skip
     return out
 
@@ -255,24 +248,20 @@ def rotary_and_cache(
 ) -> None:  # fmt: skip
     tokens, query_heads, head_size = query.shape
     kv_heads = key.shape[1]
-    rotary_size = cos_sin.shape[1]
+    rotary_size, block_size = cos_sin.shape[1], cache.key.shape[3]
     for x in (query, key, value):
         assert x.shape[0] == tokens
         assert _has_dense_heads(x), "the heads of a token must be contiguous"
     assert key.shape == value.shape == (tokens, kv_heads, head_size)
     assert cache.key.shape[1] == kv_heads
-    assert rotary_size <= head_size
-    assert rotary_size % 2 == 0
-    assert positions.dtype == slot_mapping.dtype == INT64
-    assert is_dense(positions)
-    assert is_dense(slot_mapping)
-    assert cos_sin.dtype == FLOAT32
-    assert cos_sin.flags.c_contiguous
+    assert rotary_size <= head_size and rotary_size % 2 == 0
+    assert positions.dtype == slot_mapping.dtype == INT64 and is_dense(positions) and is_dense(slot_mapping)
+    assert cos_sin.dtype == FLOAT32 and cos_sin.flags.c_contiguous
     check_inputs("rotary_and_cache", query=query, key=key, value=value, positions=positions, slot_mapping=slot_mapping)
     _cpu.rotary_and_cache(
         query, stride(query), key, stride(key), value, stride(value), positions, cos_sin, cos_sin.shape[0], rotary_size,
-        cache.key, cache.value, cache.key.shape[0], slot_mapping, tokens, query_heads, kv_heads, head_size,
-        cache.key.shape[3], code_of("rotary_and_cache", query, key, value, cache.key, cache.value),
+        cache.key, cache.value, cache.num_blocks * block_size, slot_mapping, tokens, query_heads, kv_heads, head_size,
+        block_size, code_of("rotary_and_cache", query, key, value, cache.key, cache.value),
     )  # fmt: skip
 
 
@@ -287,9 +276,7 @@ def paged_attention(
     assert query_heads % kv_heads == 0
     assert _has_dense_heads(query)
     assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32
-    assert is_dense(block_tables)
-    assert is_dense(query_start_loc)
-    assert is_dense(seq_lens)
+    assert is_dense(block_tables) and is_dense(query_start_loc) and is_dense(seq_lens)
     check_inputs(
         "paged_attention", query=query, block_tables=block_tables, query_start_loc=query_start_loc, seq_lens=seq_lens
     )

@@ -1,6 +1,7 @@
 """Logits [N, V] to tokens on the native backend: what changes them, choosing, and measuring.
 
-`argmax` may be part of a recorded step. All others run between steps, on a few rows and lists.
+`argmax` may be part of a recorded step. All others run between steps, on a few rows and lists. Log-probabilities are
+torch's, whose sums and order of equals are the ones that answers have had so far.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from numpy.typing import NDArray
 import octavo._cpu as _cpu
 from octavo.ops.cpu_arrays import FLOAT32, FLOAT64, INT64, is_dense, stride
 from octavo.ops.cpu_program import check_inputs, check_runs_now, empty
-from octavo.sampling_params import MAX_LOGPROBS
 
 
 def argmax(logits: NDArray[Any]) -> NDArray[Any]:
@@ -75,32 +75,31 @@ def logprobs(
     logits: NDArray[Any], tokens: NDArray[Any], num_top: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
     check_runs_now("logprobs")
-    import torch  # whose sums and order of equals are the ones that answers have had so far
+    import torch
 
-    measured = torch.from_numpy(logits).log_softmax(-1)
-    chosen = measured.gather(1, torch.from_numpy(np.maximum(tokens, 0))[:, None])
-    ranks = (measured > chosen).sum(-1) + 1
-    # Which of several equal tokens are in the top depends on how many are asked for: always ask for the same number.
-    width = logits.shape[1]
-    top = measured.topk(min(max(MAX_LOGPROBS, num_top), width) if num_top else 0, dim=-1)
-    ids, values = top.indices.numpy(), top.values.numpy()
-    return chosen[:, 0].numpy(), ranks.numpy(), ids[:, :num_top], values[:, :num_top]
+    from octavo.ops import torch_ops
+
+    values, ranks, top, top_values = torch_ops.logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), num_top)
+    return values.numpy(), ranks.numpy(), top.numpy(), top_values.numpy()
 
 
 def normalize(logits: NDArray[Any], samples: NDArray[Any], temperatures: NDArray[Any]) -> None:
     check_runs_now("normalize")
     import torch
 
-    rows = torch.from_numpy(logits[samples]) / torch.from_numpy(temperatures.astype(np.float32))[:, None]
-    logits[samples] = rows.log_softmax(-1).numpy()
+    from octavo.ops import torch_ops
+
+    torch_ops.normalize(torch.from_numpy(logits), samples, temperatures)
 
 
 def top_tokens(logits: NDArray[Any], samples: NDArray[Any], count: int) -> tuple[NDArray[Any], NDArray[Any]]:
     check_runs_now("top_tokens")
     import torch
 
-    top = torch.from_numpy(logits[samples]).topk(min(count, logits.shape[1]), dim=-1)
-    return top.indices.numpy(), top.values.numpy()
+    from octavo.ops import torch_ops
+
+    top, values = torch_ops.top_tokens(torch.from_numpy(logits), samples, count)
+    return top.numpy(), values.numpy()
 
 
 def rows_of(x: NDArray[Any], samples: NDArray[Any]) -> NDArray[Any]:
@@ -113,6 +112,6 @@ def process_row(logits: NDArray[Any], sample: int, function: Callable[[Any], Any
     check_runs_now("process_row")
     import torch
 
-    row = torch.from_numpy(logits[sample])
-    row.copy_(function(row))
-    return bool(row.isnan().any())
+    from octavo.ops import torch_ops
+
+    return torch_ops.process_row(torch.from_numpy(logits), sample, function)

@@ -28,6 +28,7 @@ class _Arena:
         self._used = 0
 
     def zeros(self, num_bytes: int) -> NDArray[np.uint8]:
+        """[num_bytes] uint8 of zeros, aligned to cache lines. They cost nothing until they are written."""
         chunk = None if self._chunk is None else self._chunk()
         if chunk is None or self._used + num_bytes > chunk.nbytes:
             chunk = np.zeros(max(num_bytes + _HUGE_PAGE_BYTES, _CHUNK_BYTES), np.uint8)
@@ -39,12 +40,7 @@ class _Arena:
         return chunk[begin : begin + num_bytes]
 
 
-_arena = _Arena()
-
-
-def zeros(num_bytes: int) -> NDArray[np.uint8]:
-    """[num_bytes] uint8 of zeros, aligned to cache lines. They cost nothing until they are written."""
-    return _arena.zeros(num_bytes)
+zeros = _Arena().zeros
 
 
 def empty_pages(num_bytes: int) -> NDArray[np.uint8]:

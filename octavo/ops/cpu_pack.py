@@ -71,7 +71,7 @@ def packed_weight(
         rows = np.zeros((sides, panels * _cpu.PANEL), np.float32)
         rows[:, : n // sides] = bias.reshape(sides, -1)
         padded[:] = rows.reshape(sides, panels, _cpu.PANEL).swapaxes(0, 1).reshape(-1)
-    matrix = _cpu.Matrix(data, padded, n, k, factor, format, group, minima, gated)
+    matrix = _cpu.Matrix(data, 0 if padded is None else padded, n, k, factor, format, group, minima, gated)
     return PackedWeight(n, k, gated, format, data, padded, matrix)
 
 
@@ -113,7 +113,7 @@ def _pack_floats(parts: list[NDArray[Any]], bias: NDArray[Any] | None, gated: bo
         if not is_dense(part):
             part = np.ascontiguousarray(part)
         target = data[first_panel * panel_bytes :]
-        _cpu.pack_linear(part, stride(part), part.shape[0], k, code, target, target.nbytes, 2 if gated else 1)
+        _cpu.pack_linear(part, stride(part), part.shape[0], k, code, target, 2 if gated else 1)
         first_panel += 1 if gated else num_panels
     format = _cpu.WEIGHT_F32 if code == _cpu.F32 else _cpu.WEIGHT_BF16
     return packed_weight(data, (sum(part.shape[0] for part in parts), k), format, bias, gated)
@@ -143,14 +143,14 @@ def pack_quantized(parts: Sequence[StoredWeight], gated: bool = False) -> Packed
     layout = common_layout(layout_of(part.format) for part in parts)
     sources = [_source(part) for part in parts]
     factor = _factor(parts)
-    shape = (layout.bits, layout.group, layout.minima, gated)
+    format = _cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8
+    what = (num_out, num_in, factor, format, layout.group, layout.minima, gated)
     # Zeros stand for weights of 0 where no part writes.
-    data = zeros(_cpu.integer_matrix_bytes(num_out, num_in, *shape))
+    data = zeros(_cpu.packed_bytes(_cpu.Matrix(0, 0, *what)))
+    matrix = _cpu.Matrix(data, 0, *what)
     first_row = 0
     for part, (array, source_format, stride_bytes) in zip(parts, sources, strict=True):
-        _cpu.pack_part(
-            data, num_out, num_in, factor, *shape, first_row, array, source_format, stride_bytes, part.shape[0]
-        )
+        _cpu.pack_part(matrix, first_row, array, source_format, stride_bytes, part.shape[0])
         first_row += 1 if gated else part.shape[0]
     return PackedIntegers(data, num_out, num_in, layout, factor, gated)
 

@@ -55,7 +55,10 @@ def check_runs_now(op: str) -> None:
 class Program(_cpu.Program):  # type: ignore[misc]  # native, without Python types
     """The native calls of a model's step, replayed by one call for any number of rows up to those it was recorded with.
 
-    Inputs of the step must be kept by the caller, at their place.
+    Inputs of the step must be kept by the caller, at their place. `run(num_tokens, num_seqs, num_samples)` leaves out
+    operations that would have no rows. It raises `IndexError` for a token id, position, row or slot in the inputs that
+    points nowhere, and `ValueError` for more rows than were recorded. `profile`, with the same arguments, replays call
+    by call -> the name of each and the nanoseconds that it took.
     """
 
     def __init__(self) -> None:
@@ -80,19 +83,6 @@ class Program(_cpu.Program):  # type: ignore[misc]  # native, without Python typ
     def output(array: NDArray[Any]) -> NDArray[Any]:
         """The same memory as an ordinary array, to be read and overwritten between runs."""
         return array.view(np.ndarray)
-
-    def run(self, num_tokens: int, num_seqs: int, num_samples: int) -> None:
-        """Replay for that many rows; operations that would have none are left out.
-
-        Raises `IndexError` for a token id, position, row or slot in the inputs that points nowhere, and `ValueError`
-        for more rows than were recorded.
-        """
-        super().run(num_tokens, num_seqs, num_samples)
-
-    def profile(self, num_tokens: int, num_seqs: int, num_samples: int) -> list[tuple[str, float]]:
-        """Replay call by call: the name of each and the nanoseconds that it took."""
-        times: list[tuple[str, float]] = super().profile(num_tokens, num_seqs, num_samples)
-        return times
 
 
 class _Lease:

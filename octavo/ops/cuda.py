@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.ops.torch_arrays import upload
 from octavo.ops.torch_ops import (
     add_bias,
     gather_blocks,
@@ -23,15 +24,13 @@ from octavo.ops.torch_ops import (
 )
 from octavo.ops.triton import launch
 from octavo.ops.triton import logits as logits_kernels
-from octavo.ops.triton.activation import activation, add
 from octavo.ops.triton.attention import paged_attention
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, quantize
-from octavo.ops.triton.rows import take_rows
+from octavo.ops.triton.rows import activation, add, take_rows
 from octavo.ops.triton.sampling import argmax, sample
-from octavo.ops.upload import upload
 
 __all__ = [
     "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding", "gather_blocks",

@@ -31,15 +31,9 @@ def why_not(dtype: str, cache_dtype: str, softcap: float = 0.0) -> str | None:
 
 
 def paged_attention(
-    query: Tensor,
-    cache: LayerKVCache,
-    block_tables: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+    query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
+    sliding_window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """`Ops.paged_attention`. Rows that belong to no sequence may be anything."""
     from torch.nn.attention import varlen
 

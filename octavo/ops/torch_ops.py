@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import LayerKVCache
-from octavo.ops.upload import upload
+from octavo.ops.torch_arrays import upload
 from octavo.sampling_params import MAX_LOGPROBS
 
 

@@ -62,8 +62,7 @@ class DenseWeight:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def place(array: NDArray[Any]) -> Tensor:
-    return to_torch(array)
+place = to_torch
 
 
 def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False) -> DenseWeight:
@@ -110,6 +109,11 @@ def _float_output(x: Tensor, out_dtype: str | None) -> torch.dtype:
     return DTYPES[out_dtype] if out_dtype else (torch.float32 if x.dtype is torch.float64 else x.dtype)
 
 
+def _rounded(out: Tensor, dtype: torch.dtype, consumer: LinearWeight | None) -> Tensor:
+    """Outputs as the consumer takes them: in a `dtype`, if not quantized."""
+    return fake_quantize(out) if isinstance(consumer, DenseWeight) and consumer.is_quantized else out.to(dtype)
+
+
 def linear(x: Tensor, weight: LinearWeight, out_dtype: str | None = None) -> Tensor:
     return _product(x, weight).to(_float_output(x, out_dtype))
 
@@ -123,9 +127,7 @@ def linear_silu_and_mul(
 ) -> Tensor:
     gate, up = _product(x, gate_up).chunk(2, dim=-1)
     out = torch.nn.functional.silu(gate) * up
-    if isinstance(consumer, DenseWeight) and consumer.is_quantized:
-        return fake_quantize(out)
-    return out.to(_float_output(x, out_dtype))
+    return _rounded(out, _float_output(x, out_dtype), consumer)
 
 
 def embedding(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> Tensor:
@@ -144,9 +146,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, consumer: LinearWeight | None = None) -> Tensor:
     x32 = x.float()
     out = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()
-    if isinstance(consumer, DenseWeight) and consumer.is_quantized:
-        return fake_quantize(out)
-    return out.to(x.dtype)
+    return _rounded(out, x.dtype, consumer)
 
 
 def layer_norm(
@@ -157,9 +157,7 @@ def layer_norm(
     out = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight.float()
     if bias is not None:
         out = out + bias.float()
-    if isinstance(consumer, DenseWeight) and consumer.is_quantized:
-        return fake_quantize(out)
-    return out.to(x.dtype)
+    return _rounded(out, x.dtype, consumer)
 
 
 def add(residual: Tensor, x: Tensor, scale: float = 1.0) -> None:
@@ -177,9 +175,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activation(x: Tensor, kind: str, consumer: LinearWeight | None = None) -> Tensor:
     out = _ACTIVATIONS[kind](x.float())
-    if isinstance(consumer, DenseWeight) and consumer.is_quantized:
-        return fake_quantize(out)
-    return out.to(x.dtype)
+    return _rounded(out, x.dtype, consumer)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -191,14 +187,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_and_cache(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    cache: LayerKVCache,
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cos_sin: Tensor, cache: LayerKVCache,
     slot_mapping: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     query.copy_(_rotate(query, cos, sin))
     block_size = cache.key.shape[1]
@@ -222,15 +213,9 @@ def _to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def paged_attention(
-    query: Tensor,
-    cache: LayerKVCache,
-    block_tables: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+    query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
+    sliding_window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
     num_tokens, num_heads, head_size = query.shape
     group = num_heads // cache.key.shape[2]
     out = torch.zeros_like(query)

@@ -10,16 +10,28 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.ops import LayerKVCache
 from octavo.ops import torch_ref as reference_backend
-from octavo.ops.torch_arrays import dtype_name, to_numpy, to_torch
+from octavo.ops.torch_arrays import to_torch
 from octavo.quantization import StoredWeight
 
 _FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The same memory of a tensor on the CPU as an array."""
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
 
 
 def stored(matrix: Tensor | StoredWeight, form: str | None = None) -> StoredWeight:

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.ops import LayerKVCache, cpu, torch_ref
-from octavo.ops.torch_arrays import to_numpy, to_torch
+from octavo.ops.torch_arrays import to_torch
 from tests.ops.kernel_cases import generated
+from tests.ops.tensors import to_numpy
 
 BACKENDS = [cpu, torch_ref]
 ROWS, VOCAB = 5, 700

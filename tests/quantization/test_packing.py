@@ -181,9 +181,9 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 
     def pack(name: str, *, bits: int = 8, group: int = 32, minima: bool = True, gated: bool = False, first: int = 0,
              stride: int = 1000, rows: int = 2, k: int = 256) -> None:  # fmt: skip
-        _cpu.pack_part(
-            address, 4, k, 1.0, bits, group, minima, gated, first, address, _cpu.SOURCE_FORMATS[name], stride, rows
-        )
+        form = _cpu.WEIGHT_INT4 if bits == 4 else _cpu.WEIGHT_INT8
+        matrix = _cpu.Matrix(address, 0, 4, k, 1.0, form, group, minima, gated)
+        _cpu.pack_part(matrix, first, address, _cpu.SOURCE_FORMATS[name], stride, rows)
 
     for name, bits, group, minima in [("Q8_0", 4, 32, True), ("Q4_1", 4, 32, False), ("Q6_K", 8, 32, True)]:
         with pytest.raises(ValueError, match=f"{name} does not fit into {bits} bits"):

@@ -419,15 +419,9 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def paged_attention(
-    query: Tensor,
-    cache: LayerKVCache,
-    block_tables: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+    query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
+    sliding_window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """`Ops.paged_attention` for caches of `octavo.ops.triton.cache`, in any dtype that the query is in or float8.
 
     Rows of sequences without keys and rows after the last sequence's are zeros. Entries of a block table that

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache
-from octavo.ops.torch_arrays import DTYPES
+from octavo.ops.torch_arrays import DTYPES, upload
 from octavo.ops.triton import launch
-from octavo.ops.upload import upload
 
 _ELEMENTS_PER_PROGRAM = 1024  # of the heads that a program rotates
 _COPY_WORDS = 2048  # of 8 bytes, that a program copies at a time
@@ -118,14 +117,9 @@ _MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
 def rotary_and_cache(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    cache: LayerKVCache,
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cos_sin: Tensor, cache: LayerKVCache,
     slot_mapping: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """`Ops.rotary_and_cache`. `key` stays as it is. Tokens whose slot is -1 write nothing, whatever their position."""
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = key.shape[1]

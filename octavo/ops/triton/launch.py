@@ -7,8 +7,10 @@ or in chunks, whole tiles or masked ones) may be fused in different places; Trit
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
+import triton
 
 _INTERPRETED_MULTIPROCESSORS = 4  # a small machine, so that tests see programs take several pieces of work each
 
@@ -30,3 +32,13 @@ def num_multiprocessors(device: torch.device) -> int:
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability, as (9, 0). The interpreter stands for a Hopper."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def by_pieces(kernel: Any, rows: int, width: int, largest: int, *args: Any, **constants: Any) -> None:
+    """Launch a `kernel` whose program (n, c) computes piece c of row n, which has BLOCK of a row's WIDTH elements: no
+    more than `largest`."""
+    if rows and width:
+        block = min(triton.next_power_of_2(width), largest)
+        kernel[(rows, triton.cdiv(width, block))](
+            *args, WIDTH=width, BLOCK=block, num_warps=4, enable_fp_fusion=False, **constants
+        )

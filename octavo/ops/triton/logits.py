@@ -36,12 +36,7 @@ def penalize(
     logits: Tensor, samples: Tensor, tokens: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor,
     presence: Tensor,
 ) -> None:  # fmt: skip
-    """Penalise the tokens that samples have seen: `samples`, `tokens` and `counts` (how often in the output; 0 for a
-    token of the prompt alone) are [P] int32, the penalties [N] float32.
-
-    Positive logits are divided by `repetition` and others multiplied; then `frequency` times the count and, of tokens
-    of the output, `presence` is taken off.
-    """
+    """`Ops.penalize` by lists on the device: `samples`, `tokens` and `counts` [P] int32, the penalties [N] float32."""
     _check(logits, samples, tokens, counts)
     for penalty in (repetition, frequency, presence):
         assert penalty.dtype is torch.float32 and penalty.shape == (logits.shape[0],) and penalty.is_contiguous()
@@ -67,8 +62,7 @@ def _apply_masks(
 
 
 def apply_masks(logits: Tensor, words: Tensor, samples: Tensor) -> None:
-    """Set the logits of tokens whose bit is 0 to minus infinity: token t of sample samples[m] has bit t % 32 of
-    words[m, t // 32]. `words` [M, W] int32, `samples` [M] int32; tokens beyond the words are hidden too."""
+    """`Ops.mask_tokens` by lists on the device: `words` [M, W] and `samples` [M], both int32."""
     masks, num_words = words.shape
     vocab = logits.shape[1]
     assert logits.dtype is torch.float32 and logits.stride(1) == 1

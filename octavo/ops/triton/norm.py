@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops import LinearWeight
-from octavo.ops.triton.quantize import empty_quantized, encode, largest_code, magnitude, row_scale
+from octavo.ops.triton.quantize import LARGEST_CODE, empty_quantized, encode, magnitude, row_scale
 
 _MAX_TILE = 16384  # elements that a program has in registers at once
 
@@ -144,7 +144,7 @@ def _normalized(
         assert block <= 2 * _MAX_TILE, f"norm: rows of {width} are too long to be quantized"
         _norm_quantized[(rows,)](
             x, weight, bias, out.view(codes_dtype), out.view(torch.float32), inner, outer_stride, inner_stride, eps,
-            BLOCK=block, LARGEST=largest_code(codes_dtype), num_warps=_num_warps(block), **meta,
+            BLOCK=block, LARGEST=LARGEST_CODE[codes_dtype], num_warps=_num_warps(block), **meta,
         )  # fmt: skip
     elif block > _MAX_TILE:
         _norm_of_long_rows[(rows,)](

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -95,49 +94,36 @@ def _pack_scaled(
     )  # fmt: skip
 
 
-def _pack_integers(
-    parts: Sequence[StoredWeight], rows: RowOrder, bias: Tensor | None, device: torch.device
-) -> IntWeight:
-    whole = {i: unpack(part) for i, part in enumerate(parts) if part.format in _GROUPED}
-    layout = common_layout(
-        _layout_of(whole[i]) if i in whole else gguf.LAYOUTS[part.format] for i, part in enumerate(parts)
-    )
-
-    def pieces(i: int) -> Iterator[tuple[int, Codes]]:
-        if i in whole:
-            yield 0, whole[i].widened(layout.bits, layout.group, layout.minima)
-            return
-        for start, end in rows.pieces(parts[i].shape[0]):
-            yield start, unpack(parts[i].rows(start, end)).widened(layout.bits, layout.group, layout.minima)
-
-    return _pack_pieces([partial(pieces, i) for i in range(len(parts))], layout, rows, bias, device)
-
-
-def _layout_of(codes: Codes) -> Layout:
-    return Layout(codes.bits, codes.group, codes.minima is not None)
-
-
 def pack_codes(parts: Sequence[Codes], bias: Tensor | None = None, gated: bool = False) -> IntWeight:
     """Matrices that are unpacked already."""
-    layout = common_layout(_layout_of(part) for part in parts)
-    wide = [part.widened(layout.bits, layout.group, layout.minima) for part in parts]
-    rows = RowOrder([part.shape for part in parts], gated)
-    return _pack_pieces([partial(iter, [(0, part)]) for part in wide], layout, rows, bias, launch.device())
+    return _pack_integers(parts, RowOrder([part.shape for part in parts], gated), bias, launch.device())
 
 
-def _pack_pieces(
-    parts: Sequence[Callable[[], Iterator[tuple[int, Codes]]]], layout: Layout, rows: RowOrder,
-    bias: Tensor | None, device: torch.device,
-) -> IntWeight:  # fmt: skip
-    """From each part's pieces, all of one layout, with the rows where they start."""
+def _pack_integers(
+    parts: Sequence[StoredWeight | Codes], rows: RowOrder, bias: Tensor | None, device: torch.device
+) -> IntWeight:
+    opened = [unpack(part) if isinstance(part, StoredWeight) and part.format in _GROUPED else part for part in parts]
+    layout = common_layout(
+        Layout(part.bits, part.group, part.minima is not None) if isinstance(part, Codes) else gguf.LAYOUTS[part.format]
+        for part in opened
+    )
+
+    def pieces(part: StoredWeight | Codes) -> Iterator[tuple[int, Codes]]:
+        """Of that layout, with the rows where they start."""
+        if isinstance(part, Codes):
+            yield 0, part.widened(layout.bits, layout.group, layout.minima)
+            return
+        for start, end in rows.pieces(part.shape[0]):
+            yield start, unpack(part.rows(start, end)).widened(layout.bits, layout.group, layout.minima)
+
     block = BLOCK_WORDS * 32 // layout.bits
     num_blocks = -(-rows.num_in // block)
     num_groups = _rounded_up(num_blocks * block // layout.group, 2)
-    factor = _factor((codes for part in parts for _, codes in part()))
+    factor = _factor((codes for part in opened for _, codes in pieces(part)))
     codes = torch.zeros(rows.num_padded, num_blocks * BLOCK_WORDS, dtype=torch.int32, device=device)
     halves = torch.zeros(rows.num_padded, num_groups, 2 if layout.minima else 1, dtype=torch.float16, device=device)
-    for side, part in enumerate(parts):
-        for start, piece in part():
+    for side, part in enumerate(opened):
+        for start, piece in pieces(part):
             rows.place(codes, side, pack_words(piece.codes.to(device), layout.bits), start)
             numbers = [piece.scales] if piece.minima is None else [piece.scales, piece.minima]
             stacked = torch.stack([(x.to(device) / factor).half() for x in numbers], -1)

@@ -10,9 +10,9 @@ from octavo.ops import LinearWeight
 from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton import linear as linear_float
 from octavo.ops.triton import linear_int
-from octavo.ops.triton.embedding import embedding
 from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.quantize import SCALE_BYTES, codes_of, quantize_rows, scales_of
+from octavo.ops.triton.rows import embedding
 from octavo.ops.triton.tiles import ADD, GATED, STORE, UNIT
 from octavo.ops.triton.weights import IntWeight, PackedWeight, ScaledWeight
 
@@ -41,16 +41,14 @@ def _float_output(x: Tensor, out_dtype: str | None) -> torch.dtype:
 
 
 def linear(x: Tensor, weight: LinearWeight, out_dtype: str | None = None) -> Tensor:
-    assert isinstance(weight, PackedWeight)
-    assert not weight.gated
+    assert isinstance(weight, PackedWeight) and not weight.gated
     out = torch.empty((x.shape[0], weight.out_features), dtype=_float_output(x, out_dtype), device=x.device)
     _product("linear", x, weight, out, STORE)
     return out
 
 
 def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor, scale: float = 1.0) -> None:
-    assert isinstance(weight, PackedWeight)
-    assert not weight.gated
+    assert isinstance(weight, PackedWeight) and not weight.gated
     assert residual.shape == (x.shape[0], weight.out_features)
     assert residual.stride(1) == 1 or weight.out_features == 1
     _product("linear_add", x, weight, residual, ADD, scale)
@@ -59,8 +57,7 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor, scale: float =
 def linear_silu_and_mul(
     x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None
 ) -> Tensor:
-    assert isinstance(gate_up, PackedWeight)
-    assert gate_up.gated
+    assert isinstance(gate_up, PackedWeight) and gate_up.gated
     width = gate_up.out_features // 2
     scaled = consumer if isinstance(consumer, ScaledWeight) else None
     dtype = torch.float32 if scaled else _float_output(x, out_dtype)

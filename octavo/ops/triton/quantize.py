@@ -14,19 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 SCALE_BYTES = 16
-# What the largest magnitude of a row becomes.
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-
-
-def row_bytes(width: int) -> int:
-    """Bytes of a quantized row of that many elements."""
-    assert width % 16 == 0, f"rows of {width} elements are not quantized; they must be a multiple of 16"
-    return width + SCALE_BYTES
+# The code of a row's largest magnitude, for `row_scale`.
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def empty_quantized(rows: int, width: int, device: torch.device) -> Tensor:
     """uint8 [rows, width + 16], uninitialised."""
-    return torch.empty((rows, row_bytes(width)), dtype=torch.uint8, device=device)
+    assert width % 16 == 0, f"rows of {width} elements are not quantized; they must be a multiple of 16"
+    return torch.empty((rows, width + SCALE_BYTES), dtype=torch.uint8, device=device)
 
 
 def codes_of(quantized: Tensor, dtype: torch.dtype) -> Tensor:
@@ -37,11 +32,6 @@ def codes_of(quantized: Tensor, dtype: torch.dtype) -> Tensor:
 def scales_of(quantized: Tensor) -> Tensor:
     """uint8 [T, K + 16] -> its scales [T] float32, which are (K + 16) / 4 apart."""
     return quantized.view(torch.float32)[:, -SCALE_BYTES // 4]
-
-
-def largest_code(dtype: torch.dtype) -> float:
-    """The code of a row's largest magnitude, for `row_scale`."""
-    return _LARGEST[dtype]
 
 
 @triton.jit
@@ -106,7 +96,7 @@ def quantize_rows(x: Tensor, codes_dtype: torch.dtype) -> Tensor:
         block, num_warps = _tile(width)
         _quantize_rows[(rows,)](
             x, x.stride(0), out.view(codes_dtype), out.view(torch.float32), WIDTH=width, BLOCK=block,
-            LARGEST=largest_code(codes_dtype), SINGLE=block >= width, num_warps=num_warps, enable_fp_fusion=False,
+            LARGEST=LARGEST_CODE[codes_dtype], SINGLE=block >= width, num_warps=num_warps, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-"""Rows by index: which of a step's tokens are sampled."""
+"""Kernels over pieces of rows: rows by index, of matrices and packed matrices; element-wise functions; sums."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from octavo.ops import ACTIVATIONS, LinearWeight
+from octavo.ops.torch_arrays import DTYPES
+from octavo.ops.triton.launch import by_pieces
+from octavo.ops.triton.quantize import quantize_rows
+from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
+
+_BLOCK = 1024  # elements of a program
 
 
 @triton.jit
@@ -25,10 +33,114 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     count, width = x.shape
     assert x.stride(1) == 1 or width == 1
     out = torch.empty((rows.shape[0], width), dtype=x.dtype, device=x.device)
-    if out.numel():
-        block = min(triton.next_power_of_2(width), 2048)
-        grid = (rows.shape[0], triton.cdiv(width, block))
-        _take_rows[grid](
-            x, rows, out, x.stride(0), count, WIDTH=width, BLOCK=block, num_warps=4, enable_fp_fusion=False
-        )
+    by_pieces(_take_rows, len(rows), width, 2048, x, rows, out, x.stride(0), count)
     return out
+
+
+@triton.jit
+def _embed(token_ids, data, scales, out, stride, scale, WIDTH: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (t, c): piece c of row token_ids[t], which SCALED has a scale of its own."""
+    t = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_ids + t).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(data + token * stride + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    if SCALED:
+        value *= tl.load(scales + token)
+    tl.store(out + t * WIDTH + k, (value * scale).to(out.dtype.element_ty), mask=k < WIDTH)
+
+
+@triton.jit
+def _embed_int(
+    token_ids, codes, scales, out, stride_codes, stride_scales, scale, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, MINIMA: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same out of `weights.IntWeight`."""
+    t = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_ids + t).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    PLANES: tl.constexpr = 32 // BITS
+    word_at = k // (PLANES * WORDS) * WORDS + k % WORDS
+    word = tl.load(codes + token * stride_codes + word_at, mask=k < WIDTH, other=0)
+    code = ((word >> (k // WORDS % PLANES * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
+    group = k // GROUP
+    scale_at = (group if MINIMA else group // 2).to(tl.int64) * stride_scales + token
+    both = tl.load(scales + scale_at, mask=k < WIDTH, other=0)
+    low = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = ((both >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    value = code * low + high if MINIMA else (code - (1 << (BITS - 1))) * tl.where(group % 2 == 0, low, high)
+    tl.store(out + t * WIDTH + k, (value * scale).to(out.dtype.element_ty), mask=k < WIDTH)
+
+
+def embedding(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> Tensor:
+    """`Ops.embedding`: rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale` -> [T, H]."""
+    assert isinstance(weight, PackedWeight)
+    assert not weight.gated
+    assert token_ids.dtype is torch.int32 and token_ids.is_contiguous()
+    default = weight.data.dtype if isinstance(weight, FloatWeight) else torch.float32
+    rows, width = token_ids.shape[0], weight.in_features
+    out = torch.empty((rows, width), dtype=DTYPES[out_dtype] if out_dtype else default, device=token_ids.device)
+    if isinstance(weight, IntWeight):
+        by_pieces(
+            _embed_int, rows, width, _BLOCK, token_ids, weight.codes, weight.scales, out, weight.codes.stride(0),
+            weight.scales.stride(0), scale * weight.factor, BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima,
+            WORDS=BLOCK_WORDS,
+        )  # fmt: skip
+        return out
+    data, scales = (weight.codes, weight.scales) if isinstance(weight, ScaledWeight) else (weight.data, None)
+    is_scaled = scales is not None
+    by_pieces(_embed, rows, width, _BLOCK, token_ids, data, scales, out, data.stride(0), scale, SCALED=is_scaled)
+    return out
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    """float32 -> float32, by the place of the function in `ACTIVATIONS`."""
+    if KIND == 0:  # silu
+        return x / (1.0 + tl.exp(-x))
+    elif KIND == 1:  # gelu
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == 2:  # gelu_tanh, whose tanh is a logistic function of twice its argument
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        positive = tl.where(x < 0, 0.0, x)  # NaN for NaN
+        if KIND == 3:  # relu
+            return positive
+        else:  # relu2
+            return positive * positive
+
+
+@triton.jit
+def _activation(x, stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
+    """Program (n, c): piece c of row n."""
+    n = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + n * stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out + n * WIDTH + column, _activate(values, KIND).to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+def activation(x: Tensor, kind: str, consumer: LinearWeight | None = None) -> Tensor:
+    """`Ops.activation`: x [T, N] -> the same shape and dtype, or quantized for the `consumer`."""
+    rows, width = x.shape
+    assert x.stride(1) == 1 or width == 1
+    codes_dtype: torch.dtype | None = getattr(consumer, "activation_dtype", None)
+    out = torch.empty((rows, width), dtype=torch.float32 if codes_dtype else x.dtype, device=x.device)
+    by_pieces(_activation, rows, width, _BLOCK, x, x.stride(0), out, KIND=ACTIVATIONS.index(kind))
+    return out if codes_dtype is None else quantize_rows(out, codes_dtype)
+
+
+@triton.jit
+def _add(x, stride, out, out_stride, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (n, c): piece c of row n, as the epilogue of a product adds it."""
+    n = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + n * stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    before = tl.load(out + n * out_stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out + n * out_stride + column, tl.fma(values, scale, before).to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+def add(residual: Tensor, x: Tensor, scale: float = 1.0) -> None:
+    """`Ops.add`: residual [T, N] += scale * x [T, N]."""
+    assert residual.shape == x.shape
+    rows, width = x.shape
+    assert width == 1 or x.stride(1) == residual.stride(1) == 1
+    by_pieces(_add, rows, width, _BLOCK, x, x.stride(0), residual, residual.stride(0), float(scale))

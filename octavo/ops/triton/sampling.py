@@ -294,13 +294,8 @@ def argmax(logits: Tensor) -> Tensor:
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor) -> Tensor:
     """`Ops.sample`, of logits [S, V] float32 that are overwritten -> [S] int64."""
     rows, vocab = logits.shape
-    for tensor, dtype in (
-        (temperature, torch.float32),
-        (top_k, torch.int64),
-        (top_p, torch.float32),
-        (min_p, torch.float32),
-        (dice, torch.float64),
-    ):
+    dtypes = (torch.float32, torch.int64, torch.float32, torch.float32, torch.float64)
+    for tensor, dtype in zip((temperature, top_k, top_p, min_p, dice), dtypes, strict=True):
         assert tensor.dtype is dtype and tensor.shape == (rows,) and tensor.is_contiguous()
     assert vocab < 1 << 22, "sums of weights would overflow"
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -6,7 +6,7 @@ may be padding. `activation_dtype` is that of the codes to which activations are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -23,31 +23,34 @@ class Workspace:
     tickets: Tensor  # int32
 
 
-def _num_bytes(*tensors: Tensor | None) -> int:
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
 @dataclass(frozen=True, slots=True)
-class FloatWeight:
-    """Floats [N, K] of one dtype. Rows start at multiples of 16 bytes."""
+class _Weight:
+    """What all have."""
 
     out_features: int
     in_features: int
     gated: bool
-    data: Tensor
-    bias: Tensor | None  # [N] float32, as in the others
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self.data, self.bias)
+        values = (getattr(self, field.name) for field in fields(self))
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     @property
-    def activation_dtype(self) -> None:
+    def activation_dtype(self) -> torch.dtype | None:
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class IntWeight:
+class FloatWeight(_Weight):
+    """Floats [N, K] of one dtype. Rows start at multiples of 16 bytes."""
+
+    data: Tensor
+    bias: Tensor | None  # [N] float32, as in the others
+
+
+@dataclass(frozen=True, slots=True)
+class IntWeight(_Weight):
     """Codes of 4 or 8 bits, with a scale for each `group` (16 or a multiple of 32) elements of a row. An element is
 
         factor * (scale * code + minimum), or without minima factor * scale * (code - 2 ** (bits - 1))
@@ -58,9 +61,6 @@ class IntWeight:
     without, two groups' scales. The factor is a power of two that takes the scales into float16's range.
     """
 
-    out_features: int
-    in_features: int
-    gated: bool
     bits: int
     group: int
     minima: bool
@@ -70,29 +70,14 @@ class IntWeight:
     bias: Tensor | None
     workspace: Workspace | None  # of all such matrices
 
-    @property
-    def num_bytes(self) -> int:
-        return _num_bytes(self.codes, self.scales, self.bias)
-
-    @property
-    def activation_dtype(self) -> None:
-        return None
-
 
 @dataclass(frozen=True, slots=True)
-class ScaledWeight:
+class ScaledWeight(_Weight):
     """Codes [N, K], int8 or float8_e4m3fn, and a scale [N] float32 for each row; K is a multiple of 16."""
 
-    out_features: int
-    in_features: int
-    gated: bool
     codes: Tensor
     scales: Tensor
     bias: Tensor | None
-
-    @property
-    def num_bytes(self) -> int:
-        return _num_bytes(self.codes, self.scales, self.bias)
 
     @property
     def activation_dtype(self) -> torch.dtype:

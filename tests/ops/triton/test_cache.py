@@ -8,10 +8,9 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache
-from octavo.ops.torch_arrays import dtype_name
 from octavo.ops.torch_ops import gather_blocks, scatter_blocks
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
-from tests.ops.tensors import torch_ref
+from tests.ops.tensors import dtype_name, torch_ref
 from tests.ops.triton.conftest import DEVICE
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from octavo.ops import ACTIVATIONS
 from octavo.ops.triton import norm
-from octavo.ops.triton.activation import activation, add
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
-from octavo.ops.triton.rows import take_rows
+from octavo.ops.triton.rows import activation, add, take_rows
 from tests.ops.kernel_cases import assert_near, assert_same_bits, random
 from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE, products

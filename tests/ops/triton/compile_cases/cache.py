@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from octavo.ops.torch_arrays import dtype_name
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
+from tests.ops.tensors import dtype_name
 from tests.ops.triton.compiling import Case
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from octavo.ops import ACTIVATIONS
-from octavo.ops.triton.activation import activation, add
 from octavo.ops.triton.logits import apply_masks, penalize
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.quantize import quantize_rows
-from octavo.ops.triton.rows import take_rows
+from octavo.ops.triton.rows import activation, add, take_rows
 from octavo.ops.triton.sampling import argmax, sample
 from tests.ops.triton.compiling import Case
 

@@ -1,0 +1,316 @@
+// Attention of the rows of a task over one tile of keys: scores, weights, and weighted values. In bf16, weights are
+// rounded to bf16 to meet the values in pairs of keys; their sum is not rounded. Included by attention.h only.
+#pragma once
+
+#include "simd.h"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+constexpr int kGroupKeys = 8;  // The smallest block: keys that are sure to lie together.
+constexpr int kTileGroups = kKeyTile / kGroupKeys;
+
+// To the second-level cache: it takes far more requests at once than the first, which a task's own loads then meet.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// 2^x for weights (x <= 0): exactly 1 at 0, exactly 0 below -126.5, NaN for NaN. The polynomials are minimax fits of
+// 2^r on [-1/2, 1/2] through 1 at 0: relative errors of 9e-8, and 3e-6 where the weight is rounded to bf16 anyway.
+template <class E>
+inline Vec pow2(Vec x) {
+    const Vec magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer.
+    const Vec clamped = max(set1(-127.0f), x);
+    const Vec t = add(clamped, magic);
+    const Vec r = sub(clamped, sub(t, magic));
+    Vec p;
+    if constexpr (E::kStep == 1) {
+        p = fma(set1(1.326472749e-3f), r, set1(9.671512642e-3f));
+        p = fma(p, r, set1(5.550733742e-2f));
+        p = fma(p, r, set1(2.402224209e-1f));
+        p = fma(p, r, set1(6.931469776e-1f));
+    } else {
+        p = fma(set1(9.582853121e-3f), r, set1(5.590642482e-2f));
+        p = fma(p, r, set1(2.402409861e-1f));
+        p = fma(p, r, set1(6.931241934e-1f));
+    }
+    return mul(fma(p, r, set1(1.0f)), pow2_of_magic(t));
+}
+
+inline void store_weights(float* p, Vec v) { store(p, v); }
+inline void store_weights(uint16_t* p, Vec v) { store_own(p, v); }
+
+// The lanes of value vectors that keep only the first or only the second key of a pair.
+inline Pairs keep_first(Pairs v) { return and_pairs(v, set1_pair(0x0000ffffu)); }
+inline Pairs keep_second(Pairs v) { return and_pairs(v, set1_pair(0xffff0000u)); }
+
+// One (sequence, key/value head) and the cache layout:
+// keys [block][kv_head][D / step][block_size][step], values [block][kv_head][block_size / step][padded D][step].
+template <class E>
+struct Head {
+    using T = typename E::T;
+    const T* keys;
+    const T* values;
+    const int32_t* table;
+    int64_t key_block, value_block;  // Elements from one block to the next.
+    int64_t value_stride;            // Elements from one key, or pair of keys, to the next.
+    int32_t block_size, block_shift, steps;
+};
+
+// Where the keys and values of each group of a tile lie, and the tile to fetch meanwhile: blocks are scattered, so
+// the processor's own prefetcher does not find the next one.
+template <class E>
+struct TileRefs {
+    const typename E::T* keys[kTileGroups];
+    const typename E::T* values[kTileGroups];
+    const TileRefs* next;
+};
+
+// Only the blocks of positions first .. last are looked up: other entries of the table may be anything, so their groups
+// borrow the nearest valid block (and are read at most as masked keys).
+template <class E>
+inline void find_tile(const Head<E>& h, int tile_begin, int first, int last, TileRefs<E>& refs) {
+    for (int g = 0; g < kTileGroups; ++g) {
+        const int position = tile_begin + g * kGroupKeys;
+        const int64_t block = h.table[min_of(max_of(position, first), last) >> h.block_shift];
+        const int64_t offset = position & (h.block_size - 1);
+        refs.keys[g] = h.keys + block * h.key_block + offset * E::kStep;
+        refs.values[g] = h.values + block * h.value_block + offset / E::kStep * h.value_stride;
+    }
+}
+
+// acc[r][v] += query[r] . keys[v], step by step; `load` reads the lanes of vector v at step i.
+template <class E, int R, int V, class Load, class Fetch>
+inline void score_steps(int steps, const typename E::T* const* query, Vec (&acc)[R][V], Load load_keys, Fetch fetch) {
+    const typename E::T* q[R];
+    for (int r = 0; r < R; ++r) {
+        q[r] = query[r];
+        for (int v = 0; v < V; ++v) acc[r][v] = zero();
+    }
+    for (int i = 0; i < steps; ++i) {
+        typename E::Lanes keys[V];
+        for (int v = 0; v < V; ++v) {
+            keys[v] = load_keys(v, i);
+            fetch(v, i);
+        }
+        for (int r = 0; r < R; ++r) {
+            const typename E::Lanes element = E::broadcast(q[r] + i * E::kStep);
+            for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], element, keys[v]);
+        }
+    }
+}
+
+template <class E, int R, int V>
+inline void score_vectors(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int vec,
+                          float* scores) {
+    using T = typename E::T;
+    const int64_t stride = static_cast<int64_t>(h.block_size) * E::kStep;
+    const T *k[V], *ahead[V];
+    for (int v = 0; v < V; ++v) {
+        const int key = (vec + v) * kLanes;
+        k[v] = refs.keys[key / kGroupKeys] + key % kGroupKeys * E::kStep;
+        ahead[v] = refs.next->keys[key / kGroupKeys] + key % kGroupKeys * E::kStep;
+    }
+    const auto fetch = [&](int v, int i) { prefetch(ahead[v] + i * stride); };
+    const auto whole = [&](int v, int i) { return E::load_lanes(k[v] + i * stride); };
+    Vec acc[R][V];
+#ifdef OCTAVO_ISA_AVX512
+    if (h.block_size < kLanes) {
+        const T* upper[V];
+        for (int v = 0; v < V; ++v) upper[v] = refs.keys[(vec + v) * 2 + 1];
+        const auto halves = [&](int v, int i) { return E::load_lane_halves(k[v] + i * stride, upper[v] + i * stride); };
+        score_steps<E, R, V>(h.steps, query, acc, halves, fetch);
+    } else {
+        score_steps<E, R, V>(h.steps, query, acc, whole, fetch);
+    }
+#else
+    score_steps<E, R, V>(h.steps, query, acc, whole, fetch);
+#endif
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) store(scores + r * kKeyTile + (vec + v) * kLanes, acc[r][v]);
+    }
+}
+
+// Scores of R rows against vectors [begin, end) of the tile's keys; other lanes of `scores` keep what they held.
+template <class E, int R>
+inline void score_tile(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int begin, int end,
+                       float* scores) {
+    int vec = begin;
+    for (; vec + kScoreVecs <= end; vec += kScoreVecs) {
+        score_vectors<E, R, kScoreVecs>(h, refs, query, vec, scores);
+    }
+    if constexpr (kScoreVecs > 2) {
+        for (; vec + 2 <= end; vec += 2) score_vectors<E, R, 2>(h, refs, query, vec, scores);
+    }
+    for (; vec < end; ++vec) score_vectors<E, R, 1>(h, refs, query, vec, scores);
+}
+
+// The rows of one task: what each may see, and its state within the current partition. Scores and `max` are bare
+// products; `exponent` is what takes their differences to powers of two.
+template <class E>
+struct Rows {
+    int count;
+    int64_t padded;  // Elements of a row of `out`.
+    float exponent;
+    int first[kQueryRows], last[kQueryRows];  // Key positions that the row sees.
+    const typename E::T* query[kQueryRows];
+    float max[kQueryRows + kLanes];  // Of the scores so far. Read in whole vectors.
+    float sums[kQueryRows][kLanes];  // By lane, of the weights relative to it.
+    alignas(64) float out[kQueryRows * kMaxHeadSize];
+};
+
+// Turns the scores of keys [begin[r], end[r]) of each row into weights relative to the new maximum (0 for all others in
+// their vectors). shrink[r] is the factor by which what was summed up before must shrink.
+template <class E, int R>
+inline void soften(Rows<E>& rows, int row, float* scores, typename E::T* weights, const int* begin, const int* end,
+                   float* shrink) {
+    static_assert(R <= kLanes, "maxima of the rows share a vector");
+    const Vec lowest = set1(-__builtin_inff());
+    alignas(64) float highest[kLanes] = {};
+    for (int r = 0; r < R; ++r) {
+        float* s = scores + r * kKeyTile;
+        Vec v = set1(rows.max[row + r]);
+        for (int base = begin[r] / kLanes * kLanes; base < end[r]; base += kLanes) {
+            Vec x = load(s + base);
+            if (base < begin[r] || base + kLanes > end[r]) {
+                x = keep_lanes(x, max_of(begin[r] - base, 0), min_of(end[r] - base, kLanes), lowest);
+                store(s + base, x);
+            }
+            v = max(v, x);
+        }
+        highest[r] = reduce_max(v);
+    }
+    // Where all scores so far are -inf there is nothing to be relative to: weights are 0, and so is their sum.
+    const Vec exponent = set1(rows.exponent);
+    const Vec now = load(highest);
+    const Vec shift = select_greater(now, lowest, now, zero());
+    alignas(64) float shifts[kLanes];
+    store(shifts, shift);
+    store(shrink, pow2<E>(mul(sub(load(rows.max + row), shift), exponent)));
+    for (int r = 0; r < R; ++r) {
+        const float* s = scores + r * kKeyTile;
+        typename E::T* w = weights + r * kKeyTile;
+        const Vec relative = set1(shifts[r]);
+        Vec sum = zero();
+        for (int base = begin[r] / kLanes * kLanes; base < end[r]; base += kLanes) {
+            const Vec p = pow2<E>(mul(sub(load(s + base), relative), exponent));
+            store_weights(w + base, p);
+            sum = add(sum, p);
+        }
+        if (begin[r] < end[r]) {
+            rows.max[row + r] = highest[r];
+            store(rows.sums[row + r], fma(load(rows.sums[row + r]), set1(shrink[r]), sum));
+        }
+    }
+}
+
+// out[r] = shrink[r] * out[r] + weights[r][key] * value[key] over keys [begin, end), step by step. Of a pair that begin
+// or end cut through, the key outside is hidden.
+template <class E, int R, int V>
+inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* weights, int begin,
+                              int end, float* out, int64_t out_stride, int64_t column, const float* shrink) {
+    using T = typename E::T;
+    Vec acc[R][V];
+    for (int r = 0; r < R; ++r) {
+        const Vec factor = set1(shrink[r]);
+        for (int v = 0; v < V; ++v) acc[r][v] = mul(load(out + r * out_stride + column + v * kLanes), factor);
+    }
+    const auto add_step = [&](int key, const T* value, const T* ahead, auto keep) {
+        typename E::Lanes lanes[V];
+        for (int v = 0; v < V; ++v) {
+            lanes[v] = keep(E::load_lanes(value + v * kLanes * E::kStep));
+            if (v * kLanes * E::kStep * sizeof(T) % 64 == 0) prefetch(ahead + v * kLanes * E::kStep);
+        }
+        for (int r = 0; r < R; ++r) {
+            const typename E::Lanes p = E::broadcast(weights + r * kKeyTile + key);
+            for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], p, lanes[v]);
+        }
+    };
+    const auto offset = [&](int key) { return key % kGroupKeys / E::kStep * h.value_stride + column * E::kStep; };
+    const auto add_half = [&](int key, auto keep) {
+        add_step(key, refs.values[key / kGroupKeys] + offset(key), refs.next->values[key / kGroupKeys] + offset(key),
+                 keep);
+    };
+    if constexpr (E::kStep == 2) {
+        if (begin % 2 != 0) {
+            add_half(begin - 1, [](Pairs v) { return keep_second(v); });
+            ++begin;
+        }
+    }
+    const int end_whole = end / E::kStep * E::kStep;
+    for (int key = begin; key < end_whole;) {
+        const T* value = refs.values[key / kGroupKeys] + offset(key);
+        const T* ahead = refs.next->values[key / kGroupKeys] + offset(key);
+        const int group_end = min_of((key / kGroupKeys + 1) * kGroupKeys, end_whole);
+        for (; key < group_end; key += E::kStep, value += h.value_stride, ahead += h.value_stride) {
+            add_step(key, value, ahead, [](typename E::Lanes v) { return v; });
+        }
+    }
+    if constexpr (E::kStep == 2) {
+        if (end_whole != end) add_half(end_whole, [](Pairs v) { return keep_first(v); });
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) store(out + r * out_stride + column + v * kLanes, acc[r][v]);
+    }
+}
+
+// The columns in about equal shares of at most kValueVecs vectors.
+template <class E, int R>
+inline void add_values(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* weights, int begin, int end,
+                       float* out, int64_t out_stride, const float* shrink) {
+    const int64_t vecs = out_stride / kLanes;
+    const int64_t shares = (vecs + kValueVecs - 1) / kValueVecs;
+    for (int64_t i = 0, done = 0; i < shares; ++i) {
+        const int64_t width = (vecs - done + shares - i - 1) / (shares - i);
+        with_constant<kValueVecs>(width, [&](auto v) {
+            add_value_vectors<E, R, decltype(v)::kValue>(h, refs, weights, begin, end, out, out_stride, done * kLanes,
+                                                         shrink);
+        });
+        done += width;
+    }
+}
+
+// R rows (from `row`) against the keys of one tile.
+template <class E, int R>
+void attend_tile(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int row, int tile_begin) {
+    alignas(64) float scores[R * kKeyTile];
+    alignas(64) typename E::T weights[R * kKeyTile];
+    alignas(64) float shrink[kLanes];
+    int begin[R], end[R];  // Keys of this tile that each row sees.
+    int lowest = kKeyTile, highest = 0, common_begin = 0, common_end = kKeyTile;
+    for (int r = 0; r < R; ++r) {
+        begin[r] = max_of(rows.first[row + r] - tile_begin, 0);
+        end[r] = min_of(rows.last[row + r] + 1 - tile_begin, kKeyTile);
+        if (begin[r] >= end[r]) {
+            begin[r] = end[r] = 0;
+            common_end = 0;
+            continue;
+        }
+        lowest = min_of(lowest, begin[r]);
+        highest = max_of(highest, end[r]);
+        common_begin = max_of(common_begin, begin[r]);
+        common_end = min_of(common_end, end[r]);
+    }
+    if (lowest >= highest) return;
+    score_tile<E, R>(h, refs, rows.query + row, lowest / kLanes, (highest + kLanes - 1) / kLanes, scores);
+    soften<E, R>(rows, row, scores, weights, begin, end, shrink);
+    // Steps that all rows see are added for all at once; those at the edges, in the same order, row by row. Only where
+    // all rows begin or end at the same key may a pair be cut there for all.
+    float* out = rows.out + row * rows.padded;
+    if (common_begin != lowest) common_begin = (common_begin + E::kStep - 1) / E::kStep * E::kStep;
+    if (common_end != highest) common_end = common_end / E::kStep * E::kStep;
+    const bool shared = common_begin < common_end;
+    const auto add_row = [&](int r, int from, int until) {
+        if (from >= until) return;
+        add_values<E, 1>(h, refs, weights + r * kKeyTile, from, until, out + r * rows.padded, rows.padded, shrink + r);
+        shrink[r] = 1.0f;
+    };
+    for (int r = 0; r < R; ++r) add_row(r, begin[r], shared ? common_begin : end[r]);
+    if (!shared) return;
+    add_values<E, R>(h, refs, weights, common_begin, common_end, out, rows.padded, shrink);
+    for (int r = 0; r < R; ++r) {
+        shrink[r] = 1.0f;
+        add_row(r, common_end, end[r]);
+    }
+}
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA
