@@ -114,19 +114,7 @@ class Tracer:
             "gen_ai.response.finish_reasons": reasons,
         }
         if metrics is not None:
-            arrival, scheduled = metrics.arrival_time, metrics.first_scheduled_time
-            first, last = metrics.first_token_time, metrics.last_token_time
-            latencies_s = {
-                "time_in_queue": (arrival, scheduled),
-                "time_to_first_token": (arrival, first),
-                "time_in_model_prefill": (scheduled, first),
-                "time_in_model_decode": (first, last),
-                "time_in_model_inference": (scheduled, last),
-                "e2e": (arrival, metrics.finished_time),
-            }
-            for name, (begin, end) in latencies_s.items():
-                if begin is not None and end is not None:
-                    attributes[f"gen_ai.latency.{name}"] = end - begin
+            attributes |= {f"gen_ai.latency.{name}": seconds for name, seconds in metrics.intervals().items()}
         span.set_attributes(attributes)
 
     def _wall_ns(self, monotonic_s: float) -> int:
