@@ -72,7 +72,7 @@ class Tracer:
             "llm_request",
             context=TraceContextTextMapPropagator().extract(headers),
             kind=SpanKind.SERVER,
-            start_time=self._wall_ns(request.arrival_time),
+            start_time=int(request.arrival_time * 1e9) + self._wall_offset_ns,
         )
         num_tokens = 0
         reasons: dict[int, str] = {}
@@ -116,9 +116,6 @@ class Tracer:
         if metrics is not None:
             attributes |= {f"gen_ai.latency.{name}": seconds for name, seconds in metrics.intervals().items()}
         span.set_attributes(attributes)
-
-    def _wall_ns(self, monotonic_s: float) -> int:
-        return int(monotonic_s * 1e9) + self._wall_offset_ns
 
     def flush(self, timeout_s: float) -> None:
         """Send what is there. Blocks."""

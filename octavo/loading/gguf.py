@@ -117,9 +117,9 @@ def _parse(file: MappedFile) -> GGUFFile:
         unplaced.append((name, dims, kind, offset))
     data_start = -(-position // alignment) * alignment
 
-    tensors = {}
-    for name, dims, kind, offset in unplaced:
-        tensors[name] = _place(path, len(data), name, dims, kind, data_start + offset)
+    tensors = {
+        name: _place(path, len(data), name, dims, kind, data_start + offset) for name, dims, kind, offset in unplaced
+    }
     if len(tensors) != num_tensors:
         raise LoadError(f"{path} is damaged: {num_tensors} tensors have {len(tensors)} different names.")
     return GGUFFile(file, metadata, tensors)

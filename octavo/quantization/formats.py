@@ -42,7 +42,8 @@ BLOCK_TYPES = {t.name: t for t in TENSOR_TYPES.values() if t.block_size > 1}
 # Elements of a row that lie together and cannot be divided, where that is not 1.
 COLUMN_UNITS = {name: t.block_size for name, t in BLOCK_TYPES.items()} | {"INT8": 32}
 # Tensors of a format, and which of their axes go over the matrix's rows (outputs) and over its columns (inputs).
-AXES: dict[str, dict[str, tuple[int | None, int | None]]] = dict.fromkeys(
-    ("GPTQ", "GPTQ_V2", "AWQ"), {"qweight": (1, 0), "qzeros": (1, 0), "scales": (1, 0), "g_idx": (None, 0)}
-)
+_GPTQ_AXES: dict[str, tuple[int | None, int | None]] = {
+    "qweight": (1, 0), "qzeros": (1, 0), "scales": (1, 0), "g_idx": (None, 0),
+}  # fmt: skip
+AXES = dict.fromkeys(("GPTQ", "GPTQ_V2", "AWQ"), _GPTQ_AXES)
 DATA_AXES: dict[str, tuple[int | None, int | None]] = {"data": (0, 1)}  # of every other format

@@ -184,7 +184,8 @@ class SamplingTable:
     def admit(self, admission: Admission) -> None:
         row, params = admission.row, admission.params
         self.settings[row] = RowSettings(params, admission.num_prompt_tokens, admission.stop_token_ids)
-        self._is_special[row] = _is_special(params)
+        is_special = bool(params.follows_output or params.logit_bias or params.allowed_token_ids is not None)
+        self._is_special[row] = is_special
         temperature = min(params.temperature, _MAX_FLOAT32)
         num_logprobs = (params.logprobs or 0) if params.wants_logprobs else -1
         self._beams.pop(row, None)
@@ -200,9 +201,7 @@ class SamplingTable:
         if self._grammars is not None:
             output = admission.token_ids[admission.num_prompt_tokens :]
             self._grammars.admit(row, params, output, admission.stop_token_ids)
-        is_demanding = (
-            params.temperature > 0 or params.wants_logprobs or self._is_special[row] or params.grammar is not None
-        )
+        is_demanding = params.temperature > 0 or params.wants_logprobs or is_special or params.grammar is not None
         (self._demanding.add if is_demanding else self._demanding.discard)(row)
 
     def build(self, samples: Samples, tokens: NDArray[np.int32]) -> SamplingBatch | None:
@@ -246,7 +245,3 @@ class SamplingTable:
             assert settings is not None
             found.append(SpecialSample(n, settings, tokens[row, :length], int(samples.lengths[first])))
         return found
-
-
-def _is_special(params: SamplingParams) -> bool:
-    return bool(params.follows_output or params.logit_bias or params.allowed_token_ids is not None)
