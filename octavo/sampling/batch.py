@@ -20,17 +20,17 @@ from octavo.sampling.beams import Beams
 from octavo.sampling.grammar_masks import GrammarCompiler, GrammarTable, TokenMask
 from octavo.sampling_params import LogitsProcessor, SamplingParams
 
-# What every request has.
-_SETTINGS = np.dtype([
-    ("temperature", np.float32),
-    ("top_p", np.float32),
-    ("top_k", np.int64),  # 0 is all
-    ("min_p", np.float32),
-    ("seed", np.uint64),
-    ("index", np.uint64),
-    ("num_prompt_tokens", np.int64),
-    ("num_logprobs", np.int64),  # -1 is none
-])  # fmt: skip
+# What every request has, each an array.
+_SETTINGS: dict[str, type[np.generic]] = {
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "top_k": np.int64,  # 0 is all
+    "min_p": np.float32,
+    "seed": np.uint64,
+    "index": np.uint64,
+    "num_prompt_tokens": np.int64,
+    "num_logprobs": np.int64,  # -1 is none
+}
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)  # beyond it a temperature would be infinite and its row NaN
 
 
@@ -162,7 +162,7 @@ def _no_masks() -> Masks:
 class SamplingBatch:
     """N samples to draw."""
 
-    settings: NDArray[np.void]  # [N] of `_SETTINGS`
+    settings: dict[str, NDArray[Any]]  # by name of `_SETTINGS`, [N]
     position: NDArray[np.uint64]  # [N]: output tokens before this one
     special: list[SpecialSample]
     # Waits for the masks of samples that follow a grammar -> those, and why others cannot be followed any further.
@@ -177,7 +177,7 @@ class SamplingTable:
         self.settings: list[RowSettings | None] = [None] * max_num_seqs
         self._grammars = None if compiler is None else GrammarTable(compiler, max_num_seqs)
         self._is_special = np.zeros(max_num_seqs, bool)
-        self._values = np.zeros(max_num_seqs, _SETTINGS)
+        self._values = {name: np.zeros(max_num_seqs, dtype) for name, dtype in _SETTINGS.items()}
         self._beams: dict[int, tuple[int, float]] = {}  # rows of beams: tokens to offer, temperature
         self._demanding: set[int] = set()  # rows that ask for more than the most likely token
 
@@ -194,10 +194,12 @@ class SamplingTable:
             num_offered = max(params.num_sequences + len(admission.stop_token_ids), params.logprobs or 0)
             self._beams[row] = num_offered, params.temperature
             temperature, num_logprobs = 0.0, -1  # they have log-probabilities of their own
-        self._values[row] = (
+        values = (
             temperature, params.top_p, max(params.top_k, 0), params.min_p, admission.seed, admission.index,
             admission.num_prompt_tokens, num_logprobs,
         )  # fmt: skip
+        for array, value in zip(self._values.values(), values, strict=True):
+            array[row] = value
         if self._grammars is not None:
             output = admission.token_ids[admission.num_prompt_tokens :]
             self._grammars.admit(row, params, output, admission.stop_token_ids)
@@ -217,7 +219,7 @@ class SamplingTable:
             firsts = {row: first for row, (first, _) in samples.guessed.items()}
             masks = partial(grammars.masks, rows, firsts)
 
-        settings = self._values[rows]
+        settings = {name: values[rows] for name, values in self._values.items()}
         settings["index"] += samples.forks.astype(np.uint64)
         return SamplingBatch(
             settings=settings,

@@ -62,7 +62,7 @@ class Drawn:
 
 def fill(arrays: Any, batch: SamplingBatch) -> None:
     """Write what `draw` needs of the batch into a step's arrays (`temperature` and so on), on the host."""
-    settings, count = batch.settings, len(batch.settings)
+    settings, count = batch.settings, len(batch.position)
     for name in ("temperature", "top_k", "top_p", "min_p"):
         getattr(arrays, name)[:count] = settings[name]
     arrays.dice[:count] = uniform(settings["seed"], settings["index"], batch.position)
