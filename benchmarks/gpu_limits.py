@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from octavo.models.description import ModelDescription
-from octavo.models.inventory import num_matrix_elements, required_tensors
+from octavo.models.inventory import required_tensors
 from octavo.models.registry import describe
 
 LLAMA_3_1_8B: dict[str, Any] = {
@@ -54,7 +55,7 @@ class Limits:
         self.num_layers, self.rates = len(model.layers), rates
         embedding = self.output_elements = model.vocab_size * model.hidden_size
         # A step reads a row or so of the embedding, and all of the output matrix.
-        self.matrix_elements = num_matrix_elements(required_tensors(model))
+        self.matrix_elements = sum(prod(tensor.shape) for tensor in required_tensors(model) if tensor.is_matrix)
         self.matrix_elements -= 0 if model.tie_word_embeddings else embedding
         self.token_bytes = sum(2 * spec.num_kv_heads * (spec.key_size + spec.value_size) for spec in model.layer_caches)
         self.query_elements = sum(layer.attention.num_heads * layer.attention.head_size for layer in model.layers)

@@ -48,7 +48,19 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+        return self.intervals().get("time_in_queue")
+
+    def intervals(self) -> dict[str, float]:
+        """Seconds of what the request has been through; what it never reached is left out."""
+        bounds = {
+            "time_in_queue": (self.arrival_time, self.first_scheduled_time),
+            "time_to_first_token": (self.arrival_time, self.first_token_time),
+            "time_in_model_prefill": (self.first_scheduled_time, self.first_token_time),
+            "time_in_model_decode": (self.first_token_time, self.last_token_time),
+            "time_in_model_inference": (self.first_scheduled_time, self.last_token_time),
+            "e2e": (self.arrival_time, self.finished_time),
+        }
+        return {name: end - begin for name, (begin, end) in bounds.items() if begin is not None and end is not None}
 
 
 @dataclass(slots=True)

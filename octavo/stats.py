@@ -23,4 +23,3 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_generation_tokens: int = 0
     num_prefix_queries: int = 0  # prompt tokens looked up in the prefix index
     num_prefix_hits: int = 0  # prompt tokens found there
-    step_s: float = 0.0

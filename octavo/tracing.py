@@ -72,7 +72,7 @@ class Tracer:
             "llm_request",
             context=TraceContextTextMapPropagator().extract(headers),
             kind=SpanKind.SERVER,
-            start_time=self._wall_ns(request.arrival_time),
+            start_time=int(request.arrival_time * 1e9) + self._wall_offset_ns,
         )
         num_tokens = 0
         reasons: dict[int, str] = {}
@@ -114,23 +114,8 @@ class Tracer:
             "gen_ai.response.finish_reasons": reasons,
         }
         if metrics is not None:
-            arrival, scheduled = metrics.arrival_time, metrics.first_scheduled_time
-            first, last = metrics.first_token_time, metrics.last_token_time
-            latencies_s = {
-                "time_in_queue": (arrival, scheduled),
-                "time_to_first_token": (arrival, first),
-                "time_in_model_prefill": (scheduled, first),
-                "time_in_model_decode": (first, last),
-                "time_in_model_inference": (scheduled, last),
-                "e2e": (arrival, metrics.finished_time),
-            }
-            for name, (begin, end) in latencies_s.items():
-                if begin is not None and end is not None:
-                    attributes[f"gen_ai.latency.{name}"] = end - begin
+            attributes |= {f"gen_ai.latency.{name}": seconds for name, seconds in metrics.intervals().items()}
         span.set_attributes(attributes)
-
-    def _wall_ns(self, monotonic_s: float) -> int:
-        return int(monotonic_s * 1e9) + self._wall_offset_ns
 
     def flush(self, timeout_s: float) -> None:
         """Send what is there. Blocks."""

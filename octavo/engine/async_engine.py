@@ -362,13 +362,13 @@ class AsyncLLMEngine:
                 self._restarts.record_ready(time.monotonic())
                 if self.metrics is not None:
                     self.metrics.record_startup("core", message.startup)
-                    self.metrics.record_memory(weights=message.weight_bytes, kv_cache=message.cache_bytes)
-                    self.metrics.record_cache_config(
-                        block_size=message.block_size,
-                        num_gpu_blocks=message.num_blocks,
-                        num_cpu_blocks=message.num_host_blocks,
-                        enable_prefix_caching=self.config.cache.enable_prefix_caching,
-                    )
+                    self.metrics.memory_bytes = {"weights": message.weight_bytes, "kv_cache": message.cache_bytes}
+                    self.metrics.cache_config = {
+                        "block_size": message.block_size,
+                        "num_gpu_blocks": message.num_blocks,
+                        "num_cpu_blocks": message.num_host_blocks,
+                        "enable_prefix_caching": self.config.cache.enable_prefix_caching,
+                    }
                 self._ready_event.set()
             case Failed(text, expected=True) if self._ready is None:
                 self._fail(OctavoError(text))
@@ -385,7 +385,7 @@ class AsyncLLMEngine:
         self._outage = EngineRestartingError(f"{reason}; it is being started again.")
         logger.error("%s (%d of %d quick deaths in a row are allowed)", self._outage, *self._restarts.count)
         if self.metrics is not None:
-            self.metrics.record_restart()
+            self.metrics.num_restarts += 1
         self._drop_requests(EngineDeadError(f"{reason}; the request is lost."))
 
     def _fail(self, error: OctavoError) -> None:

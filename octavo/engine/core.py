@@ -7,7 +7,6 @@ own for servers.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
@@ -72,7 +71,6 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Schedule, execute, account; or, while the device computes what was scheduled, account for the step before.
         Returns at once when there is nothing to run."""
-        started = time.perf_counter()
         if self._preparing:
             if not self.scheduler.has_work and not self._refused:  # nothing else to do
                 futures = [ready for _, ready in self._preparing.values()]
@@ -92,7 +90,6 @@ class EngineCore:
             outputs += self.scheduler.update(plan, pending.result())
         stats = self.scheduler.take_stats()
         stats.num_waiting += len(self._preparing)
-        stats.step_s = time.perf_counter() - started
         return StepOutputs(outputs, stats)
 
     def _queue(self, request: EngineRequest) -> None:

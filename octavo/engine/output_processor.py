@@ -229,8 +229,8 @@ class OutputProcessor:
                 num_taken = len(completion.token_ids) - len(completion.logprobs)  # a stop string may end it midway
                 completion.logprobs += [self._position(entry) for entry in output.logprobs[:num_taken]]
         if self.metrics is not None:
-            self.metrics.record_first_tokens(first_latencies_s)
-            self.metrics.record_tokens(latencies_s)
+            self.metrics.ttft_s.observe_all(first_latencies_s)
+            self.metrics.inter_token_latency_s.observe_all(latencies_s)
         results: list[RequestOutput | RequestFailed] = []
         for request_id, state in touched.items():
             is_finished = state.is_finished

@@ -20,8 +20,10 @@ from octavo.execution.device import Device
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.kv_cache.groups import NULL_BLOCK, LayerCacheSpec, group_layers
+from octavo.loading.file_weights import open_weights
+from octavo.loading.memory import check_fits
 from octavo.loading.recording import RecordingWeights
-from octavo.loading.weights import Weights, open_weights
+from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import record
 from octavo.models.registry import build, describe
@@ -75,11 +77,7 @@ class Worker:
         needed, kinds = recorded.packed_bytes()
         free = self._device.free_bytes()
         logger.debug("device %s: %.1f GiB free", self._device.name, free / _GIB)
-        if needed > free:
-            raise LoadError(
-                f"the model needs {needed / _GIB:.2f} GiB of memory for its weights in {kinds}, and "
-                f"{free / _GIB:.2f} GiB are free; free some, choose a smaller --dtype or a smaller model."
-            )
+        check_fits(needed, kinds, free)
 
     def _with_attention(self, description: ModelDescription, phases: Phases) -> Ops:
         """The operations, with the attention that is chosen for this model and device."""

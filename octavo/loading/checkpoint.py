@@ -77,16 +77,8 @@ def _from_gguf(name: str, path: str, load_format: str, tokenizer_path: str) -> C
     if load_format not in ("auto", "gguf", "dummy"):
         raise LoadError(f"{name} is a GGUF file, which --load-format {load_format} does not read; use auto or gguf.")
     config, generation_config = gguf_config(read_gguf(path))
-    dummy = load_format == "dummy"
-    return Checkpoint(
-        name=name,
-        format="dummy" if dummy else "gguf",
-        path=path,
-        weight_files=[] if dummy else [path],
-        tokenizer_path=tokenizer_path,
-        config=config,
-        generation_config=generation_config,
-    )
+    weight_format, files = ("dummy", []) if load_format == "dummy" else ("gguf", [path])
+    return Checkpoint(name, weight_format, path, files, tokenizer_path, config, generation_config)
 
 
 def _from_folder(name: str, folder: str, load_format: str, tokenizer_path: str) -> Checkpoint:
@@ -107,15 +99,8 @@ def _from_folder(name: str, folder: str, load_format: str, tokenizer_path: str) 
                 f"{'.safetensors, pytorch_model*.bin or .gguf' if load_format == 'auto' else 'of that format'}."
             )
         files = complete_shards(folder, weight_format, files)
-    return Checkpoint(
-        name=name,
-        format=weight_format,
-        path=folder,
-        weight_files=[os.path.join(folder, f) for f in files],
-        tokenizer_path=tokenizer_path,
-        config=config,
-        generation_config=generation_config,
-    )
+    paths = [os.path.join(folder, file) for file in files]
+    return Checkpoint(name, weight_format, folder, paths, tokenizer_path, config, generation_config)
 
 
 def _choose_in_folder(name: str, folder: str, load_format: str) -> str:

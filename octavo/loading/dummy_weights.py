@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.loading.matrices import Bounds, floats, handed, handed_format
+from octavo.loading.weights import Weights, floats
 from octavo.quantization import StoredWeight
 from octavo.quantization.arrays import FLOATS, converted
 from octavo.quantization.formats import PLAIN_OF_DTYPE
@@ -20,13 +20,12 @@ _STD = 0.02  # the initializer_range of most configurations
 _FEW, _MANY = 1_048_583, 16_777_259
 
 
-class DummyWeights:
+class DummyWeights(Weights):
     """Every tensor that is asked for, of any shape, is there: a stretch of the same random numbers, from a place that
     its name decides on. A large model is so made as fast as memory is copied. Types differ by rounding only."""
 
     def __init__(self, dtype: str, seed: int | None, quantization: str | None = None) -> None:
-        self._dtype = dtype
-        self._quantization = quantization
+        super().__init__(dtype, quantization)
         self._seed = int.from_bytes(os.urandom(4)) if seed is None else seed
         self._numbers = cache(self._draw)
 
@@ -52,16 +51,8 @@ class DummyWeights:
             begin, at = 0, at + len(part)
         return out
 
-    def take_matrix(
-        self, name: str, shape: tuple[int, int], rows: Bounds = None, columns: Bounds = None
-    ) -> StoredWeight:
-        return handed(floats(self.take(name, shape)), self._dtype, self._quantization, rows, columns)
+    def stored_format(self, name: str) -> str:
+        return PLAIN_OF_DTYPE[self._dtype]
 
-    def matrix_format(self, name: str) -> str:
-        return handed_format(PLAIN_OF_DTYPE[self._dtype], self._dtype, self._quantization)
-
-    def check_all_taken(self) -> None:
-        """There is nothing that could be left."""
-
-    def close(self) -> None:
-        """There is nothing open."""
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        return floats(self.take(name, shape))

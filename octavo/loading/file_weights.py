@@ -1,6 +1,8 @@
-"""`Weights` over files: safetensors, PyTorch's .bin, GGUF. `octavo.loading.weights` opens them.
+"""Checkpoints, opened: safetensors, PyTorch's .bin, GGUF, and random weights in their place.
 
-Each format says which tensors there are and hands out one; names, shapes, types and shares are checked and made here.
+Each format says which tensors there are and how one is read; names and shapes are checked here. Files stay
+memory-mapped until a tensor is taken, so that loading needs room for the model once. No torch here, but for PyTorch's
+own files.
 """
 
 from __future__ import annotations
@@ -8,50 +10,102 @@ from __future__ import annotations
 import math
 import os
 import re
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import LoadError
+from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.dummy_weights import DummyWeights
 from octavo.loading.gguf import GGUFFile, read_gguf
 from octavo.loading.gguf_config import NamedTensor, named_tensors
-from octavo.loading.matrices import Bounds, floats, handed, handed_format
-from octavo.loading.safetensors import SafetensorsFile, read_safetensors
-from octavo.quantization import StoredWeight, dequantize
-from octavo.quantization.arrays import FLOATS, converted
-from octavo.quantization.formats import PLAIN, PLAIN_OF_DTYPE, QUANTIZED_AT_LOAD
+from octavo.loading.mapped_file import MappedFile
+from octavo.loading.safetensors import read_safetensors
+from octavo.loading.weights import Weights, floats
+from octavo.quantization import StoredWeight
+from octavo.quantization.arrays import FLOATS
+from octavo.quantization.formats import PLAIN, PLAIN_OF_DTYPE, QUANTIZED_AT_LOAD, TENSOR_TYPES
 
 # In checkpoints but not part of a model here: rotary frequencies and masks are computed from the configuration.
 _IGNORED = re.compile(r".*(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|position_ids)")
+_READ_FORMATS = {t.name for t in TENSOR_TYPES.values()}
 
 
-class _FileWeights:
-    """What the file formats share: which names there are, and which of them were taken."""
+def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantization: str | None, tied: bool) -> Weights:
+    """Open a checkpoint's weights for a model that computes in `dtype`; see `Weights`.
 
-    def __init__(self, names: list[str], dtype: str, tied: bool, quantization: str | None, source: str) -> None:
-        self._left = dict.fromkeys(names)
-        self._names = frozenset(names)
-        self._dtype, self._quantization = dtype, quantization
+    `seed` is that of dummy weights; without one they differ from run to run. `tied` says that the model's output matrix
+    is its embedding, so that one of its own in the file is left over rightly.
+    """
+    files = checkpoint.weight_files
+    if checkpoint.format == "dummy":
+        return DummyWeights(dtype, seed, quantization)
+    if checkpoint.format == "gguf":
+        tensors, mapped = _gguf_tensors(files[0], quantization)
+    elif checkpoint.format == "pt":
+        tensors, mapped = _pt_tensors(files), []
+    else:
+        tensors, mapped = _safetensors_tensors(files)
+    source = files[0] if checkpoint.format == "gguf" else os.path.dirname(files[0])
+    return FileWeights(tensors, mapped, source, dtype, quantization, tied)
+
+
+class FileTensor(NamedTuple):
+    """A tensor of a file, not read yet."""
+
+    format: str  # a `StoredWeight.format`, or the name of an element type that is not read
+    shape: tuple[int, ...]
+    read: Callable[[], StoredWeight]
+
+
+class FileWeights(Weights):
+    """The `tensors` of files, some of which are `mapped`. `source` is what errors call them."""
+
+    def __init__(
+        self,
+        tensors: dict[str, FileTensor],
+        mapped: list[MappedFile],
+        source: str,
+        dtype: str,
+        quantization: str | None,
+        tied: bool,
+    ) -> None:
+        super().__init__(dtype, quantization)
+        self._tensors, self._mapped, self._source = tensors, mapped, source
+        self._left = dict.fromkeys(tensors)
         self._tied = tied
-        self._source = source
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return name in self._tensors
 
-    def _check_present(self, name: str) -> None:
-        if name not in self._names:
-            raise LoadError(f"{self._source} has no tensor {name}, which the model's configuration calls for.")
-
-    def _taking(self, name: str, shape: tuple[int, ...], stored_shape: tuple[int, ...]) -> None:
-        """Check the shape, and note that the tensor is taken."""
-        if stored_shape != shape:
+    def stored_format(self, name: str) -> str:
+        stored_format = self._find(name).format
+        if stored_format not in _READ_FORMATS:
             raise LoadError(
-                f"{self._source}: tensor {name} has the shape {list(stored_shape)}; the model's configuration makes it "
+                f"{self._source}: tensor {name} is stored as {stored_format}; quantized checkpoints of this kind are "
+                "not built yet."
+            )
+        return stored_format
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        tensor = self._find(name)
+        if tensor.shape != shape:
+            raise LoadError(
+                f"{self._source}: tensor {name} has the shape {list(tensor.shape)}; the model's configuration makes it "
                 f"{list(shape)}."
             )
+        self.stored_format(name)
         self._left.pop(name, None)
+        return tensor.read()
+
+    def _find(self, name: str) -> FileTensor:
+        if name not in self._tensors:
+            raise LoadError(f"{self._source} has no tensor {name}, which the model's configuration calls for.")
+        return self._tensors[name]
 
     def check_all_taken(self) -> None:
         left = [n for n in self._left if not _IGNORED.fullmatch(n) and not (self._tied and n == "lm_head.weight")]
@@ -63,140 +117,64 @@ class _FileWeights:
                 "wholly built."
             )
 
-
-class _FloatWeights(_FileWeights):
-    """What the formats share that hold floats only."""
-
-    def _described(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Element type and shape of a tensor that is there."""
-        raise NotImplementedError
-
-    def _array(self, name: str) -> NDArray[Any]:
-        """A tensor as the file has it."""
-        raise NotImplementedError
-
-    def _floats(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        self._check_present(name)
-        stored, stored_shape = self._described(name)
-        self._taking(name, shape, stored_shape)
-        self._check_floats(name, stored)
-        return self._array(name)
-
-    def _check_floats(self, name: str, stored: str) -> None:
-        """Refuse what means nothing by itself."""
-        if stored not in PLAIN_OF_DTYPE and stored != "float64":
-            raise LoadError(
-                f"{self._source}: tensor {name} is stored as {stored}; quantized checkpoints of this kind are not "
-                "built yet."
-            )
-
-    def take(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        return converted(self._floats(name, shape), self._dtype)
-
-    def take_matrix(
-        self, name: str, shape: tuple[int, int], rows: Bounds = None, columns: Bounds = None
-    ) -> StoredWeight:
-        array = self._floats(name, shape)
-        if array.dtype.itemsize == 8:  # no packer reads those
-            array = array.astype(np.float32)
-        return handed(floats(array), self._dtype, self._quantization, rows, columns)
-
-    def matrix_format(self, name: str) -> str:
-        self._check_present(name)
-        stored, _ = self._described(name)
-        self._check_floats(name, stored)
-        return handed_format(PLAIN_OF_DTYPE.get(stored, "F32"), self._dtype, self._quantization)
-
-
-class SafetensorsWeights(_FloatWeights):
-    """Safetensors files, memory-mapped."""
-
-    def __init__(self, files: list[str], dtype: str, tied: bool, quantization: str | None) -> None:
-        self._files: dict[str, SafetensorsFile] = {}  # name of a tensor -> the open file that has it
-        for path in files:
-            file = read_safetensors(path)
-            self._files.update(dict.fromkeys(file.tensors, file))
-        super().__init__(list(self._files), dtype, tied, quantization, os.path.dirname(files[0]))
-
-    def _described(self, name: str) -> tuple[str, tuple[int, ...]]:
-        tensor = self._files[name].tensors[name]
-        return tensor.dtype.name, tensor.shape
-
-    def _array(self, name: str) -> NDArray[Any]:
-        return self._files[name].array(name)
-
     def close(self) -> None:
-        for file in self._files.values():
-            file.file.forget_pages()
-        # The mapping goes with the last array that aliases it; closing it by hand would pull it from under them.
-        self._files = {}
+        for file in self._mapped:
+            file.forget_pages()
+        # A mapping goes with the last array that aliases it; closing it by hand would pull it from under them.
+        self._tensors, self._mapped = {}, []
 
 
-class PtWeights(_FloatWeights):
+def _float_tensor(dtype: str, shape: tuple[int, ...], array: Callable[[], NDArray[Any]]) -> FileTensor:
+    """A tensor of elements of one type. Those of 64 bits, which no packer reads, become float32."""
+
+    def read() -> StoredWeight:
+        found = array()
+        return floats(found.astype(np.float32) if dtype == "float64" else found)
+
+    return FileTensor("F32" if dtype == "float64" else PLAIN_OF_DTYPE.get(dtype, dtype), shape, read)
+
+
+def _safetensors_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:
+    opened = [read_safetensors(path) for path in files]
+    tensors = {
+        name: _float_tensor(tensor.dtype.name, tensor.shape, partial(file.array, name))
+        for file in opened
+        for name, tensor in file.tensors.items()
+    }
+    return tensors, [file.file for file in opened]
+
+
+def _pt_tensors(files: list[str]) -> dict[str, FileTensor]:
     """PyTorch's own .bin files: archives of tensors, read by PyTorch without running any code from them."""
-
-    def __init__(self, files: list[str], dtype: str, tied: bool, quantization: str | None) -> None:
-        self._tensors: dict[str, Any] = {}  # torch's
-        for path in files:
-            self._tensors.update(_load_pt(path))
-        super().__init__(list(self._tensors), dtype, tied, quantization, os.path.dirname(files[0]))
-
-    def _described(self, name: str) -> tuple[str, tuple[int, ...]]:
-        tensor = self._tensors[name]
-        return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-
-    def _array(self, name: str) -> NDArray[Any]:
-        import torch
-
-        tensor = self._tensors[name].detach().contiguous()
-        if tensor.dtype is not torch.bfloat16:
-            array: NDArray[Any] = tensor.numpy()
-            return array
-        bits: NDArray[Any] = tensor.view(torch.int16).numpy()  # numpy itself knows no bfloat16
-        return bits.view(ml_dtypes.bfloat16)
-
-    def close(self) -> None:
-        self._tensors = {}
+    return {
+        name: _float_tensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), partial(_of_torch, tensor))
+        for path in files
+        for name, tensor in _load_pt(path).items()
+    }
 
 
-class GGUFWeights(_FileWeights):
-    """A GGUF file, whose matrices of few bits stay as they are unless the model computes in float32."""
+def _of_torch(tensor: Any) -> NDArray[Any]:
+    import torch
 
-    def __init__(self, files: list[str], dtype: str, tied: bool, quantization: str | None) -> None:
-        self._file = read_gguf(files[0])
-        self._tensors = {t.hf_name: t for t in named_tensors(self._file)}
-        super().__init__(list(self._tensors), dtype, tied, quantization, files[0])
-        quantized = {t.info.type.name for t in self._tensors.values()} - set(PLAIN)
-        if quantization in QUANTIZED_AT_LOAD and quantized:
-            raise LoadError(
-                f"--quantization {quantization} quantizes weights of floats, but {files[0]} is quantized already "
-                f"({', '.join(sorted(quantized))}); leave the flag out to serve it as it is."
-            )
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype is torch.bfloat16:  # numpy itself knows none
+        return np.asarray(tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+    return np.asarray(tensor.numpy())
 
-    def take(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        return dequantize(stored_tensor(self._file, self._tensor(name, shape)), self._dtype).reshape(shape)
 
-    def take_matrix(
-        self, name: str, shape: tuple[int, int], rows: Bounds = None, columns: Bounds = None
-    ) -> StoredWeight:
-        stored = stored_tensor(self._file, self._tensor(name, shape))
-        return handed(stored, self._dtype, self._quantization, rows, columns)
-
-    def matrix_format(self, name: str) -> str:
-        self._check_present(name)
-        return handed_format(self._tensors[name].info.type.name, self._dtype, self._quantization)
-
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> NamedTensor:
-        self._check_present(name)
-        tensor = self._tensors[name]
-        self._taking(name, shape, tensor.info.shape)
-        return tensor
-
-    def close(self) -> None:
-        self._file.file.forget_pages()
-        # As for safetensors, the mapping goes with the last array that aliases it.
-        self._tensors = {}
-        del self._file
+def _gguf_tensors(path: str, quantization: str | None) -> tuple[dict[str, FileTensor], list[MappedFile]]:
+    file = read_gguf(path)
+    tensors = {
+        t.hf_name: FileTensor(t.info.type.name, t.info.shape, partial(stored_tensor, file, t))
+        for t in named_tensors(file)
+    }
+    quantized = {tensor.format for tensor in tensors.values()} - set(PLAIN)
+    if quantization in QUANTIZED_AT_LOAD and quantized:
+        raise LoadError(
+            f"--quantization {quantization} quantizes weights of floats, but {path} is quantized already "
+            f"({', '.join(sorted(quantized))}); leave the flag out to serve it as it is."
+        )
+    return tensors, [file.file]
 
 
 def stored_tensor(file: GGUFFile, tensor: NamedTensor) -> StoredWeight:

@@ -6,6 +6,7 @@ The layout is specified at https://github.com/ggml-org/ggml/blob/master/docs/ggu
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -116,9 +117,9 @@ def _parse(file: MappedFile) -> GGUFFile:
         unplaced.append((name, dims, kind, offset))
     data_start = -(-position // alignment) * alignment
 
-    tensors = {}
-    for name, dims, kind, offset in unplaced:
-        tensors[name] = _place(path, len(data), name, dims, kind, data_start + offset)
+    tensors = {
+        name: _place(path, len(data), name, dims, kind, data_start + offset) for name, dims, kind, offset in unplaced
+    }
     if len(tensors) != num_tensors:
         raise LoadError(f"{path} is damaged: {num_tensors} tensors have {len(tensors)} different names.")
     return GGUFFile(file, metadata, tensors)
@@ -136,10 +137,7 @@ def _place(path: str, file_bytes: int, name: str, dims: tuple[int, ...], kind: i
             f"{path} is damaged: tensor {name} has dimensions {list(dims)}, of which the first must be a multiple of "
             f"{tensor_type.block_size} for {tensor_type.name}."
         )
-    num_elements = 1
-    for dim in dims:
-        num_elements *= dim
-    num_bytes = num_elements // tensor_type.block_size * tensor_type.block_bytes
+    num_bytes = math.prod(dims) // tensor_type.block_size * tensor_type.block_bytes
     if offset + num_bytes > file_bytes:
         raise LoadError(
             f"{path} is truncated: tensor {name} lies at bytes {offset} to {offset + num_bytes}, and the file has "

@@ -6,8 +6,7 @@ sentencepiece BPE with scores ("llama"). How text is split before BPE is not in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -24,18 +23,11 @@ _LLAMA3_SPLIT = (
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFTokenizer:
-    """A tokenizer and what stands beside it: the special tokens by role, and the chat template."""
+class GGUFTokenizer(NamedTuple):
+    """A tokenizer and what stands beside it, in `transformers`' words."""
 
     backend: Tokenizer
-    bos_token: str | None
-    eos_token: str | None
-    unk_token: str | None
-    pad_token: str | None
-    add_bos_token: bool
-    add_eos_token: bool
-    chat_template: str | None
+    options: dict[str, Any]  # the special tokens by role, and the chat template
 
 
 def build_gguf_tokenizer(file: GGUFFile) -> GGUFTokenizer:
@@ -62,17 +54,17 @@ def build_gguf_tokenizer(file: GGUFFile) -> GGUFTokenizer:
     plain = [t for t, token_type in zip(tokens, token_types, strict=False) if token_type == _USER_DEFINED]
     backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
     chat_template = file.metadata.get("tokenizer.chat_template")
-    return GGUFTokenizer(
-        backend=backend,
-        bos_token=_token(file, tokens, "bos"),
-        eos_token=_token(file, tokens, "eos"),
-        unk_token=unk_token,
-        pad_token=_token(file, tokens, "padding"),
+    options = {
+        "bos_token": _token(file, tokens, "bos"),
+        "eos_token": _token(file, tokens, "eos"),
+        "unk_token": unk_token,
+        "pad_token": _token(file, tokens, "padding"),
         # Files from before these keys leave them out; the defaults are llama.cpp's.
-        add_bos_token=bool(file.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre == "llama-bpe")),
-        add_eos_token=bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)),
-        chat_template=chat_template if isinstance(chat_template, str) else None,
-    )
+        "add_bos_token": bool(file.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre == "llama-bpe")),
+        "add_eos_token": bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)),
+        "chat_template": chat_template if isinstance(chat_template, str) else None,
+    }
+    return GGUFTokenizer(backend, options)
 
 
 def _byte_level_bpe(file: GGUFFile, tokens: list[str], pre: Any) -> Tokenizer:

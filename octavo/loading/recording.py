@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.loading.matrices import Bounds
-from octavo.loading.weights import Weights
+from octavo.loading.weights import Bounds, Weights
 from octavo.quantization import StoredWeight, packed_bytes
 from octavo.quantization.arrays import FLOATS
 from octavo.quantization.formats import BLOCK_TYPES, PLAIN, PLAIN_OF_DTYPE
@@ -31,7 +30,7 @@ class RecordedTensor:
         return self.share is not None
 
 
-class RecordingWeights:
+class RecordingWeights(Weights):
     """`Weights` that give zeros which take no memory, and note in `tensors` what was asked for, in order.
 
     `weights` is the checkpoint whose formats and optional tensors are looked up; nothing is taken from it. Without one
@@ -39,8 +38,8 @@ class RecordingWeights:
     """
 
     def __init__(self, dtype: str, weights: Weights | None = None) -> None:
+        super().__init__(dtype, None)
         self.tensors: list[RecordedTensor] = []
-        self._dtype = dtype
         self._weights = weights
 
     def __contains__(self, name: str) -> bool:
@@ -59,22 +58,12 @@ class RecordingWeights:
             data = _zeros(shape, FLOATS[PLAIN.get(stored_format, self._dtype)])
         else:
             data = _zeros((shape[0], shape[1] // block.block_size * block.block_bytes), np.dtype(np.uint8))
-        stored = StoredWeight(stored_format, {"data": data}, shape)
-        if rows is not None:
-            stored = stored.rows(*rows)
-        if columns is not None:
-            stored = stored.columns(*columns)
+        stored = StoredWeight(stored_format, {"data": data}, shape).share(rows, columns)
         self.tensors.append(RecordedTensor(name, shape, stored))
         return stored
 
     def matrix_format(self, name: str) -> str:
         return PLAIN_OF_DTYPE[self._dtype] if self._weights is None else self._weights.matrix_format(name)
-
-    def check_all_taken(self) -> None:
-        """Nothing is taken."""
-
-    def close(self) -> None:
-        """There is nothing open."""
 
     def packed_bytes(self) -> tuple[int, str]:
         """Bytes of the matrices that were asked for once they are packed, and in what they are held: norms and biases

@@ -58,16 +58,7 @@ def _from_gguf(path: str) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
     # As transformers' own model-specific classes do; given as `tokenizer_object` it would be copied whole.
     tokenizer._tokenizer = built.backend
-    tokenizer.__init__(
-        bos_token=built.bos_token,
-        eos_token=built.eos_token,
-        unk_token=built.unk_token,
-        pad_token=built.pad_token,
-        add_bos_token=built.add_bos_token,
-        add_eos_token=built.add_eos_token,
-        chat_template=built.chat_template,
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer.__init__(**built.options, clean_up_tokenization_spaces=False)
     return tokenizer
 
 

@@ -1,61 +1,81 @@
 """Named tensors of a checkpoint, one at a time: arrays in the type that the model computes in, or stored matrices.
 
-Everything is numpy's and in the host's memory; `octavo.ops` packs it and brings it to its device. Files stay
-memory-mapped until a tensor is taken, so that loading needs room for the model once. Names and shapes are Hugging
-Face's whatever the format. No torch here, but for PyTorch's own files.
+Everything is numpy's and in the host's memory; `octavo.ops` packs it and brings it to its device. Names and shapes are
+Hugging Face's whatever the format. `octavo.loading.file_weights` opens checkpoints.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
-from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.dummy_weights import DummyWeights
-from octavo.loading.file_weights import GGUFWeights, PtWeights, SafetensorsWeights
-from octavo.loading.matrices import Bounds
-from octavo.quantization import StoredWeight
+from octavo.quantization import StoredWeight, dequantize
+from octavo.quantization.formats import PLAIN, PLAIN_OF_DTYPE, QUANTIZED_AT_LOAD
+
+Bounds = tuple[int, int] | None  # a share (begin, end) of rows or columns, or all of them
 
 
-class Weights(Protocol):
-    """An open checkpoint. Tensors that were taken stay valid after `close`, and may alias the files: never write."""
+class Weights:
+    """An open checkpoint. Tensors that were taken stay valid after `close`, and may alias the files: never write.
 
-    def __contains__(self, name: str) -> bool: ...
+    Floats come in `dtype` ("float32", "bfloat16", "float16"), or, with `quantization` "int8" or "fp8", as they are
+    stored where they are matrices: the packer quantizes them. Blocks of few bits stay as they are, unless `dtype` is
+    float32: that is the reference, which computes with what they stand for.
+    """
+
+    def __init__(self, dtype: str, quantization: str | None) -> None:
+        self._dtype, self._quantization = dtype, quantization
+
+    def __contains__(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def stored_format(self, name: str) -> str:
+        """The `StoredWeight.format` of a tensor as it is stored. Raises `LoadError` if it is absent or not read."""
+        raise NotImplementedError
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        """The tensor as it is stored; one of another number of dimensions than two is a row. Raises `LoadError` if it
+        is absent, not read, or not of this shape."""
+        raise NotImplementedError
 
     def take(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """The tensor in the type asked of `open_weights`. Raises `LoadError` if it is absent or of another shape."""
+        """The tensor in the model's type. Raises `LoadError` if it is absent or of another shape."""
+        return dequantize(self.stored(name, shape), self._dtype).reshape(shape)
 
     def take_matrix(
         self, name: str, shape: tuple[int, int], rows: Bounds = None, columns: Bounds = None
     ) -> StoredWeight:
-        """A matrix of `shape` [N, K] that is going to be packed, or a share (begin, end) of its rows and columns.
+        """A matrix of `shape` [N, K] that is going to be packed, or a share of its rows and columns. Only that is read.
 
-        It holds floats in the type asked of `open_weights`, or fewer bits. Raises `LoadError` as `take` does, and
-        `ConfigError` for a share that cannot be cut.
+        Raises `LoadError` as `take` does, and `ConfigError` for a share that cannot be cut.
         """
+        stored = self.stored(name, shape)
+        target = self._matrix_format(stored.format)
+        if target in QUANTIZED_AT_LOAD.values():  # nothing is computed here: the packer quantizes as it reads
+            stored = StoredWeight(target, stored.tensors, stored.shape)
+        stored = stored.share(rows, columns)
+        return stored if stored.format == target else floats(dequantize(stored, self._dtype))
 
     def matrix_format(self, name: str) -> str:
         """The `StoredWeight.format` that `take_matrix` gives, without taking. Raises `LoadError` if it is absent."""
+        return self._matrix_format(self.stored_format(name))
+
+    def _matrix_format(self, stored_format: str) -> str:
+        if stored_format in PLAIN and self._quantization in QUANTIZED_AT_LOAD:
+            return QUANTIZED_AT_LOAD[self._quantization]
+        if stored_format in PLAIN or self._dtype == "float32":
+            return PLAIN_OF_DTYPE[self._dtype]
+        return stored_format
 
     def check_all_taken(self) -> None:
         """Raise `LoadError` if the checkpoint has weights that the model did not ask for: it would compute nonsense."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of the files."""
 
 
-def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantization: str | None, tied: bool) -> Weights:
-    """Open a checkpoint's weights for a model that computes in `dtype` ("float32", "bfloat16", "float16").
-
-    `seed` is that of dummy weights; without one they differ from run to run. `tied` says that the model's output matrix
-    is its embedding, so that one of its own in the file is left over rightly. Matrices of GGUF files keep their few
-    bits, unless `dtype` is float32. With `quantization` "int8" or "fp8" matrices of floats are to be quantized as they
-    are packed.
-    """
-    if checkpoint.format == "dummy":
-        return DummyWeights(dtype, seed, quantization)
-    if checkpoint.format == "gguf":
-        return GGUFWeights(checkpoint.weight_files, dtype, tied, quantization)
-    if checkpoint.format == "pt":
-        return PtWeights(checkpoint.weight_files, dtype, tied, quantization)
-    return SafetensorsWeights(checkpoint.weight_files, dtype, tied, quantization)
+def floats(data: NDArray[Any]) -> StoredWeight:
+    """A tensor of float32, float16 or bfloat16."""
+    rows = data if data.ndim == 2 else data.reshape(1, -1)
+    return StoredWeight(PLAIN_OF_DTYPE[data.dtype.name], {"data": rows}, (rows.shape[0], rows.shape[1]))

@@ -18,30 +18,30 @@ class LogLine:
 
     def __init__(self, metrics: EngineMetrics, now: float) -> None:
         self._metrics = metrics
-        self._seen = _Seen(metrics, now)
+        self._seen = _counts(metrics, now)
         self._was_active = False
 
     def sample(self, now: float) -> str | None:
         """The line for the time since the last call; None when nothing ran then or in the interval before."""
         metrics, before = self._metrics, self._seen
-        seen = self._seen = _Seen(metrics, now)
-        elapsed_s = max(now - before.at, 1e-9)
-        metrics.prompt_tokens_per_s = (seen.prompt_tokens - before.prompt_tokens) / elapsed_s
-        metrics.generation_tokens_per_s = (seen.generation_tokens - before.generation_tokens) / elapsed_s
-        metrics.requests_per_s = (seen.requests - before.requests) / elapsed_s
+        self._seen = _counts(metrics, now)
+        done = {name: count - before[name] for name, count in self._seen.items()}
+        elapsed_s = max(done["time_s"], 1e-9)
+        metrics.prompt_tokens_per_s = done["num_prompt_tokens"] / elapsed_s
+        metrics.generation_tokens_per_s = done["num_generation_tokens"] / elapsed_s
+        metrics.requests_per_s = done["requests"] / elapsed_s
         last = metrics.last
-        active = seen.steps > before.steps or last.num_running + last.num_waiting + last.num_swapped > 0
+        active = done["steps"] > 0 or last.num_running + last.num_waiting + last.num_swapped > 0
         # One line more after the last activity shows that the engine has come to rest.
         shown, self._was_active = active or self._was_active, active
         if not shown:
             return None
-        queries = seen.prefix_queries - before.prefix_queries
         return (
             f"prompt {metrics.prompt_tokens_per_s:.1f} tok/s, generation {metrics.generation_tokens_per_s:.1f} tok/s, "
             f"running {last.num_running}, waiting {last.num_waiting}, swapped {last.num_swapped}, "
             f"KV usage {_percent(last.num_blocks_used, last.num_blocks)}, "
             f"KV waste {_percent(last.num_slots_allocated - last.num_slots_filled, last.num_slots_allocated)}, "
-            f"prefix hit rate {_percent(seen.prefix_hits - before.prefix_hits, queries)}"
+            f"prefix hit rate {_percent(done['num_prefix_hits'], done['num_prefix_queries'])}"
         )
 
     async def run(self, *, log: bool, interval_s: float = INTERVAL_S) -> None:
@@ -53,20 +53,11 @@ class LogLine:
                 logger.info(line)
 
 
-class _Seen:
-    """The counters at one moment."""
-
-    __slots__ = ("at", "generation_tokens", "prefix_hits", "prefix_queries", "prompt_tokens", "requests", "steps")
-
-    def __init__(self, metrics: EngineMetrics, at: float) -> None:
-        self.at = at
-        self.steps = metrics.num_steps
-        self.prompt_tokens = metrics.num_prompt_tokens
-        self.generation_tokens = metrics.num_generation_tokens
-        self.prefix_queries = metrics.num_prefix_queries
-        self.prefix_hits = metrics.num_prefix_hits
-        self.requests = sum(metrics.num_finished.values())
+def _counts(metrics: EngineMetrics, now: float) -> dict[str, float]:
+    """What has been counted up to a moment, and that moment."""
+    requests = sum(metrics.num_finished.values())
+    return {**metrics.totals, "steps": metrics.num_steps, "requests": requests, "time_s": now}
 
 
-def _percent(part: int, whole: int) -> str:
+def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole if whole else 0:.1f}%"

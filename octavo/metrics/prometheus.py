@@ -1,16 +1,16 @@
 """Counts and times of one engine, under vLLM's metric names (`octavo:` where it has none), in Prometheus's text format.
 
-The engine's front end calls the `record_…` methods, once a step or once a request, never once a token: they add to
-plain Python numbers, and only a scrape (`render`) builds Prometheus's objects. Nothing here is global, so two engines
-in one process do not meet.
+The engine's front end records once a step or once a request, never once a token: it adds to plain Python numbers, and
+only a scrape (`render`) builds Prometheus's objects. Nothing here is global, so two engines in one process do not meet.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from octavo.outputs import RequestMetrics
 from octavo.sampling_params import SamplingParams
@@ -36,6 +36,22 @@ STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 # fmt: on
 PARAMS_N_BOUNDS = (1, 2, 5, 10, 20)
 FINISH_REASONS = ("stop", "length", "abort", "error")
+# Fields of `EngineStats` that are added up, with the names and the help of their metrics.
+_COUNTERS = {
+    "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that were scheduled."),
+    "num_generation_tokens": ("generation_tokens", "Tokens generated."),
+    "num_preemptions": ("num_preemptions", "Times that a request gave its blocks back."),
+    "num_prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "num_prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+}
+# The same of `RequestMetrics.intervals`.
+_INTERVALS = {
+    "e2e": ("e2e_request_latency_seconds", "Arrival to end."),
+    "time_in_queue": ("request_queue_time_seconds", "Arrival to first scheduled."),
+    "time_in_model_prefill": ("request_prefill_time_seconds", "First scheduled to first token."),
+    "time_in_model_decode": ("request_decode_time_seconds", "First to last token."),
+    "time_in_model_inference": ("request_inference_time_seconds", "First scheduled to last token."),
+}
 
 
 def length_bounds(max_model_len: int) -> list[int]:
@@ -46,8 +62,8 @@ def length_bounds(max_model_len: int) -> list[int]:
 class Histogram:
     """Counts of values by upper bound, as Prometheus's `le` has it."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
+    def __init__(self, bounds: Sequence[float], name: str = "", help: str = "") -> None:
+        self.bounds, self.name, self.help = bounds, name, help
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
@@ -61,11 +77,8 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[str, float]]:
         """(`le`, values up to it) for every bound and infinity."""
-        total, result = 0, []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            total += count
-            result.append(("+Inf" if bound == float("inf") else str(float(bound)), float(total)))
-        return result
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
 class EngineMetrics:
@@ -75,69 +88,46 @@ class EngineMetrics:
         self.model_name = model_name
         self.last = EngineStats()  # the gauges of the last step
         self.num_steps = 0
-        self.num_prompt_tokens = 0
-        self.num_generation_tokens = 0
-        self.num_preemptions = 0
-        self.num_prefix_queries = 0
-        self.num_prefix_hits = 0
+        self.totals = dict.fromkeys(_COUNTERS, 0)
         self.prompt_tokens_per_s = 0.0  # these three are set by `log_line`, over its interval
         self.generation_tokens_per_s = 0.0
         self.requests_per_s = 0.0
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
-        self.cache_config: dict[str, str] = {}
-        self.startup_s: dict[tuple[str, str], float] = {}  # by process and phase
-        self.memory_bytes: dict[str, int] = {}
-        self.num_restarts = 0
+        self.cache_config: dict[str, object] = {}  # labels of `vllm:cache_config_info`, known when the core is ready
+        self.startup_s: dict[tuple[str, str], float] = {}  # by process and phase, in order
+        self.memory_bytes: dict[str, int] = {}  # what the core holds for as long as it lives, by kind
+        self.num_restarts = 0  # of the core, after it has died
         lengths = length_bounds(max_model_len)
-        self.ttft_s = Histogram(TTFT_BOUNDS_S)
-        self.request_time_per_token_s = Histogram(TOKEN_BOUNDS_S)
-        self.inter_token_latency_s = Histogram(TOKEN_BOUNDS_S)
-        self.e2e_s = Histogram(REQUEST_BOUNDS_S)
-        self.queue_s = Histogram(REQUEST_BOUNDS_S)
-        self.prefill_s = Histogram(REQUEST_BOUNDS_S)
-        self.decode_s = Histogram(REQUEST_BOUNDS_S)
-        self.inference_s = Histogram(REQUEST_BOUNDS_S)
-        self.prompt_lengths = Histogram(lengths)
-        self.generation_lengths = Histogram(lengths)
-        self.params_n = Histogram(PARAMS_N_BOUNDS)
-        self.params_max_tokens = Histogram(lengths)
-        self.step_tokens = Histogram(STEP_TOKEN_BOUNDS)
-
-    def record_cache_config(self, **config: object) -> None:
-        """The labels of `vllm:cache_config_info`, known when the core is ready."""
-        self.cache_config = {name: str(value) for name, value in config.items()}
+        # Arrival to first token in the client's queue.
+        self.ttft_s = Histogram(TTFT_BOUNDS_S, "time_to_first_token_seconds", "Arrival to first token.")
+        self.inter_token_latency_s = Histogram(
+            TOKEN_BOUNDS_S, "inter_token_latency_seconds", "Time between outputs of a sequence."
+        )
+        self.request_time_per_token_s = Histogram(
+            TOKEN_BOUNDS_S, "request_time_per_output_token_seconds",
+            "Mean time per token after the first, a value a request.",
+        )  # fmt: skip
+        self.intervals_s = {
+            name: Histogram(REQUEST_BOUNDS_S, metric, help) for name, (metric, help) in _INTERVALS.items()
+        }
+        self.prompt_lengths = Histogram(lengths, "request_prompt_tokens", "Prompt tokens of a request.")
+        self.generation_lengths = Histogram(lengths, "request_generation_tokens", "Generated tokens of a request.")
+        self.params_n = Histogram(PARAMS_N_BOUNDS, "request_params_n", "n of a request.")
+        self.params_max_tokens = Histogram(lengths, "request_params_max_tokens", "max_tokens of a request.")
+        self.step_tokens = Histogram(STEP_TOKEN_BOUNDS, "iteration_tokens_total", "Tokens computed in a step.")
 
     def record_startup(self, process: str, seconds: dict[str, float]) -> None:
         """How long the phases of a process's start took, in order."""
         self.startup_s |= {(process, phase): value for phase, value in seconds.items()}
 
-    def record_memory(self, **num_bytes: int) -> None:
-        """What the core holds for as long as it lives, by kind."""
-        self.memory_bytes |= num_bytes
-
-    def record_restart(self) -> None:
-        """The core has died and is started again."""
-        self.num_restarts += 1
-
     def record_step(self, stats: EngineStats) -> None:
         """One step of the core, as it reports it."""
         self.last = stats
         self.num_steps += 1
-        self.num_prompt_tokens += stats.num_prompt_tokens
-        self.num_generation_tokens += stats.num_generation_tokens
-        self.num_preemptions += stats.num_preemptions
-        self.num_prefix_queries += stats.num_prefix_queries
-        self.num_prefix_hits += stats.num_prefix_hits
+        for name in _COUNTERS:
+            self.totals[name] += getattr(stats, name)
         if stats.num_computed_tokens:
             self.step_tokens.observe(stats.num_computed_tokens)
-
-    def record_first_tokens(self, ttft_s: Iterable[float]) -> None:
-        """Arrival to first token in the client's queue, of each request that got its first token in this step."""
-        self.ttft_s.observe_all(ttft_s)
-
-    def record_tokens(self, latencies_s: Iterable[float]) -> None:
-        """Time since the sequence's last output, of each sequence that got a further one in this step."""
-        self.inter_token_latency_s.observe_all(latencies_s)
 
     def record_finished(
         self,
@@ -155,20 +145,13 @@ class EngineMetrics:
         self.params_n.observe(params.n)
         if params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
-        scheduled, first, last = metrics.first_scheduled_time, metrics.first_token_time, metrics.last_token_time
-        if scheduled is not None:
-            self.queue_s.observe(scheduled - metrics.arrival_time)
-            if first is not None:
-                self.prefill_s.observe(first - scheduled)
-            if last is not None:
-                self.inference_s.observe(last - scheduled)
-        if first is not None and last is not None:
-            self.decode_s.observe(last - first)
-            num_per_sequence = num_generation / params.num_sequences
-            if num_per_sequence > 1:
-                self.request_time_per_token_s.observe((last - first) / (num_per_sequence - 1))
-        if metrics.finished_time is not None:
-            self.e2e_s.observe(metrics.finished_time - metrics.arrival_time)
+        intervals = metrics.intervals()
+        for name, histogram in self.intervals_s.items():
+            if name in intervals:
+                histogram.observe(intervals[name])
+        num_per_sequence = num_generation / params.num_sequences
+        if "time_in_model_decode" in intervals and num_per_sequence > 1:
+            self.request_time_per_token_s.observe(intervals["time_in_model_decode"] / (num_per_sequence - 1))
 
     def render(self) -> tuple[bytes, str]:
         """The exposition and its content type."""
@@ -180,61 +163,40 @@ class EngineMetrics:
         """Prometheus's collector protocol."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        labels = [self.model_name]
+        def family(kind: Any, name: str, help: str, values: Mapping[Any, float], *labels: str) -> Metric:
+            """A metric that has a value for each of the values of `labels`."""
+            found: Metric = kind(name, help, labels=["model_name", *labels])
+            for of_labels, value in values.items():
+                kind.add_metric(found, [self.model_name, *of_labels], value)
+            return found
+
         for name, help, number in self._gauges():
-            gauge = GaugeMetricFamily("vllm:" + name, help, labels=["model_name"])
-            gauge.add_metric(labels, number)
-            yield gauge
+            yield family(GaugeMetricFamily, f"vllm:{name}", help, {(): number})
         for name, help, number in self._counters():
-            counter = CounterMetricFamily("vllm:" + name, help, labels=["model_name"])
-            counter.add_metric(labels, number)
-            yield counter
-        success = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason, number in self.num_finished.items():
-            success.add_metric([self.model_name, reason], number)
-        yield success
+            yield family(CounterMetricFamily, f"vllm:{name}", help, {(): number})
+        finished = {(reason,): number for reason, number in self.num_finished.items()}
+        help = "Requests that ended, by reason."
+        yield family(CounterMetricFamily, "vllm:request_success", help, finished, "finished_reason")
         for name, help, values in self._histograms():
-            histogram = HistogramMetricFamily("vllm:" + name, help, labels=["model_name"])
-            histogram.add_metric(labels, values.cumulative(), values.sum)
+            histogram = HistogramMetricFamily(f"vllm:{name}", help, labels=["model_name"])
+            histogram.add_metric([self.model_name], values.cumulative(), values.sum)
             yield histogram
         if self.cache_config:
-            info = GaugeMetricFamily(
-                "vllm:cache_config_info", "The KV cache's configuration.", labels=["model_name", *self.cache_config]
-            )
-            info.add_metric([self.model_name, *self.cache_config.values()], 1)
-            yield info
-        lora = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Adapters of the requests that run and wait, as labels; the value is the time.",
-            labels=["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
-        lora.add_metric([self.model_name, "0", "", ""], time.time())  # no adapters yet
-        yield lora
-        yield from self._start()
-
-    def _start(self) -> Iterator[Metric]:
-        """What vLLM has no names for."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        seconds = GaugeMetricFamily(
-            "octavo:startup_seconds", "Time of the phases of the start.", labels=["model_name", "process", "phase"]
-        )
-        for (process, phase), value in self.startup_s.items():
-            seconds.add_metric([self.model_name, process, phase], value)
-        num_bytes = GaugeMetricFamily(
-            "octavo:memory_bytes", "Packed weights and KV cache, used or not.", labels=["model_name", "kind"]
-        )
-        for kind, number in self.memory_bytes.items():
-            num_bytes.add_metric([self.model_name, kind], number)
-        restarts = CounterMetricFamily(
-            "octavo:engine_restarts", "Times that the engine core died and was started again.", labels=["model_name"]
-        )
-        restarts.add_metric([self.model_name], self.num_restarts)
-        yield seconds
-        yield num_bytes
-        yield restarts
+            config = {tuple(map(str, self.cache_config.values())): 1}
+            help = "The KV cache's configuration."
+            yield family(GaugeMetricFamily, "vllm:cache_config_info", help, config, *self.cache_config)
+        help = "Adapters of the requests that run and wait, as labels; the value is the time."
+        adapters = {("0", "", ""): time.time()}  # no adapters yet
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        yield family(GaugeMetricFamily, "vllm:lora_requests_info", help, adapters, *labels)
+        # What vLLM has no names for.
+        help = "Time of the phases of the start."
+        yield family(GaugeMetricFamily, "octavo:startup_seconds", help, self.startup_s, "process", "phase")
+        help = "Packed weights and KV cache, used or not."
+        num_bytes = {(kind,): number for kind, number in self.memory_bytes.items()}
+        yield family(GaugeMetricFamily, "octavo:memory_bytes", help, num_bytes, "kind")
+        help = "Times that the engine core died and was started again."
+        yield family(CounterMetricFamily, "octavo:engine_restarts", help, {(): self.num_restarts})
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         last = self.last
@@ -246,47 +208,21 @@ class EngineMetrics:
         yield "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", kv_usage
         yield "gpu_cache_usage_perc", "The same as kv_cache_usage_perc, under its older name.", kv_usage
         yield "cpu_cache_usage_perc", "Share of host (swap) blocks in use, 0 to 1.", host_usage
-        yield (
-            "avg_prompt_throughput_toks_per_s",
-            "Prompt tokens computed per second, lately.",
-            self.prompt_tokens_per_s,
-        )
-        yield (
-            "avg_generation_throughput_toks_per_s",
-            "Tokens generated per second, lately.",
-            self.generation_tokens_per_s,
-        )
+        help = "Prompt tokens computed per second, lately."
+        yield "avg_prompt_throughput_toks_per_s", help, self.prompt_tokens_per_s
+        help = "Tokens generated per second, lately."
+        yield "avg_generation_throughput_toks_per_s", help, self.generation_tokens_per_s
 
     def _counters(self) -> Iterator[tuple[str, str, float]]:
-        yield "prompt_tokens", "Prompt tokens of requests that were scheduled.", self.num_prompt_tokens
-        yield "generation_tokens", "Tokens generated.", self.num_generation_tokens
-        yield "num_preemptions", "Times that a request gave its blocks back.", self.num_preemptions
-        yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self.num_prefix_queries
-        yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.num_prefix_hits
+        for field, (name, help) in _COUNTERS.items():
+            yield name, help, self.totals[field]
         # Nothing drafts yet: the series are there, so that dashboards and alerts which name them find them.
         yield "spec_decode_num_draft_tokens", "Tokens drafted by speculative decoding.", 0
         yield "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", 0
 
     def _histograms(self) -> Iterator[tuple[str, str, Histogram]]:
-        yield "time_to_first_token_seconds", "Arrival to first token.", self.ttft_s
-        yield "inter_token_latency_seconds", "Time between outputs of a sequence.", self.inter_token_latency_s
-        yield (
-            "time_per_output_token_seconds",
-            "The same as inter_token_latency_seconds, under its older name.",
-            self.inter_token_latency_s,
-        )
-        yield (
-            "request_time_per_output_token_seconds",
-            "Mean time per token after the first, a value a request.",
-            self.request_time_per_token_s,
-        )
-        yield "e2e_request_latency_seconds", "Arrival to end.", self.e2e_s
-        yield "request_queue_time_seconds", "Arrival to first scheduled.", self.queue_s
-        yield "request_prefill_time_seconds", "First scheduled to first token.", self.prefill_s
-        yield "request_decode_time_seconds", "First to last token.", self.decode_s
-        yield "request_inference_time_seconds", "First scheduled to last token.", self.inference_s
-        yield "request_prompt_tokens", "Prompt tokens of a request.", self.prompt_lengths
-        yield "request_generation_tokens", "Generated tokens of a request.", self.generation_lengths
-        yield "request_params_n", "n of a request.", self.params_n
-        yield "request_params_max_tokens", "max_tokens of a request.", self.params_max_tokens
-        yield "iteration_tokens_total", "Tokens computed in a step.", self.step_tokens
+        for histogram in (*vars(self).values(), *self.intervals_s.values()):
+            if isinstance(histogram, Histogram):
+                yield histogram.name, histogram.help, histogram
+        help = "The same as inter_token_latency_seconds, under its older name."
+        yield "time_per_output_token_seconds", help, self.inter_token_latency_s

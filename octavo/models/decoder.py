@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from octavo.batch import GroupTables, StepBatch
@@ -64,12 +64,8 @@ class BlockLike(Protocol):
         """residual [T, H], in place."""
 
 
-class BlockBuilder(Protocol):
-    """`Block`, or a class that an architecture brings instead."""
-
-    def __call__(
-        self, layer: LayerDescription, hidden_size: int, parameters: Parameters, prefix: str, /
-    ) -> BlockLike: ...
+# `Block`, or a class that an architecture brings instead: layer, hidden size, parameters, prefix of names
+BlockBuilder = Callable[[LayerDescription, int, Parameters, str], BlockLike]
 
 
 class Decoder:

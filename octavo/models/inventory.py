@@ -4,20 +4,12 @@ notes, so that it is stated once.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from octavo.loading.recording import RecordingWeights
+from octavo.loading.recording import RecordedTensor, RecordingWeights
 from octavo.models.description import ModelDescription
 from octavo.models.registry import Builder, build
 from octavo.ops import Ops
-
-
-class RequiredTensor(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    is_matrix: bool  # one that is packed, and may be quantized
 
 
 def record(description: ModelDescription, weights: RecordingWeights, builder: Builder = build) -> None:
@@ -25,17 +17,11 @@ def record(description: ModelDescription, weights: RecordingWeights, builder: Bu
     builder(description, weights, cast(Ops, _NoOps()), 1, "float32")
 
 
-def required_tensors(description: ModelDescription, builder: Builder = build) -> list[RequiredTensor]:
+def required_tensors(description: ModelDescription, builder: Builder = build) -> list[RecordedTensor]:
     """Every tensor that the model takes, once, in the order in which it is taken first."""
     weights = RecordingWeights("float32")
     record(description, weights, builder)
-    tensors = {t.name: RequiredTensor(t.name, t.shape, t.is_matrix) for t in weights.tensors}
-    return list(tensors.values())
-
-
-def num_matrix_elements(tensors: Sequence[RequiredTensor]) -> int:
-    """Parameters of the matrices (norms and biases are noise beside them)."""
-    return sum(math.prod(tensor.shape) for tensor in tensors if tensor.is_matrix)
+    return list({tensor.name: tensor for tensor in weights.tensors}.values())
 
 
 class _NoOps:

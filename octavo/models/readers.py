@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from octavo.errors import LoadError
@@ -52,7 +51,8 @@ class Family:
     qk_norm: bool = False
     is_stacked: bool = False  # the checkpoint has qkv_proj and gate_up_proj
     has_multipliers: bool = False  # of embedding, residual, scores and logits
-    windows: Callable[[Config], list[int]] | None = None  # of each layer; 0 is none
+    slides: Callable[[Config], list[bool]] | None = None  # which layers have the window; default: none
+    has_window_switch: bool = False  # use_sliding_window
     rotates: Callable[[Config], list[bool]] | None = None  # whether each layer does; default: all do
 
 
@@ -78,7 +78,7 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
         up_names=up_names,
     )
     rope = _rope(config, head_size)
-    windows = family.windows(config) if family.windows else [0] * num_layers
+    windows = _windows(config, family)
     rotates = family.rotates(config) if family.rotates else [True] * num_layers
     layers = tuple(
         LayerDescription(
@@ -144,10 +144,12 @@ def _per_layer(config: Config, setting: str) -> list[Any]:
     return list(values[:num_layers])
 
 
-def _windows(config: Config, otherwise: Callable[[Config], list[bool]]) -> list[int]:
-    """`layer_types` says which layers have the window; where it is absent `otherwise` does."""
+def _windows(config: Config, family: Family) -> list[int]:
+    """Of each layer; 0 is none. `layer_types` says which layers have the window; where it is absent `slides` does."""
+    if family.slides is None or (family.has_window_switch and not config["use_sliding_window"]):
+        return [0] * config["num_hidden_layers"]
     if config["layer_types"] is None:
-        slides = otherwise(config)
+        slides = family.slides(config)
     else:
         types = _per_layer(config, "layer_types")
         for layer_type in types:
@@ -157,11 +159,6 @@ def _windows(config: Config, otherwise: Callable[[Config], list[bool]]) -> list[
                 )
         slides = [layer_type == "sliding_attention" for layer_type in types]
     return [(config["sliding_window"] or 0) if layer_slides else 0 for layer_slides in slides]
-
-
-def _switched_windows(config: Config, otherwise: Callable[[Config], list[bool]]) -> list[int]:
-    """The same behind `use_sliding_window`."""
-    return _windows(config, otherwise) if config["use_sliding_window"] else [0] * config["num_hidden_layers"]
 
 
 def _all_slide(config: Config) -> list[bool]:
@@ -190,7 +187,7 @@ FAMILIES = {
     ),
     "MistralForCausalLM": Family(
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        windows=partial(_windows, otherwise=_all_slide),
+        slides=_all_slide,
     ),
     "Qwen2ForCausalLM": Family(
         defaults={
@@ -198,7 +195,7 @@ FAMILIES = {
             "max_window_layers": 28,
         },
         qkv_bias=True,
-        windows=partial(_switched_windows, otherwise=_late_layers_slide),
+        slides=_late_layers_slide, has_window_switch=True,
     ),
     "Qwen3ForCausalLM": Family(
         defaults={
@@ -206,14 +203,14 @@ FAMILIES = {
             "max_window_layers": 28,
         },
         qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True,
-        windows=partial(_switched_windows, otherwise=_late_layers_slide),
+        slides=_late_layers_slide, has_window_switch=True,
     ),
     "Phi3ForCausalLM": Family(
         defaults={
             "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         },
         is_stacked=True,
-        windows=partial(_windows, otherwise=_all_slide),
+        slides=_all_slide,
     ),
     "GraniteForCausalLM": Family(
         defaults={
@@ -228,10 +225,6 @@ FAMILIES = {
             "rope_theta": 2000000.0, "no_rope_layers": None, "no_rope_layer_interval": 4,
         },
         qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias",
-        windows=partial(_switched_windows, otherwise=_unrotated_layers_slide), rotates=_smollm3_rotates,
+        slides=_unrotated_layers_slide, has_window_switch=True, rotates=_smollm3_rotates,
     ),
 }  # fmt: skip
-
-READERS: dict[str, Callable[[Config], ModelDescription]] = {
-    name: partial(read, name, family) for name, family in FAMILIES.items()
-}

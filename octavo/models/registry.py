@@ -7,7 +7,8 @@ architecture from outside.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from octavo.batch import StepBatch
 from octavo.errors import LoadError
@@ -15,7 +16,7 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.loading.weights import Weights
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
-from octavo.models.readers import READERS
+from octavo.models.readers import FAMILIES, read
 from octavo.ops import Array, LayerKVCache, Ops
 
 
@@ -44,17 +45,14 @@ Reader = Callable[[Mapping[str, Any]], ModelDescription]
 Builder = Callable[[ModelDescription, Weights, Ops, int, str], Model]
 
 
-class _Architecture(NamedTuple):
-    read: Reader
-    build: Builder
-
-
-_ARCHITECTURES: dict[str, _Architecture] = {name: _Architecture(read, Decoder) for name, read in READERS.items()}
+_ARCHITECTURES: dict[str, tuple[Reader, Builder]] = {
+    name: (partial(read, name, family), Decoder) for name, family in FAMILIES.items()
+}
 
 
 def register(name: str, reader: Reader, builder: Builder = Decoder) -> None:
     """Let checkpoints whose config.json names architecture `name` be served, in this process."""
-    _ARCHITECTURES[name] = _Architecture(reader, builder)
+    _ARCHITECTURES[name] = reader, builder
 
 
 def architectures() -> list[str]:
@@ -65,11 +63,11 @@ def architectures() -> list[str]:
 def describe(config: Mapping[str, Any]) -> ModelDescription:
     """Read config.json. Raises `LoadError` for an architecture or a setting that is not built."""
     name = (config.get("architectures") or ["(none)"])[0]
-    architecture = _ARCHITECTURES.get(name)
-    if architecture is None:
+    if name not in _ARCHITECTURES:
         raise LoadError(f"architecture {name} is not built yet; Octavo runs {', '.join(architectures())}.")
     try:
-        return architecture.read(config)
+        reader, _ = _ARCHITECTURES[name]
+        return reader(config)
     except KeyError as e:
         raise LoadError(f"the model's configuration has no {e.args[0]!r}.") from None
     except LoadError as e:
@@ -78,4 +76,5 @@ def describe(config: Mapping[str, Any]) -> ModelDescription:
 
 def build(description: ModelDescription, weights: Weights, ops: Ops, max_positions: int, dtype: str) -> Model:
     """The model that `describe` has described."""
-    return _ARCHITECTURES[description.architecture].build(description, weights, ops, max_positions, dtype)
+    _, builder = _ARCHITECTURES[description.architecture]
+    return builder(description, weights, ops, max_positions, dtype)

@@ -45,7 +45,5 @@ COLUMN_UNITS = {name: t.block_size for name, t in BLOCK_TYPES.items()} | {"INT8"
 _GPTQ_AXES: dict[str, tuple[int | None, int | None]] = {
     "qweight": (1, 0), "qzeros": (1, 0), "scales": (1, 0), "g_idx": (None, 0),
 }  # fmt: skip
-AXES: dict[str, dict[str, tuple[int | None, int | None]]] = {
-    "GPTQ": _GPTQ_AXES, "GPTQ_V2": _GPTQ_AXES, "AWQ": _GPTQ_AXES,
-}  # fmt: skip
+AXES = dict.fromkeys(("GPTQ", "GPTQ_V2", "AWQ"), _GPTQ_AXES)
 DATA_AXES: dict[str, tuple[int | None, int | None]] = {"data": (0, 1)}  # of every other format

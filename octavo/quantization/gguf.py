@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from octavo.quantization.arrays import Array, arange, cast, namespace, reinterpret
 from octavo.quantization.codes import Codes
 from octavo.quantization.formats import BLOCK_TYPES
@@ -52,26 +54,6 @@ def _five_bits(packed: Array) -> Array:
     return _nibbles(packed[..., 4:]) | fifth.reshape(*packed.shape[:-1], 32) << 4
 
 
-def _q4_0(blocks: Array) -> _Unpacked:
-    return _nibbles(blocks[..., 2:]), _half(blocks, 0), None
-
-
-def _q4_1(blocks: Array) -> _Unpacked:
-    return _nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q5_0(blocks: Array) -> _Unpacked:
-    return _five_bits(blocks[..., 2:]) + (128 - 16), _half(blocks, 0), None
-
-
-def _q5_1(blocks: Array) -> _Unpacked:
-    return _five_bits(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q8_0(blocks: Array) -> _Unpacked:
-    return blocks[..., 2:] ^ 128, _half(blocks, 0), None  # from two's complement to 128 more
-
-
 def _k_scales(blocks: Array) -> tuple[Array, Array]:
     """The eight scales and eight minima of a 256-element block: a float16 for each kind, times numbers of six bits.
 
@@ -110,12 +92,13 @@ def _q6_k(blocks: Array) -> _Unpacked:
     return codes + (128 - 32), _half(blocks, 208) * reinterpret(blocks[..., 192:208], "int8"), None
 
 
-_UNPACKERS = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
+_UNPACKERS: dict[str, Callable[[Array], _Unpacked]] = {
+    "Q4_0": lambda blocks: (_nibbles(blocks[..., 2:]), _half(blocks, 0), None),
+    "Q4_1": lambda blocks: (_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)),
+    "Q5_0": lambda blocks: (_five_bits(blocks[..., 2:]) + (128 - 16), _half(blocks, 0), None),
+    "Q5_1": lambda blocks: (_five_bits(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)),
+    # From two's complement to 128 more.
+    "Q8_0": lambda blocks: (blocks[..., 2:] ^ 128, _half(blocks, 0), None),
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,

@@ -52,6 +52,11 @@ class StoredWeight:
         """
         return self._share(1, begin, end)
 
+    def share(self, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> StoredWeight:
+        """Both, where bounds are given."""
+        found = self if rows is None else self.rows(*rows)
+        return found if columns is None else found.columns(*columns)
+
     def _share(self, side: int, begin: int, end: int) -> StoredWeight:
         size = self.shape[side]
         assert 0 <= begin <= end <= size, f"{begin} to {end} of {size}"

@@ -20,6 +20,17 @@ from octavo.sampling.beams import Beams
 from octavo.sampling.grammar_masks import GrammarCompiler, GrammarTable, TokenMask
 from octavo.sampling_params import LogitsProcessor, SamplingParams
 
+# What every request has, each an array.
+_SETTINGS: dict[str, type[np.generic]] = {
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "top_k": np.int64,  # 0 is all
+    "min_p": np.float32,
+    "seed": np.uint64,
+    "index": np.uint64,
+    "num_prompt_tokens": np.int64,
+    "num_logprobs": np.int64,  # -1 is none
+}
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)  # beyond it a temperature would be infinite and its row NaN
 
 
@@ -51,7 +62,7 @@ class RowSettings:
         self.stop_token_ids = stop_token_ids
         self.processors = [_with_prompt(processor) for processor in params.logits_processors or ()]
         self._allowed_words: NDArray[np.int32] | None = None
-        self._seen = _SeenTokens(num_prompt_tokens)
+        self.seen = SeenTokens(num_prompt_tokens)
 
     @property
     def has_penalties(self) -> bool:
@@ -73,13 +84,8 @@ class RowSettings:
             self._allowed_words = np.packbits(bits, bitorder="little").view(np.int32)
         return self._allowed_words
 
-    def seen_tokens(self, tokens: NDArray[np.int32], num_settled: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The distinct tokens of prompt and output [K], and how often each is in the output [K]. Those from
-        `num_settled` on are guesses, which are counted for this time only."""
-        return self._seen.of(tokens, num_settled)
 
-
-class _SeenTokens:
+class SeenTokens:
     """Counts the tokens of a growing sequence, reading each of them once."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
@@ -90,6 +96,8 @@ class _SeenTokens:
         self._counts = np.empty(0, np.float32)
 
     def of(self, tokens: NDArray[np.int32], num_settled: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The distinct tokens of prompt and output [K], and how often each is in the output [K]. Those from
+        `num_settled` on are guesses, which are counted for this time only."""
         if not self._num_read:
             self._read_prompt(tokens[: self._num_prompt_tokens])
         for token in tokens[self._num_read : num_settled].tolist():
@@ -152,16 +160,10 @@ def _no_masks() -> Masks:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """N samples to draw. Arrays are [N]."""
+    """N samples to draw."""
 
-    temperature: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]  # 0 is all
-    min_p: NDArray[np.float32]
-    seed: NDArray[np.uint64]
-    index: NDArray[np.uint64]
-    position: NDArray[np.uint64]  # output tokens before this one
-    num_logprobs: NDArray[np.int64]  # -1 is none
+    settings: dict[str, NDArray[Any]]  # by name of `_SETTINGS`, [N]
+    position: NDArray[np.uint64]  # [N]: output tokens before this one
     special: list[SpecialSample]
     # Waits for the masks of samples that follow a grammar -> those, and why others cannot be followed any further.
     masks: Callable[[], Masks] = _no_masks
@@ -175,42 +177,33 @@ class SamplingTable:
         self.settings: list[RowSettings | None] = [None] * max_num_seqs
         self._grammars = None if compiler is None else GrammarTable(compiler, max_num_seqs)
         self._is_special = np.zeros(max_num_seqs, bool)
-        self._temperature = np.zeros(max_num_seqs, np.float32)
-        self._top_p = np.ones(max_num_seqs, np.float32)
-        self._top_k = np.zeros(max_num_seqs, np.int64)
-        self._min_p = np.zeros(max_num_seqs, np.float32)
-        self._seed = np.zeros(max_num_seqs, np.uint64)
-        self._index = np.zeros(max_num_seqs, np.uint64)
-        self._num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
-        self._num_logprobs = np.zeros(max_num_seqs, np.int64)
+        self._values = {name: np.zeros(max_num_seqs, dtype) for name, dtype in _SETTINGS.items()}
         self._beams: dict[int, tuple[int, float]] = {}  # rows of beams: tokens to offer, temperature
         self._demanding: set[int] = set()  # rows that ask for more than the most likely token
 
     def admit(self, admission: Admission) -> None:
         row, params = admission.row, admission.params
         self.settings[row] = RowSettings(params, admission.num_prompt_tokens, admission.stop_token_ids)
-        self._is_special[row] = _is_special(params)
-        self._temperature[row] = min(params.temperature, _MAX_FLOAT32)
-        self._top_p[row] = params.top_p
-        self._top_k[row] = max(params.top_k, 0)
-        self._min_p[row] = params.min_p
-        self._seed[row] = admission.seed
-        self._index[row] = admission.index
-        self._num_prompt_tokens[row] = admission.num_prompt_tokens
-        self._num_logprobs[row] = (params.logprobs or 0) if params.wants_logprobs else -1
+        is_special = bool(params.follows_output or params.logit_bias or params.allowed_token_ids is not None)
+        self._is_special[row] = is_special
+        temperature = min(params.temperature, _MAX_FLOAT32)
+        num_logprobs = (params.logprobs or 0) if params.wants_logprobs else -1
         self._beams.pop(row, None)
         if params.use_beam_search:
             # As many as could be chosen from this beam alone, were its likeliest tokens those that end it.
             num_offered = max(params.num_sequences + len(admission.stop_token_ids), params.logprobs or 0)
             self._beams[row] = num_offered, params.temperature
-            self._temperature[row] = 0.0
-            self._num_logprobs[row] = -1  # they have their own
+            temperature, num_logprobs = 0.0, -1  # they have log-probabilities of their own
+        values = (
+            temperature, params.top_p, max(params.top_k, 0), params.min_p, admission.seed, admission.index,
+            admission.num_prompt_tokens, num_logprobs,
+        )  # fmt: skip
+        for array, value in zip(self._values.values(), values, strict=True):
+            array[row] = value
         if self._grammars is not None:
             output = admission.token_ids[admission.num_prompt_tokens :]
             self._grammars.admit(row, params, output, admission.stop_token_ids)
-        is_demanding = (
-            params.temperature > 0 or params.wants_logprobs or self._is_special[row] or params.grammar is not None
-        )
+        is_demanding = params.temperature > 0 or params.wants_logprobs or is_special or params.grammar is not None
         (self._demanding.add if is_demanding else self._demanding.discard)(row)
 
     def build(self, samples: Samples, tokens: NDArray[np.int32]) -> SamplingBatch | None:
@@ -226,20 +219,14 @@ class SamplingTable:
             firsts = {row: first for row, (first, _) in samples.guessed.items()}
             masks = partial(grammars.masks, rows, firsts)
 
+        settings = {name: values[rows] for name, values in self._values.items()}
+        settings["index"] += samples.forks.astype(np.uint64)
         return SamplingBatch(
-            temperature=self._temperature[rows],
-            top_p=self._top_p[rows],
-            top_k=self._top_k[rows],
-            min_p=self._min_p[rows],
-            seed=self._seed[rows],
-            index=self._index[rows] + samples.forks.astype(np.uint64),
-            position=(lengths - self._num_prompt_tokens[rows]).astype(np.uint64),
-            num_logprobs=self._num_logprobs[rows],
+            settings=settings,
+            position=(lengths - settings["num_prompt_tokens"]).astype(np.uint64),
             special=self._special(samples, tokens),
-            beams=[(n, *self._beams[row]) for n, row in enumerate(rows.tolist()) if row in self._beams]
-            if self._beams
-            else [],
             masks=masks,
+            beams=[(n, *self._beams[row]) for n, row in enumerate(rows.tolist()) if row in self._beams],
         )
 
     def advance(self, rows: NDArray[np.int64], forks: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
@@ -260,7 +247,3 @@ class SamplingTable:
             assert settings is not None
             found.append(SpecialSample(n, settings, tokens[row, :length], int(samples.lengths[first])))
         return found
-
-
-def _is_special(params: SamplingParams) -> bool:
-    return bool(params.follows_output or params.logit_bias or params.allowed_token_ids is not None)

@@ -177,17 +177,14 @@ def _write(wanted: StructuredOutputsParams) -> str:
         raise ValueError(f"a schema is an object, not {json.dumps(schema)[:40]}")
     if wanted.disable_additional_properties:
         schema = _closed(schema)
-    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _json_options(wanted)}}]})
+    options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or DEFAULT_WHITESPACE}
+    if wanted.disable_any_whitespace:
+        options = {"whitespace_flexible": False}
+    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
 
 
 def _of_lark(text: str) -> str:
     return text if text.lstrip().startswith("{") else json.dumps({"grammars": [{"lark_grammar": text}]})
-
-
-def _json_options(wanted: StructuredOutputsParams) -> dict[str, Any]:
-    if wanted.disable_any_whitespace:
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": wanted.whitespace_pattern or DEFAULT_WHITESPACE}
 
 
 def _check_length(piece: str) -> None:

@@ -37,10 +37,10 @@ _NUM_TEMPLATES = 256  # compiled grammars that are kept
 class GrammarCompiler:
     """Compiles each grammar once. llguidance and the vocabulary are loaded with the first of them."""
 
-    def __init__(self, checkpoint: Checkpoint, vocab_size: int, eos_token_ids: list[int] | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._checkpoint = checkpoint
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids: list[int] = []
         self._vocabulary: LLTokenizer | None = None
         self._templates: OrderedDict[str, LLMatcher] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None

@@ -59,7 +59,7 @@ def _add_biases(ops: Ops, logits: Array, special: list[SpecialSample]) -> None:
 def _penalize(ops: Ops, logits: Array, penalized: list[SpecialSample]) -> None:
     if not penalized:
         return
-    seen = [one.settings.seen_tokens(one.tokens, one.num_settled) for one in penalized]
+    seen = [one.settings.seen.of(one.tokens, one.num_settled) for one in penalized]
     samples, tokens = _flatten((one.sample, distinct) for one, (distinct, _) in zip(penalized, seen, strict=True))
     penalties = np.zeros((3, len(logits)), np.float32)
     for one in penalized:

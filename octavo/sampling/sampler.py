@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,21 +27,6 @@ NOTHING_TO_CHOOSE = (
     "no token could be chosen: allowed_token_ids, bad_words, min_tokens, structured_outputs and logits_processors "
     "together leave none with a finite logit."
 )
-
-
-class SampleArrays(Protocol):
-    """Settings of N samples, by sample: the part of a step's arrays that drawing reads."""
-
-    @property
-    def temperature(self) -> Any: ...
-    @property
-    def top_k(self) -> Any: ...
-    @property
-    def top_p(self) -> Any: ...
-    @property
-    def min_p(self) -> Any: ...
-    @property
-    def dice(self) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -75,26 +60,23 @@ class Drawn:
         return found, errors
 
 
-def fill(arrays: SampleArrays, batch: SamplingBatch) -> None:
-    """Write what `draw` needs of the batch into a step's arrays, on the host."""
-    count = len(batch.temperature)
-    arrays.temperature[:count] = batch.temperature
-    arrays.top_k[:count] = batch.top_k
-    arrays.top_p[:count] = batch.top_p
-    arrays.min_p[:count] = batch.min_p
-    arrays.dice[:count] = uniform(batch.seed, batch.index, batch.position)
+def fill(arrays: Any, batch: SamplingBatch) -> None:
+    """Write what `draw` needs of the batch into a step's arrays (`temperature` and so on), on the host."""
+    settings, count = batch.settings, len(batch.position)
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        getattr(arrays, name)[:count] = settings[name]
+    arrays.dice[:count] = uniform(settings["seed"], settings["index"], batch.position)
 
 
-def draw(
-    ops: Ops, logits: Array, best: Array, arrays: SampleArrays, batch: SamplingBatch | None, is_known: bool
-) -> Drawn:
+def draw(ops: Ops, logits: Array, best: Array, arrays: Any, batch: SamplingBatch | None, is_known: bool) -> Drawn:
     """logits [N, V] float32, which may be overwritten, and their argmax [N] int64 -> the step's samples. Without a
     batch they are the most likely tokens. `is_known` says that the host can look at `best`."""
     if batch is None:
         return Drawn(best)
     masks, mask_errors = batch.masks()
     drawn = Drawn(best, mask_errors)
-    wanted = np.flatnonzero(batch.num_logprobs >= 0)
+    num_logprobs = batch.settings["num_logprobs"]
+    wanted = np.flatnonzero(num_logprobs >= 0)
     raw = ops.rows_of(logits, wanted) if len(wanted) else None  # before penalties, as the model said
     if batch.beams:
         score_beams(ops, logits, batch.beams)
@@ -110,21 +92,22 @@ def draw(
     if batch.beams:
         drawn.offers = best_tokens(ops, logits, batch.beams)
     drawn.tokens = best
-    if (batch.temperature > 0).any():  # after everything else: logits are lost
+    if (batch.settings["temperature"] > 0).any():  # after everything else: logits are lost
         settings = arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p, arrays.dice
         drawn.tokens = ops.sample(logits, *(setting[: len(best)] for setting in settings))
     if raw is not None:
         drawn.wanted = wanted.tolist()
-        drawn.logprobs = measure(ops, raw, ops.rows_of(drawn.tokens, wanted), batch.num_logprobs[wanted])
+        drawn.logprobs = measure(ops, raw, ops.rows_of(drawn.tokens, wanted), num_logprobs[wanted])
     return drawn
 
 
 def _effective(masks: list[tuple[int, TokenMask]], best: Any, batch: SamplingBatch) -> list[tuple[int, TokenMask]]:
     """The masks that change anything: where nothing but the likeliest token is asked for and it is allowed, they do
     not."""
+    temperature = batch.settings["temperature"]
     special = {one.sample for one in batch.special} | {n for n, _, _ in batch.beams}
     return [
         (n, mask)
         for n, mask in masks
-        if n in special or batch.temperature[n] > 0 or best[n] < 0 or not mask.allows(int(best[n]))
+        if n in special or temperature[n] > 0 or best[n] < 0 or not mask.allows(int(best[n]))
     ]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.weights import Weights, open_weights
+from octavo.loading.file_weights import open_weights
+from octavo.loading.weights import Weights
 
 
 def _dummy(dtype: str = "float32", seed: int | None = 0, quantization: str | None = None) -> Weights:

@@ -203,9 +203,9 @@ def test_text_is_split_as_the_models_family_does(
 
 def test_llama3_takes_whole_words_from_the_vocabulary_and_starts_with_bos(default_checkpoint: Checkpoint) -> None:
     built = _with_pre(default_checkpoint, "llama-bpe", add_bos_token=None)
-    assert built.add_bos_token
+    assert built.options["add_bos_token"]
     assert built.backend.model.ignore_merges
-    assert not _with_pre(default_checkpoint, "llama-bpe", add_bos_token=False).add_bos_token
+    assert not _with_pre(default_checkpoint, "llama-bpe", add_bos_token=False).options["add_bos_token"]
 
 
 def test_qwen_normalizes_its_input(default_checkpoint: Checkpoint) -> None:

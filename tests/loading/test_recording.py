@@ -9,9 +9,10 @@ import pytest
 
 from octavo.errors import ConfigError, LoadError
 from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.file_weights import open_weights
 from octavo.loading.memory import GIB, check_fits
 from octavo.loading.recording import RecordingWeights
-from octavo.loading.weights import Weights, open_weights
+from octavo.loading.weights import Weights
 
 Shapes = dict[str, tuple[int, ...]]
 

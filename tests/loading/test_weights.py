@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from octavo.errors import ConfigError, LoadError
 from octavo.loading.checkpoint import Checkpoint, resolve
-from octavo.loading.weights import Weights, open_weights
+from octavo.loading.file_weights import open_weights
+from octavo.loading.weights import Weights
 from octavo.quantization import dequantize
 from octavo.quantization.arrays import FLOATS
 
@@ -345,7 +346,8 @@ def test_without_torch_its_files_are_refused_with_what_to_do(
 
 def test_weights_of_other_formats_are_read_without_torch(hf_folder: Path, mixed_gguf: Path) -> None:
     code = (
-        "import sys\nfrom octavo.loading.checkpoint import resolve\nfrom octavo.loading.weights import open_weights\n"
+        "import sys\nfrom octavo.loading.checkpoint import resolve\n"
+        "from octavo.loading.file_weights import open_weights\n"
         "for path in sys.argv[1:]:\n"
         "    weights = open_weights(resolve(path), 'bfloat16', 0, None, True)\n"
         "    weights.take_matrix('model.layers.0.mlp.up_proj.weight', (96, 64))\n"

@@ -69,7 +69,7 @@ def finished(**times: float) -> RequestMetrics:
 
 def test_every_metric_has_its_name_and_type_from_the_start() -> None:
     metrics = EngineMetrics("m", 100)
-    metrics.record_cache_config(block_size=16)
+    metrics.cache_config = {"block_size": 16}
     types = dict(re.findall(r"# TYPE vllm:(\S+) (\S+)", metrics.render()[0].decode()))
     assert types == (
         dict.fromkeys(GAUGES, "gauge") | dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(HISTOGRAMS, "histogram")
@@ -139,8 +139,8 @@ def test_a_request_aborted_in_the_queue_counts_no_phase_that_it_never_reached() 
 
 def test_latencies_are_recorded_a_step_at_a_time() -> None:
     metrics = EngineMetrics("m", 100)
-    metrics.record_first_tokens([0.05, 0.2])
-    metrics.record_tokens([0.02] * 64)
+    metrics.ttft_s.observe_all([0.05, 0.2])
+    metrics.inter_token_latency_s.observe_all([0.02] * 64)
     values = samples(metrics)
     assert values["time_to_first_token_seconds_count"] == 2
     assert values["time_to_first_token_seconds_bucket{le=0.06}"] == 1

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from torch import Tensor
 
 from octavo import ops
@@ -20,6 +19,7 @@ from octavo.execution.block_mover import BlockMover
 from octavo.execution.cpu_device import CpuDevice
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
+from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import EngineRequest, Prompt, TokenLogprobs
 from octavo.sampling.logprobs import entries, measure
