@@ -146,9 +146,8 @@ def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool
         top_p=0.9 if sampled else 1.0,
         output_kind=RequestOutputKind.DELTA,
     )
-    writer = ChunkWriter(
-        response_id="cmpl-0", kind="text_completion", created=0, model="bench", fingerprint="fp", wants_usage=False
-    )
+    about = {"id": "cmpl-0", "created": 0, "model": "bench", "system_fingerprint": "fp"}
+    writer = ChunkWriter("text_completion", about, wants_usage=False)
     for i in range(num_streams):
         request = inputs.process({"prompt_token_ids": [i + 1, *text[:40]]}, params)
         core.add(request)

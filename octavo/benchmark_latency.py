@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from octavo.bench.latency import main
+from octavo.bench.offline import latency
 
 if __name__ == "__main__":
-    sys.exit(main(prog="octavo.benchmark_latency"))
+    sys.exit(latency(prog="octavo.benchmark_latency"))

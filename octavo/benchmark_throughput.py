@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from octavo.bench.throughput import main
+from octavo.bench.offline import throughput
 
 if __name__ == "__main__":
-    sys.exit(main(prog="octavo.benchmark_throughput"))
+    sys.exit(throughput(prog="octavo.benchmark_throughput"))

@@ -1,21 +1,117 @@
-"""What the benchmarks without a server share: flags that name an engine, and the engine made of them."""
+"""`octavo bench throughput` and `octavo bench latency`: what the engine does without a server.
+
+Also `python -m octavo.benchmark_throughput` and `octavo.benchmark_latency`, vLLM's older names.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.bench.data import positive_int
+import numpy as np
+
+from octavo.bench.data import add_dataset_args, encode, positive_int, sample_prompts
+from octavo.bench.results import write_json
 from octavo.config import EngineArgs
+from octavo.engine.input_processor import PromptInput
+from octavo.entrypoints.cli import run_command
 from octavo.errors import ConfigError
+from octavo.flags import FlagParser
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.entrypoints.llm import LLM
 
+_PERCENTILES = (10, 25, 50, 75, 90, 99)
 
-def add_engine_args(parser: argparse.ArgumentParser) -> None:
+
+def throughput(argv: Sequence[str] | None = None, *, prog: str = "octavo bench throughput") -> int:
+    """Measure and print; returns the exit code."""
+    parser = FlagParser(prog=prog, description="Measure the engine without a server.")
+    add_dataset_args(parser)
+    _add_engine_args(parser)
+    args = parser.parse_args(argv)
+
+    def bench() -> None:
+        llm = _make_llm(args)
+        requests = sample_prompts(args, llm.get_tokenizer())
+        prompts: list[PromptInput] = []
+        for request in requests:
+            _check_length(llm, request.num_tokens, request.num_output_tokens)
+            prompts.append({"prompt_token_ids": encode(llm.get_tokenizer(), request.text)})
+        params = [_sampling_params(args, request.num_output_tokens) for request in requests]
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+        elapsed_s = time.perf_counter() - begin
+        num_input = sum(len(output.prompt_token_ids) for output in outputs)
+        num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+        print(
+            f"Throughput: {len(outputs) / elapsed_s:.2f} requests/s, {(num_input + num_output) / elapsed_s:.2f} total "
+            f"tokens/s, {num_output / elapsed_s:.2f} output tokens/s"
+        )
+        print(f"Total num prompt tokens:  {num_input}\nTotal num output tokens:  {num_output}")
+        if args.json is not None:
+            figures = {
+                "elapsed_time": elapsed_s,
+                "num_requests": len(outputs),
+                "total_num_tokens": num_input + num_output,
+                "requests_per_second": len(outputs) / elapsed_s,
+                "tokens_per_second": (num_input + num_output) / elapsed_s,
+                "output_tokens_per_second": num_output / elapsed_s,
+                "num_prompt_tokens": num_input,
+                "num_output_tokens": num_output,
+            }
+            write_json(Path(args.json), figures)
+
+    return run_command(bench)
+
+
+def latency(argv: Sequence[str] | None = None, *, prog: str = "octavo bench latency") -> int:
+    """Measure and print; returns the exit code."""
+    parser = FlagParser(prog=prog, description="Measure one batch of requests.")
+    group = parser.add_argument_group("batch")
+    group.add_argument("--input-len", type=positive_int, default=32, help="Default: %(default)s tokens.")
+    group.add_argument("--output-len", type=positive_int, default=128, help="Default: %(default)s tokens.")
+    group.add_argument("--batch-size", type=positive_int, default=8, help="Requests (default: %(default)s).")
+    group.add_argument("--num-iters", type=positive_int, default=30, help="Batches (default: %(default)s).")
+    group.add_argument("--num-iters-warmup", type=int, default=10, help="Batches before (default: %(default)s).")
+    _add_engine_args(parser)
+    # Every batch would find the prompts of the one before.
+    parser.set_defaults(enable_prefix_caching=False)
+    args = parser.parse_args(argv)
+
+    def bench() -> None:
+        if args.num_iters_warmup < 0:
+            raise ConfigError(f"--num-iters-warmup must be 0 or more, got {args.num_iters_warmup}.")
+        llm = _make_llm(args)
+        _check_length(llm, args.input_len, args.output_len)
+        rng = np.random.default_rng(args.seed or 0)
+        ids = rng.integers(llm.config.model.vocab_size, size=(args.batch_size, args.input_len)).tolist()
+        prompts: list[PromptInput] = [{"prompt_token_ids": tokens} for tokens in ids]
+        params = _sampling_params(args, args.output_len)
+        times_s = []
+        for i in range(-args.num_iters_warmup, args.num_iters):
+            begin = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            if i >= 0:
+                times_s.append(time.perf_counter() - begin)
+        percentiles = {str(p): float(np.percentile(times_s, p)) for p in _PERCENTILES}
+        print(f"Avg latency: {np.mean(times_s):.4f} seconds")
+        for percentile, seconds in percentiles.items():
+            print(f"{percentile}% percentile latency: {seconds:.4f} seconds")
+        if args.json is not None:
+            figures = {"avg_latency": float(np.mean(times_s)), "latencies": times_s, "percentiles": percentiles}
+            write_json(Path(args.json), figures)
+
+    return run_command(bench)
+
+
+def _add_engine_args(parser: argparse.ArgumentParser) -> None:
     """Every engine flag, and how tokens are chosen."""
     parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")
     parser.add_argument("--n", type=positive_int, default=1, help="Sequences of a prompt (default: 1).")
@@ -24,7 +120,7 @@ def add_engine_args(parser: argparse.ArgumentParser) -> None:
     EngineArgs.add_cli_args(parser)
 
 
-def make_llm(args: argparse.Namespace) -> LLM:
+def _make_llm(args: argparse.Namespace) -> LLM:
     """Raises `ConfigError` or `LoadError`."""
     from octavo.entrypoints.llm import LLM
 
@@ -37,14 +133,14 @@ def make_llm(args: argparse.Namespace) -> LLM:
     return LLM(**dataclasses.asdict(EngineArgs.from_cli_args(args)))
 
 
-def sampling_params(args: argparse.Namespace, num_output_tokens: int) -> SamplingParams:
+def _sampling_params(args: argparse.Namespace, num_output_tokens: int) -> SamplingParams:
     """Exactly that many tokens: the model does not end its answers."""
     return SamplingParams(
         n=args.n, temperature=args.temperature, ignore_eos=True, max_tokens=num_output_tokens, detokenize=True
     )
 
 
-def check_length(llm: LLM, num_input: int, num_output: int) -> None:
+def _check_length(llm: LLM, num_input: int, num_output: int) -> None:
     """Raise `ConfigError` for a request that the engine would end early."""
     limit = llm.config.model.max_model_len
     if num_input + num_output > limit:

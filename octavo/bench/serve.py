@@ -27,7 +27,7 @@ import numpy as np
 from octavo.bench.client import Answer, Target, get_json, stream
 from octavo.bench.data import BenchPrompt, add_dataset_args, positive_int, sample_prompts
 from octavo.bench.results import METRICS, details, summarize, table, write_json
-from octavo.entrypoints.cli.errors import run_command
+from octavo.entrypoints.cli import run_command
 from octavo.errors import ConfigError, OctavoError
 from octavo.flags import FlagParser
 

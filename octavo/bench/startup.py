@@ -26,7 +26,7 @@ import msgspec
 
 from octavo.bench.data import positive_int
 from octavo.config import AsyncEngineArgs
-from octavo.entrypoints.cli.errors import run_command
+from octavo.entrypoints.cli import run_command
 from octavo.errors import OctavoError
 from octavo.flags import FlagParser
 from octavo.processes import python_command

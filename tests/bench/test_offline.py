@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench import latency, throughput
+from octavo.bench.offline import latency, throughput
 
 SMALL = ["--max-model-len", "128", "--max-num-seqs", "4", "--num-gpu-blocks-override", "64"]
 
@@ -17,7 +17,7 @@ SMALL = ["--max-model-len", "128", "--max-num-seqs", "4", "--num-gpu-blocks-over
 def test_throughput_counts_what_went_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "t.json"
     flags = ["--input-len", "20", "--output-len", "6", "--num-prompts", "5", "--n", "2", "--output-json", str(file)]
-    assert throughput.main([*flags, *SMALL]) == 0
+    assert throughput([*flags, *SMALL]) == 0
     figures = json.loads(file.read_text())
     assert (figures["num_requests"], figures["num_output_tokens"]) == (5, 5 * 2 * 6)
     assert figures["num_prompt_tokens"] == pytest.approx(5 * 20, abs=5)
@@ -29,7 +29,7 @@ def test_throughput_reads_sharegpt(tmp_path: Path) -> None:
     data, file = tmp_path / "data.json", tmp_path / "t.json"
     turns = [{"from": "human", "value": "What is a page?"}, {"from": "gpt", "value": "One side of a leaf in a book."}]
     data.write_text(json.dumps([{"conversations": turns}]))
-    assert throughput.main(["--dataset", str(data), "--num-prompts", "2", "--json", str(file), *SMALL]) == 0
+    assert throughput(["--dataset", str(data), "--num-prompts", "2", "--json", str(file), *SMALL]) == 0
     assert 2 * 5 < json.loads(file.read_text())["num_output_tokens"] < 2 * 15
 
 
@@ -47,7 +47,7 @@ def test_latency_measures_each_batch(tmp_path: Path, capsys: pytest.CaptureFixtu
         "--num-iters-warmup",
         "1",
     ]
-    assert latency.main([*flags, "--json", str(file), *SMALL]) == 0
+    assert latency([*flags, "--json", str(file), *SMALL]) == 0
     figures = json.loads(file.read_text())
     assert len(figures["latencies"]) == 4
     assert min(figures["latencies"]) <= figures["percentiles"]["50"] <= max(figures["latencies"])
@@ -56,9 +56,9 @@ def test_latency_measures_each_batch(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert latency.main(["--input-len", "100", "--output-len", "29", *SMALL]) == 1
+    assert latency(["--input-len", "100", "--output-len", "29", *SMALL]) == 1
     assert "are more than the engine's 128" in capsys.readouterr().err
-    assert throughput.main(["--dataset", "/nowhere.json", *SMALL]) == 1
+    assert throughput(["--dataset", "/nowhere.json", *SMALL]) == 1
     assert "--dataset-path /nowhere.json cannot be read" in capsys.readouterr().err
 
 

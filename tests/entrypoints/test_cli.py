@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.entrypoints.cli import chat, complete, main, serve
+from octavo.entrypoints.cli import main, serve
 from octavo.entrypoints.cli.serve import parse_args
+from octavo.entrypoints.cli.terminal import chat, complete
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
 from tests.entrypoints.fake_engine import FakeEngine
@@ -161,7 +162,7 @@ def test_unknown_commands_end_with_code_2(capsys: pytest.CaptureFixture[str]) ->
 
 def test_chat_prints_the_answer(address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--url", address + "/v1", "--system-prompt", "Be kind", "-q", "Hi", "--max-tokens", "5"]
-    assert chat.main(argv) == 0
+    assert chat(argv) == 0
     assert capsys.readouterr().out == "Hello\n"
     assert engine.tokenizer.decode(engine.seen[0][0]) == "system: Be kind\nuser: Hi\nassistant:"
 
@@ -178,22 +179,22 @@ def test_chat_remembers_the_conversation(
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", read)
-    assert chat.main(["--url", address + "/v1"]) == 0
+    assert chat(["--url", address + "/v1"]) == 0
     assert engine.tokenizer.decode(engine.seen[1][0]) == "user: one\nassistant: Hello there\nuser: two\nassistant:"
 
 
 def test_complete_prints_the_continuation(address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    assert complete.main(["--url", address + "/v1", "-q", "Hi"]) == 0
+    assert complete(["--url", address + "/v1", "-q", "Hi"]) == 0
     assert capsys.readouterr().out == "Hello there\n"
 
 
 def test_the_clients_say_what_is_wrong_in_one_line(
     address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert complete.main(["--url", "http://127.0.0.1:1/v1", "-q", "Hi"]) == 1
+    assert complete(["--url", "http://127.0.0.1:1/v1", "-q", "Hi"]) == 1
     assert "no server answers at http://127.0.0.1:1/v1" in capsys.readouterr().err
-    assert complete.main(["--url", address + "/v1", "--model", "other", "-q", "Hi"]) == 1
+    assert complete(["--url", address + "/v1", "--model", "other", "-q", "Hi"]) == 1
     assert "answered 404: The model 'other' does not exist here" in capsys.readouterr().err
     engine.fails_after = (2, RuntimeError("x"))
-    assert complete.main(["--url", address + "/v1", "-q", "Hi"]) == 1
+    assert complete(["--url", address + "/v1", "-q", "Hi"]) == 1
     assert capsys.readouterr() == ("He", "octavo: error: Internal error.\n")

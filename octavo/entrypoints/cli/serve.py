@@ -1,17 +1,22 @@
-"""`octavo serve [MODEL] --flags`: flags and a YAML file become `AsyncEngineArgs` and `ServerArgs`."""
+"""`octavo serve [MODEL] --flags`: flags and a YAML file (`--config`) become `AsyncEngineArgs` and `ServerArgs`.
+
+The file is turned into the words of a command line, so that argparse checks both alike.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+import typing
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from octavo.config import AsyncEngineArgs
-from octavo.entrypoints.cli.config_file import config_flags
-from octavo.entrypoints.cli.errors import run_command
+from octavo.entrypoints.cli import run_command
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
-from octavo.flags import FlagParser
+from octavo.flags import FlagParser, with_hyphens
 from octavo.logs import JSON, configure_logging
 
 
@@ -31,7 +36,7 @@ def parse_args(argv: Sequence[str], prog: str) -> tuple[AsyncEngineArgs, ServerA
     args = parser.parse_args(argv)
     if args.config is not None:
         given = [*argv, *(["--model"] if args.model_positional is not None else [])]
-        args = parser.parse_args([*argv, *config_flags(args.config, given)])
+        args = parser.parse_args([*argv, *_config_flags(args.config, given)])
     if args.model_positional is not None:
         if args.model and args.model != args.model_positional:
             raise ConfigError(f"two models are given: {args.model_positional} and --model {args.model}.")
@@ -56,3 +61,47 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo serve") -> in
             sys.exit(1)
 
     return run_command(serve)
+
+
+def _config_flags(path: str, argv: Sequence[str]) -> list[str]:
+    """Words for the keys of the file that `argv` does not set. Keys are flags' names with - or _, without dashes."""
+    given = {with_hyphens(word).partition("=")[0] for word in argv if word.startswith("--")}
+    hints = {name: hint for cls in (AsyncEngineArgs, ServerArgs) for name, hint in typing.get_type_hints(cls).items()}
+    words: list[str] = []
+    for key, value in _read_config(path).items():
+        name = str(key).replace("-", "_")
+        if name not in hints:
+            raise ConfigError(f"--config {path} has the unknown key {key!r}; keys are the flags' names.")
+        flag = "--" + name.replace("_", "-")
+        if value is None or given & {flag, flag.replace("--", "--no-", 1)}:
+            continue
+        words += _config_words(flag, value, hints[name], f"--config {path}: {key}")
+    return words
+
+
+def _read_config(path: str) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} must map flags' names to values, got a {type(content).__name__}.")
+    return content
+
+
+def _config_words(flag: str, value: Any, hint: Any, where: str) -> list[str]:
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where} must be true or false, got {value!r}.")
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    items = value if isinstance(value, list) and typing.get_origin(hint) is list else [value]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, str | int | float):
+            raise ConfigError(f"{where} must be a string or a number, got {item!r}.")
+    return [f"{flag}={item}" for item in items]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -12,12 +11,12 @@ from starlette.responses import Response
 from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.openai.answer import AnswerFormat, AnswerReader
 from octavo.entrypoints.openai.answer_format import answer_format, check_tool_choice, wanted_grammar
-from octavo.entrypoints.openai.logprobs import LogprobsFormatter
+from octavo.entrypoints.openai.job import Job
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
-from octavo.entrypoints.openai.responses import ChatChoice, ChatCompletionResponse, ChatLogprobs, Usage
+from octavo.entrypoints.openai.responses import ChatChoice, ChatCompletionResponse, ChatLogprobs
 from octavo.entrypoints.openai.route import BodyRoute
-from octavo.entrypoints.openai.state import Asked, ServerState, json_response, make_usage, state_of
-from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, encode_json, run_until_disconnect
+from octavo.entrypoints.openai.state import Asked
+from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
 from octavo.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
@@ -29,41 +28,29 @@ router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 @router.post("/v1/chat/completions", response_model=ChatCompletionResponse)
 async def create_chat_completion(body: ChatCompletionRequest, raw: Request) -> Response:
     """Answer a conversation."""
-    job = _Job(state_of(raw), body, raw)
-    await job.submit()
-    if body.stream:
-        return EventStream(job.stream(), job.headers)
-    response = await run_until_disconnect(job.collect(), raw.receive)
-    return Response(status_code=499) if response is None else json_response(response, job.headers)
+    return await _Job(body, raw).answer(raw)
 
 
-class _Job:
-    """One request on its way through the engine. When `submit` returns, all that can be refused has been checked."""
+class _Job(Job[ChatCompletionRequest, ChatChoice]):
+    id_prefix = "chatcmpl"
+    chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, state: ServerState, body: ChatCompletionRequest, raw: Request) -> None:
-        self._body = body
-        self._model = state.resolve_model(body.model)
-        params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
-        self._id, self.headers = state.response_id("chatcmpl", body, raw)
-        self._created = int(time.time())
-        self._fingerprint = state.fingerprint
-        self._role = state.args.response_role
-        self._state = state
-        self._params = params
-        check_tool_choice(body, state.args)
-        self._formatter = LogprobsFormatter(state.engine.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+    def __init__(self, body: ChatCompletionRequest, raw: Request) -> None:
+        super().__init__(body, raw)
+        check_tool_choice(body, self._state.args)
+        self._role = self._state.args.response_role
         self._format = AnswerFormat()  # known when the prompt is
         self._readers: dict[int, AnswerReader] = {}
         self._prompt_token_ids: list[int] = []
-        self._num_completion = 0
-        self._num_cached = 0
+        self._has_begun = False  # a stream
 
     async def submit(self) -> None:
-        """Raises `RequestError` for whatever is wrong with the prompt."""
-        prompt, self._generator = await self._state.submit(
-            self._id, self._body, self._params, self._prepare, has_grammar=self._body.forces_calls
+        prompt, generator = await self._state.submit(
+            self._about["id"], self._body, self._params, self._prepare, has_grammar=self._body.forces_calls
         )
         self._prompt_token_ids = prompt.token_ids
+        self._num_prompt = len(prompt.token_ids)
+        self._generators = [generator]
 
     def _prepare(self) -> Asked:
         """Render the conversation, which says how its answers are to be read and what they must be."""
@@ -77,69 +64,47 @@ class _Job:
         # The template has put the special tokens in already.
         return Asked(prompt, bool(body.add_special_tokens), grammar)
 
-    async def collect(self) -> ChatCompletionResponse:
-        """The whole answer."""
-        final: RequestOutput | None = None
-        async for output in self._generator:
-            final = output
-        assert final is not None, "a generator that ends without an error has given its final output"
-        self._num_cached = final.num_cached_tokens
-        self._num_completion = sum(len(completion.token_ids) for completion in final.outputs)
-        wants_prompt = self._body.prompt_logprobs is not None and final.prompt_logprobs is not None
+    def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChatChoice:
+        self._num_completion += len(completion.token_ids)
+        reader = AnswerReader(self._format)
+        message = reader.message(self._role, completion.text)
+        return ChatChoice(
+            index=completion.index,
+            message=message,
+            logprobs=self._logprobs(completion),
+            finish_reason=reader.finish_reason(completion.finish_reason) or "abort",
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if self._body.return_token_ids else None,
+        )
+
+    def _response(self, choices: list[ChatChoice]) -> ChatCompletionResponse:
+        wants_logprobs = self._body.prompt_logprobs is not None and 0 in self._prompt_logprobs
         return ChatCompletionResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            system_fingerprint=self._fingerprint,
-            choices=[
-                self._choice(completion)
-                for completion in sorted(final.outputs, key=lambda completion: completion.index)
-            ],
+            **self._about,
+            choices=choices,
             usage=self._usage(),
-            prompt_logprobs=self._formatter.prompt(final.prompt_logprobs or []) if wants_prompt else None,
+            prompt_logprobs=self._formatter.prompt(self._prompt_logprobs[0]) if wants_logprobs else None,
             prompt_token_ids=self._prompt_token_ids if self._body.return_token_ids else None,
         )
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events: the role of each choice, its text, its end."""
+    def _is_plain(self) -> bool:
         body = self._body
-        writer = ChunkWriter(
-            response_id=self._id,
-            kind="chat.completion.chunk",
-            created=self._created,
-            model=self._model,
-            fingerprint=self._fingerprint,
-            wants_usage=body.wants_usage,
-        )
-        # Nothing but text, which is what most chunks are.
-        plain = (
-            not body.logprobs
-            and not body.wants_continuous_usage
-            and not body.return_token_ids
-            and self._format.is_plain
-        )
-        begun = False
-        try:
-            async for output in self._generator:
-                events = []
-                if not begun:
-                    begun = True
-                    self._num_cached = output.num_cached_tokens
-                    events = [self._begin(writer, index) for index in range(body.num_choices)]
-                for completion in output.outputs:
-                    self._num_completion += len(completion.token_ids)
-                    if not plain or completion.finish_reason is not None:
-                        events.append(self._event(writer, completion))
-                    elif completion.text:
-                        field = b'"delta":{"content":' + encode_json(completion.text) + b"}"
-                        events.append(writer.text(completion.index, field))
-                if events:
-                    yield b"".join(events)
-        finally:
-            await self._generator.aclose()
-        if body.wants_usage:
-            yield writer.usage(self._usage().model_dump_json().encode())
-        yield DONE
+        return self._format.is_plain and not (body.logprobs or body.wants_continuous_usage or body.return_token_ids)
+
+    def _events(self, writer: ChunkWriter, prompt_index: int, output: RequestOutput, is_plain: bool) -> list[bytes]:
+        """The role of each choice, its text, its end."""
+        events = []
+        if not self._has_begun:
+            self._has_begun = True
+            events = [self._begin(writer, index) for index in range(self._body.num_choices)]
+        for completion in output.outputs:
+            self._num_completion += len(completion.token_ids)
+            if not is_plain or completion.finish_reason is not None:
+                events.append(self._event(writer, completion))
+            elif completion.text:
+                field = b'"delta":{"content":' + encode_json(completion.text) + b"}"
+                events.append(writer.text(completion.index, field))
+        return events
 
     def _begin(self, writer: ChunkWriter, index: int) -> bytes:
         delta = b'"delta":' + encode_json({"role": self._role, "content": ""})
@@ -174,28 +139,10 @@ class _Job:
         )
         return b"".join(chunks)
 
-    def _choice(self, completion: CompletionOutput) -> ChatChoice:
-        reader = AnswerReader(self._format)
-        message = reader.message(self._role, completion.text)
-        return ChatChoice(
-            index=completion.index,
-            message=message,
-            logprobs=self._logprobs(completion),
-            finish_reason=reader.finish_reason(completion.finish_reason) or "abort",
-            stop_reason=completion.stop_reason,
-            token_ids=completion.token_ids if self._body.return_token_ids else None,
-        )
-
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
         return self._formatter.chat(completion.token_ids, completion.logprobs or [], self._body.top_logprobs or 0)
-
-    def _usage_so_far(self) -> bytes | None:
-        return self._usage().model_dump_json().encode() if self._body.wants_continuous_usage else None
-
-    def _usage(self) -> Usage:
-        return make_usage(len(self._prompt_token_ids), self._num_completion, self._num_cached)
 
 
 def render_messages(

@@ -6,8 +6,6 @@ Choice `i * n + j` is the `j`-th completion of prompt `i`.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,12 +14,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.openai.logprobs import LogprobsFormatter
+from octavo.entrypoints.openai.job import Job
 from octavo.entrypoints.openai.protocol import CompletionRequest
-from octavo.entrypoints.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
+from octavo.entrypoints.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from octavo.entrypoints.openai.route import BodyRoute
-from octavo.entrypoints.openai.state import Asked, ServerState, json_response, make_usage, state_of
-from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, encode_json, merge, run_until_disconnect
+from octavo.entrypoints.openai.state import Asked
+from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.request import Prompt
@@ -37,12 +35,7 @@ MAX_PROMPTS = 2048  # in one request
 @router.post("/v1/completions", response_model=CompletionResponse)
 async def create_completion(body: CompletionRequest, raw: Request) -> Response:
     """Continue each prompt."""
-    job = _Job(state_of(raw), body, raw)
-    await job.submit()
-    if body.stream:
-        return EventStream(job.stream(), job.headers)
-    response = await run_until_disconnect(job.collect(), raw.receive)
-    return Response(status_code=499) if response is None else json_response(response, job.headers)
+    return await _Job(body, raw).answer(raw)
 
 
 async def prompt_text(tokenizer: PreTrainedTokenizerFast, prompt: Prompt, *, is_cut: bool) -> str:
@@ -58,30 +51,18 @@ class _Prompt:
 
     echo: str | None  # its text, when the answer shall start with it
     token_ids: list[int]
-    logprobs: list[PositionLogprobs | None] | None = None
-    num_cached: int = 0
     offsets: dict[int, int] = field(default_factory=dict)  # by choice that has begun: characters of its tokens so far
 
 
-class _Job:
-    """One request on its way through the engine. When `submit` returns, all that can be refused has been checked."""
+class _Job(Job[CompletionRequest, CompletionChoice]):
+    id_prefix = "cmpl"
+    chunk_kind = "text_completion"
 
-    def __init__(self, state: ServerState, body: CompletionRequest, raw: Request) -> None:
-        self._body = body
-        self._model = state.resolve_model(body.model)
-        params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
-        self._id, self.headers = state.response_id("cmpl", body, raw)
-        self._created = int(time.time())
-        self._fingerprint = state.fingerprint
-        self._state = state
-        self._params = params
-        self._formatter = LogprobsFormatter(state.engine.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+    def __init__(self, body: CompletionRequest, raw: Request) -> None:
+        super().__init__(body, raw)
         self._prompts: list[_Prompt] = []
-        self._generators: list[AsyncGenerator[RequestOutput, None]] = []
-        self._num_completion = 0
 
     async def submit(self) -> None:
-        """Raises `RequestError` for whatever is wrong with a prompt, before any of them runs."""
         body = self._body
         if len(body.prompt) > MAX_PROMPTS:
             raise RequestError(f"prompt has {len(body.prompt)} entries; {MAX_PROMPTS} is the most.", param="prompt")
@@ -89,7 +70,7 @@ class _Job:
         for given in body.prompt:
             await asyncio.sleep(0)  # let others go on between two prompts
             prompt, generator = await self._state.submit(
-                self._id,
+                self._about["id"],
                 body,
                 self._params,
                 partial(Asked, given, adds_special),
@@ -101,83 +82,52 @@ class _Job:
                 is_cut = body.truncate_prompt_tokens is not None
                 echo = await prompt_text(self._state.engine.tokenizer, prompt, is_cut=is_cut)
             self._prompts.append(_Prompt(echo, prompt.token_ids))
+            self._num_prompt += len(prompt.token_ids)
             self._generators.append(generator)
 
-    async def collect(self) -> CompletionResponse:
-        """The whole answer."""
-        choices: list[CompletionChoice] = []
-        async for prompt_index, output in merge(self._generators):
-            prompt = self._note(prompt_index, output)
-            for completion in output.outputs:
-                text, logprobs = self._take(prompt, completion)
-                finish_reason, stop_reason = self._end(completion)
-                choice = CompletionChoice(
-                    index=prompt_index * self._body.num_choices + completion.index,
-                    text=text,
-                    logprobs=logprobs,
-                    finish_reason=finish_reason or "abort",
-                    stop_reason=stop_reason,
-                )
-                if self._body.return_token_ids:
-                    choice.token_ids = [] if self._body.only_prompt else completion.token_ids
-                    choice.prompt_token_ids = prompt.token_ids
-                if self._body.prompt_logprobs is not None and prompt.logprobs is not None:
-                    choice.prompt_logprobs = self._formatter.prompt(prompt.logprobs)
-                choices.append(choice)
-        return CompletionResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            system_fingerprint=self._fingerprint,
-            choices=sorted(choices, key=lambda choice: choice.index),
-            usage=self._usage(),
+    def _choice(self, prompt_index: int, completion: CompletionOutput) -> CompletionChoice:
+        prompt = self._prompts[prompt_index]
+        text, logprobs = self._take(prompt_index, completion)
+        finish_reason, stop_reason = self._end(completion)
+        choice = CompletionChoice(
+            index=prompt_index * self._body.num_choices + completion.index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=finish_reason or "abort",
+            stop_reason=stop_reason,
         )
+        if self._body.return_token_ids:
+            choice.token_ids = [] if self._body.only_prompt else completion.token_ids
+            choice.prompt_token_ids = prompt.token_ids
+        if self._body.prompt_logprobs is not None and prompt_index in self._prompt_logprobs:
+            choice.prompt_logprobs = self._formatter.prompt(self._prompt_logprobs[prompt_index])
+        return choice
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events."""
+    def _response(self, choices: list[CompletionChoice]) -> CompletionResponse:
+        return CompletionResponse(**self._about, choices=choices, usage=self._usage())
+
+    def _is_plain(self) -> bool:
         body = self._body
-        writer = ChunkWriter(
-            response_id=self._id,
-            kind="text_completion",
-            created=self._created,
-            model=self._model,
-            fingerprint=self._fingerprint,
-            wants_usage=body.wants_usage,
-        )
-        # Nothing but text, which is what most chunks are.
-        plain = (
-            body.logprobs is None
-            and not body.echo
-            and not body.only_prompt
-            and not body.wants_continuous_usage
-            and not body.return_token_ids
-        )
-        num_choices = body.num_choices
-        outputs = merge(self._generators)
-        try:
-            async for prompt_index, output in outputs:
-                prompt = self._note(prompt_index, output)
-                events = []
-                for completion in output.outputs:
-                    index = prompt_index * num_choices + completion.index
-                    if plain and completion.finish_reason is None:
-                        self._num_completion += len(completion.token_ids)
-                        if completion.text:
-                            events.append(writer.text(index, b'"text":' + encode_json(completion.text)))
-                    else:
-                        events.append(self._event(writer, index, prompt, completion))
-                if events:
-                    yield b"".join(events)
-        finally:
-            await outputs.aclose()
-        if body.wants_usage:
-            yield writer.usage(self._usage().model_dump_json().encode())
-        yield DONE
+        wants_more = body.echo or body.only_prompt or body.wants_continuous_usage or body.return_token_ids
+        return body.logprobs is None and not wants_more
 
-    def _event(self, writer: ChunkWriter, index: int, prompt: _Prompt, completion: CompletionOutput) -> bytes:
+    def _events(self, writer: ChunkWriter, prompt_index: int, output: RequestOutput, is_plain: bool) -> list[bytes]:
+        events = []
+        for completion in output.outputs:
+            index = prompt_index * self._body.num_choices + completion.index
+            if not is_plain or completion.finish_reason is not None:
+                events.append(self._event(writer, index, prompt_index, completion))
+                continue
+            self._num_completion += len(completion.token_ids)
+            if completion.text:
+                events.append(writer.text(index, b'"text":' + encode_json(completion.text)))
+        return events
+
+    def _event(self, writer: ChunkWriter, index: int, prompt_index: int, completion: CompletionOutput) -> bytes:
         """A chunk with whatever the request asked for; empty if there is nothing new."""
+        prompt = self._prompts[prompt_index]
         is_first = completion.index not in prompt.offsets
-        text, logprobs = self._take(prompt, completion)
+        text, logprobs = self._take(prompt_index, completion)
         finish_reason, stop_reason = self._end(completion)
         extra = b""
         if self._body.return_token_ids:
@@ -193,7 +143,7 @@ class _Job:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             logprobs=None if logprobs is None else logprobs.model_dump_json().encode(),
-            usage=self._usage().model_dump_json().encode() if self._body.wants_continuous_usage else None,
+            usage=self._usage_so_far(),
         )
 
     def _end(self, completion: CompletionOutput) -> tuple[str | None, int | str | None]:
@@ -202,15 +152,9 @@ class _Job:
             return "length", None
         return completion.finish_reason, completion.stop_reason
 
-    def _note(self, prompt_index: int, output: RequestOutput) -> _Prompt:
-        prompt = self._prompts[prompt_index]
-        if output.prompt_logprobs is not None:
-            prompt.logprobs = output.prompt_logprobs
-        prompt.num_cached = output.num_cached_tokens
-        return prompt
-
-    def _take(self, prompt: _Prompt, completion: CompletionOutput) -> tuple[str, CompletionLogprobs | None]:
+    def _take(self, prompt_index: int, completion: CompletionOutput) -> tuple[str, CompletionLogprobs | None]:
         """Text and log-probabilities that `completion` adds to its choice, after the echo if they are the first."""
+        prompt = self._prompts[prompt_index]
         text, token_ids, positions = completion.text, completion.token_ids, completion.logprobs or []
         if self._body.only_prompt:
             text, token_ids, positions = "", [], []
@@ -220,7 +164,7 @@ class _Job:
         if offset is None and prompt.echo is not None:
             text = prompt.echo + text
             token_ids = prompt.token_ids + token_ids
-            shown = [*(prompt.logprobs or [None] * len(prompt.token_ids)), *positions]
+            shown = [*self._prompt_logprobs.get(prompt_index, [None] * len(prompt.token_ids)), *positions]
         if self._body.logprobs is None:
             prompt.offsets[completion.index] = 0
             return text, None
@@ -228,7 +172,3 @@ class _Job:
             token_ids, shown, self._body.logprobs, text_offset=offset or 0
         )
         return text, logprobs
-
-    def _usage(self) -> Usage:
-        num_prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
-        return make_usage(num_prompt, self._num_completion, sum(prompt.num_cached for prompt in self._prompts))

@@ -7,9 +7,9 @@ value asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator
 
 from octavo.errors import RequestError
 
@@ -54,6 +54,18 @@ def refuse_unbuilt(data: Any, built: Container[str] = ()) -> Any:
     return {name: value for name, value in data.items() if name not in unbuilt} if unbuilt else data
 
 
+def described(meaning: str, *, default: Any = None, **limits: float) -> Any:
+    """A field of a request body that may be left out, and what it means. `limits` (`minimum`, `maximum`) are only told:
+    `SamplingParams` checks them."""
+
+    def add_limits(schema: dict[str, Any]) -> None:
+        for kind in schema.get("anyOf", [schema]):
+            if kind.get("type") in ("integer", "number"):
+                kind.update(limits)
+
+    return Field(default, description=meaning, json_schema_extra=add_limits)
+
+
 def _check_text(text: str) -> str:
     try:
         text.encode()
@@ -91,19 +103,15 @@ def _check_prompt(value: Any) -> list[str | list[int]]:
     return prompts
 
 
-_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Prompts = Annotated[
     list[str | list[int]],
-    PlainValidator(_check_prompt),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                _TOKEN_IDS_SCHEMA,
-                {"type": "array", "items": _TOKEN_IDS_SCHEMA, "minItems": 1},
-            ]
-        }
+    PlainValidator(
+        _check_prompt,
+        json_schema_input_type=str
+        | Annotated[list[str], Field(min_length=1)]
+        | _TokenIds
+        | Annotated[list[_TokenIds], Field(min_length=1)],
     ),
 ]
 
@@ -116,11 +124,7 @@ def _check_one_prompt(value: Any) -> str | list[int]:
     return list(value)
 
 
-Prompt = Annotated[
-    str | list[int],
-    PlainValidator(_check_one_prompt),
-    WithJsonSchema({"anyOf": [{"type": "string"}, _TOKEN_IDS_SCHEMA]}),
-]
+Prompt = Annotated[str | list[int], PlainValidator(_check_one_prompt, json_schema_input_type=str | _TokenIds)]
 
 
 def _check_content(value: Any) -> str:
@@ -140,22 +144,11 @@ def _check_content(value: Any) -> str:
     return "\n".join(texts)
 
 
-Content = Annotated[
-    str,
-    PlainValidator(_check_content),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
-                    },
-                },
-            ]
-        }
-    ),
-]
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[TextPart])]

@@ -15,8 +15,8 @@ from octavo.entrypoints.openai.errors import describe, error_body
 from octavo.entrypoints.openai.protocol import GenerateRequest
 from octavo.entrypoints.openai.responses import GenerateResponse
 from octavo.entrypoints.openai.route import BodyRoute
-from octavo.entrypoints.openai.state import Asked, json_response, state_of
-from octavo.entrypoints.openai.streaming import EventStream, encode_json, run_until_disconnect
+from octavo.entrypoints.openai.state import Asked, state_of
+from octavo.entrypoints.openai.streaming import EventStream, encode_json, respond
 from octavo.outputs import RequestOutput
 
 router = APIRouter(tags=["vLLM"], route_class=BodyRoute)
@@ -40,8 +40,7 @@ async def generate(body: GenerateRequest, raw: Request) -> Response:
     texts = [start] * body.num_choices
     if body.stream:
         return LineStream(_lines(texts, outputs), headers)
-    response = await run_until_disconnect(_collect(texts, outputs), raw.receive)
-    return Response(status_code=499) if response is None else json_response(response, headers)
+    return await respond(_collect(texts, outputs), raw, headers)
 
 
 async def _collect(texts: list[str], outputs: AsyncGenerator[RequestOutput, None]) -> GenerateResponse:

@@ -1,7 +1,7 @@
 """The bodies of the API's requests, with OpenAI's names and vLLM's extra fields.
 
 Types are checked here, ranges by `SamplingParams`, lengths by the engine. An unknown field is refused, as OpenAI
-does.
+does. What each field means is said once, for readers here and for /openapi.json.
 """
 
 from __future__ import annotations
@@ -11,9 +11,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from octavo.entrypoints.openai.fields import Content, Id, Int, Prompt, Prompts, Text, Texts, TokenId, refuse_unbuilt
+from octavo.entrypoints.openai.fields import (
+    Content,
+    Id,
+    Int,
+    Prompt,
+    Prompts,
+    Text,
+    Texts,
+    TokenId,
+    described,
+    refuse_unbuilt,
+)
 from octavo.errors import RequestError
-from octavo.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from octavo.sampling_params import (
+    MAX_LENGTH_PENALTY,
+    MAX_LOGPROBS,
+    MAX_N,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+
+_IGNORED = "Taken and without effect, as OpenAI documents it."
 
 
 class _Request(BaseModel):
@@ -23,8 +43,8 @@ class _Request(BaseModel):
 class StreamOptions(_Request):
     """What a stream carries besides text."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: bool | None = described("A last chunk with the usage.")
+    continuous_usage_stats: bool | None = described("The usage so far in every chunk.")
     include_obfuscation: Literal[False] | None = None
 
 
@@ -140,48 +160,71 @@ class ResponseFormat(_Request):
 class SamplingRequest(_Request):
     """What every route that generates has in common: sampling, and how the request is treated on its way."""
 
-    stream: bool | None = None
+    stream: bool | None = described("Send the answer as it comes.")
     # OpenAI's sampling.
-    n: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: Int | None = None
-    stop: Texts | None = None
-    logit_bias: dict[str, float] | None = None
+    max_tokens: Int | None = described(
+        "Output tokens at most. Completions and /generate: 16 if left out; chat: as many as fit."
+    )
+    n: Int | None = described("Answers to each prompt.", minimum=1, maximum=MAX_N)
+    temperature: float | None = described(
+        "0 always takes the likeliest token. Left out: as the model's makers say.", minimum=0
+    )
+    top_p: float | None = described("Choose among the likeliest tokens that make up this share.", maximum=1)
+    presence_penalty: float | None = described("Against tokens that have come already.", minimum=-2, maximum=2)
+    frequency_penalty: float | None = described("Against tokens, by how often they have come.", minimum=-2, maximum=2)
+    seed: Int | None = described("Makes the answer a function of the request alone, whatever else runs.")
+    stop: Texts | None = described("Texts that end the answer.")
+    logit_bias: dict[str, float] | None = described("By token id: added to its logit, -100 to 100.")
     # vLLM's sampling.
-    best_of: Int | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Int | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    bad_words: list[Text] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    truncate_prompt_tokens: Int | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
+    best_of: Int | None = described(
+        "Answers to generate, of which the n likeliest are returned; with beam search, the beams.",
+        minimum=1,
+        maximum=MAX_N,
+    )
+    top_k: Int | None = described("Choose among this many likeliest tokens; 0 or -1 is all.", minimum=-1)
+    min_p: float | None = described("Least probability, relative to the likeliest token.", minimum=0, maximum=1)
+    repetition_penalty: float | None = described("Above 1 against tokens of prompt and output.", minimum=0)
+    stop_token_ids: list[TokenId] | None = described("Tokens that end the answer.")
+    include_stop_str_in_output: bool | None = described("Show the stop at the end of the text.")
+    ignore_eos: bool | None = described("Go on after the model's end-of-sequence.")
+    min_tokens: Int | None = described("No end before this many tokens.", minimum=0)
+    skip_special_tokens: bool | None = described("Leave special tokens out of the text.")
+    spaces_between_special_tokens: bool | None = described("Put spaces between special tokens in the text.")
+    bad_words: list[Text] | None = described("Texts that must not come.")
+    allowed_token_ids: list[TokenId] | None = described("Only these tokens may come.")
+    truncate_prompt_tokens: Int | None = described(
+        "Keep this many of the prompt's last tokens; -1 is as many as fit.", minimum=-1
+    )
+    use_beam_search: bool | None = described("Search for the likeliest answers instead of choosing token by token.")
+    length_penalty: float | None = described(
+        "Beam search: above 0 favours long answers.", minimum=-MAX_LENGTH_PENALTY, maximum=MAX_LENGTH_PENALTY
+    )
+    early_stopping: bool | Literal["never"] | None = described(
+        'Beam search: when to stop looking; true, false or "never".'
+    )
     # What the answer must be: OpenAI's field, vLLM's, and vLLM's older ones.
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Text | dict[str, Any] | None = None
-    guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
-    guided_grammar: Text | None = None
-    guided_whitespace_pattern: Text | None = None
+    response_format: ResponseFormat | None = described("OpenAI's way to ask for JSON, of a schema or any.")
+    structured_outputs: StructuredOutputs | None = described(
+        "vLLM's way to say what the answer must be: json, regex, choice or grammar."
+    )
+    guided_json: Text | dict[str, Any] | None = described("vLLM's older name of structured_outputs.json.")
+    guided_regex: Text | None = described("vLLM's older name of structured_outputs.regex.")
+    guided_choice: list[Text] | None = described("vLLM's older name of structured_outputs.choice.")
+    guided_grammar: Text | None = described("vLLM's older name of structured_outputs.grammar.")
+    guided_whitespace_pattern: Text | None = described("With guided_json: what may stand between the parts of JSON.")
     # vLLM's others.
-    add_special_tokens: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    request_id: Id | None = None
-    cache_salt: Annotated[Text, Field(min_length=1)] | None = None
-    # Octavo's own: seconds from arrival after which the request ends with what it has.
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    add_special_tokens: bool | None = described("Begin the prompt with what the tokenizer begins texts with.")
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = described(
+        "Lower goes first, with --scheduling-policy priority.", default=0
+    )
+    request_id: Id | None = described("Becomes part of the answer's id, and comes back as header X-Request-Id.")
+    cache_salt: Annotated[Text, Field(min_length=1)] | None = described(
+        "Requests with different salts share no cached prompt."
+    )
+    # Octavo's own.
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
+        "Seconds after arrival at which the answer ends with what there is."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -223,30 +266,35 @@ class SamplingRequest(_Request):
             asked["whitespace_pattern"] = self.guided_whitespace_pattern
         return field, StructuredOutputsParams(**asked)
 
-    def _sampling_params(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+    def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """`defaults` are the model's, for what is left out. Raises `RequestError` for values out of range."""
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None}
         if (structure := self.structure()) is not None:
             given["structured_outputs"] = structure[1]
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         if self.use_beam_search:
             defaults = {"temperature": 0.0}  # the model's own are for choosing at random
-        return SamplingParams(**{**defaults, **given, **fields}, output_kind=kind)
+        return SamplingParams(**{**defaults, **given, **self._own_params()}, output_kind=kind)
+
+    def _own_params(self) -> dict[str, Any]:
+        """Parameters that the route reads in its own way."""
+        return {}
 
 
 class GenerationRequest(SamplingRequest):
     """What completions and chat completions have in common beside that."""
 
-    model: Text | None = None
-    stream_options: StreamOptions | None = None
+    model: Text | None = described("One of the names of GET /v1/models; may be left out.")
+    stream_options: StreamOptions | None = described("What a stream carries besides text.")
     # OpenAI's notes about the caller, which by their documentation do not change the answer.
-    user: Text | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
+    user: Text | None = described(_IGNORED)
+    metadata: dict[str, Any] | None = described(_IGNORED)
+    safety_identifier: Text | None = described(_IGNORED)
+    prompt_cache_key: Text | None = described(_IGNORED)
     # vLLM's.
-    prompt_logprobs: Int | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Int | None = described("logprobs for the prompt's tokens.", minimum=0, maximum=MAX_LOGPROBS)
+    return_token_ids: bool | None = described("Add the token ids of prompt and answer.")
+    return_tokens_as_token_ids: bool | None = described("Write tokens as token_id:N in log-probabilities.")
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
@@ -277,60 +325,65 @@ _SAMPLING_FIELDS = [
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: Prompts
-    max_tokens: Int | None = None
-    echo: bool | None = None
-    logprobs: Int | None = None
+    prompt: Prompts = Field(description="Text, token ids, or a list of either.")
+    echo: bool | None = described("Start the text with the prompt.")
+    logprobs: Int | None = described("Log-probabilities of this many likeliest tokens.")
 
     @property
     def only_prompt(self) -> bool:
         """`max_tokens` 0: score the prompt and generate nothing."""
         return self.max_tokens == 0
 
-    def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """`defaults` are the model's, for what is left out. Raises `RequestError` for values out of range."""
+    def _own_params(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens or 1}
         if self.logprobs is not None:
             fields["logprobs"] = self.logprobs
             if self.echo and self.prompt_logprobs is None:
                 fields["prompt_logprobs"] = self.logprobs
-        return self._sampling_params(defaults, **fields)
+        return fields
 
 
-class ChatCompletionRequest(GenerationRequest):
-    """Body of POST /v1/chat/completions."""
+class _TemplateRequest(_Request):
+    """What is done with the messages of a conversation."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_tokens: Int | None = None
-    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = described("End the prompt with the beginning of an answer; true if left out.")
+    continue_final_message: bool | None = described("Go on with the last message instead of answering it.")
+    chat_template_kwargs: dict[str, Any] | None = described("Variables for the chat template.")
+    tools: list[Tool] | None = described("Functions that the answer may call.")
 
     @model_validator(mode="after")
-    def _check_chat(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
+    def _check_end(self) -> _TemplateRequest:
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
             )
-        self._check_tools()
         return self
 
-    def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """`defaults` are the model's, for what is left out. Raises `RequestError` for values out of range."""
+
+class ChatCompletionRequest(GenerationRequest, _TemplateRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] = Field(description="The conversation so far.")
+    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = described("The newer name of max_tokens.")
+    logprobs: bool | None = described("Whether to add log-probabilities.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = described(
+        "Those of this many likeliest tokens."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = described(
+        'Whether to call them: "auto", "none", "required" or the one to call.'
+    )
+    parallel_tool_calls: bool | None = described("Whether there may be several calls.")
+    include_reasoning: bool | None = described("Whether reasoning is shown, in a field of its own.")
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
+        return self
+
+    def _own_params(self) -> dict[str, Any]:
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        fields: dict[str, Any] = {"max_tokens": max_tokens}
-        if self.logprobs:
-            fields["logprobs"] = self.top_logprobs or 0
-        return self._sampling_params(defaults, **fields)
+        return {"max_tokens": max_tokens} | ({"logprobs": self.top_logprobs or 0} if self.logprobs else {})
 
     @property
     def forces_calls(self) -> bool:
@@ -344,13 +397,14 @@ class ChatCompletionRequest(GenerationRequest):
             return {}
         return {tool.function.name: tool.function.schema_of_arguments for tool in self.tools or ()}
 
-    def _check_tools(self) -> None:
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatCompletionRequest:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise RequestError("tools must have different names.", param="tools")
         choice = self.tool_choice
         if choice is None or choice == "none":
-            return
+            return self
         if not names:
             raise RequestError("tool_choice needs tools.", param="tool_choice")
         if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
@@ -359,31 +413,23 @@ class ChatCompletionRequest(GenerationRequest):
             )
         if choice != "auto" and (structure := self.structure()) is not None:
             raise RequestError(f"{structure[0]} and tool_choice exclude each other.", param=structure[0])
+        return self
 
 
 class GenerateRequest(SamplingRequest):
     """Body of POST /generate."""
 
-    prompt: Prompt
-    max_tokens: Int | None = None
-
-    def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """`defaults` are the model's, for what is left out. Raises `RequestError` for values out of range."""
-        return self._sampling_params(defaults, **({} if self.max_tokens is None else {"max_tokens": self.max_tokens}))
+    prompt: Prompt = Field(description="Text or token ids.")
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(_TemplateRequest):
     """Body of POST /tokenize: a prompt, or the messages of a chat, with what would be done to them."""
 
-    model: Text | None = None
-    prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    model: Text | None = described("One of the names of GET /v1/models; may be left out.")
+    prompt: Text | None = described("A text.")
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = described("A conversation.")
+    add_special_tokens: bool | None = described("Begin the prompt with what the tokenizer begins texts with.")
+    return_token_strs: bool | None = described("Add the tokens as the vocabulary writes them.")
 
     @model_validator(mode="before")
     @classmethod
@@ -394,18 +440,14 @@ class TokenizeRequest(_Request):
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
+        for name in _TemplateRequest.model_fields:
             if self.messages is None and getattr(self, name) is not None:
                 raise RequestError(f"{name} is for messages; a prompt has no chat template.", param=name)
-        if self.continue_final_message and self.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
-            )
         return self
 
 
 class DetokenizeRequest(_Request):
     """Body of POST /detokenize."""
 
-    model: Text | None = None
-    tokens: list[TokenId]
+    model: Text | None = described("One of the names of GET /v1/models; may be left out.")
+    tokens: list[TokenId] = Field(description="Token ids.")

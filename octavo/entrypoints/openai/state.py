@@ -16,15 +16,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import Request
-from pydantic import BaseModel
 from starlette.datastructures import Headers
-from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.openai.errors import RETRY_AFTER_S
 from octavo.entrypoints.openai.fields import ID_PATTERN
 from octavo.entrypoints.openai.protocol import SamplingRequest
-from octavo.entrypoints.openai.responses import PromptTokensDetails, Usage
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.outputs import RequestOutput
@@ -207,17 +204,3 @@ def state_of(request: Request) -> ServerState:
     """The state of the server that `request` came to."""
     state: ServerState = request.app.state.octavo
     return state
-
-
-def make_usage(num_prompt: int, num_completion: int, num_cached: int) -> Usage:
-    return Usage(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_completion,
-        total_tokens=num_prompt + num_completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
-    )
-
-
-def json_response(body: BaseModel, headers: dict[str, str] | None = None) -> Response:
-    """`body` as JSON; written by pydantic directly, which is several times faster than through Python objects."""
-    return Response(body.model_dump_json(), headers=headers, media_type="application/json")

@@ -7,11 +7,13 @@ A chunk is made for every token of every stream, so chunks are put together from
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from pydantic import BaseModel
 from starlette.background import BackgroundTask
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -31,17 +33,8 @@ class ChunkWriter:
     `wants_usage` puts the usage (or null) into every chunk, as OpenAI does when the client asked for the usage.
     """
 
-    def __init__(
-        self, *, response_id: str, kind: str, created: int, model: str, fingerprint: str, wants_usage: bool
-    ) -> None:
-        fields = {
-            "id": response_id,
-            "object": kind,
-            "created": created,
-            "model": model,
-            "system_fingerprint": fingerprint,
-        }
-        self._head = b"data: " + encode_json(fields)[:-1] + b',"choices":['
+    def __init__(self, kind: str, about: Mapping[str, Any], *, wants_usage: bool) -> None:
+        self._head = b"data: " + encode_json({"id": about["id"], "object": kind, **about})[:-1] + b',"choices":['
         self._choice_heads: dict[int, bytes] = {}
         self._tail = b',"usage":null}\n\n' if wants_usage else b"}\n\n"
         self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._tail
@@ -105,6 +98,15 @@ class EventStream(Response):
         finally:
             await self._events.aclose()
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def respond(work: Coroutine[Any, Any, BaseModel], raw: Request, headers: dict[str, str]) -> Response:
+    """The result of `work` as JSON; written by pydantic directly, which is several times faster than through Python
+    objects. 499, which nobody sees, where the client hung up."""
+    body = await run_until_disconnect(work, raw.receive)
+    if body is None:
+        return Response(status_code=499)
+    return Response(body.model_dump_json(), headers=headers, media_type="application/json")
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:

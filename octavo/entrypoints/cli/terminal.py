@@ -1,5 +1,4 @@
-"""What `octavo chat` and `octavo complete` share: their flags, how lines are typed and answers printed, and a client of
-a running server, streaming included."""
+"""`octavo chat` and `octavo complete`: a running server in the terminal, streaming included."""
 
 from __future__ import annotations
 
@@ -8,11 +7,12 @@ import http.client
 import json
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from octavo.entrypoints.cli import run_command
 from octavo.errors import OctavoError
 from octavo.flags import FlagParser
 from octavo.sse import EventReader
@@ -20,7 +20,48 @@ from octavo.sse import EventReader
 TIMEOUT_S = 600
 
 
-def make_parser(prog: str, description: str) -> FlagParser:
+def chat(argv: Sequence[str] | None = None, *, prog: str = "octavo chat") -> int:
+    """Talk until end of file (Ctrl-D), or ask the one question of --quick; returns the exit code."""
+    parser = _make_parser(prog, "Talk to a running server. Ctrl-C stops an answer, Ctrl-D ends.")
+    parser.add_argument("--system-prompt", help="What the model is told before the conversation.")
+    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="Send one message, print the answer and end.")
+    args = parser.parse_args(argv)
+
+    def run() -> None:
+        client = ApiClient(args)
+        is_typed = sys.stdin.isatty() and args.quick is None
+        if is_typed:
+            print(f"{client.model}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+        messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+        for text in _typed_lines() if args.quick is None else [args.quick]:
+            messages.append({"role": "user", "content": text})
+            choices = client.stream("/chat/completions", messages=messages)
+            answer = _print_answer(choices, lambda choice: choice["delta"].get("content") or "", goes_on=is_typed)
+            if answer is None:  # the question was not answered, so it is not part of the conversation
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+    return run_command(run)
+
+
+def complete(argv: Sequence[str] | None = None, *, prog: str = "octavo complete") -> int:
+    """Continue each line typed until end of file, or the one text of --quick; returns the exit code."""
+    parser = _make_parser(prog, "Continue texts with a running server. Ctrl-C stops a text, Ctrl-D ends.")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="Continue one text and end.")
+    args = parser.parse_args(argv)
+
+    def run() -> None:
+        client = ApiClient(args)
+        is_typed = sys.stdin.isatty() and args.quick is None
+        for text in _typed_lines() if args.quick is None else [args.quick]:
+            choices = client.stream("/completions", prompt=text)
+            _print_answer(choices, lambda choice: choice["text"], goes_on=is_typed)
+
+    return run_command(run)
+
+
+def _make_parser(prog: str, description: str) -> FlagParser:
     """Flags that say which server and model to talk to, and how."""
     parser = FlagParser(prog=prog, description=description)
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="The server's API (default: %(default)s).")
@@ -31,7 +72,7 @@ def make_parser(prog: str, description: str) -> FlagParser:
     return parser
 
 
-def typed_lines() -> Iterator[str]:
+def _typed_lines() -> Iterator[str]:
     """Lines that are not blank, until end of file. A person gets a prompt, editing and a history, and Ctrl-C drops what
     is typed; a pipe gets none of that."""
     is_typed = sys.stdin.isatty()
@@ -54,12 +95,15 @@ def typed_lines() -> Iterator[str]:
             yield line
 
 
-def print_answer(texts: Generator[str, None, None], *, goes_on: bool) -> str | None:
+def _print_answer(
+    choices: Generator[dict[str, Any], None, None], text_of: Callable[[dict[str, Any]], str], *, goes_on: bool
+) -> str | None:
     """Print an answer as it comes, and return it. Where the program `goes_on` after it, Ctrl-C keeps what there is, and
     an error is a line, after which None is returned."""
     answer = ""
     try:
-        for text in texts:
+        for choice in choices:
+            text = text_of(choice)
             answer += text
             print(text, end="", flush=True)
     except KeyboardInterrupt:
@@ -71,13 +115,13 @@ def print_answer(texts: Generator[str, None, None], *, goes_on: bool) -> str | N
         print("\n" if answer else "", f"octavo: error: {error}", sep="", file=sys.stderr)
         return None
     finally:
-        texts.close()
+        choices.close()
     print()
     return answer
 
 
 class ApiClient:
-    """A running server, as the arguments of `make_parser` name it. Every failure is an `OctavoError`."""
+    """A running server, as the arguments of `_make_parser` name it. Every failure is an `OctavoError`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         url = urlsplit(args.url if "://" in args.url else "http://" + args.url)

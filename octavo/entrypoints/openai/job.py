@@ -1,0 +1,117 @@
+"""What completions and chat completions do alike: a request goes to the engine, and its outputs become one answer or
+the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from octavo.entrypoints.openai.logprobs import LogprobsFormatter
+from octavo.entrypoints.openai.protocol import GenerationRequest
+from octavo.entrypoints.openai.responses import ChatChoice, CompletionChoice, PromptTokensDetails, Usage
+from octavo.entrypoints.openai.state import state_of
+from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, merge, respond
+from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+
+Body = TypeVar("Body", bound=GenerationRequest)
+Choice = TypeVar("Choice", CompletionChoice, ChatChoice)
+
+
+class Job(ABC, Generic[Body, Choice]):
+    """One request on its way through the engine. When `submit` returns, all that can be refused has been checked."""
+
+    id_prefix: str
+    chunk_kind: str  # the `object` of a stream's chunks
+
+    def __init__(self, body: Body, raw: Request) -> None:
+        self._state = state = state_of(raw)
+        self._body = body
+        model = state.resolve_model(body.model)
+        self._params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
+        response_id, self._headers = state.response_id(self.id_prefix, body, raw)
+        # What the answer and each of its chunks begin with.
+        self._about: dict[str, Any] = {
+            "id": response_id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": state.fingerprint,
+        }
+        self._formatter = LogprobsFormatter(state.engine.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._generators: list[AsyncGenerator[RequestOutput, None]] = []  # one a prompt
+        self._prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}  # by prompt
+        self._num_prompt = 0  # tokens of all prompts
+        self._num_cached: dict[int, int] = {}  # tokens, by prompt
+        self._num_completion = 0
+
+    async def answer(self, raw: Request) -> Response:
+        """The whole answer, or its stream. Raises `RequestError` for whatever is wrong with the request."""
+        await self.submit()
+        if self._body.stream:
+            return EventStream(self._stream(), self._headers)
+        return await respond(self._collect(), raw, self._headers)
+
+    @abstractmethod
+    async def submit(self) -> None:
+        """Make the `_generators`. Raises `RequestError` for whatever is wrong with a prompt."""
+
+    @abstractmethod
+    def _choice(self, prompt_index: int, completion: CompletionOutput) -> Choice:
+        """A whole choice."""
+
+    @abstractmethod
+    def _response(self, choices: list[Choice]) -> BaseModel:
+        """The whole answer."""
+
+    @abstractmethod
+    def _events(self, writer: ChunkWriter, prompt_index: int, output: RequestOutput, is_plain: bool) -> list[bytes]:
+        """The chunks that `output` brings. An answer that `is_plain` has nothing but text, which is what most are."""
+
+    @abstractmethod
+    def _is_plain(self) -> bool:
+        """Whether the request asks for nothing but text."""
+
+    async def _collect(self) -> BaseModel:
+        choices: list[Choice] = []
+        async for prompt_index, output in merge(self._generators):
+            self._note(prompt_index, output)
+            choices += [self._choice(prompt_index, completion) for completion in output.outputs]
+        return self._response(sorted(choices, key=lambda choice: choice.index))
+
+    async def _stream(self) -> AsyncGenerator[bytes, None]:
+        wants_usage = self._body.wants_usage
+        writer = ChunkWriter(self.chunk_kind, self._about, wants_usage=wants_usage)
+        is_plain = self._is_plain()
+        outputs = merge(self._generators)
+        try:
+            async for prompt_index, output in outputs:
+                self._note(prompt_index, output)
+                if events := self._events(writer, prompt_index, output, is_plain):
+                    yield b"".join(events)
+        finally:
+            await outputs.aclose()
+        if wants_usage:
+            yield writer.usage(self._usage().model_dump_json().encode())
+        yield DONE
+
+    def _note(self, prompt_index: int, output: RequestOutput) -> None:
+        self._num_cached[prompt_index] = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
+
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._num_prompt,
+            completion_tokens=self._num_completion,
+            total_tokens=self._num_prompt + self._num_completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached.values())),
+        )
+
+    def _usage_so_far(self) -> bytes | None:
+        """For each chunk, if the request wants it."""
+        return self._usage().model_dump_json().encode() if self._body.wants_continuous_usage else None
