@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from octavo.bench import serve as bench_serve
-from octavo.entrypoints.cli import complete
+from octavo.entrypoints.cli.terminal import complete
 from octavo.sse import EventReader
 
 STREAM = (
@@ -69,7 +69,7 @@ def odd_server() -> Iterator[str]:
 
 
 def test_the_terminal_client_reads_them(odd_server: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert complete.main(["--url", f"{odd_server}/v1", "--model", "m", "--quick", "Hi"]) == 0
+    assert complete(["--url", f"{odd_server}/v1", "--model", "m", "--quick", "Hi"]) == 0
     assert capsys.readouterr().out == "Hello\n"
 
 

@@ -7,9 +7,11 @@ over llhttp (`httptools`), and typed JSON (`msgspec`). Nothing here decides when
 from __future__ import annotations
 
 import asyncio
+import http.client
 import ssl
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -19,6 +21,8 @@ import msgspec
 
 from octavo.errors import ConfigError
 from octavo.sse import EventReader
+
+TIMEOUT_S = 60  # of a question that is no request
 
 
 @dataclass(slots=True)
@@ -77,22 +81,35 @@ class Target:
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self.headers = dict(headers)
         lines = {"Host": parts.netloc, "Accept": "text/event-stream", "Connection": "close", **headers}
         self._path = parts.path or "/"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
 
-    def message(self, method: str, body: Mapping[str, Any] | None, path: str | None = None) -> bytes:
-        """A whole HTTP request."""
-        data = b"" if body is None else _encode(body)
-        head = f"{method} {path or self._path} HTTP/1.1\r\n{self._headers}"
-        if body is not None:
-            head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-        return head.encode() + b"\r\n" + data
+    def message(self, body: Mapping[str, Any]) -> bytes:
+        """A whole POST request."""
+        data = _encode(body)
+        length = f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+        return f"POST {self._path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode() + data
+
+    def get_json(self, path: str) -> Any:
+        """The body of a GET. Blocks. Raises `OSError` for everything that goes wrong."""
+        kind = http.client.HTTPConnection if self.ssl is None else http.client.HTTPSConnection
+        with closing(kind(self.host, self.port, timeout=TIMEOUT_S)) as connection:
+            try:
+                connection.request("GET", path, headers=self.headers)
+                response = connection.getresponse()
+                body = response.read()
+                if response.status != 200:
+                    raise OSError(f"{path} answered {response.status}: {_error_message(body)}")
+                return msgspec.json.decode(body)
+            except (http.client.HTTPException, msgspec.DecodeError) as error:
+                raise OSError(f"{path} gave no JSON: {error}") from None
 
 
 async def stream(target: Target, body: Mapping[str, Any]) -> Answer:
     """Send one streaming request and read its answer to the end. Failures are the answer's `error`."""
-    message = target.message("POST", body)
+    message = target.message(body)
     answer = Answer(time.perf_counter())
     loop = asyncio.get_running_loop()
     transport = None
@@ -109,31 +126,6 @@ async def stream(target: Target, body: Mapping[str, Any]) -> Answer:
     if not answer.num_output_tokens:  # a server that gives no usage: a chunk is a token
         answer.num_output_tokens = len(answer.itls_s) + bool(answer.ttft_s)
     return answer
-
-
-async def get_json(target: Target, path: str) -> Any:
-    """The body of a GET. Raises `OSError` for everything that goes wrong."""
-    reader, writer = await asyncio.open_connection(target.host, target.port, ssl=target.ssl)
-    try:
-        writer.write(target.message("GET", None, path))
-        whole = _WholeResponse()
-        parser = httptools.HttpResponseParser(whole)
-        parser.feed_data(await reader.read(-1))
-        if parser.get_status_code() != 200:
-            raise OSError(f"{path} answered {parser.get_status_code()}: {_error_message(whole.body)}")
-        return msgspec.json.decode(whole.body)
-    except (httptools.HttpParserError, msgspec.DecodeError) as error:
-        raise OSError(f"{path} gave no JSON: {error}") from None
-    finally:
-        writer.close()
-
-
-class _WholeResponse:
-    def __init__(self) -> None:
-        self.body = b""
-
-    def on_body(self, data: bytes) -> None:
-        self.body += data
 
 
 class _EventReader(asyncio.Protocol):

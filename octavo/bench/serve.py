@@ -17,6 +17,7 @@ import os
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.bench.client import Answer, Target, get_json, stream
+from octavo.bench.client import Answer, Target, stream
 from octavo.bench.data import BenchPrompt, add_dataset_args, positive_int, sample_prompts
 from octavo.bench.results import METRICS, details, summarize, table, write_json
 from octavo.entrypoints.cli import run_command
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench serve")
             answers, duration_s, prompts = runner.run(_measure(args, plan))
         figures = summarize(answers, duration_s, percentiles=plan.percentiles, goodput_ms=plan.goodput_ms)
         print(table(figures, plan.shown, plan.percentiles, plan.setting()))
-        for message, count in _count_errors(answers).items():
+        for message, count in Counter(answer.error for answer in answers if answer.error is not None).items():
             print(f"{count} failed: {message}", file=sys.stderr)
         _save(args, plan, figures, answers, prompts)
         if not figures["completed"]:
@@ -140,12 +141,12 @@ class Plan:
 
             check_plot_file(args.plot)
 
-    async def ask_server(self) -> None:
+    def ask_server(self) -> None:
         """Fill in what was left open, from the server's list of models."""
         if self.model and self.tokenizer:
             return
         try:
-            card = (await get_json(self.target, "/v1/models"))["data"][0]
+            card = self.target.get_json("/v1/models")["data"][0]
             name, root = str(card["id"]), str(card.get("root") or card["id"])
         except (OSError, LookupError, TypeError) as error:
             if self.model:  # a server that does not say: the name must do
@@ -198,7 +199,7 @@ def arrival_times(num_prompts: int, rate: float, burstiness: float, seed: int) -
 
 
 async def _measure(args: argparse.Namespace, plan: Plan) -> tuple[list[Answer], float, list[BenchPrompt]]:
-    await plan.ask_server()
+    plan.ask_server()
     from octavo.loading.checkpoint import find_tokenizer
     from octavo.loading.tokenizer import read_tokenizer
 
@@ -254,14 +255,6 @@ async def run_load(
     if progress is not None:
         progress.close()
     return answers, duration_s
-
-
-def _count_errors(answers: Sequence[Answer]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for answer in answers:
-        if answer.error is not None:
-            counts[answer.error] = counts.get(answer.error, 0) + 1
-    return counts
 
 
 def _save(

@@ -20,11 +20,12 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from octavo.bench.data import positive_int
+from octavo.bench.results import write_json
 from octavo.config import AsyncEngineArgs
 from octavo.entrypoints.cli import run_command
 from octavo.errors import OctavoError
@@ -74,10 +75,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench startup
         print(report(starts))
         if args.json is not None:
             data = {"flags": flags, "median": msgspec.to_builtins(median(starts)), "runs": msgspec.to_builtins(starts)}
-            try:
-                Path(args.json).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise OctavoError(f"--json {args.json} cannot be written: {error.strerror or error}.") from None
+            write_json(Path(args.json), data)
 
     return run_command(bench)
 
@@ -188,21 +186,15 @@ def peak_bytes(pid: int | None) -> int | None:
 def median(starts: Sequence[Start]) -> Start:
     """The median of every figure for itself."""
 
-    def middle(values: list[int | None]) -> int | None:
+    def middle(values: list[Any]) -> Any:
         known = [value for value in values if value is not None]
-        return statistics.median_low(known) if known else None
+        if not known:
+            return None
+        if isinstance(known[0], dict):
+            return {phase: middle([value[phase] for value in known]) for phase in known[0]}
+        return statistics.median(known) if isinstance(known[0], float) else statistics.median_low(known)
 
-    first = starts[0]
-    return Start(
-        ready_s=statistics.median(s.ready_s for s in starts),
-        server_s={phase: statistics.median(s.server_s[phase] for s in starts) for phase in first.server_s},
-        core_s={phase: statistics.median(s.core_s[phase] for s in starts) for phase in first.core_s},
-        first_token_s=statistics.median(s.first_token_s for s in starts),
-        weight_bytes=first.weight_bytes,
-        cache_bytes=statistics.median_low(s.cache_bytes for s in starts),
-        peak_bytes=middle([s.peak_bytes for s in starts]),
-        peak_after_request_bytes=middle([s.peak_after_request_bytes for s in starts]),
-    )
+    return Start(*(middle([getattr(start, name) for start in starts]) for name in Start.__struct_fields__))
 
 
 def report(starts: Sequence[Start]) -> str:

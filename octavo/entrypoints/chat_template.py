@@ -1,17 +1,33 @@
-"""A conversation as the text that the model continues, by the tokenizer's chat template. For `LLM` and the server."""
+"""A conversation as the text that the model continues, by the tokenizer's chat template. For `LLM` and the server.
+
+To templates that know nothing of tools, tools are described in words, in Hermes' format. Calls in the conversation are
+then written as the model would have written them, and their results as messages of the user, the one role that every
+template has.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from octavo.entrypoints.tool_prompt import describe_tools, without_tool_roles
 from octavo.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+_INSTRUCTIONS = """You may call one or more functions to assist with the user query. You are provided with function \
+signatures within <tools></tools> tags:
+<tools>
+{tools}
+</tools>
+For each function call return a JSON object with the function's name and arguments within <tool_call></tool_call> tags:
+<tool_call>
+{{"name": <function name>, "arguments": <arguments as a JSON object>}}
+</tool_call>"""
 
 
 def render_chat(
@@ -44,14 +60,17 @@ def render_chat(
         )
     conversation = [_with_objects(message) for message in messages]
     if tools and "tools" not in str(template):
-        conversation, tools = describe_tools(conversation, tools), None
+        conversation, tools = _describe_tools(conversation, tools), None
     if "tool_calls" not in str(template):
-        conversation = without_tool_roles(conversation)
+        conversation = [_without_tool_roles(message) for message in conversation]
     # OpenAI's "developer" is what models know as "system"; a template that knows it by name gets it as it is.
-    knows_developer = "developer" in str(template)
+    if "developer" not in str(template):
+        for message in conversation:
+            if message.get("role") == "developer":
+                message["role"] = "system"
     try:
         prompt = tokenizer.apply_chat_template(
-            [_renamed(message, knows_developer) for message in conversation],
+            conversation,
             tools=[dict(tool) for tool in tools] if tools else None,
             chat_template=chat_template,
             tokenize=False,
@@ -69,26 +88,36 @@ def render_chat(
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose calls have their arguments as objects, which is what templates expect, not as JSON text."""
     result = dict(message)
-    if result.get("tool_calls"):
-        result["tool_calls"] = [_with_object(call) for call in result["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        result["tool_calls"] = [{**call, "function": dict(call.get("function") or {})} for call in calls]
+        for call in result["tool_calls"]:
+            arguments = call["function"].get("arguments")
+            if isinstance(arguments, str):
+                with suppress(ValueError, RecursionError):
+                    value = json.loads(arguments or "{}")
+                    call["function"]["arguments"] = value if isinstance(value, dict) else arguments
     return result
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            value = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            function["arguments"] = value
-    return {**call, "function": function}
+def _describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` with the description of `tools` in the system's message."""
+    text = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    result = [dict(message) for message in messages]
+    if result and result[0].get("role") in ("system", "developer"):
+        result[0]["content"] = f"{result[0].get('content') or ''}\n\n{text}".lstrip()
+        return result
+    return [{"role": "system", "content": text}, *result]
 
 
-def _renamed(message: Mapping[str, Any], knows_developer: bool) -> dict[str, Any]:
-    result = dict(message)
-    if result.get("role") == "developer" and not knows_developer:
-        result["role"] = "system"
+def _without_tool_roles(message: Mapping[str, Any]) -> dict[str, Any]:
+    """`message` with calls and their results as text."""
+    result = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+    if message.get("role") == "tool":
+        result["role"] = "user"
+        result["content"] = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+    elif calls := message.get("tool_calls"):
+        texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+        content = message.get("content")
+        lines = [*([content] if content else []), *(f"<tool_call>\n{text}\n</tool_call>" for text in texts)]
+        result["content"] = "\n".join(lines)
     return result

@@ -8,8 +8,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
-from octavo.entrypoints.openai import chat, completions, docs_page, generate, health, models, tokenize
-from octavo.entrypoints.openai.description import OVERVIEW, complete
+from octavo.entrypoints.openai import chat, completions, description, generate, health, models, tokenize
 from octavo.entrypoints.openai.errors import add_error_handlers
 from octavo.entrypoints.openai.gate import Gate
 from octavo.entrypoints.openai.responses import ErrorResponse
@@ -29,7 +28,7 @@ class _App(FastAPI):
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
-        return self.openapi_schema or complete(super().openapi())
+        return self.openapi_schema or description.complete(super().openapi())
 
 
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> FastAPI:
@@ -38,13 +37,13 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> FastAPI:
     app = _App(
         title="Octavo",
         version=__version__,
-        description=OVERVIEW,
+        description=description.OVERVIEW,
         responses={500: {"model": ErrorResponse, "description": "A bug; the server's log has the traceback."}},
         docs_url=None,
         redoc_url=None,
     )
     app.state.octavo = state
-    for module in (completions, chat, models, tokenize, generate, health, docs_page, ui):
+    for module in (completions, chat, models, tokenize, generate, health, description, ui):
         app.include_router(module.router)
     add_error_handlers(app)
     # The last one added is the outermost: CORS answers preflight requests, which bring no key, and marks errors too.

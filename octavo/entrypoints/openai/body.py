@@ -77,15 +77,11 @@ class BodyReader:
         )
 
 
-class ReadBody:
+def read_already(body: bytes, receive: Receive) -> Receive:
     """An ASGI `receive` that gives a body which has been read, and then what the server says, such as a disconnect."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
+    async def receive_body() -> Message:
+        return messages.pop() if messages else await receive()
 
-    async def __call__(self) -> Message:
-        if self._body is None:
-            return await self._receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+    return receive_body

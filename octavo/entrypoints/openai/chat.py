@@ -9,8 +9,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.openai.answer import AnswerFormat, AnswerReader
-from octavo.entrypoints.openai.answer_format import answer_format, check_tool_choice, wanted_grammar
+from octavo.entrypoints.openai.answer import (
+    AnswerFormat,
+    AnswerReader,
+    answer_format,
+    check_tool_choice,
+    wanted_grammar,
+)
 from octavo.entrypoints.openai.job import Job
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
 from octavo.entrypoints.openai.responses import ChatChoice, ChatCompletionResponse, ChatLogprobs

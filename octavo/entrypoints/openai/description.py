@@ -1,11 +1,22 @@
-"""What /openapi.json says beyond what the routes' types say: examples, streams and errors.
+"""The API's description: what /openapi.json says beyond the routes' types (examples, streams, errors), and GET /docs.
 
 FastAPI makes the description from routes and models; `complete` adds the rest to it, once, when it is first asked for.
+/docs shows it, to read and to try, from files that come with a package: it works offline.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, Response
+
+router = APIRouter(include_in_schema=False)
+
+PAGE_FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 
 OVERVIEW = """\
 OpenAI's API over the model that this server serves, with vLLM's extra fields and routes.
@@ -111,3 +122,27 @@ def _add_errors(operation: dict[str, Any]) -> None:
         if status in statuses - responses.keys():
             error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
             responses[status] = {"description": meaning, "content": error}
+
+
+@router.get("/docs")
+async def docs(request: Request) -> Response:
+    """Swagger UI over /openapi.json."""
+    root = request.scope.get("root_path", "")
+    script, style, icon = (f"{root}/docs/{name}" for name in PAGE_FILES)
+    return get_swagger_ui_html(
+        openapi_url=f"{root}/openapi.json",
+        title="Octavo",
+        swagger_js_url=script,
+        swagger_css_url=style,
+        swagger_favicon_url=icon,
+    )
+
+
+@router.get("/docs/{name}")
+async def docs_file(name: str) -> Response:
+    """A file of the page."""
+    if name not in PAGE_FILES:
+        raise HTTPException(404)
+    import fastapi_offline  # brings Swagger UI; imported here because a server that starts has no use for it
+
+    return FileResponse(Path(fastapi_offline.__file__).parent / "static" / name)

@@ -53,24 +53,24 @@ def error_response(
     )
 
 
-def describe(error: Exception) -> tuple[str, int, str | None, str | None]:
-    """(message, status, param, code) of an error; an unforeseen one is logged here, with its traceback, once."""
+def describe(error: Exception) -> dict[str, Any]:
+    """What `error_body` and `error_response` take; an unforeseen error is logged here, with its traceback, once."""
     if isinstance(error, RequestError):
-        return str(error), error.status, error.param, error.code
+        return {"message": str(error), "status": error.status, "param": error.param, "code": error.code}
     if isinstance(error, EngineStoppingError):
-        return "The server is stopping.", 503, None, "engine_stopping"
+        return {"message": "The server is stopping.", "status": 503, "code": "engine_stopping"}
     if isinstance(error, EngineRestartingError):
-        return str(error), 503, None, "engine_restarting"
+        return {"message": str(error), "status": 503, "code": "engine_restarting"}
     if isinstance(error, EngineDeadError):
-        return str(error) or "The engine has died; this server cannot answer.", 503, None, "engine_dead"
+        message = str(error) or "The engine has died; this server cannot answer."
+        return {"message": message, "status": 503, "code": "engine_dead"}
     logger.error("Unexpected error while answering a request", exc_info=error)
-    return "Internal error.", 500, None, "internal_error"
+    return {"message": "Internal error.", "status": 500, "code": "internal_error"}
 
 
 def stream_error_event(error: Exception) -> bytes:
     """The error as a server-sent event: in mid-stream the status line has long been sent."""
-    message, status, param, code = describe(error)
-    return b"data: " + error_body(message, status, param=param, code=code) + b"\n\n"
+    return b"data: " + error_body(**describe(error)) + b"\n\n"
 
 
 def validation_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
@@ -100,8 +100,7 @@ def validation_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | 
 
 
 async def _on_octavo_error(request: Request, error: Exception) -> Response:
-    message, status, param, code = describe(error)
-    return error_response(message, status, param=param, code=code)
+    return error_response(**describe(error))
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:

@@ -15,13 +15,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.entrypoints import ui
-from octavo.entrypoints.openai.body import BodyReader, ClientGoneError, ReadBody
-from octavo.entrypoints.openai.docs_page import FILES
+from octavo.entrypoints.openai.body import BodyReader, ClientGoneError, read_already
+from octavo.entrypoints.openai.description import PAGE_FILES
 from octavo.entrypoints.openai.errors import error_response
 from octavo.entrypoints.openai.state import ARRIVAL, Arrival, ServerState
 
 OPEN_PATHS = ui.OPEN_PATHS | {"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"}
-OPEN_PATHS |= {f"/docs/{name}" for name in FILES}
+OPEN_PATHS |= {f"/docs/{name}" for name in PAGE_FILES}
 LIGHT_PATHS = frozenset({"/tokenize", "/detokenize"})  # POST, but nothing waits in the engine's queue
 
 
@@ -65,7 +65,7 @@ class Gate:
             ARRIVAL.set(Arrival(time.monotonic(), headers, 0 if answer is None else len(answer)))
             self._state.num_queued += is_queued
             try:
-                await self._app(scope, receive if answer is None else ReadBody(answer, receive), send)
+                await self._app(scope, receive if answer is None else read_already(answer, receive), send)
             finally:
                 self._state.num_queued -= is_queued
         except ClientGoneError:

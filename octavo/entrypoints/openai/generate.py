@@ -57,7 +57,6 @@ async def _lines(texts: list[str], outputs: AsyncGenerator[RequestOutput, None])
                 texts[completion.index] += completion.text
             yield encode_json({"text": texts}) + b"\n"
     except Exception as error:
-        message, status, param, code = describe(error)
-        yield error_body(message, status, param=param, code=code) + b"\n"
+        yield error_body(**describe(error)) + b"\n"
     finally:
         await outputs.aclose()

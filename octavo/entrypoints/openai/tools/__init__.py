@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.entrypoints.openai.tools.calls import ToolParser, ToolSchemas
-from octavo.entrypoints.openai.tools.hermes import HermesParser
+from octavo.entrypoints.openai.tools.hermes import HermesParser, QwenParser
 from octavo.entrypoints.openai.tools.llama3_json import Llama3JsonParser
 from octavo.entrypoints.openai.tools.mistral import MistralParser
 from octavo.entrypoints.openai.tools.pythonic import PythonicParser
-from octavo.entrypoints.openai.tools.qwen import QwenParser
 
 # By the name that --tool-call-parser gives: makes the parser of one answer.
 PARSERS: dict[str, Callable[[ToolSchemas], ToolParser]] = {
