@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -49,7 +49,7 @@ class ToolParser(Protocol):
 
 class TextParser:
     """Holds the text of an answer as it comes, and reads on from where it stopped, so that no character of a call is
-    looked at twice."""
+    looked at twice. Formats say how to `_read`."""
 
     def __init__(self, tools: ToolSchemas) -> None:
         self._tools = tools
@@ -57,25 +57,52 @@ class TextParser:
         self._begin = 0  # of what has not been given
         self._seen = 0  # characters that have been looked at
         self._is_whole = False  # nothing more comes
+        self._pieces: list[Piece] = []  # that the text has completed
+        self._had_call = False
+        self._reading = self._read()
 
     def add(self, text: str) -> list[Piece]:
         # Python appends in place if there is no other reference.
         held, self._text = self._text, ""
         held += text
         self._text = held
-        return self._read()
+        return self._read_on()
 
     def finish(self) -> list[Piece]:
         self._is_whole = True
-        return self._read()
+        return self._read_on()
 
-    def _read(self) -> list[Piece]:
+    def _read_on(self) -> list[Piece]:
+        next(self._reading, None)
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _read(self) -> Steps[None]:
+        """Give the pieces of the whole text."""
         raise NotImplementedError
 
-    def _drop_given(self) -> None:
-        self._text = self._text[self._begin :]
-        self._seen -= self._begin
+    def _give_calls(self, calls: Sequence[Call]) -> None:
+        self._pieces += calls
+        self._had_call = True
+        self._begin = self._seen
+
+    def _give(self, text: str) -> None:
+        """Give content; blanks after a call are none."""
+        if text and not (self._had_call and text.isspace()):
+            self._pieces.append(text)
+
+    def _give_until(self, end: int) -> None:
+        """Give the content before `end`, and forget it."""
+        self._give(self._text[self._begin : end])
+        self._text = self._text[end:]
+        self._seen -= end
         self._begin = 0
+
+    def _give_rest(self) -> Steps[None]:
+        """All that comes from here on is content."""
+        self._give_until(len(self._text))
+        while (yield from self._more()):
+            self._give_until(len(self._text))
 
     def _more(self) -> Steps[bool]:
         """Wait for more text. False if there is none, because the answer has ended."""
@@ -132,60 +159,35 @@ class MarkedParser(TextParser):
 
     start: str  # the mark before a call
 
-    def __init__(self, tools: ToolSchemas) -> None:
-        super().__init__(tools)
-        self._calls: Steps[list[Call] | None] | None = None  # reads what follows a start mark
-        self._had_call = False
-        self._num_reread = 0
-
     def _take_calls(self) -> Steps[list[Call] | None]:
         """The calls that begin after a start mark, and go behind them. None if it is no call."""
         raise NotImplementedError
 
-    def _read(self) -> list[Piece]:
-        pieces: list[Piece] = []
-        while self._calls is not None or self._find_start(pieces):
-            assert self._calls is not None
-            try:
-                next(self._calls)
-                return pieces
-            except StopIteration as end:
-                calls: list[Call] | None = end.value
-            self._calls = None
-            if calls is None:  # what follows the mark is looked at again, for another one
-                self._num_reread += self._seen - self._begin
-                self._give(pieces, self.start)
+    def _read(self) -> Steps[None]:
+        num_reread = 0
+        while num_reread <= _MAX_REREAD and (yield from self._find_start()):
+            calls = yield from self._take_calls()
+            if calls is not None:
+                self._give_calls(calls)
+            else:  # what follows the mark is looked at again, for another one
+                num_reread += self._seen - self._begin
+                self._give(self.start)
                 self._seen = self._begin
-            else:
-                pieces += calls
-                self._had_call = True
-                self._begin = self._seen
-        self._drop_given()
-        return pieces
+        yield from self._give_rest()
 
-    def _find_start(self, pieces: list[Piece]) -> bool:
-        """Give the content before the next start mark, and go behind that. False if there is none yet."""
-        found = -1
-        if self._num_reread <= _MAX_REREAD:
-            found = find(self._text, self.start, max(self._begin, self._seen - len(self.start) + 1))
-        if found >= 0:
-            self._give(pieces, self._text[self._begin : found].rstrip())
-            self._begin = self._seen = found + len(self.start)
-            self._calls = self._take_calls()
-            return True
-        self._seen = end = len(self._text)
-        if not self._is_whole:
+    def _find_start(self) -> Steps[bool]:
+        """Give the content before the next start mark, and go behind that. False if there is none."""
+        while (found := find(self._text, self.start, max(self._begin, self._seen - len(self.start) + 1))) < 0:
+            self._seen = end = len(self._text)
+            if self._is_whole:
+                return False
             end -= held_back(self._text[max(self._begin, end - len(self.start)) :], self.start)
-            end = self._begin + len(self._text[self._begin : end].rstrip())  # line breaks around calls are no content
-        self._give(pieces, self._text[self._begin : end])
-        self._begin = end
-        return False
-
-    def _give(self, pieces: list[Piece], text: str) -> None:
-        if self._had_call and not text.strip():
-            return
-        if text:
-            pieces.append(text)
+            # Line breaks around calls are no content.
+            self._give_until(self._begin + len(self._text[self._begin : end].rstrip()))
+            yield
+        self._give(self._text[self._begin : found].rstrip())
+        self._begin = self._seen = found + len(self.start)
+        return True
 
 
 def find(text: str, mark: str, begin: int) -> int:

@@ -9,7 +9,7 @@ import ast
 import re
 from typing import Any
 
-from octavo.entrypoints.openai.tools.calls import Call, Piece, TextParser, ToolSchemas, to_json
+from octavo.entrypoints.openai.tools.calls import Call, Steps, TextParser, to_json
 
 _BEGIN = re.compile(r"\s{0,32}(?:<\|python_start\|>)?\s{0,32}\[\s{0,32}[A-Za-z_][\w.]{0,255}\s{0,32}\(")
 _BEGIN_SO_FAR = re.compile(r"\s{0,32}(?:<[|a-z_>]{0,16})?\s{0,32}(?:\[\s{0,32}(?:[A-Za-z_][\w.]{0,255})?\s{0,32})?")
@@ -19,27 +19,20 @@ _MARKS = ("<|python_start|>", "<|python_end|>")
 class PythonicParser(TextParser):
     """The text is read as a whole at its end, if it begins as calls do."""
 
-    def __init__(self, tools: ToolSchemas) -> None:
-        super().__init__(tools)
-        self._are_calls: bool | None = None
-
-    def _read(self) -> list[Piece]:
-        if self._are_calls is None:
-            if _BEGIN.match(self._text):
-                self._are_calls = True
-            elif self._is_whole or not _BEGIN_SO_FAR.fullmatch(self._text):
-                self._are_calls = False
-        if self._are_calls and self._is_whole:
-            text = self._text.strip()
-            for mark in _MARKS:
-                text = text.removeprefix(mark).removesuffix(mark).strip()
-            if (calls := _parse(text)) is not None:
-                return [*calls]
-        elif self._are_calls is not False:
-            return []
-        pieces: list[Piece] = [self._text] if self._text else []
-        self._text = ""
-        return pieces
+    def _read(self) -> Steps[None]:
+        while not _BEGIN.match(self._text):
+            if not _BEGIN_SO_FAR.fullmatch(self._text) or not (yield from self._more()):
+                yield from self._give_rest()
+                return
+        while (yield from self._more()):
+            pass
+        text = self._text.strip()
+        for mark in _MARKS:
+            text = text.removeprefix(mark).removesuffix(mark).strip()
+        if (calls := _parse(text)) is not None:
+            self._give_calls(calls)
+        else:
+            self._give(self._text)
 
 
 def _parse(text: str) -> list[Call] | None:
