@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -39,29 +38,12 @@ def _length(prompt: PromptInput) -> int:
     return len(given) if isinstance(given, str | list | tuple) else 0
 
 
-class _Stream:
-    """Outputs of one request on their way to its caller."""
+class _Stream(asyncio.Queue[RequestOutput | OctavoError]):
+    """Outputs of one request on their way to its caller, or the error that ended it."""
 
     def __init__(self, request_id: str) -> None:
+        super().__init__()
         self.request_id = request_id  # the core's
-        self._items: deque[RequestOutput | RequestFailed | OctavoError] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: RequestOutput | RequestFailed | OctavoError) -> None:
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> RequestOutput:
-        if not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        item = self._items.popleft()
-        if isinstance(item, RequestFailed):
-            raise item.error
-        if isinstance(item, OctavoError):
-            raise item
-        return item
 
 
 class AsyncLLMEngine:
@@ -202,6 +184,8 @@ class AsyncLLMEngine:
             self._core.send(msgspec.structs.replace(request, prompt=prompt))
             while True:
                 output = await stream.get()
+                if isinstance(output, OctavoError):
+                    raise output
                 yield output
                 if output.finished:
                     return
@@ -216,7 +200,7 @@ class AsyncLLMEngine:
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             stream = self._streams.get(one)
             if stream is not None and (output := self._abort_now(stream)) is not None:
-                stream.put(output)
+                stream.put_nowait(output)
 
     async def end_all(self) -> None:
         """End every request, because the server stops: those that have begun keep what they have, with finish reason
@@ -225,7 +209,7 @@ class AsyncLLMEngine:
             output = self._abort_now(stream)
             if output is not None:
                 has_begun = output.metrics is not None and output.metrics.first_token_time is not None
-                stream.put(output if has_begun else EngineStoppingError("the server is stopping."))
+                stream.put_nowait(output if has_begun else EngineStoppingError("the server is stopping."))
 
     async def block_map(self) -> BlockMap | None:
         """What each KV block is used for, between two steps; None from a core that takes too long to say.
@@ -256,7 +240,7 @@ class AsyncLLMEngine:
 
     def _expire(self, stream: _Stream) -> None:
         if (output := self._abort_now(stream, stop_reason="timeout")) is not None:
-            stream.put(output)
+            stream.put_nowait(output)
 
     def _abort_now(self, stream: _Stream, stop_reason: str | None = None) -> RequestOutput | None:
         output = self._outputs.abort(stream.request_id, stop_reason)
@@ -346,7 +330,7 @@ class AsyncLLMEngine:
                     self._tell(abort)
                 for result in results:
                     if (stream := self._streams.get(result.request_id)) is not None:
-                        stream.put(result)
+                        stream.put_nowait(result.error if isinstance(result, RequestFailed) else result)
                 if self.metrics is not None:
                     self.metrics.record_step(stats)
             case BlockMap():
@@ -406,4 +390,4 @@ class AsyncLLMEngine:
             self.metrics.record_step(self.stats)
         for stream in self._streams.values():
             if self._outputs.drop(stream.request_id):
-                stream.put(error)
+                stream.put_nowait(error)

@@ -63,12 +63,12 @@ class LLM:
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
         params = self._params_for(prompts, sampling_params)
-        if priority is not None and len(priority) != len(prompts):
+        if priority is None:
+            priority = [0] * len(prompts)
+        elif len(priority) != len(prompts):
             raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts.", param="priority")
-        requests = [
-            self.inputs.process(prompt, one, priority=0 if priority is None else priority[i])
-            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
-        ]
+        asked = zip(prompts, params, priority, strict=True)
+        requests = [self.inputs.process(prompt, one, priority=its) for prompt, one, its in asked]
         return self._run(requests, use_tqdm)
 
     def chat(

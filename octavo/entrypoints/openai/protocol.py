@@ -157,18 +157,21 @@ class ResponseFormat(_Request):
         return self
 
 
-class SamplingRequest(_Request):
+class _PromptRequest(_Request):
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unbuilt(cls, data: Any) -> Any:
+        return refuse_unbuilt(data, cls.model_fields)
+
+
+class SamplingRequest(_PromptRequest):
     """What every route that generates has in common: sampling, and how the request is treated on its way."""
 
     stream: bool | None = described("Send the answer as it comes.")
     # OpenAI's sampling.
-    max_tokens: Int | None = described(
-        "Output tokens at most. Completions and /generate: 16 if left out; chat: as many as fit."
-    )
+    max_tokens: Int | None = described("Output tokens at most. Left out: 16, and in chats as many as fit.")
     n: Int | None = described("Answers to each prompt.", minimum=1, maximum=MAX_N)
-    temperature: float | None = described(
-        "0 always takes the likeliest token. Left out: as the model's makers say.", minimum=0
-    )
+    temperature: float | None = described("0 always takes the likeliest token. Left out: the model's own.", minimum=0)
     top_p: float | None = described("Choose among the likeliest tokens that make up this share.", maximum=1)
     presence_penalty: float | None = described("Against tokens that have come already.", minimum=-2, maximum=2)
     frequency_penalty: float | None = described("Against tokens, by how often they have come.", minimum=-2, maximum=2)
@@ -177,9 +180,7 @@ class SamplingRequest(_Request):
     logit_bias: dict[str, float] | None = described("By token id: added to its logit, -100 to 100.")
     # vLLM's sampling.
     best_of: Int | None = described(
-        "Answers to generate, of which the n likeliest are returned; with beam search, the beams.",
-        minimum=1,
-        maximum=MAX_N,
+        "Answers to generate, of which the n likeliest come; or the beams.", minimum=1, maximum=MAX_N
     )
     top_k: Int | None = described("Choose among this many likeliest tokens; 0 or -1 is all.", minimum=-1)
     min_p: float | None = described("Least probability, relative to the likeliest token.", minimum=0, maximum=1)
@@ -193,20 +194,16 @@ class SamplingRequest(_Request):
     bad_words: list[Text] | None = described("Texts that must not come.")
     allowed_token_ids: list[TokenId] | None = described("Only these tokens may come.")
     truncate_prompt_tokens: Int | None = described(
-        "Keep this many of the prompt's last tokens; -1 is as many as fit.", minimum=-1
+        "Keep as many of the prompt's last tokens; -1: all that fit.", minimum=-1
     )
     use_beam_search: bool | None = described("Search for the likeliest answers instead of choosing token by token.")
     length_penalty: float | None = described(
         "Beam search: above 0 favours long answers.", minimum=-MAX_LENGTH_PENALTY, maximum=MAX_LENGTH_PENALTY
     )
-    early_stopping: bool | Literal["never"] | None = described(
-        'Beam search: when to stop looking; true, false or "never".'
-    )
+    early_stopping: bool | Literal["never"] | None = described('Beam search: when to stop; true, false or "never".')
     # What the answer must be: OpenAI's field, vLLM's, and vLLM's older ones.
     response_format: ResponseFormat | None = described("OpenAI's way to ask for JSON, of a schema or any.")
-    structured_outputs: StructuredOutputs | None = described(
-        "vLLM's way to say what the answer must be: json, regex, choice or grammar."
-    )
+    structured_outputs: StructuredOutputs | None = described("What the answer must be: json, regex, choice or grammar.")
     guided_json: Text | dict[str, Any] | None = described("vLLM's older name of structured_outputs.json.")
     guided_regex: Text | None = described("vLLM's older name of structured_outputs.regex.")
     guided_choice: list[Text] | None = described("vLLM's older name of structured_outputs.choice.")
@@ -225,11 +222,6 @@ class SamplingRequest(_Request):
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
         "Seconds after arrival at which the answer ends with what there is."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unbuilt(cls, data: Any) -> Any:
-        return refuse_unbuilt(data, cls.model_fields)
 
     @property
     def num_choices(self) -> int:
@@ -343,7 +335,7 @@ class CompletionRequest(GenerationRequest):
         return fields
 
 
-class _TemplateRequest(_Request):
+class _TemplateRequest(_PromptRequest):
     """What is done with the messages of a conversation."""
 
     add_generation_prompt: bool | None = described("End the prompt with the beginning of an answer; true if left out.")
@@ -430,11 +422,6 @@ class TokenizeRequest(_TemplateRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = described("A conversation.")
     add_special_tokens: bool | None = described("Begin the prompt with what the tokenizer begins texts with.")
     return_token_strs: bool | None = described("Add the tokens as the vocabulary writes them.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unbuilt(cls, data: Any) -> Any:
-        return refuse_unbuilt(data, cls.model_fields)
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
