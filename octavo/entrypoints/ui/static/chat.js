@@ -126,10 +126,8 @@ function setButton(stops) {
 }
 
 function showError(error) {
-  const element = document.createElement("p");
-  element.className = "error";
+  const element = make("p", "error", error.message);
   element.setAttribute("role", "alert");
-  element.textContent = error.message;
   $("log").append(element);
   if (error.status === 401) {
     $("settings").open = true;
@@ -137,15 +135,18 @@ function showError(error) {
   }
 }
 
+function make(tag, className, text = "") {
+  const element = document.createElement(tag);
+  element.className = className;
+  element.textContent = text;
+  return element;
+}
+
 // One message on the page: its element, a way to show more of it, and a way to close it with a note.
 function message(role, text) {
-  const element = document.createElement("article");
-  element.className = `message ${role}`;
+  const element = make("article", `message ${role}`);
   element.setAttribute("aria-label", role === "user" ? "You" : "Answer");
-  const shown = document.createElement("div");
-  shown.className = "text";
-  const meta = document.createElement("div");
-  meta.className = "meta";
+  const shown = make("div", "text"), meta = make("div", "meta");
   element.append(shown, meta);
   let whole = text;
   const show = (content) => {
@@ -153,10 +154,8 @@ function message(role, text) {
     render(shown, content);
   };
   const addCopy = () => {
-    const copy = document.createElement("button");
+    const copy = make("button", "plain", "Copy");
     copy.type = "button";
-    copy.className = "plain";
-    copy.textContent = "Copy";
     copy.setAttribute("aria-label", role === "user" ? "Copy the message" : "Copy the answer");
     copy.addEventListener("click", async () => {
       copy.textContent = (await copyText(whole)) ? "Copied" : "Not copied";
@@ -182,8 +181,7 @@ function render(target, content) {
   }
   target.replaceChildren(...parts.map((part, i) => {
     if (i % 2 === 0) return document.createTextNode(i ? part.replace(/^\n/, "") : part);
-    const code = document.createElement("pre");
-    code.textContent = part.replace(/^[^\n]*\n/, "");
+    const code = make("pre", "", part.replace(/^[^\n]*\n/, ""));
     code.tabIndex = 0;
     return code;
   }));
