@@ -99,14 +99,13 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _describe_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """`messages` with the description of `tools` in the system's message."""
     text = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    result = [dict(message) for message in messages]
-    if result and result[0].get("role") in ("system", "developer"):
-        result[0]["content"] = f"{result[0].get('content') or ''}\n\n{text}".lstrip()
-        return result
-    return [{"role": "system", "content": text}, *result]
+    if messages and messages[0].get("role") in ("system", "developer"):
+        content = f"{messages[0].get('content') or ''}\n\n{text}".lstrip()
+        return [{**messages[0], "content": content}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _without_tool_roles(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ what comes after the reasoning. A message is what its deltas add up to: a stream
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -85,18 +85,14 @@ def wanted_grammar(
     return WantedGrammar(content, marks, body.structure_field)
 
 
-@dataclass(slots=True)
 class AnswerReader:
     """Reads the text of one choice, in pieces."""
 
-    format: AnswerFormat
-    num_calls: int = 0
-    _splitter: ReasoningSplitter | None = field(init=False)
-    _parser: ToolParser | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._splitter = None if self.format.reasoning is None else ReasoningSplitter(self.format.reasoning)
-        self._parser = None if self.format.new_tool_parser is None else self.format.new_tool_parser()
+    def __init__(self, form: AnswerFormat) -> None:
+        self.num_calls = 0
+        self._shows_reasoning = form.include_reasoning
+        self._splitter = None if form.reasoning is None else ReasoningSplitter(form.reasoning)
+        self._parser = None if form.new_tool_parser is None else form.new_tool_parser()
 
     def add(self, text: str, is_end: bool) -> list[dict[str, Any]]:
         """The deltas that `text` brings, and at the end those that were held back."""
@@ -133,7 +129,7 @@ class AnswerReader:
 
     def _split(self, parts: tuple[str, str]) -> list[dict[str, Any]]:
         reasoning, content = parts
-        shown = bool(reasoning) and self.format.include_reasoning
+        shown = bool(reasoning) and self._shows_reasoning
         deltas: list[dict[str, Any]] = [{"reasoning_content": reasoning, "reasoning": reasoning}] if shown else []
         return deltas + self._content(content)
 

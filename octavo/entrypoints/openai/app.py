@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
+from octavo.entrypoints import ui
 from octavo.entrypoints.openai import chat, completions, description, generate, health, models, tokenize
 from octavo.entrypoints.openai.errors import add_error_handlers
 from octavo.entrypoints.openai.gate import Gate
@@ -15,7 +16,6 @@ from octavo.entrypoints.openai.responses import ErrorResponse
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.entrypoints.openai.state import ServerState
 from octavo.entrypoints.openai.streaming import SERVER_SEND
-from octavo.entrypoints.ui import routes as ui
 from octavo.version import __version__
 
 if TYPE_CHECKING:

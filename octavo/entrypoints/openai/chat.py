@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ class _Job(Job[ChatCompletionRequest, ChatChoice]):
         check_tool_choice(body, self._state.args)
         self._role = self._state.args.response_role
         self._format = AnswerFormat()  # known when the prompt is
-        self._readers: dict[int, AnswerReader] = {}
+        self._readers = defaultdict[int, AnswerReader](lambda: AnswerReader(self._format))  # by choice
         self._prompt_token_ids: list[int] = []
         self._has_begun = False  # a stream
 
@@ -123,7 +124,7 @@ class _Job(Job[ChatCompletionRequest, ChatChoice]):
         if there is nothing new."""
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
-        reader = self._readers.setdefault(completion.index, AnswerReader(self._format))
+        reader = self._readers[completion.index]
         deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
         if not deltas:
             if completion.finish_reason is None and not token_ids and (logprobs is None or not logprobs.content):

@@ -135,14 +135,6 @@ class ServerState:
             raise RequestError("X-Request-Id must be 1 to 200 printable ASCII characters.", param="request_id")
         return f"{prefix}-{request_id}", {"X-Request-Id": request_id}
 
-    def deadline(self, body: SamplingRequest) -> float | None:
-        """When the request's time is up (`time.monotonic`): the smaller of its own limit and the server's, if any."""
-        limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
-        if not limits_s:
-            return None
-        arrival = ARRIVAL.get()
-        return (time.monotonic() if arrival is None else arrival.at) + min(limits_s)
-
     async def submit(
         self,
         response_id: str,
@@ -185,7 +177,9 @@ class ServerState:
         name = f"{response_id}-{request.request_id}"  # clients choose response ids and may repeat them
         if not self.args.disable_log_requests:
             self._log_request(name, request.prompt, params)
-        outputs = self.engine.generate_from(request, deadline=self.deadline(body))
+        limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
+        deadline = request.arrival_time + min(limits_s) if limits_s else None
+        outputs = self.engine.generate_from(request, deadline=deadline)
         if self.tracer is not None:
             named = msgspec.structs.replace(request, request_id=name)
             outputs = self.tracer.trace(named, outputs, {} if arrival is None else arrival.headers)
