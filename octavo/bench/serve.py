@@ -227,11 +227,9 @@ async def run_load(
     show_progress: bool,
 ) -> tuple[list[Answer], float]:
     """Send each body at its time, or as soon after that as the limit allows; the answers and the whole duration."""
-    progress = None
-    if show_progress:
-        from tqdm import tqdm
+    from tqdm import tqdm
 
-        progress = tqdm(total=len(bodies), unit="req", dynamic_ncols=True)
+    progress = tqdm(total=len(bodies), unit="req", dynamic_ncols=True, disable=not show_progress)
     limit: contextlib.AbstractAsyncContextManager[Any] = contextlib.nullcontext()
     if max_concurrency is not None:
         limit = asyncio.Semaphore(max_concurrency)
@@ -239,8 +237,7 @@ async def run_load(
     async def send(body: Mapping[str, Any]) -> Answer:
         async with limit:
             answer = await stream(target, body)
-        if progress is not None:
-            progress.update()
+        progress.update()
         return answer
 
     tasks = []
@@ -252,8 +249,7 @@ async def run_load(
         tasks.append(asyncio.create_task(send(body)))
     answers = await asyncio.gather(*tasks)
     duration_s = time.perf_counter() - begin
-    if progress is not None:
-        progress.close()
+    progress.close()
     return answers, duration_s
 
 

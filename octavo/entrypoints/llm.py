@@ -145,9 +145,12 @@ class LLM:
         return list(params)
 
     def _run(self, requests: list[EngineRequest], use_tqdm: bool) -> list[RequestOutput]:
+        from tqdm import tqdm
+
         outputs = OutputProcessor(self.tokenizer)
         finished: dict[str, RequestOutput] = {}
-        progress = _Progress(len(requests)) if use_tqdm else None
+        num_prompt = num_output = 0
+        bar = tqdm(total=len(requests), desc="Requests", unit="req", dynamic_ncols=True, disable=not use_tqdm)
         try:
             for request in requests:
                 # Only the last output of each is returned: what comes between need not be put together.
@@ -162,33 +165,14 @@ class LLM:
                     if isinstance(result, RequestFailed):
                         raise result.error
                     finished[result.request_id] = result
-                    if progress is not None:
-                        progress.finish(result)
+                    num_prompt += len(result.prompt_token_ids)
+                    num_output += sum(len(completion.token_ids) for completion in result.outputs)
+                    elapsed = max(bar.format_dict["elapsed"], 1e-9)
+                    rates = f"in {num_prompt / elapsed:.0f} tok/s, out {num_output / elapsed:.0f} tok/s"
+                    bar.set_postfix_str(rates, refresh=False)
+                    bar.update()
         finally:
             for request in requests:
                 self.core.abort(request.request_id)
-            if progress is not None:
-                progress.close()
+            bar.close()
         return [finished[request.request_id] for request in requests]
-
-
-class _Progress:
-    """A bar over requests that shows tokens per second."""
-
-    def __init__(self, total: int) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=total, desc="Requests", unit="req", dynamic_ncols=True)
-        self._num_prompt = self._num_output = 0
-
-    def finish(self, output: RequestOutput) -> None:
-        self._num_prompt += len(output.prompt_token_ids)
-        self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
-        elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
-        self._bar.set_postfix_str(
-            f"in {self._num_prompt / elapsed:.0f} tok/s, out {self._num_output / elapsed:.0f} tok/s", refresh=False
-        )
-        self._bar.update()
-
-    def close(self) -> None:
-        self._bar.close()
