@@ -86,7 +86,6 @@ class AsyncLLMEngine:
         self._streams: dict[str, _Stream] = {}
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
-        self._start_timer: asyncio.TimerHandle | None = None
         self._num_messages = 0  # from the core
         self._end_reason: str | None = None  # why the core is about to end, if that is known
         self._ready: Ready | None = None
@@ -284,8 +283,9 @@ class AsyncLLMEngine:
     async def _follow_core(self) -> str:
         """Take in the messages of one core until it has ended. Returns why it did."""
         self._end_reason = None
+        timer: asyncio.TimerHandle | None = None
         if (timeout_s := self._ready_timeout_s) is not None:
-            self._start_timer = asyncio.get_running_loop().call_later(timeout_s, self._end_start, timeout_s)
+            timer = asyncio.get_running_loop().call_later(timeout_s, self._check_start, timeout_s)
         try:
             await self._core.receive(self._handle)
         except Exception as e:
@@ -293,19 +293,16 @@ class AsyncLLMEngine:
             self._core.process.kill()
             self._end_reason = f"the engine's front end failed ({type(e).__name__})"
         finally:
-            self._cancel_start_timer()
+            if timer is not None:
+                timer.cancel()
         status = self._core.process.wait()
         return self._end_reason or f"the engine core has ended (exit status {status})"
 
-    def _end_start(self, timeout_s: float) -> None:
+    def _check_start(self, timeout_s: float) -> None:
         """Kill a core that is still not ready."""
-        self._end_reason = f"the engine core was not ready after {timeout_s:g} s and was killed"
-        self._core.process.kill()
-
-    def _cancel_start_timer(self) -> None:
-        if self._start_timer is not None:
-            self._start_timer.cancel()
-            self._start_timer = None
+        if not self.is_ready and self._end_reason is None:
+            self._end_reason = f"the engine core was not ready after {timeout_s:g} s and was killed"
+            self._core.process.kill()
 
     async def _watch_steps(self, timeout_s: float) -> None:
         """Kill a core that has work and has sent nothing for `timeout_s`; the supervisor starts it again."""
@@ -337,7 +334,6 @@ class AsyncLLMEngine:
                 if self._block_map is not None and not self._block_map.done():
                     self._block_map.set_result(message)
             case Ready():
-                self._cancel_start_timer()
                 if self._outage is not None:
                     logger.info(
                         "the engine core takes requests again, %.1f s after its start", sum(message.startup.values())
