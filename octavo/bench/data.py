@@ -16,7 +16,7 @@ import numpy as np
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from octavo.loading.tokenizer import ModelTokenizer
 
 DATASETS = ("random", "sharegpt")
 # What vLLM leaves out of ShareGPT: conversations too short to mean anything, and prompts and totals that are very long.
@@ -66,7 +66,7 @@ def positive_int(text: str) -> int:
     return number
 
 
-def sample_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> list[BenchPrompt]:
+def sample_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[BenchPrompt]:
     """The requests that the flags of `add_dataset_args` ask for. Raises `ConfigError`."""
     name = args.dataset_name or ("sharegpt" if args.dataset_path else "random")
     if name == "random":
@@ -93,7 +93,7 @@ def sample_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast)
 
 
 def random_prompts(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: ModelTokenizer,
     num_prompts: int,
     input_len: int,
     output_len: int,
@@ -132,7 +132,7 @@ def random_prompts(
 
 
 def sharegpt_prompts(
-    tokenizer: PreTrainedTokenizerFast, path: str, num_prompts: int, *, output_len: int | None = None, seed: int = 0
+    tokenizer: ModelTokenizer, path: str, num_prompts: int, *, output_len: int | None = None, seed: int = 0
 ) -> list[BenchPrompt]:
     """The first question of each conversation, in an order drawn from the seed; its answer says how long ours is."""
     try:
@@ -162,6 +162,6 @@ def sharegpt_prompts(
     return [prompts[i % len(prompts)] for i in range(num_prompts)]
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+def encode(tokenizer: ModelTokenizer, text: str) -> list[int]:
     ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
     return ids

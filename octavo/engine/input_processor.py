@@ -17,7 +17,7 @@ from octavo.sampling.grammar import WantedGrammar, make_grammar
 from octavo.sampling_params import SamplingParams, is_unicode
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from octavo.loading.tokenizer import ModelTokenizer
 
 # str, {"prompt": str} or {"prompt_token_ids": [int]}; the dictionaries may also hold "cache_salt".
 PromptInput = str | Mapping[str, Any]
@@ -28,7 +28,7 @@ _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabular
 class InputProcessor:
     """Shared by `LLM` and the asynchronous engine. Raises `RequestError` for whatever is wrong with a request."""
 
-    def __init__(self, config: EngineConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: ModelTokenizer) -> None:
         self.model = model = config.model
         self.scheduler = config.scheduler
         self.tokenizer = tokenizer
@@ -190,7 +190,7 @@ class InputProcessor:
         return sequences
 
 
-def _eos_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def _eos_token_ids(model: ModelConfig, tokenizer: ModelTokenizer) -> list[int]:
     ids = set(model.checkpoint.eos_token_ids)
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)

@@ -13,15 +13,14 @@ from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
+    from octavo.loading.tokenizer import ModelTokenizer
     from octavo.metrics.prometheus import EngineMetrics
 
 
 class _Completion:
     """One sequence of a request on its way to text."""
 
-    def __init__(self, request: EngineRequest, index: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, request: EngineRequest, index: int, tokenizer: ModelTokenizer) -> None:
         params = request.params
         self.index = index
         self.token_ids: list[int] = []
@@ -126,7 +125,7 @@ class _Completion:
 class _Request:
     """A request under way: its completions, and when things happened to it."""
 
-    def __init__(self, request: EngineRequest, tokenizer: PreTrainedTokenizerFast, shown_id: str) -> None:
+    def __init__(self, request: EngineRequest, tokenizer: ModelTokenizer, shown_id: str) -> None:
         self.request = request
         self.shown_id = shown_id
         self.completions = [_Completion(request, i, tokenizer) for i in range(request.params.num_completions)]
@@ -161,7 +160,7 @@ class RequestFailed:
 class OutputProcessor:
     """The requests under way, by id."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, metrics: EngineMetrics | None = None) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, metrics: EngineMetrics | None = None) -> None:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.requests: dict[str, _Request] = {}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import RequestError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from octavo.loading.tokenizer import ModelTokenizer
 
 
 _INSTRUCTIONS = """You may call one or more functions to assist with the user query. You are provided with function \
@@ -31,7 +31,7 @@ For each function call return a JSON object with the function's name and argumen
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: ModelTokenizer,
     messages: Sequence[Mapping[str, Any]],
     *,
     chat_template: str | None = None,

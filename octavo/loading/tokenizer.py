@@ -1,23 +1,221 @@
-"""The tokenizer of a checkpoint, with its chat template, as the `transformers` object that the server encodes with.
+"""The tokenizer of a checkpoint, with its chat template: text to token ids and back, and conversations to text.
 
-A tokenizer.json or a GGUF file is read without torch and in a fraction of a second; other forms go the slow way through
-`AutoTokenizer`. Decoding is incremental elsewhere, on the `backend_tokenizer` of what is returned here.
+`ModelTokenizer` stands on the `tokenizers` package and has the names and results of `transformers`' tokenizers, for a
+tokenizer.json or a GGUF file. Other forms go the slow way through `AutoTokenizer`. Decoding is incremental elsewhere,
+on the `backend_tokenizer` of what is returned here.
 """
 
 from __future__ import annotations
 
+import glob
+import json
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as Backend
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.gguf import read_gguf
+from octavo.loading.jinja_template import compile_template, render_template
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_WHAT_TO_DO = "pass --tokenizer with a folder that has one, a .gguf file or a Hugging Face id"
+# Settings of tokenizer_config.json that only `transformers` follows.
+_UNUSUAL = ("fix_mistral_regex", "fast_tokenizer_files")
 
 
-def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+class Encoding(dict[str, list[Any]]):
+    """What calling a tokenizer gives: `input_ids` and `attention_mask`, as keys and as attributes."""
+
+    def __getattr__(self, name: str) -> list[Any]:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class ModelTokenizer:
+    """A tokenizer with its special tokens by role (`eos_token`, `eos_token_id` and so on; None where it has none).
+
+    `special_tokens` are by role; `extra_special_tokens` have none. Those, and `added_tokens`, that the backend does not
+    know are added to it. `cleans_up_spaces`: no blanks before punctuation and English endings in what is decoded.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens: Mapping[str, str | AddedToken],
+        extra_special_tokens: Sequence[str | AddedToken] = (),
+        added_tokens: Iterable[AddedToken] = (),
+        chat_template: str | dict[str, str] | None = None,
+        cleans_up_spaces: bool = False,
+    ) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend_tokenizer = backend
+        ordered = [role for role in _ROLES if role in special_tokens]
+        ordered += [role for role in special_tokens if role not in _ROLES]
+        self.special_tokens_map = {role: str(special_tokens[role]) for role in ordered}
+        self.extra_special_tokens = [str(token) for token in extra_special_tokens]
+        self.chat_template = chat_template
+        self.cleans_up_spaces = cleans_up_spaces
+        known = backend.get_added_tokens_decoder().values()
+        known_as_they_are = {repr(token) for token in known}  # the flags too
+        new = [token for token in added_tokens if repr(token) not in known_as_they_are]
+        texts = {token.content for token in (*known, *new)}
+        for token in [*(special_tokens[role] for role in ordered), *extra_special_tokens]:
+            if str(token) not in texts:
+                texts.add(str(token))
+                new.append(token if isinstance(token, AddedToken) else AddedToken(token, special=True))
+        for added in new:
+            added.special = added.special or added.content in self.special_tokens_map.values()
+        backend.add_tokens(new)
+
+    def __getattr__(self, name: str) -> Any:
+        role = name.removesuffix("_id")
+        special: dict[str, str] = self.__dict__.get("special_tokens_map", {})
+        if role not in special and role not in _ROLES:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        token = special.get(role)
+        return token if name == role or token is None else self.convert_tokens_to_ids(token)
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def vocab_size(self) -> int:
+        """Without added tokens."""
+        return self.backend_tokenizer.get_vocab_size(with_added_tokens=False)
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self.get_vocab()
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend_tokenizer.get_vocab()
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return list(dict.fromkeys([*self.special_tokens_map.values(), *self.extra_special_tokens]))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        ids: list[int] = self.convert_tokens_to_ids(self.all_special_tokens)
+        return ids
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """The id of a token, or a list of the ids of several; that of the unknown token for one that is not known."""
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        token_id = self.backend_tokenizer.token_to_id(tokens)
+        unknown = self.special_tokens_map.get("unk_token")
+        return token_id if token_id is not None or unknown is None else self.backend_tokenizer.token_to_id(unknown)
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> Any:
+        """The token of an id, or a list of the tokens of several."""
+        if isinstance(ids, int):
+            return self.backend_tokenizer.id_to_token(ids)
+        skipped = set(self.all_special_ids) if skip_special_tokens else set()
+        return [self.backend_tokenizer.id_to_token(int(i)) for i in ids if int(i) not in skipped]
+
+    def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False) -> list[str]:
+        return self.backend_tokenizer.encode(text, pair, add_special_tokens=add_special_tokens).tokens
+
+    def encode(self, text: str, text_pair: str | None = None, add_special_tokens: bool = True) -> list[int]:
+        return self.backend_tokenizer.encode(text, text_pair, add_special_tokens=add_special_tokens).ids
+
+    def __call__(
+        self, text: str | Sequence[str], text_pair: str | None = None, add_special_tokens: bool = True
+    ) -> Encoding:
+        """The ids of a text, or lists of the ids of several."""
+        if isinstance(text, str):
+            ids: list[Any] = self.encode(text, text_pair, add_special_tokens)
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        ids = [e.ids for e in self.backend_tokenizer.encode_batch(list(text), add_special_tokens=add_special_tokens)]
+        return Encoding(input_ids=ids, attention_mask=[[1] * len(row) for row in ids])
+
+    def decode(
+        self,
+        token_ids: int | Sequence[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        """The text of ids in a list or an array. Cleaning is never done to BPE, which writes its blanks itself."""
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        ids = [ids] if isinstance(ids, int) else ids
+        text = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        cleans_up = self.cleans_up_spaces if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
+        if cleans_up and type(self.backend_tokenizer.model).__name__ != "BPE":
+            for ending in (".", "?", "!", ","):
+                text = text.replace(" " + ending, ending)
+            text = text.replace(" ' ", "'")
+            for ending in ("n't", "'m", "'s", "'ve", "'re"):
+                text = text.replace(" " + ending, ending)
+        return text
+
+    def batch_decode(self, sequences: Iterable[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
+        """The template's text. `chat_template` is one, or the name of one of several; else the model's own is taken."""
+        templates = self.chat_template
+        if isinstance(templates, dict):
+            if chat_template is None:
+                chat_template = "tool_use" if tools is not None and "tool_use" in templates else "default"
+                if chat_template not in templates:
+                    raise ValueError(f"there is no default chat template; name one of {sorted(templates)}.")
+            return templates.get(chat_template, chat_template)
+        template = templates if chat_template is None else chat_template
+        if template is None:
+            raise ValueError("the tokenizer has no chat template; pass one.")
+        return template
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """A conversation as text, or as token ids. `kwargs` are variables that the template may read.
+
+        Raises `ValueError` for what cannot be written; the template, a program of the model's, may raise anything.
+        """
+        if not conversation:
+            raise ValueError("the conversation has no messages; it needs one at least.")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other; choose one.")
+        text = render_template(
+            self.get_chat_template(chat_template, tools),
+            conversation,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            **{**self.special_tokens_map, **kwargs},
+        )
+        if not tokenize:
+            return text
+        encoding = self(text, add_special_tokens=False)
+        return encoding if return_dict else encoding.input_ids
+
+
+def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> ModelTokenizer:
     """The tokenizer. `chat_template`, a file's path or a template's text, takes the place of the checkpoint's own.
 
     Raises `LoadError` if there is no tokenizer or it cannot be read.
@@ -31,50 +229,138 @@ def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> 
     return tokenizer
 
 
-def read_tokenizer(path: str) -> PreTrainedTokenizerFast:
+def read_tokenizer(path: str) -> ModelTokenizer:
     """The tokenizer in a folder or a .gguf file. Raises `LoadError`."""
     return _from_gguf(path) if path.endswith(".gguf") else _from_folder(path)
 
 
 def read_tokenizer_json(checkpoint: Checkpoint) -> str:
     """The tokenizer as the `tokenizers` library writes it to a file; where it can be, without `transformers`."""
-    path = checkpoint.tokenizer_path
-    if path.endswith(".gguf"):
-        from octavo.loading.gguf_tokenizer import build_gguf_tokenizer
-
-        return build_gguf_tokenizer(read_gguf(path)).backend.to_str()
-    backend = _from_folder(path).backend_tokenizer
-    backend.no_padding()
-    backend.no_truncation()
-    return str(backend.to_str())
+    return read_tokenizer(checkpoint.tokenizer_path).backend_tokenizer.to_str()
 
 
-def _from_gguf(path: str) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
+def _from_gguf(path: str) -> ModelTokenizer:
     from octavo.loading.gguf_tokenizer import build_gguf_tokenizer
 
     built = build_gguf_tokenizer(read_gguf(path))
-    tokenizer = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
-    # As transformers' own model-specific classes do; given as `tokenizer_object` it would be copied whole.
-    tokenizer._tokenizer = built.backend
-    tokenizer.__init__(**built.options, clean_up_tokenization_spaces=False)
+    options = built.options
+    special = {role: token for role, token in options.items() if role in _ROLES and token is not None}
+    tokenizer = ModelTokenizer(built.backend, special, chat_template=options["chat_template"])
+    start = [special["bos_token"]] if options["add_bos_token"] and "bos_token" in special else []
+    end = [special["eos_token"]] if options["add_eos_token"] and "eos_token" in special else []
+    built.backend.post_processor = processors.TemplateProcessing(
+        single=[*start, "$A", *end],
+        special_tokens=[(token, built.backend.token_to_id(token)) for token in {*start, *end}],
+    )
     return tokenizer
 
 
-def _from_folder(folder: str) -> PreTrainedTokenizerFast:
-    what_to_do = "pass --tokenizer with a folder that has one, a .gguf file or a Hugging Face id"
-    if os.path.exists(os.path.join(folder, "tokenizer.json")):
-        from transformers import PreTrainedTokenizerFast as tokenizer_class
-    elif any(name.endswith((".model", ".tiktoken")) or name.startswith("vocab.") for name in os.listdir(folder)):
-        from transformers import AutoTokenizer as tokenizer_class  # imports torch and takes seconds
-    else:
-        raise LoadError(f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); {what_to_do}.")
+def _from_folder(folder: str) -> ModelTokenizer:
+    has_json = os.path.exists(os.path.join(folder, "tokenizer.json"))
+    if not has_json and not any(
+        name.endswith((".model", ".tiktoken")) or name.startswith("vocab.") for name in os.listdir(folder)
+    ):
+        raise LoadError(f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); {_WHAT_TO_DO}.")
     try:
-        return tokenizer_class.from_pretrained(folder, local_files_only=True)
+        config = _read_json(folder, "tokenizer_config.json")
+        if has_json and not any(config.get(name) for name in _UNUSUAL):
+            return _from_tokenizer_json(folder, config)
+        return _from_transformers(folder, "PreTrainedTokenizerFast" if has_json else "AutoTokenizer")
+    except LoadError:
+        raise
     except Exception as e:  # a damaged file fails in any of a dozen ways, some of them bare Exceptions from Rust
         reason = str(e).strip().splitlines()[0].rstrip(".") if str(e).strip() else type(e).__name__
-        raise LoadError(f"the tokenizer in {folder} cannot be read ({reason}); {what_to_do}.") from None
+        raise LoadError(f"the tokenizer in {folder} cannot be read ({reason}); {_WHAT_TO_DO}.") from None
+
+
+def _from_transformers(folder: str, class_name: str) -> ModelTokenizer:
+    try:
+        import transformers  # which imports torch and takes seconds
+    except ImportError:
+        raise LoadError(
+            f"the tokenizer in {folder} can only be read by transformers, which is not installed: "
+            "pip install octavo[transformers]."
+        ) from None
+    tokenizer: ModelTokenizer = getattr(transformers, class_name).from_pretrained(folder, local_files_only=True)
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.backend_tokenizer.no_truncation()
+    return tokenizer
+
+
+def _from_tokenizer_json(folder: str, config: dict[str, Any]) -> ModelTokenizer:
+    """The rules are those of `PreTrainedTokenizerFast.from_pretrained`: tokenizer.json says what is added to a text
+    (add_bos_token and its like are not read), and the other files which tokens are special, in which role."""
+    backend = Backend.from_file(os.path.join(folder, "tokenizer.json"))
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    added: dict[int, AddedToken] = {}
+    if "added_tokens_decoder" in config:
+        added = {int(index): AddedToken(**token) for index, token in config["added_tokens_decoder"].items()}
+    else:  # as versions before 4.34 wrote folders
+        for key, value in _read_json(folder, "special_tokens_map.json").items():
+            if key == "extra_special_tokens" and isinstance(value, list):
+                extra = [*(extra or []), *value]
+            elif key == "additional_special_tokens":
+                extra = value if extra is None else extra
+            else:
+                config[key] = value | {"special": True} if isinstance(value, dict) else value
+        special_texts = {str(_token(key, value)) for key, value in config.items() if key in _ROLES and value}
+        special_texts |= {str(_token("extra_special_tokens", token)) for token in extra or []}
+        for text, index in _read_json(folder, "added_tokens.json").items():
+            is_special = text in special_texts
+            added[index] = AddedToken(text, normalized=not is_special, special=is_special)
+        added |= backend.get_added_tokens_decoder()
+    if backend.padding is not None:
+        config.setdefault("pad_token", backend.padding["pad_token"])
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    special = {
+        key: _token(key, value)
+        for key, value in config.items()
+        if (key in _ROLES and value is not None) or (key.endswith("_token") and isinstance(value, str | dict))
+    }
+    if isinstance(extra, dict):  # tokens with roles of their own, such as "image_token"
+        special |= {key: _token(key, value) for key, value in extra.items()}
+        extra = None
+    return ModelTokenizer(
+        backend,
+        special,
+        [_token("extra_special_tokens", token) for token in extra or []],
+        [token for _, token in sorted(added.items())],
+        _chat_template(folder, config),
+        bool(config.get("clean_up_tokenization_spaces", False)),
+    )
+
+
+def _token(name: str, value: Any) -> str | AddedToken:
+    if isinstance(value, dict):
+        return AddedToken(**{key: item for key, item in value.items() if key != "__type"})
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}, not a token")
+    return value
+
+
+def _chat_template(folder: str, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Files of templates come before the one in tokenizer_config.json; several are by name."""
+    paths = {"default": os.path.join(folder, "chat_template.jinja")}
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "additional_chat_templates", "*.jinja"))):
+        paths[os.path.basename(path).removesuffix(".jinja")] = path
+    templates = {}
+    for name, path in paths.items():
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                templates[name] = file.read()
+    if templates:
+        return templates["default"] if list(templates) == ["default"] else templates
+    template = config.get("chat_template")
+    return {one["name"]: one["template"] for one in template} if isinstance(template, list) else template
+
+
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        content: dict[str, Any] = json.load(file)
+    return content
 
 
 def _read_template(chat_template: str) -> str:
@@ -92,13 +378,9 @@ def _read_template(chat_template: str) -> str:
 
 def _check_template(template: str, source: str) -> None:
     from jinja2 import TemplateSyntaxError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     try:
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+        compile_template(template)
     except TemplateSyntaxError as e:
-        if "unknown tag 'generation'" not in str(e):  # a tag of transformers' own
-            shown = source if len(source) < 100 else source[:100] + "..."
-            raise LoadError(
-                f"--chat-template {shown!r} is not a valid template: {e.message}, line {e.lineno}."
-            ) from None
+        shown = source if len(source) < 100 else source[:100] + "..."
+        raise LoadError(f"--chat-template {shown!r} is not a valid template: {e.message}, line {e.lineno}.") from None

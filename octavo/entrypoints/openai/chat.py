@@ -26,7 +26,7 @@ from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
 from octavo.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from octavo.loading.tokenizer import ModelTokenizer
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
@@ -152,7 +152,7 @@ class _Job(Job[ChatCompletionRequest, ChatChoice]):
 
 
 def render_messages(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: ModelTokenizer,
     body: ChatCompletionRequest | TokenizeRequest,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,

@@ -25,7 +25,7 @@ from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.request import Prompt
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from octavo.loading.tokenizer import ModelTokenizer
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
@@ -38,7 +38,7 @@ async def create_completion(body: CompletionRequest, raw: Request) -> Response:
     return await _Job(body, raw).answer(raw)
 
 
-async def prompt_text(tokenizer: PreTrainedTokenizerFast, prompt: Prompt, *, is_cut: bool) -> str:
+async def prompt_text(tokenizer: ModelTokenizer, prompt: Prompt, *, is_cut: bool) -> str:
     """What an answer that repeats its prompt starts with; of a prompt that `is_cut`, what is left of it."""
     if prompt.text is not None and not is_cut:
         return prompt.text

@@ -17,7 +17,7 @@ from octavo.entrypoints.openai.responses import (
 from octavo.outputs import Logprob, PositionLogprobs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from octavo.loading.tokenizer import ModelTokenizer
 
 LEAST_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot hold
 REPLACEMENT = "�"
@@ -26,7 +26,7 @@ REPLACEMENT = "�"
 class LogprobsFormatter:
     """Writes log-probabilities of one tokenizer's tokens; `as_token_ids` writes tokens as `token_id:N`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, as_token_ids: bool = False) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, *, as_token_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
 

@@ -1,0 +1,170 @@
+"""Chat templates: Jinja programs that write a conversation as the text which the model continues.
+
+Templates are written for `transformers` (5.23) and find here what they find there: its Jinja environment, its functions
+and its view of the messages. They come with the model, so they run in Jinja's sandbox, on plain data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+# The names under which a message's reasoning is passed. The first one is what templates read, "thinking" gpt-oss's.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+@lru_cache(maxsize=32)
+def compile_template(text: str) -> Template:
+    """Raises `jinja2.TemplateSyntaxError`."""
+    from jinja2 import TemplateError, nodes  # here because text completions need no templates
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's words for training; here it is its body."""
+
+        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+        def _render(self, caller: Any) -> Any:
+            return caller()
+
+    class SafeNamespace(Namespace):
+        """Without names through which Python's internals could be reached."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:  # so that `namespace(self=…)` works, as in Jinja
+            values = dict(*args[1:], **kwargs)
+            for name in values:
+                SafeNamespace._check(name)
+            Namespace.__init__(args[0], values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            SafeNamespace._check(name)
+            super().__setitem__(name, value)
+
+        @staticmethod
+        def _check(name: Any) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise SecurityError(f"a chat template must not store the name {name!r}, which begins with _.")
+
+    class SafeDict:
+        """`dict`, of which a template reaches no more than this."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+            return dict(*args, **kwargs)
+
+        def fromkeys(self, *args: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    # Jinja's own filter escapes HTML.
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals.update(
+        raise_exception=raise_exception,
+        strftime_now=lambda form: datetime.now().strftime(form),
+        dict=SafeDict(),
+        namespace=SafeNamespace,
+    )
+    return environment.from_string(text)
+
+
+def render_template(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    continue_final_message: bool | str = False,
+    **variables: Any,
+) -> str:
+    """The conversation as text. With `continue_final_message` the text ends where the last message does, or the field
+    of it that is named.
+
+    Raises `ValueError` where there is no such end; the template may raise anything.
+    """
+    compiled = compile_template(template)
+    # OpenAI's clients send `"content": null`, which many templates would write as "None".
+    chat = [_plain({key: value for key, value in message.items() if value is not None}) for message in messages]
+    chat = [_with_reasoning(message) for message in chat]
+    variables = _plain(variables)
+    if not continue_final_message:
+        return compiled.render(messages=chat, **variables)
+    field = continue_final_message if isinstance(continue_final_message, str) else "content"
+    ending = _mark_end(template, chat[-1], field)
+    text = compiled.render(messages=chat, **variables)
+    mark = _END_MARK.strip()
+    if ending.strip() not in text or mark not in text:
+        raise ValueError("the chat template leaves out the end of the final message, which is to be continued.")
+    end = text.rindex(mark)
+    # Where the template has stripped the message, the blank of the mark is gone too.
+    return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
+
+
+def _mark_end(template: str, message: dict[str, Any], field: str) -> str:
+    """The text of `message` that is to be continued, to which the mark of its end is appended in place."""
+    content = message.get(field)
+    if content is None:
+        raise ValueError(f'the final message has no "{field}" to continue.')
+    # Reasoning stands under several names; whichever the template reads has the mark.
+    fields = [name for name in _REASONING if message.get(name) == content] if field in _REASONING else [field]
+    if not any(name in template for name in fields):
+        raise ValueError(f'the chat template does not read "{field}", which is to be continued.')
+    if not isinstance(content, list | tuple):
+        message.update((name, content + _END_MARK) for name in fields)
+        return str(content)
+    for part in reversed(content):
+        if "text" in part:
+            text = str(part["text"])
+            part["text"] += _END_MARK
+            return text
+    raise ValueError("the final message has no text to continue.")
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of JSON's types: other objects have methods that a template must not reach."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return getattr(kind, f"__{kind.__name__}__")(value)  # not that of an enum, for one
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(getattr(value, "model_dump", None)):  # pydantic's models
+        return _plain(value.model_dump())
+    return f"<{type(value).__name__}>"
