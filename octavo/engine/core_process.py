@@ -1,9 +1,9 @@
 """The engine core as a process: `python -m octavo.engine.core_process`, started by `core_client.CoreProcess`.
 
-It imports torch at once, which takes most of a start, and meanwhile its parent finds out what there is to serve. Then
-its standard input brings one line of JSON (`CoreProcessArgs`) and stays open: when it closes, the parent has gone and
-so does the core. Messages go over two ZeroMQ sockets. The loop is a single thread; while it has work it looks for
-messages between steps, otherwise it sleeps until one comes.
+It imports what it needs at once, and meanwhile its parent finds out what there is to serve. Then its standard input
+brings one line of JSON (`CoreProcessArgs`) and stays open: when it closes, the parent has gone and so does the core.
+Messages go over two ZeroMQ sockets. The loop is a single thread; while it has work it looks for messages between steps,
+otherwise it sleeps until one comes.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
+from octavo.loading.jinja_template import compile_template
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
@@ -28,6 +29,13 @@ For each function call return a JSON object with the function's name and argumen
 <tool_call>
 {{"name": <function name>, "arguments": <arguments as a JSON object>}}
 </tool_call>"""
+
+
+def compile_chat_template(tokenizer: ModelTokenizer) -> None:
+    """Import Jinja and compile the model's own template, so that the first chat waits for neither."""
+    if isinstance(tokenizer.chat_template, str):
+        with suppress(Exception):  # a wrong template is the chats' error, not the server's
+            compile_template(tokenizer.chat_template)
 
 
 def render_chat(

@@ -44,7 +44,7 @@ class LLM:
         return SamplingParams(**self.config.model.default_sampling_params)
 
     def get_tokenizer(self) -> Any:
-        """The `transformers` tokenizer of the model."""
+        """The tokenizer of the model, with `transformers`' names: `encode`, `decode`, `apply_chat_template`."""
         return self.tokenizer
 
     def generate(

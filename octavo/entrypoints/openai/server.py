@@ -1,8 +1,9 @@
 """The server process: binds the port, starts the engine, serves, and stops on a signal.
 
 The order is what makes the start fast. The port is bound first, so that a taken one costs no model load; then the
-engine core's process is started, which imports torch while this process finds the model, and loads the model while this
-process imports the tokenizer and the web framework; then the server answers, with 503 until the core is ready.
+engine core's process is started, which imports its modules while this process finds the model, and loads the model
+while this process reads the tokenizer and imports the web framework; then the server answers, with 503 until the
+core is ready.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
             registry.register(metrics)
         phases.end("configuration")
         from octavo.engine.async_engine import AsyncLLMEngine
+        from octavo.entrypoints.chat_template import compile_chat_template
 
         engine = AsyncLLMEngine(
             config,
@@ -69,6 +71,7 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
             step_timeout_s=args.engine_step_timeout or None,
             ready_timeout_s=args.engine_ready_timeout or None,
         )
+        compile_chat_template(engine.tokenizer)
         phases.end("tokenizer")
         try:
             import uvloop
