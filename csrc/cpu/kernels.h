@@ -209,7 +209,7 @@ struct SampleArgs : RowArgs {
     const float* temperature;
     const int64_t* top_k;
     const float *top_p, *min_p;
-    const double* dice;  // in [0, 1)
+    const double* uniforms;  // in [0, 1)
     int64_t* out;
     int64_t stride, width;
 };

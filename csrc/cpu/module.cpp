@@ -167,7 +167,7 @@ void define_operations(nb::module_& m) {
     define<ArgmaxArgs, &ArgmaxArgs::x, &ArgmaxArgs::stride, &ArgmaxArgs::rows, &ArgmaxArgs::width, &ArgmaxArgs::out>(
         m, "argmax");
     define<SampleArgs, &SampleArgs::logits, &SampleArgs::stride, &SampleArgs::rows, &SampleArgs::width,
-           &SampleArgs::temperature, &SampleArgs::top_k, &SampleArgs::top_p, &SampleArgs::min_p, &SampleArgs::dice,
+           &SampleArgs::temperature, &SampleArgs::top_k, &SampleArgs::top_p, &SampleArgs::min_p, &SampleArgs::uniforms,
            &SampleArgs::out>(m, "sample");
     define<MaskArgs, &MaskArgs::logits, &MaskArgs::stride, &MaskArgs::rows, &MaskArgs::width, &MaskArgs::words,
            &MaskArgs::words_stride, &MaskArgs::num_words, &MaskArgs::samples, &MaskArgs::masks>(m, "mask_tokens");

@@ -167,7 +167,7 @@ void sample(const void* args, int64_t task) {
         drop_below(p, n, find_floor(p, n, wanted, true));
     }
 
-    const double target = a.dice[task] * sum_weights(p, n);
+    const double target = a.uniforms[task] * sum_weights(p, n);
     double before = 0;
     int64_t drawn = -1;
     for (int64_t start = 0; start < n; start += kSumChunk) {
@@ -185,7 +185,7 @@ void sample(const void* args, int64_t task) {
         }
         before = after;
     }
-    // The dice may round up to the whole: that is the last token with any weight.
+    // The number may round up to the whole: that is the last token with any weight.
     for (int64_t j = n - 1; drawn < 0 && j >= 0; --j) {
         if (p[j] > 0) drawn = j;
     }

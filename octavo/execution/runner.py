@@ -27,7 +27,7 @@ from octavo.plan import StepPlan, StepResult
 from octavo.sampling.batch import Samples, SamplingTable
 from octavo.sampling.grammar_masks import GrammarCompiler
 from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
-from octavo.sampling.sampler import Drawn, draw, fill
+from octavo.sampling.sampler import SampledTokens, sample_tokens, write_settings
 from octavo.sampling_params import MAX_LOGPROBS
 
 # Rows of prompt log-probabilities computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
@@ -76,7 +76,7 @@ class SubmittedStep:
         self.stage = stage
         self.samples = samples
         self.occupants = runner.occupants[samples.rows]
-        self.drawn: Drawn | None = None  # set when the device's turn has come
+        self.sampled: SampledTokens | None = None  # set when the device's turn has come
         self.prompts: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
         self.done: Event | None = None
 
@@ -178,7 +178,7 @@ class Runner:
             logits, best = self.logits(inputs, self.hidden(inputs))
             raw = self.ops.rows_of(logits, np.arange(num_rows))  # as if all asked what they were before
             measure(self.ops, raw, best, np.full(num_rows, MAX_LOGPROBS))
-            self.ops.sample(logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.dice)
+            self.ops.sample(logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniforms)
 
         self.device.compute.run(work)
         self.device.compute.record().wait()
@@ -211,15 +211,15 @@ class Runner:
         """Wait for a step, and append its tokens to the rows that are still the same sequences'."""
         assert step.done is not None
         step.done.wait()
-        drawn, samples, done = step.drawn, step.samples, step.done
+        sampled, samples, done = step.sampled, step.samples, step.done
 
         def fetch(arrays: Sequence[Array]) -> list[NDArray[Any]]:
             return self.device.fetch(arrays, done)
 
         result = StepResult(tokens=[])
-        if drawn is not None:
+        if sampled is not None:
             tokens = step.stage.tokens[: len(samples.rows)].copy()
-            result.logprobs, errors = drawn.finish(tokens, fetch)
+            result.logprobs, errors = sampled.told(tokens, fetch)
             result.tokens = tokens.tolist()
             is_kept = self.occupants[samples.rows] == step.occupants
             if samples.guessed:
@@ -266,7 +266,7 @@ class Runner:
         if num_samples:
             settings = self.sampling.build(samples, self.table.tokens)
             if settings is not None:
-                fill(arrays, settings)
+                write_settings(arrays, settings)
         self._upload(stage, layout.num_bytes)
         step = SubmittedStep(self, stage, samples)
         if captured is not None:
@@ -275,18 +275,18 @@ class Runner:
         def finish() -> None:
             outputs = self._run(inputs, num_samples) if captured is None else captured.step.outputs
             if num_samples:
-                step.drawn = draw(
+                step.sampled = sample_tokens(
                     self.ops, outputs.logits[:num_samples], outputs.best[:num_samples], inputs, settings,
                     self.device.shares_memory,
                 )  # fmt: skip
                 if self._tables is not None:
-                    self._tables.keep(self.ops, inputs.sample_owners[:num_samples], step.drawn.tokens)
+                    self._tables.keep(self.ops, inputs.sample_owners[:num_samples], step.sampled.tokens)
             # Only now: on a device without a captured step they need as much memory as the logits had.
             step.prompts = [measured for part in prompts for measured in self._measure_prompt(outputs.hidden, part)]
 
         def download() -> None:
-            if step.drawn is not None:
-                self.device.copy(step.drawn.tokens, stage.tokens[:num_samples])
+            if step.sampled is not None:
+                self.device.copy(step.sampled.tokens, stage.tokens[:num_samples])
 
         self.device.compute.run(finish)
         self.device.compute.run(download, writes=[stage.tokens])

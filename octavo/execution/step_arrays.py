@@ -76,7 +76,7 @@ class StepArrays(Generic[_A]):
     top_k: _A = array_of("samples", dtype=np.int64)
     top_p: _A = array_of("samples", dtype=np.float32)
     min_p: _A = array_of("samples", dtype=np.float32)
-    dice: _A = array_of("samples", dtype=np.float64)  # uniform in [0, 1)
+    uniforms: _A = array_of("samples", dtype=np.float64)  # uniform in [0, 1)
 
 
 _FIELDS = tuple((f.name, f.metadata["dims"], f.metadata["dtype"], f.metadata["padding"]) for f in fields(StepArrays))

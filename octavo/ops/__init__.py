@@ -173,15 +173,15 @@ class OpsOver(Protocol[A]):
         """logits [N, V] float32 -> [N] int64; the lowest index wins a tie. `NO_TOKEN` where nothing can be chosen: the
         largest is not finite (masks have left nothing), or one is NaN."""
 
-    def sample(self, logits: A, temperature: A, top_k: A, top_p: A, min_p: A, dice: A) -> A:
+    def sample(self, logits: A, temperature: A, top_k: A, top_p: A, min_p: A, uniforms: A) -> A:
         """Draw one token a row of logits [N, V] float32, which may be overwritten -> [N] int64.
 
         The distribution is softmax(logits / temperature); then tokens less likely than min_p times the likeliest go;
         then all but the top_k likeliest (int64, 0 is all); then all but the smallest set of the likeliest that has
         top_p of the mass left. Tokens that are equally likely stay or go together. The token is the first one, by
-        index, up to which the remaining mass exceeds dice (float64 in [0, 1)) times its sum. Other arrays are
-        [N] float32. A row whose temperature is 0 gives its argmax, so that one call serves any mix. `NO_TOKEN` is
-        given as by `argmax`.
+        index, up to which the remaining mass exceeds its number of `uniforms` (float64 in [0, 1)) times the sum. Other
+        arrays are [N] float32. A row whose temperature is 0 gives its argmax, so that one call serves any mix.
+        `NO_TOKEN` is given as by `argmax`.
         """
 
     def mask_tokens(self, logits: A, words: HostArray, samples: HostArray) -> None:

@@ -31,16 +31,22 @@ def argmax(logits: NDArray[Any]) -> NDArray[Any]:
 
 def sample(
     logits: NDArray[Any], temperature: NDArray[Any], top_k: NDArray[Any], top_p: NDArray[Any], min_p: NDArray[Any],
-    dice: NDArray[Any],
+    uniforms: NDArray[Any],
 ) -> NDArray[Any]:  # fmt: skip
     check_runs_now("sample")
     rows, width = logits.shape
     assert logits.dtype == FLOAT32 and is_dense(logits)
     assert 0 < width < 1 << 24
-    for array, dtype in ((temperature, FLOAT32), (top_k, INT64), (top_p, FLOAT32), (min_p, FLOAT32), (dice, FLOAT64)):
+    for array, dtype in (
+        (temperature, FLOAT32),
+        (top_k, INT64),
+        (top_p, FLOAT32),
+        (min_p, FLOAT32),
+        (uniforms, FLOAT64),
+    ):
         assert array.dtype == dtype and array.shape == (rows,) and is_dense(array)
     out = np.empty(rows, np.int64)
-    _cpu.sample(logits, stride(logits), rows, width, temperature, top_k, top_p, min_p, dice, out)
+    _cpu.sample(logits, stride(logits), rows, width, temperature, top_k, top_p, min_p, uniforms, out)
     return out
 
 

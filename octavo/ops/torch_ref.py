@@ -264,7 +264,9 @@ def mask_tokens(logits: Tensor, words: NDArray[Any], samples: NDArray[Any]) -> N
     logits[rows] = logits[rows].masked_fill(~is_allowed, float("-inf"))
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
+) -> Tensor:
     best = argmax(logits).tolist()
     tokens = []
     for r in range(len(logits)):
@@ -280,7 +282,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
             last = int((ranked.cumsum(-1) < top_p[r] * probs.sum()).sum())
             probs[probs < ranked[min(last, len(ranked) - 1)]] = 0
         cumulative = probs.cumsum(-1)
-        tokens.append(int((cumulative <= dice[r] * cumulative[-1]).sum()))
+        tokens.append(int((cumulative <= uniforms[r] * cumulative[-1]).sum()))
     return torch.tensor(tokens, device=logits.device).clamp(max=logits.shape[1] - 1)
 
 

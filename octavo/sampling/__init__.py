@@ -1,1 +1,1 @@
-"""Logits to tokens: `processors` change the logits of rows that ask for it, `sampler` chooses, `random` is the dice."""
+"""Logits to tokens: `processors` change the logits of rows that ask for it, `sampler` chooses, `random` has the numbers."""

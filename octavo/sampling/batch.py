@@ -179,7 +179,7 @@ class SamplingTable:
         self._is_special = np.zeros(max_num_seqs, bool)
         self._values = {name: np.zeros(max_num_seqs, dtype) for name, dtype in _SETTINGS.items()}
         self._beams: dict[int, tuple[int, float]] = {}  # rows of beams: tokens to offer, temperature
-        self._demanding: set[int] = set()  # rows that ask for more than the most likely token
+        self._needs_settings: set[int] = set()  # rows that ask for more than the most likely token
 
     def admit(self, admission: Admission) -> None:
         row, params = admission.row, admission.params
@@ -203,14 +203,14 @@ class SamplingTable:
         if self._grammars is not None:
             output = admission.token_ids[admission.num_prompt_tokens :]
             self._grammars.admit(row, params, output, admission.stop_token_ids)
-        is_demanding = params.temperature > 0 or params.wants_logprobs or is_special or params.grammar is not None
-        (self._demanding.add if is_demanding else self._demanding.discard)(row)
+        needs_settings = params.temperature > 0 or params.wants_logprobs or is_special or params.grammar is not None
+        (self._needs_settings.add if needs_settings else self._needs_settings.discard)(row)
 
     def build(self, samples: Samples, tokens: NDArray[np.int32]) -> SamplingBatch | None:
         """Gather the settings of `samples`; `tokens` [max_num_seqs, max_model_len + 1] is the table of them. None when
         all that they ask for is the most likely token."""
         rows, lengths = samples.rows, samples.lengths
-        if self._demanding.isdisjoint(rows.tolist()):
+        if self._needs_settings.isdisjoint(rows.tolist()):
             return None
         masks: Callable[[], Masks] = _no_masks
         if (grammars := self._grammars) is not None and not grammars.is_empty:

@@ -1,8 +1,8 @@
 """Chooses tokens: the likeliest, or by inverting the cumulative distribution at a number that the request's seed gives.
 
 All of it is row-wise operations of the backend, so a sample is a function of its logits and its request alone, and
-nothing waits for a device: `draw` has it choose the tokens of a step, and measure whatever requests want to know of
-them; `Drawn.finish` makes lists of that once it has happened.
+nothing waits for a device: `sample_tokens` has it choose the tokens of a step, and measure whatever requests
+want to know of them; `SampledTokens.told` makes lists of that once it has happened.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOTHING_TO_CHOOSE = (
 
 
 @dataclass(slots=True)
-class Drawn:
+class SampledTokens:
     """What a step's samples are on the device. `tokens` [N] int64 has `NO_TOKEN` where there was none to choose."""
 
     tokens: Array
@@ -39,7 +39,7 @@ class Drawn:
     logprobs: MeasuredLogprobs | None = None
     offers: list[tuple[list[int], Array, Array]] = field(default_factory=list)
 
-    def finish(
+    def told(
         self, tokens: NDArray[np.int64], fetch: Callable[[Sequence[Array]], list[NDArray[Any]]]
     ) -> tuple[list[TokenLogprobs | None] | None, dict[int, str]]:
         """Log-probabilities by sample, if any are asked for, and what went wrong by sample. `tokens` [N] are on the
@@ -60,21 +60,23 @@ class Drawn:
         return found, errors
 
 
-def fill(arrays: Any, batch: SamplingBatch) -> None:
-    """Write what `draw` needs of the batch into a step's arrays (`temperature` and so on), on the host."""
+def write_settings(arrays: Any, batch: SamplingBatch) -> None:
+    """Write what `sample_tokens` needs of the batch into a step's arrays (`temperature` and so on), on the host."""
     settings, count = batch.settings, len(batch.position)
     for name in ("temperature", "top_k", "top_p", "min_p"):
         getattr(arrays, name)[:count] = settings[name]
-    arrays.dice[:count] = uniform(settings["seed"], settings["index"], batch.position)
+    arrays.uniforms[:count] = uniform(settings["seed"], settings["index"], batch.position)
 
 
-def draw(ops: Ops, logits: Array, best: Array, arrays: Any, batch: SamplingBatch | None, is_known: bool) -> Drawn:
+def sample_tokens(
+    ops: Ops, logits: Array, best: Array, arrays: Any, batch: SamplingBatch | None, is_known: bool
+) -> SampledTokens:
     """logits [N, V] float32, which may be overwritten, and their argmax [N] int64 -> the step's samples. Without a
     batch they are the most likely tokens. `is_known` says that the host can look at `best`."""
     if batch is None:
-        return Drawn(best)
+        return SampledTokens(best)
     masks, mask_errors = batch.masks()
-    drawn = Drawn(best, mask_errors)
+    sampled = SampledTokens(best, mask_errors)
     num_logprobs = batch.settings["num_logprobs"]
     wanted = np.flatnonzero(num_logprobs >= 0)
     raw = ops.rows_of(logits, wanted) if len(wanted) else None  # before penalties, as the model said
@@ -86,19 +88,19 @@ def draw(ops: Ops, logits: Array, best: Array, arrays: Any, batch: SamplingBatch
         words = np.stack([mask.words for _, mask in masks]).view(np.int32)
         ops.mask_tokens(logits, words, np.array([n for n, _ in masks], np.int64))
     if batch.special:
-        drawn.errors = process_logits(ops, logits, batch.special) | drawn.errors
+        sampled.errors = process_logits(ops, logits, batch.special) | sampled.errors
     if masks or batch.special:
         best = ops.argmax(logits)
     if batch.beams:
-        drawn.offers = best_tokens(ops, logits, batch.beams)
-    drawn.tokens = best
+        sampled.offers = best_tokens(ops, logits, batch.beams)
+    sampled.tokens = best
     if (batch.settings["temperature"] > 0).any():  # after everything else: logits are lost
-        settings = arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p, arrays.dice
-        drawn.tokens = ops.sample(logits, *(setting[: len(best)] for setting in settings))
+        settings = arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p, arrays.uniforms
+        sampled.tokens = ops.sample(logits, *(setting[: len(best)] for setting in settings))
     if raw is not None:
-        drawn.wanted = wanted.tolist()
-        drawn.logprobs = measure(ops, raw, ops.rows_of(drawn.tokens, wanted), num_logprobs[wanted])
-    return drawn
+        sampled.wanted = wanted.tolist()
+        sampled.logprobs = measure(ops, raw, ops.rows_of(sampled.tokens, wanted), num_logprobs[wanted])
+    return sampled
 
 
 def _effective(masks: list[tuple[int, TokenMask]], best: Any, batch: SamplingBatch) -> list[tuple[int, TokenMask]]:

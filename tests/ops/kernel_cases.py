@@ -34,7 +34,7 @@ def sampling_settings(rows: int, width: int, seed: int) -> dict[str, Tensor]:
         "top_k": choose([0, 1, 2, 5, 40, width - 1, width, 10**6], torch.int64),
         "top_p": choose([1.0, 1e-6, 0.3, 0.9, 0.999], torch.float32),
         "min_p": choose([0.0, 0.0, 0.05, 0.5, 1.0], torch.float32),
-        "dice": torch.rand(rows, generator=generator, dtype=torch.float64),
+        "uniforms": torch.rand(rows, generator=generator, dtype=torch.float64),
     }
 
 

@@ -19,11 +19,11 @@ def test_sample_inverts_the_reference_distribution(isa: str, rows: int, width: i
     asked = sampling_settings(rows, width, seed)
     drawn = cpu.sample(logits.clone(), **asked)
     for r, token in enumerate(drawn.tolist()):
-        # The reference answers for dice a little to either side: float32 and float64 sums differ there.
+        # The reference answers for uniforms a little to either side: float32 and float64 sums differ there.
         nearby = []
         for shift in (-1e-5, 0.0, 1e-5):
             one = {name: value[r : r + 1] for name, value in asked.items()}
-            one["dice"] = (one["dice"] + shift).clamp(0, 1 - 1e-9)
+            one["uniforms"] = (one["uniforms"] + shift).clamp(0, 1 - 1e-9)
             nearby.append(int(torch_ref.sample(logits[r : r + 1], **one)))
         assert min(nearby) <= token <= max(nearby), (r, nearby, {name: value[r] for name, value in asked.items()})
 
@@ -32,13 +32,13 @@ def test_sample_inverts_the_reference_distribution(isa: str, rows: int, width: i
 def test_equally_likely_tokens_stay_or_go_together(isa: str, top_k: int, top_p: float, kept: int) -> None:
     weights = torch.tensor([0.2, 0.1, 0.2, 0.2, 0.05, 0.2])
     rows = 400
-    dice = torch.linspace(0, 1, rows + 1, dtype=torch.float64)[:-1]
+    uniforms = torch.linspace(0, 1, rows + 1, dtype=torch.float64)[:-1]
     drawn = cpu.sample(
         weights.log().repeat(rows, 1), torch.ones(rows), torch.full((rows,), top_k), torch.full((rows,), top_p),
-        torch.zeros(rows), dice,
+        torch.zeros(rows), uniforms,
     )  # fmt: skip
     assert drawn.unique().tolist() == sorted(weights.topk(kept).indices.tolist())
-    assert torch.equal(drawn, drawn.sort().values), "tokens follow the dice in the order of their index"
+    assert torch.equal(drawn, drawn.sort().values), "tokens follow the uniforms in the order of their index"
 
 
 def test_a_row_draws_the_same_alone_and_among_others(isa: str, threads: None) -> None:
@@ -57,7 +57,7 @@ def test_a_nucleus_that_nearly_everything_belongs_to(isa: str) -> None:
     logits = random(1, 1, width) * 0.01
     one = {"temperature": torch.ones(1), "top_k": torch.tensor([0]), "min_p": torch.zeros(1)}
     drawn = cpu.sample(
-        logits.repeat(1, 1), **one, top_p=torch.tensor([0.99]), dice=torch.tensor([0.999999], dtype=torch.float64)
+        logits.repeat(1, 1), **one, top_p=torch.tensor([0.99]), uniforms=torch.tensor([0.999999], dtype=torch.float64)
     )
     probs = logits[0].double().softmax(-1)
     ranked = probs.sort(descending=True)
@@ -77,10 +77,10 @@ def test_rows_without_a_distribution_give_no_token(isa: str) -> None:
     logits[5, :3] = -inf
     rows = len(logits)
     settings = (torch.full((rows,), 3), torch.full((rows,), 0.5), torch.zeros(rows))
-    dice = torch.full((rows,), 1 - 2**-53, dtype=torch.float64)
-    drawn = cpu.sample(logits.clone(), torch.ones(rows), *settings, dice)
+    uniforms = torch.full((rows,), 1 - 2**-53, dtype=torch.float64)
+    drawn = cpu.sample(logits.clone(), torch.ones(rows), *settings, uniforms)
     assert drawn.tolist() == [-1, 32, -1, -1, -1, 32]
-    greedy = cpu.sample(logits.clone(), torch.zeros(rows), *settings, dice)
+    greedy = cpu.sample(logits.clone(), torch.zeros(rows), *settings, uniforms)
     assert greedy.tolist() == [-1, 32, -1, -1, -1, 3] == torch_ref.argmax(logits).tolist()
 
 

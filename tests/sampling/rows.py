@@ -17,7 +17,7 @@ from octavo.request import TokenLogprobs
 from octavo.sampling.batch import Samples as DrawnFor
 from octavo.sampling.batch import SamplingBatch, SamplingTable
 from octavo.sampling.random import uniform
-from octavo.sampling.sampler import draw, fill
+from octavo.sampling.sampler import sample_tokens, write_settings
 from octavo.sampling_params import SamplingParams
 
 
@@ -54,32 +54,32 @@ def sample(rows: list[Row]) -> Samples:
     lengths = np.array([len(row.prompt) + len(row.output) for row in rows], np.int64)
     batch = table.build(DrawnFor(places, np.zeros(len(rows), np.int64), lengths), tokens)
     logits = torch.stack([row.logits for row in rows]).numpy()
-    found, logprobs, errors = draw_from(logits, batch)
+    found, logprobs, errors = sample_from(logits, batch)
     return Samples(found.tolist(), logprobs or [None] * len(rows), errors)
 
 
-def draw_from(
+def sample_from(
     logits: NDArray[np.float32], batch: SamplingBatch | None
 ) -> tuple[NDArray[np.int64], list[TokenLogprobs | None] | None, dict[int, str]]:
     """Tokens [N], log-probabilities and errors, by the native operations; logits [N, V] are overwritten."""
     arrays = sample_arrays(len(logits))
     if batch is not None:
-        fill(arrays, batch)
+        write_settings(arrays, batch)
     cpu = ops.load()
-    drawn = draw(cpu, logits, cpu.argmax(logits), arrays, batch, is_known=True)
-    tokens = np.array(drawn.tokens)
-    return tokens, *drawn.finish(tokens, lambda arrays: [np.asarray(array) for array in arrays])
+    sampled = sample_tokens(cpu, logits, cpu.argmax(logits), arrays, batch, is_known=True)
+    tokens = np.array(sampled.tokens)
+    return tokens, *sampled.told(tokens, lambda arrays: [np.asarray(array) for array in arrays])
 
 
 def sample_arrays(num_samples: int) -> Any:
     """A step's arrays, as far as drawing reads them."""
     return SimpleNamespace(
         temperature=np.zeros(num_samples, np.float32), top_k=np.zeros(num_samples, np.int64),
-        top_p=np.ones(num_samples, np.float32), min_p=np.zeros(num_samples, np.float32), dice=np.zeros(num_samples),
+        top_p=np.ones(num_samples, np.float32), min_p=np.zeros(num_samples, np.float32), uniforms=np.zeros(num_samples),
     )  # fmt: skip
 
 
-def dice(row: Row) -> float:
+def uniform_of(row: Row) -> float:
     """The uniform number that a row's draw uses."""
     counters = (np.array([x], np.uint64) for x in (row.seed, row.index, len(row.output)))
     return float(uniform(*counters)[0])
@@ -107,11 +107,11 @@ def probabilities(logits: NDArray[Any], params: SamplingParams, slack: float = 0
 
 
 def is_right_draw(row: Row, token: int) -> bool:
-    """Whether `token` is where the row's dice falls in the cumulative distribution. Float32 may decide otherwise about
-    a token on the very edge of a threshold; either decision is right."""
+    """Whether `token` is where the row's number falls in the cumulative distribution. Float32 may decide otherwise
+    about a token on the very edge of a threshold; either decision is right."""
     for slack in (0.0, 1e-4, -1e-4):
         probs = probabilities(row.logits.numpy(), row.params, slack)
         end = probs[: token + 1].sum()
-        if probs[token] > 0 and end - probs[token] - 1e-4 <= dice(row) <= end + 1e-4:
+        if probs[token] > 0 and end - probs[token] - 1e-4 <= uniform_of(row) <= end + 1e-4:
             return True
     return False

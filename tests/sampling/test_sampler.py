@@ -15,7 +15,7 @@ from octavo.plan import Admission
 from octavo.sampling.batch import Samples, SamplingTable
 from octavo.sampling.random import uniform
 from octavo.sampling_params import SamplingParams
-from tests.sampling.rows import Row, draw_from, is_right_draw, probabilities, sample
+from tests.sampling.rows import Row, is_right_draw, probabilities, sample, sample_from
 
 INF = float("inf")
 NAN = float("nan")
@@ -246,7 +246,7 @@ def test_the_first_tokens_of_forks_are_those_that_their_own_rows_would_draw() ->
     rows = np.full(count, 1, np.int64)
     samples = Samples(rows, np.arange(count), np.full(count, 2, np.int64))
     batch = table.build(samples, np.zeros((2, 4), np.int32))
-    drawn, _, _ = draw_from(logits.repeat(count, 1).numpy(), batch)
+    drawn, _, _ = sample_from(logits.repeat(count, 1).numpy(), batch)
     assert drawn.tolist() == [sample([Row(logits, seed=9, index=index)]).tokens[0] for index in range(count)]
     assert len(set(drawn.tolist())) > count // 2
 

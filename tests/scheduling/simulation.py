@@ -199,13 +199,13 @@ class Simulation:
         if watched.fails_at is not None:
             return ()  # an error takes with it what its row has found before
         future = standalone(self.setup, watched, seq.index).token_ids[seq.num_output_tokens :]
-        dice = self._guesses
-        guesses = future[: dice.randint(0, 6)]
-        if self.setup.guesses == "wrong" or (self.setup.guesses == "random" and dice.random() < 0.6):
-            spoilt = 0 if self.setup.guesses == "wrong" else dice.randint(0, 3)
+        uniforms = self._guesses
+        guesses = future[: uniforms.randint(0, 6)]
+        if self.setup.guesses == "wrong" or (self.setup.guesses == "random" and uniforms.random() < 0.6):
+            spoilt = 0 if self.setup.guesses == "wrong" else uniforms.randint(0, 3)
             guesses = [(token + (i >= spoilt)) % VOCAB_SIZE for i, token in enumerate(guesses)]
         if self.setup.guesses != "right":
-            guesses += [dice.randrange(VOCAB_SIZE) for _ in range(dice.randint(0, 3))]
+            guesses += [uniforms.randrange(VOCAB_SIZE) for _ in range(uniforms.randint(0, 3))]
         return tuple(guesses)
 
     def _withdraw(self, plan: StepPlan) -> None:

@@ -8,7 +8,7 @@ A row of logits is cut into chunks, and a chunk into pieces, by the vocabulary a
    the front of their chunk as distances, in order; the largest of pieces bound the k likeliest, and a token whose
    weight times the vocabulary is less than 1 - top_p is not among the likeliest top_p.
 3. `_draw`, a program a row: the limits are bisected over the bits of distances, whose order as integers is that of
-   positive floats; then the chunk and the token at `dice` are found.
+   positive floats; then the chunk and the token at the uniform number are found.
 
 Weights are summed as integers, in units of 2^-40 of the likeliest token's: sums are exact, so they do not depend on
 who adds what in which order, and a row is reproducible whatever is computed beside it. What rounding a weight down
@@ -193,7 +193,7 @@ def _tighten(
 
 @triton.jit
 def _draw_from(
-    row, largest, t, k, p, min_p, dice, counts, masses,
+    row, largest, t, k, p, min_p, uniforms, counts, masses,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A token of a row that `_narrow` has seen; `counts` and `masses` are the row's."""
@@ -215,7 +215,7 @@ def _draw_from(
             limit, mass = _tighten(row, count, num_tiles, limit, mass, number, wanted, True, CHUNK, CHUNKS, WIDTH)
 
     total = tl.sum(mass, 0)  # at least 2^40, the likeliest token's
-    target = tl.minimum((dice * total.to(tl.float64)).to(tl.int64), total - 1)
+    target = tl.minimum((uniforms * total.to(tl.float64)).to(tl.int64), total - 1)
     chunk = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
     target -= tl.sum(tl.where(chunks < chunk, mass, 0), 0)
 
@@ -240,7 +240,7 @@ def _draw_from(
 
 @triton.jit
 def _draw(
-    logits, stride, maxima, temperature, top_k, top_p, min_p, dice, counts, masses, out,
+    logits, stride, maxima, temperature, top_k, top_p, min_p, uniforms, counts, masses, out,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     PIECE: tl.constexpr, PIECES: tl.constexpr, NUM_PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -255,7 +255,7 @@ def _draw(
     token = tl.full((), 0, tl.int32)
     if is_finite & (t > 0):
         token = _draw_from(
-            row, largest, t, tl.load(top_k + n), tl.load(top_p + n), tl.load(min_p + n), tl.load(dice + n),
+            row, largest, t, tl.load(top_k + n), tl.load(top_p + n), tl.load(min_p + n), tl.load(uniforms + n),
             counts + n * NUM_CHUNKS, masses + n * NUM_CHUNKS, VOCAB, CHUNK, CHUNKS, NUM_CHUNKS, WIDTH,
         )  # fmt: skip
     else:
@@ -291,11 +291,13 @@ def argmax(logits: Tensor) -> Tensor:
     return out
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, dice: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
+) -> Tensor:
     """`Ops.sample`, of logits [S, V] float32 that are overwritten -> [S] int64."""
     rows, vocab = logits.shape
     dtypes = (torch.float32, torch.int64, torch.float32, torch.float32, torch.float64)
-    for tensor, dtype in zip((temperature, top_k, top_p, min_p, dice), dtypes, strict=True):
+    for tensor, dtype in zip((temperature, top_k, top_p, min_p, uniforms), dtypes, strict=True):
         assert tensor.dtype is dtype and tensor.shape == (rows,) and tensor.is_contiguous()
     assert vocab < 1 << 22, "sums of weights would overflow"
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -311,7 +313,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
         VOCAB=vocab, CHUNK=_CHUNK, PIECES=pieces, NUM_PIECES=num_pieces, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     _draw[(rows,)](
-        logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, dice, counts, masses, out,
+        logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, uniforms, counts, masses, out,
         VOCAB=vocab, CHUNK=_CHUNK, CHUNKS=chunks, NUM_CHUNKS=num_chunks, WIDTH=max(_TILE // chunks, 16),
         PIECE=_PIECE, PIECES=pieces, NUM_PIECES=num_pieces, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip

@@ -34,23 +34,23 @@ def draw(logits: Tensor, **asked: Tensor) -> Tensor:
 
 
 def one_setting(
-    rows: int, dice: Tensor, t: float = 1.0, k: int = 0, p: float = 1.0, m: float = 0.0
+    rows: int, uniforms: Tensor, t: float = 1.0, k: int = 0, p: float = 1.0, m: float = 0.0
 ) -> dict[str, Tensor]:
     return {
         "temperature": torch.full((rows,), t),
         "top_k": torch.full((rows,), k),
         "top_p": torch.full((rows,), p),
         "min_p": torch.full((rows,), m),
-        "dice": dice,
+        "uniforms": uniforms,
     }
 
 
 def nearby(logits: Tensor, asked: dict[str, Tensor], r: int) -> list[int]:
-    """What the reference answers for dice a little to either side: sums in other precisions differ there."""
+    """What the reference answers for uniforms a little to either side: sums in other precisions differ there."""
     found = []
     for shift in (-1e-5, 0.0, 1e-5):
         one = {name: value[r : r + 1] for name, value in asked.items()}
-        one["dice"] = (one["dice"] + shift).clamp(0, 1 - 1e-9)
+        one["uniforms"] = (one["uniforms"] + shift).clamp(0, 1 - 1e-9)
         found.append(int(torch_ref.sample(logits[r : r + 1], **one)))
     return found
 
@@ -74,7 +74,7 @@ def test_dice_on_a_grid_give_the_reference_distribution(k: int, p: float, m: flo
     logits = (random(7, 1, width) * 2).repeat(rows, 1)
     asked = one_setting(rows, (torch.arange(rows, dtype=torch.float64) + 0.5) / rows, t, k, p, m)
     drawn = draw(logits, **asked)
-    assert torch.equal(drawn, drawn.sort().values), "tokens follow the dice in the order of their index"
+    assert torch.equal(drawn, drawn.sort().values), "tokens follow the uniforms in the order of their index"
     expected = torch_ref.sample(logits, **asked)
     for r in (drawn != expected).nonzero()[:, 0].tolist():
         assert int(drawn[r]) in nearby(logits, asked, r)
@@ -93,22 +93,22 @@ def test_equally_likely_tokens_stay_or_go_together(top_k: int, top_p: float, kep
 
 def test_rows_that_are_all_equal() -> None:
     rows, width = 4, 120
-    dice = torch.arange(rows, dtype=torch.float64) / rows
+    uniforms = torch.arange(rows, dtype=torch.float64) / rows
     for limits in ({}, {"k": 3}, {"p": 0.25}, {"m": 1.0}):
-        drawn = draw(torch.full((rows, width), -3.5), **one_setting(rows, dice, **limits))
+        drawn = draw(torch.full((rows, width), -3.5), **one_setting(rows, uniforms, **limits))
         assert drawn.tolist() == [r * width // rows for r in range(rows)], limits
 
 
 def test_the_ends_of_dice() -> None:
     width = 300
     logits = random(5, 1, width) * 3
-    dice = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert draw(logits.repeat(2, 1), **one_setting(2, dice)).tolist() == [0, width - 1]
+    uniforms = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw(logits.repeat(2, 1), **one_setting(2, uniforms)).tolist() == [0, width - 1]
     logits[0, :100] = -INF
     logits[0, -70:] = -INF
-    assert draw(logits.repeat(2, 1), **one_setting(2, dice)).tolist() == [100, width - 71]
+    assert draw(logits.repeat(2, 1), **one_setting(2, uniforms)).tolist() == [100, width - 71]
     kept = logits[0].topk(3).indices
-    assert draw(logits.repeat(2, 1), **one_setting(2, dice, k=3)).tolist() == [int(kept.min()), int(kept.max())]
+    assert draw(logits.repeat(2, 1), **one_setting(2, uniforms, k=3)).tolist() == [int(kept.min()), int(kept.max())]
 
 
 def test_one_token_is_left_of_top_k_1_a_tiny_top_p_and_a_tiny_temperature() -> None:
