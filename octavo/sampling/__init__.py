@@ -1,1 +1,1 @@
-"""Logits to tokens: `processors` change the logits of rows that ask for it, `sampler` chooses, `random` has the numbers."""
+"""Logits to tokens: `processors` change logits where requests ask for it, `sampler` chooses, by the numbers of `random`."""
