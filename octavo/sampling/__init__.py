@@ -1,1 +1,1 @@
-"""Logits to tokens: `processors` change logits where requests ask for it, `sampler` chooses, by the numbers of `random`."""
+"""Logits to tokens: `processors` change logits as requests ask, `sampler` chooses, `random` has the numbers."""
