@@ -37,7 +37,7 @@ FORMATS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "int8
 
 
 def read_tokens(llm: LLM, count: int) -> list[int]:
-    token_ids: list[int] = llm.get_tokenizer()(TEXT.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+    token_ids: list[int] = llm.get_tokenizer().encode(TEXT.read_text(encoding="utf-8"))
     return token_ids[:count]
 
 
