@@ -11,12 +11,11 @@ from torch import Tensor
 
 from octavo.config import CacheConfig
 from octavo.execution.device import Event, StepModel, StepOutputs
-from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.execution.step_arrays import UPDATES_PER_DECODE, StepArrays, StepShape
 from octavo.ops import Array
 
 _TIMED = 5
 _GIB = 1 << 30
-_UPDATES_PER_SEQUENCE = 2  # of a decode: a new block, and a copied one
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -29,7 +28,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 def decode_shapes(largest: StepShape) -> list[StepShape]:
     """Steps of decodes, of some numbers of sequences."""
     return [
-        StepShape(size, size, size, _UPDATES_PER_SEQUENCE * largest.groups * size, largest.groups)
+        StepShape(size, size, size, UPDATES_PER_DECODE * largest.groups * size, largest.groups)
         for size in graph_sizes(largest.seqs)
     ]
 

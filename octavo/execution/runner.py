@@ -20,7 +20,7 @@ from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.device import CapturedStep, Device, Event, StepOutputs
 from octavo.execution.sequence_table import SequenceTable
-from octavo.execution.step_arrays import Padding, StepArrays, StepLayout, StepShape, pad
+from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.models.registry import Model
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
 from octavo.plan import StepPlan, StepResult
@@ -34,7 +34,6 @@ from octavo.sampling_params import MAX_LOGPROBS
 _PROMPT_LOGPROB_ROWS = 256
 # Where steps run ahead two may be under way, and a third is written meanwhile.
 _NUM_STAGES_AHEAD = 3
-_UPDATES_PER_SEQUENCE = 2  # of a decode: a new block, and a copied one
 
 
 @dataclass(slots=True)
@@ -111,7 +110,7 @@ class Runner:
         num_updates = 0
         if not device.shares_memory:
             self._tables = _DeviceTables(device, num_groups, num_rows, max_blocks)
-            num_updates = num_groups * num_rows * (max_blocks + _UPDATES_PER_SEQUENCE)
+            num_updates = num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE)
         # Of T tokens each is sampled after once at most, but for forks, which have a row each.
         self._largest = StepShape(
             max_num_tokens, num_rows, max(max_num_tokens, num_rows), num_updates, num_groups,
@@ -219,7 +218,7 @@ class Runner:
         result = StepResult(tokens=[])
         if sampled is not None:
             tokens = step.stage.tokens[: len(samples.rows)].copy()
-            result.logprobs, errors = sampled.told(tokens, fetch)
+            result.logprobs, errors = sampled.results(tokens, fetch)
             result.tokens = tokens.tolist()
             is_kept = self.occupants[samples.rows] == step.occupants
             if samples.guessed:

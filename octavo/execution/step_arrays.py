@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ALIGNMENT = 64  # bytes, of each array: a cache line
+UPDATES_PER_DECODE = 2  # of block tables, in a group at most: a new block, and a copied one
 
 _A = TypeVar("_A")
 

@@ -81,7 +81,7 @@ class Worker:
 
     def _with_attention(self, description: ModelDescription, phases: Phases) -> Ops:
         """The operations, with the attention that is chosen for this model and device."""
-        if self._config.device != "cuda" or self._device.shares_memory:
+        if self._config.device != "cuda":
             return self._ops
         from octavo.ops.attention_choice import AttentionShape, with_attention
 

@@ -78,7 +78,7 @@ def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
 
 
 def place(array: NDArray[Any]) -> NDArray[Any]:
-    return np.ascontiguousarray(array)
+    return np.array(array, order="C")  # a copy: `array` may alias a file, which may change while the model serves
 
 
 def quantize(x: NDArray[Any], consumer: LinearWeight) -> NDArray[Any]:

@@ -2,7 +2,7 @@
 
 All of it is row-wise operations of the backend, so a sample is a function of its logits and its request alone, and
 nothing waits for a device: `sample_tokens` has it choose the tokens of a step, and measure whatever requests
-want to know of them; `SampledTokens.told` makes lists of that once it has happened.
+want to know of them; `SampledTokens.results` makes lists of that once it has happened.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SampledTokens:
     logprobs: MeasuredLogprobs | None = None
     offers: list[tuple[list[int], Array, Array]] = field(default_factory=list)
 
-    def told(
+    def results(
         self, tokens: NDArray[np.int64], fetch: Callable[[Sequence[Array]], list[NDArray[Any]]]
     ) -> tuple[list[TokenLogprobs | None] | None, dict[int, str]]:
         """Log-probabilities by sample, if any are asked for, and what went wrong by sample. `tokens` [N] are on the

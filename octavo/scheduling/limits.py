@@ -12,14 +12,15 @@ def check_request(request: EngineRequest, config: SchedulerConfig, cache: KVCach
     """Raise `RequestError` if the request needs more than there is when nothing else runs."""
     num_prompt, num_sequences = len(request.prompt.token_ids), request.params.num_sequences
     longest = num_prompt + request.max_tokens
-    capacity = cache.capacity(config.max_num_batched_tokens)
-    if longest > capacity:
+    needed = cache.most_blocks(longest, config.max_num_batched_tokens)
+    if any(count > pool.num_usable for count, pool in zip(needed, cache.pools, strict=True)):
+        capacity = cache.capacity(config.max_num_batched_tokens)
         raise RequestError(
             f"the request needs {longest} tokens of KV cache ({num_prompt} of prompt and up to {request.max_tokens} of "
             f"output) and the cache holds {capacity}."
         )
     if request.params.use_beam_search:  # one beam cannot end before the others: they must fit side by side
-        for count, pool in zip(cache.most_blocks(longest, config.max_num_batched_tokens), cache.pools, strict=True):
+        for count, pool in zip(needed, cache.pools, strict=True):
             if num_sequences * count > pool.num_usable:
                 raise RequestError(
                     f"{num_sequences} beams of up to {longest} tokens need {num_sequences * count} blocks of KV cache "

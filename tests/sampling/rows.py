@@ -68,7 +68,7 @@ def sample_from(
     cpu = ops.load()
     sampled = sample_tokens(cpu, logits, cpu.argmax(logits), arrays, batch, is_known=True)
     tokens = np.array(sampled.tokens)
-    return tokens, *sampled.told(tokens, lambda arrays: [np.asarray(array) for array in arrays])
+    return tokens, *sampled.results(tokens, lambda arrays: [np.asarray(array) for array in arrays])
 
 
 def sample_arrays(num_samples: int) -> Any:
