@@ -50,10 +50,13 @@ Registers cpuid_features(unsigned subleaf) {
 }
 
 // The table of a set that differs from `base` in its products alone. It lives as long as the process.
-[[maybe_unused]] const KernelTable* with_products(const char* name, const KernelTable& base, Kernel linear) {
+[[maybe_unused]] const KernelTable* with_products(const char* name, const KernelTable& base,
+                                                  const ProductKernels& products) {
     KernelTable* table = new KernelTable(base);
     table->name = name;
-    table->linear = linear;
+    table->linear = products.linear;
+    table->experts_up = products.experts_up;
+    table->experts_down = products.experts_down;
     return table;
 }
 
@@ -69,21 +72,21 @@ std::vector<const KernelTable*> find_tables() {
     const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
 #ifdef OCTAVO_AMX
-    if (avx512_bf16 && may_use_tiles()) tables.push_back(with_products("amx", kTable_avx512_bf16, kLinear_amx));
+    if (avx512_bf16 && may_use_tiles()) tables.push_back(with_products("amx", kTable_avx512_bf16, kProducts_amx));
 #endif
     if (avx512_bf16) tables.push_back(&kTable_avx512_bf16);
-    if (avx512_vnni) tables.push_back(with_products("avx512_vnni", kTable_avx512, kLinear_avx512_vnni));
+    if (avx512_vnni) tables.push_back(with_products("avx512_vnni", kTable_avx512, kProducts_avx512_vnni));
     if (avx512) tables.push_back(&kTable_avx512);
 #ifdef OCTAVO_AVX2_VNNI
     if (avx2 && (cpuid_features(1).eax >> 4 & 1)) {
-        tables.push_back(with_products("avx2_vnni", kTable_avx2, kLinear_avx2_vnni));
+        tables.push_back(with_products("avx2_vnni", kTable_avx2, kProducts_avx2_vnni));
     }
 #endif
     if (avx2) tables.push_back(&kTable_avx2);
     // Slow ones, for tests: behind what they need, so that the best table is never one of them.
 #ifdef OCTAVO_EMULATED_ISAS
-    if (avx512_bf16) tables.push_back(with_products("amx_emulated", kTable_avx512_bf16, kLinear_amx_emulated));
-    if (avx2) tables.push_back(with_products("avx2_vnni_emulated", kTable_avx2, kLinear_avx2_vnni_emulated));
+    if (avx512_bf16) tables.push_back(with_products("amx_emulated", kTable_avx512_bf16, kProducts_amx_emulated));
+    if (avx2) tables.push_back(with_products("avx2_vnni_emulated", kTable_avx2, kProducts_avx2_vnni_emulated));
 #endif
 #endif
     tables.push_back(&kTable_portable);

@@ -2,6 +2,7 @@
 // here they get their bias and are stored, added to what is there, or gated. Included by linear.h only.
 #pragma once
 
+#include "functions.h"
 #include "quantize.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -34,8 +35,21 @@ inline Vec with_bias(const LinearArgs& a, const Products& p, int64_t r, int64_t 
 inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i) {
     const int64_t gate_at = i / kPanel * 2 * kPanel + i % kPanel;
     const Vec gate = with_bias(a, p, r, gate_at);
-    const Vec silu = div(gate, add(set1(1.0f), exp(sub(zero(), gate))));
-    return mul(silu, with_bias(a, p, r, gate_at + kPanel));
+    const Vec up = with_bias(a, p, r, gate_at + kPanel);
+    switch (a.gate.kind) {
+        case kGateGelu:
+            return mul(gelu(gate), up);
+        case kGateGeluTanh:
+            return mul(gelu_tanh(gate), up);
+        case kGateClamped: {
+            const Vec limit = set1(a.gate.limit);
+            const Vec low = min(limit, gate);
+            const Vec shifted = add(max(negated(limit), min(limit, up)), set1(1.0f));
+            return mul(gated_by(low, mul(set1(a.gate.slope), low)), shifted);
+        }
+        default:
+            return mul(gated_by(gate, gate), up);
+    }
 }
 
 // Stores f(where, row, index, lanes) in `width` columns of the output from `begin` on.
@@ -55,7 +69,19 @@ inline void quantize_gated(const LinearArgs& a, const Products& p) {
     }
 }
 
+inline void scatter(const LinearArgs& a, const Products& p) {
+    const int64_t width = min_of(p.width, a.matrix.n - p.col);
+    for (int64_t r = 0; r < p.rows; ++r) {
+        float* out = static_cast<float*>(a.out) + a.out_rows[p.row + r] * a.out_stride + p.col;
+        const Vec scale = set1(a.row_scales ? a.row_scales[p.row + r] : 1.0f);
+        for_vectors(width, [&](int64_t i, int lanes) {
+            store_some(out + i, fma(scale, with_bias(a, p, r, i), load_some(out + i, lanes)), lanes);
+        });
+    }
+}
+
 void finish(const LinearArgs& a, const Products& p) {
+    if (a.epilogue == kScatter) return scatter(a, p);
     if (a.epilogue == kGated && a.out_dtype == kQ8) return quantize_gated(a, p);
     with_element(a.out_dtype, [&](auto element) {
         using T = typename decltype(element)::T;

@@ -4,15 +4,17 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "embedding.h"
-#include "linear.h"
+#include "experts.h"
+#include "route.h"
 #include "sampling.h"
 
 namespace octavo {
 
 const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
-    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear,     OCTAVO_ISA::embedding, OCTAVO_ISA::take_rows,
-    OCTAVO_ISA::norm,          OCTAVO_ISA::activation, OCTAVO_ISA::add_rows,  OCTAVO_ISA::rotary,
-    OCTAVO_ISA::attention,     OCTAVO_ISA::argmax,     OCTAVO_ISA::sample,    OCTAVO_ISA::mask,
+    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear,         OCTAVO_ISA::embedding,  OCTAVO_ISA::take_rows,
+    OCTAVO_ISA::norm,          OCTAVO_ISA::activation,     OCTAVO_ISA::add_rows,   OCTAVO_ISA::rotary,
+    OCTAVO_ISA::attention,     OCTAVO_ISA::argmax,         OCTAVO_ISA::sample,     OCTAVO_ISA::mask,
+    OCTAVO_ISA::route,         OCTAVO_ISA::gather_experts, OCTAVO_ISA::experts_up, OCTAVO_ISA::experts_down,
 };
 
 }  // namespace octavo

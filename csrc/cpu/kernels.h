@@ -61,9 +61,18 @@ struct Matrix {
 
 // What becomes of the outputs y of a product. kGated is for gated matrices alone, and they take nothing else.
 enum Epilogue : int32_t {
-    kStore = 0,  // out = y
-    kAdd = 1,    // out += scale * y, in float32, rounded once
-    kGated = 2,  // out = silu(gate) * up, as floats or as quantized rows
+    kStore = 0,    // out = y
+    kAdd = 1,      // out += scale * y, in float32, rounded once
+    kGated = 2,    // out = f(gate) * up, as floats or as quantized rows
+    kScatter = 3,  // out[out_rows[r]] += row_scales[r] * y[r], in float32
+};
+
+// The f of kGated. kGateClamped is that of gpt-oss: gate sigmoid(slope gate) (up + 1), the gate at most `limit` and up
+// between -limit and limit.
+enum GateKind : int32_t { kGateSilu = 0, kGateGelu = 1, kGateGeluTanh = 2, kGateClamped = 3 };
+struct Gate {
+    int32_t kind;
+    float slope, limit;
 };
 
 // What a program may run for fewer rows than it was recorded with.
@@ -87,6 +96,9 @@ struct LinearArgs : RowArgs {
     int64_t out_stride;
     int32_t out_dtype, epilogue;
     float scale;
+    Gate gate;
+    const int32_t* out_rows;           // kScatter only, as are
+    const float* row_scales;           // null: all 1
     int64_t row_chunks, panel_chunks;  // Planned: the grid of tasks.
 };
 
@@ -194,6 +206,65 @@ struct AttentionArgs : RowArgs {
     const AttentionSchedule* schedule;  // Filled in by AttentionPlan.
 };
 
+// Experts are chosen by score + bias or, with `bias_logits`, logit + bias; without a bias by logit. Of equals the first
+// is taken.
+enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSparsemixer = 2 };
+constexpr int kMaxExperts = 1024;
+
+// ids[r, top_k], weights[r, top_k] = the experts of logits[r, num_experts]; see octavo.ops.Routing for the settings.
+// The bias may be null.
+struct RouteArgs : RowWiseArgs {
+    const float *logits, *bias;
+    int32_t* ids;
+    float* weights;
+    int64_t stride;
+    int32_t num_experts, top_k, scoring, bias_logits, num_groups, kept_groups, group_by_two, normalize;
+    float scale, softcap, jitter;
+};
+
+// Rows of one expert that are multiplied together, places `begin` and after in the order by expert.
+struct ExpertRows {
+    int32_t expert, begin, rows;
+    int64_t cost_end;  // of the products of these rows and of all parts before, in no unit
+};
+
+// What routing has decided for some tokens, and memory between the kernels of a call. Calls that follow each other may
+// share one.
+struct ExpertsSchedule {
+    int32_t* entries;   // token * top_k + choice, ordered by expert, then by token; counted from the pass's first token
+    int32_t* tokens;    // of entries, counted from the call's first
+    float* weights;     // of entries
+    ExpertRows* parts;  // by expert
+    char* inputs;       // rows of entries that share an expert, side by side
+    char* inner;        // rows between the two products
+    int64_t num_entries, num_parts;
+};
+
+// out[r] = the sum over r's experts e of weight * (f(x[r] up[e]^T) down[e]^T), in the order of their numbers, which is
+// what makes the sum a matter of the row alone. An expert that is none (its id is negative, or too large) adds nothing.
+// With `scale_inputs` the weights multiply x, which is floats then, instead of the outputs.
+struct ExpertsArgs : RowArgs {
+    const void* x;
+    int64_t x_stride;  // in elements, or in blocks of quantized rows
+    int32_t x_dtype;
+    const int32_t* ids;    // [rows, top_k]
+    const float* weights;  // [rows, top_k]
+    const Matrix *up, *down;
+    float* out;  // dense
+    int32_t num_experts, top_k, scale_inputs;
+    Gate gate;
+};
+
+// A call's tokens, as many as its memory is for: what the kernels of a pass get. Planned.
+struct ExpertsPass {
+    const ExpertsArgs* args;
+    ExpertsSchedule* schedule;
+    int64_t token_begin, token_end;
+    int64_t input_bytes, inner_bytes;  // of a row
+    int32_t input_dtype, inner_dtype;
+    int64_t part_rows, gather_tasks, up_tasks, down_tasks;
+};
+
 // out[r] = the lowest index of the largest of x[r, width], or kNoToken where that is not finite or the row has a NaN.
 constexpr int64_t kNoToken = -1;
 struct ArgmaxArgs : RowArgs {
@@ -227,7 +298,12 @@ using Kernel = void (*)(const void* args, int64_t task);
 
 struct KernelTable {
     const char* name;
-    Kernel linear, embedding, take_rows, norm, activation, add, rotary, attention, argmax, sample, mask;
+    Kernel linear, embedding, take_rows, norm, activation, add, rotary, attention, argmax, sample, mask, route;
+    Kernel gather_experts, experts_up, experts_down;  // of an ExpertsPass, after group_experts
+};
+// What an instruction set with products of its own brings.
+struct ProductKernels {
+    Kernel linear, experts_up, experts_down;
 };
 
 // One instance per instruction set that was compiled in; see dispatch.cpp.
@@ -236,13 +312,14 @@ extern const KernelTable kTable_avx2;
 extern const KernelTable kTable_avx512;
 extern const KernelTable kTable_avx512_bf16;
 // Products of the sets that have nothing else of their own.
-extern const Kernel kLinear_avx2_vnni;
-extern const Kernel kLinear_avx2_vnni_emulated;
-extern const Kernel kLinear_avx512_vnni;
-extern const Kernel kLinear_amx;
-extern const Kernel kLinear_amx_emulated;
+extern const ProductKernels kProducts_avx2_vnni;
+extern const ProductKernels kProducts_avx2_vnni_emulated;
+extern const ProductKernels kProducts_avx512_vnni;
+extern const ProductKernels kProducts_amx;
+extern const ProductKernels kProducts_amx_emulated;
 
-// Packing moves bits only, so it is compiled once.
+// These move bits only, so they are compiled once.
 void pack_panel(const void* args, int64_t task);
+void group_experts(const void* pass, int64_t task);
 
 }  // namespace octavo

@@ -31,6 +31,14 @@ constexpr int64_t kChunkBytes = 256 * 1024;
 // The least that is worth a task of its own where a row's keys are shared out.
 constexpr double kLeastAttentionNs = 1000;
 
+// Rows of experts' inputs and of what lies between their products: more tokens than fit take several passes, each of
+// which reads the experts that it needs.
+constexpr int64_t kExpertsScratchBytes = int64_t{32} << 20;
+// Reading an expert's weights costs as much as multiplying about so many rows with them.
+constexpr int64_t kRowsOfRead = 4;
+// Finer than rows, so that a task may end within a part.
+constexpr int64_t kCostScale = 4096;
+
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Bytes that an element of a packed matrix takes.
@@ -262,6 +270,117 @@ void AttentionPlan::share_out(const AttentionArgs& args, int threads) {
         splits_.push_back(split);
     }
     if (partials_.size() < static_cast<size_t>(partial_floats)) partials_.resize(static_cast<size_t>(partial_floats));
+}
+
+Launch plan(RouteArgs& args, const KernelTable& table, int threads) {
+    return by_rows(table.route, args, args.rows, static_cast<double>(args.num_experts * (args.top_k + 4)), threads);
+}
+
+void ExpertsScratch::reserve(size_t entries, size_t parts, size_t input_bytes, size_t inner_bytes) {
+    const auto grow = [](auto& memory, size_t count) {
+        if (memory.size() < count) memory.resize(count);
+        return memory.data();
+    };
+    schedule_.entries = grow(entries_, entries);
+    schedule_.tokens = grow(tokens_, entries);
+    schedule_.weights = grow(weights_, entries);
+    schedule_.parts = grow(parts_, parts);
+    schedule_.inputs = reinterpret_cast<char*>(grow(inputs_, input_bytes / sizeof(Line) + 1));
+    schedule_.inner = reinterpret_cast<char*>(grow(inner_, inner_bytes / sizeof(Line) + 1));
+}
+
+namespace {
+
+int32_t multiplied_dtype(const Matrix& m) {
+    return m.format == kWeightF32 ? kF32 : m.format == kWeightBF16 ? kBF16 : kQ8;
+}
+
+int64_t row_bytes(int64_t width, int32_t dtype) {
+    return dtype == kQ8 ? ceil_div(width, kQBlock) * static_cast<int64_t>(sizeof(QBlock)) : width * size_of(dtype);
+}
+
+double products_ns(const Matrix& m, int64_t rows, int64_t num_matrices) {
+    const bool integers = m.format == kWeightInt4 || m.format == kWeightInt8;
+    const double elements = static_cast<double>(m.n) * static_cast<double>(m.k);
+    const double rate = integers ? kIntOpsPerNs : m.format == kWeightF32 ? kF32FlopsPerNs : kBf16FlopsPerNs;
+    return std::max(elements * weight_bytes(m) * static_cast<double>(num_matrices) / kBytesPerNs,
+                    2 * elements * static_cast<double>(rows) / rate);
+}
+
+}  // namespace
+
+void ExpertsPlan::plan(const ExpertsArgs& args, const KernelTable& table, int threads, ExpertsScratch& scratch) {
+    ExpertsPass pass{};
+    pass.args = &args;
+    pass.schedule = scratch.schedule();
+    pass.input_dtype = multiplied_dtype(*args.up);
+    pass.inner_dtype = multiplied_dtype(*args.down);
+    pass.input_bytes = row_bytes(args.up->k, pass.input_dtype);
+    pass.inner_bytes = row_bytes(args.down->k, pass.inner_dtype);
+    pass.part_rows = std::clamp<int64_t>(kChunkBytes / pass.input_bytes, kMinChunkRows, kMaxChunkRows);
+    const int64_t wanted = kTasksPerThread * threads;
+    // Few tasks, as each has its own place in every expert, where reading begins anew.
+    pass.down_tasks = std::min(ceil_div(args.down->n, kPanel), threads == 1 ? 1 : wanted / 2);
+    pass.up_tasks = threads == 1 ? 1 : wanted;
+    const int64_t token_bytes = args.top_k * (pass.input_bytes + pass.inner_bytes);
+    const int64_t most = std::max<int64_t>(kExpertsScratchBytes / token_bytes, 1);
+    const int64_t num_passes = ceil_div(args.rows, most);
+    passes_.clear();
+    launches_.clear();
+    for (int64_t i = 0; i < num_passes; ++i) {
+        pass.token_begin = args.rows * i / num_passes;
+        pass.token_end = args.rows * (i + 1) / num_passes;
+        pass.gather_tasks = pass.token_end - pass.token_begin < kOwnRows ? 1 : threads;
+        passes_.push_back(pass);
+    }
+    for (const ExpertsPass& p : passes_) {
+        const int64_t entries = (p.token_end - p.token_begin) * args.top_k;
+        const int64_t touched = std::min<int64_t>(entries, args.num_experts);
+        scratch.reserve(static_cast<size_t>(entries), static_cast<size_t>(args.num_experts + entries / p.part_rows + 1),
+                        static_cast<size_t>(entries * p.input_bytes), static_cast<size_t>(entries * p.inner_bytes));
+        const double copy_ns = static_cast<double>(entries * p.input_bytes) * (args.scale_inputs ? 1.0 : 0.1);
+        launches_.push_back({group_experts, &p, 1, static_cast<double>(entries) * 5});
+        launches_.push_back({table.gather_experts, &p, p.gather_tasks, copy_ns});
+        launches_.push_back({table.experts_up, &p, p.up_tasks, products_ns(*args.up, entries, touched)});
+        launches_.push_back({table.experts_down, &p, p.down_tasks, products_ns(*args.down, entries, touched)});
+    }
+}
+
+// A counting sort of the pass's choices by expert.
+void group_experts(const void* args, int64_t) {
+    const ExpertsPass& p = *static_cast<const ExpertsPass*>(args);
+    const ExpertsArgs& a = *p.args;
+    ExpertsSchedule& s = *p.schedule;
+    const int64_t num_choices = (p.token_end - p.token_begin) * a.top_k;
+    const int32_t* ids = a.ids + p.token_begin * a.top_k;
+    const float* weights = a.weights + p.token_begin * a.top_k;
+    int64_t next[kMaxExperts + 1] = {};
+    const auto is_expert = [&](int64_t i) { return ids[i] >= 0 && ids[i] < a.num_experts; };
+    for (int64_t i = 0; i < num_choices; ++i) {
+        if (is_expert(i)) ++next[ids[i] + 1];
+    }
+    s.num_parts = 0;
+    int64_t cost = 0;
+    for (int32_t e = 0; e < a.num_experts; ++e) {
+        const int64_t rows = next[e + 1];
+        const int64_t parts = ceil_div(rows, p.part_rows);
+        for (int64_t i = 0; i < parts; ++i) {
+            const int64_t begin = rows * i / parts;
+            const int64_t count = rows * (i + 1) / parts - begin;
+            cost += kRowsOfRead + count;
+            s.parts[s.num_parts++] = {e, static_cast<int32_t>(next[e] + begin), static_cast<int32_t>(count),
+                                      cost * kCostScale};
+        }
+        next[e + 1] += next[e];
+    }
+    s.num_entries = next[a.num_experts];
+    for (int64_t i = 0; i < num_choices; ++i) {
+        if (!is_expert(i)) continue;
+        const int64_t place = next[ids[i]]++;
+        s.entries[place] = static_cast<int32_t>(i);
+        s.tokens[place] = static_cast<int32_t>(p.token_begin + i / a.top_k);
+        s.weights[place] = weights[i];
+    }
 }
 
 Launch AttentionPlan::launch(AttentionArgs& args, const KernelTable& table) const {

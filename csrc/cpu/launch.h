@@ -37,8 +37,42 @@ Launch plan(RotaryArgs& args, const KernelTable& table, int threads);
 Launch plan(ArgmaxArgs& args, const KernelTable& table, int threads);
 Launch plan(SampleArgs& args, const KernelTable& table, int threads);
 Launch plan(MaskArgs& args, const KernelTable& table, int threads);
+Launch plan(RouteArgs& args, const KernelTable& table, int threads);
 // By a plan of this thread, which is good until the next of its calls.
 Launch plan(AttentionArgs& args, const KernelTable& table, int threads);
+
+// Memory that calls of experts share, each while it runs. It grows to what the calls that were planned need.
+class ExpertsScratch {
+  public:
+    ExpertsScratch() = default;
+    ExpertsScratch(const ExpertsScratch&) = delete;
+    ExpertsScratch& operator=(const ExpertsScratch&) = delete;
+
+    void reserve(size_t entries, size_t parts, size_t input_bytes, size_t inner_bytes);
+    ExpertsSchedule* schedule() { return &schedule_; }
+
+  private:
+    struct alignas(64) Line {
+        char bytes[64];
+    };
+    ExpertsSchedule schedule_{};
+    std::vector<int32_t> entries_, tokens_;
+    std::vector<float> weights_;
+    std::vector<ExpertRows> parts_;
+    std::vector<Line> inputs_, inner_;
+};
+
+// A call's passes over its tokens, and the launches that they are: four each. What they point to lives as long as this,
+// the arguments and the scratch memory.
+class ExpertsPlan {
+  public:
+    void plan(const ExpertsArgs& args, const KernelTable& table, int threads, ExpertsScratch& scratch);
+    const std::vector<Launch>& launches() const { return launches_; }
+
+  private:
+    std::vector<ExpertsPass> passes_;
+    std::vector<Launch> launches_;
+};
 
 // The attention tasks of a step and the memory that they share. Planned once a step, from lengths alone, then launched
 // for every layer; memory is kept from step to step, so that a decode step allocates nothing. The schedule that the

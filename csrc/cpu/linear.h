@@ -104,18 +104,9 @@ void linear_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64
     }
 }
 
-void linear(const void* args, int64_t task) {
-    const LinearArgs& a = *static_cast<const LinearArgs*>(args);
+// Rows row_begin .. row_end - 1 by panels panel_begin .. panel_end - 1, which are whole units of the epilogue.
+void product_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
     const Matrix& m = a.matrix;
-    const int64_t panels = m.gated ? (m.n / 2 + kPanel - 1) / kPanel * 2 : (m.n + kPanel - 1) / kPanel;
-    const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
-    const int64_t units = (panels + unit - 1) / unit;
-    const int64_t row_chunk = task / a.panel_chunks;
-    const int64_t panel_chunk = task % a.panel_chunks;
-    const int64_t row_begin = a.rows * row_chunk / a.row_chunks;
-    const int64_t row_end = a.rows * (row_chunk + 1) / a.row_chunks;
-    const int64_t panel_begin = units * panel_chunk / a.panel_chunks * unit;
-    const int64_t panel_end = min_of(units * (panel_chunk + 1) / a.panel_chunks * unit, panels);
     if (m.format == kWeightF32) {
         linear_block<F32>(a, row_begin, row_end, panel_begin * kVecsPerPanel, panel_end * kVecsPerPanel);
     } else if (m.format == kWeightBF16) {
@@ -133,6 +124,21 @@ void linear(const void* args, int64_t task) {
 #endif
         });
     }
+}
+
+void linear(const void* args, int64_t task) {
+    const LinearArgs& a = *static_cast<const LinearArgs*>(args);
+    const Matrix& m = a.matrix;
+    const int64_t panels = m.gated ? (m.n / 2 + kPanel - 1) / kPanel * 2 : (m.n + kPanel - 1) / kPanel;
+    const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
+    const int64_t units = (panels + unit - 1) / unit;
+    const int64_t row_chunk = task / a.panel_chunks;
+    const int64_t panel_chunk = task % a.panel_chunks;
+    const int64_t row_begin = a.rows * row_chunk / a.row_chunks;
+    const int64_t row_end = a.rows * (row_chunk + 1) / a.row_chunks;
+    const int64_t panel_begin = units * panel_chunk / a.panel_chunks * unit;
+    const int64_t panel_end = min_of(units * (panel_chunk + 1) / a.panel_chunks * unit, panels);
+    product_block(a, row_begin, row_end, panel_begin, panel_end);
 }
 
 }  // namespace

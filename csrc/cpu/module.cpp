@@ -87,7 +87,18 @@ void submit(Args& args) {
         if (Program* program = Program::recording()) return program->add(args);
     }
     octavo::check(args);
-    call(octavo::plan(args, octavo::kernels(), octavo::num_threads()));
+    if constexpr (std::is_same_v<Args, octavo::ExpertsArgs>) {
+        // Of this thread, and good until the next of its calls.
+        thread_local octavo::ExpertsScratch scratch;
+        thread_local octavo::ExpertsPlan plan;
+        plan.plan(args, octavo::kernels(), octavo::num_threads(), scratch);
+        double cost_ns = 0;
+        for (const Launch& launch : plan.launches()) cost_ns += launch.cost_ns;
+        const std::vector<Launch>& launches = plan.launches();  // this thread's: named where it runs
+        without_lock(cost_ns, [&] { octavo::run(launches.data(), launches.size()); });
+    } else {
+        call(octavo::plan(args, octavo::kernels(), octavo::num_threads()));
+    }
 }
 
 template <class Struct, class Field>
@@ -137,8 +148,39 @@ void make_matrix(octavo::Matrix* self, Address data, Address bias, int64_t n, in
     new (self) octavo::Matrix{at<void>(data), at<float>(bias), n, k, factor, format, group, minima, gated};
 }
 
+// Matrices of one layout, side by side: experts by their number.
+struct Matrices {
+    std::vector<octavo::Matrix> of;
+};
+
+void make_matrices(Matrices* self, nb::sequence given) {
+    new (self) Matrices{};
+    for (nb::handle matrix : given) self->of.push_back(nb::cast<octavo::Matrix>(matrix));
+}
+
+void experts(Address x, int64_t x_stride, int32_t x_dtype, int64_t rows, Address ids, Address weights,
+             const Matrices& up, const Matrices& down, Address out, int32_t top_k, bool scale_inputs, int32_t gate,
+             float slope, float limit) {
+    octavo::ExpertsArgs args{};
+    args.rows = rows;
+    args.x = at<void>(x);
+    args.x_stride = x_stride;
+    args.x_dtype = x_dtype;
+    args.ids = at<int32_t>(ids);
+    args.weights = at<float>(weights);
+    args.up = up.of.data();
+    args.down = down.of.data();
+    args.out = at<float>(out);
+    args.num_experts = static_cast<int32_t>(up.of.size());
+    args.top_k = top_k;
+    args.scale_inputs = scale_inputs;
+    args.gate = {gate, slope, limit};
+    submit(args);
+}
+
 void define_operations(nb::module_& m) {
     using namespace octavo;
+    using T = RouteArgs;
     using A = AttentionArgs;
     using R = RotaryArgs;
     define<PackArgs, &PackArgs::weight, &PackArgs::stride, &PackArgs::n, &PackArgs::k, &PackArgs::dtype, &PackArgs::out,
@@ -171,6 +213,10 @@ void define_operations(nb::module_& m) {
            &SampleArgs::out>(m, "sample");
     define<MaskArgs, &MaskArgs::logits, &MaskArgs::stride, &MaskArgs::rows, &MaskArgs::width, &MaskArgs::words,
            &MaskArgs::words_stride, &MaskArgs::num_words, &MaskArgs::samples, &MaskArgs::masks>(m, "mask_tokens");
+    define<T, &T::logits, &T::stride, &T::rows, &T::bias, &T::ids, &T::weights, &T::num_experts, &T::top_k, &T::scoring,
+           &T::bias_logits, &T::num_groups, &T::kept_groups, &T::group_by_two, &T::normalize, &T::scale, &T::softcap,
+           &T::jitter>(m, "route");
+    m.def("experts", &experts);
     define<PackPartArgs, &PackPartArgs::to, &PackPartArgs::first_row, &PackPartArgs::source,
            &PackPartArgs::source_format, &PackPartArgs::stride, &PackPartArgs::rows>(m, "pack_part");
 }
@@ -204,6 +250,9 @@ NB_MODULE(_cpu, m) {
     m.attr("ADD") = static_cast<int>(octavo::kAdd);
     m.attr("GATED") = static_cast<int>(octavo::kGated);
     m.attr("ACTIVATIONS") = numbered({"silu", "gelu", "gelu_tanh", "relu", "relu2", "identity"});
+    m.attr("GATES") = numbered({"silu", "gelu", "gelu_tanh", "clamped"});
+    m.attr("SCORINGS") = numbered({"softmax", "sigmoid", "sparsemixer"});
+    m.attr("MAX_EXPERTS") = octavo::kMaxExperts;
     m.attr("PANEL") = octavo::kPanel;
     m.attr("QBLOCK") = octavo::kQBlock;
     m.attr("QBLOCK_BYTES") = sizeof(octavo::QBlock);
@@ -231,6 +280,7 @@ NB_MODULE(_cpu, m) {
     m.def("recording", &Program::recording, nb::rv_policy::reference);
     m.def("advise_huge_pages", &advise_huge_pages);
     nb::class_<octavo::Matrix>(m, "Matrix").def("__init__", &make_matrix);
+    nb::class_<Matrices>(m, "Matrices").def("__init__", &make_matrices);
     define_operations(m);
     m.attr("SOURCE_FORMATS") = numbered(octavo::source_formats());
     m.def("packed_bytes", &octavo::packed_bytes);

@@ -18,8 +18,9 @@ thread_local Program* recording_into = nullptr;
 thread_local bool recording_per_sample = false;
 
 // By the place of the arguments in Program::Args.
-constexpr const char* kNames[] = {"linear",          "embedding", "take_rows",  "norm", "rotary_and_cache",
-                                  "paged_attention", "argmax",    "activation", "add"};
+constexpr const char* kNames[] = {"linear", "embedding",  "take_rows", "norm",  "rotary_and_cache", "paged_attention",
+                                  "argmax", "activation", "add",       "route", "experts"};
+constexpr const char* kExpertsNames[] = {"group_experts", "gather_experts", "experts_up", "experts_down"};
 static_assert(std::size(kNames) == std::variant_size_v<Program::Args>);
 
 const char* name_of(const Program::Args& args) {
@@ -58,7 +59,9 @@ void Program::add(const Args& args) {
         }
     }
     const int64_t rows = std::visit([](const RowArgs& a) { return a.rows; }, args);
-    calls_.push_back({args, recording_per_sample, rows, attention});
+    const bool has_experts = std::holds_alternative<ExpertsArgs>(args);
+    calls_.push_back(
+        {args, recording_per_sample, rows, attention, has_experts ? std::make_unique<ExpertsPlan>() : nullptr});
 }
 
 void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
@@ -76,7 +79,7 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                                         " rows was asked of a program that was recorded with " +
                                         std::to_string(call.recorded_rows) + ".");
         }
-        names_.push_back(name_of(call.args));
+        if (call.experts == nullptr) names_.push_back(name_of(call.args));
         std::visit(
             [&](auto& args) {
                 using A = std::decay_t<decltype(args)>;
@@ -101,6 +104,13 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                         planned.push_back(call.attention);
                     }
                     launches_.push_back(call.attention->launch(args, table));
+                } else if constexpr (std::is_same_v<A, ExpertsArgs>) {
+                    call.experts->plan(args, table, threads, experts_scratch_);
+                    const std::vector<Launch>& launches = call.experts->launches();
+                    for (size_t i = 0; i < launches.size(); ++i) {
+                        names_.push_back(kExpertsNames[i % std::size(kExpertsNames)]);
+                        launches_.push_back(launches[i]);
+                    }
                 } else {
                     launches_.push_back(octavo::plan(args, table, threads));
                 }

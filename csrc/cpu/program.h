@@ -16,7 +16,7 @@ namespace octavo {
 class Program {
   public:
     using Args = std::variant<LinearArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs, AttentionArgs, ArgmaxArgs,
-                              ActivationArgs, AddArgs>;
+                              ActivationArgs, AddArgs, RouteArgs, ExpertsArgs>;
 
     Program() = default;
     Program(const Program&) = delete;
@@ -44,12 +44,14 @@ class Program {
         Args args;
         bool per_sample;
         int64_t recorded_rows;
-        AttentionPlan* attention;  // of an attention call: shared with the layers that look alike
+        AttentionPlan* attention;              // of an attention call: shared with the layers that look alike
+        std::unique_ptr<ExpertsPlan> experts;  // of a call of experts
     };
     void plan(int64_t tokens, int32_t seqs, int64_t samples);
 
     std::vector<Call> calls_;
     std::vector<std::unique_ptr<AttentionPlan>> attention_plans_;
+    ExpertsScratch experts_scratch_;
     std::vector<Launch> launches_;
     std::vector<const char*> names_;
 };
