@@ -17,9 +17,9 @@ N samples, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast
 
 from numpy.typing import NDArray
 
@@ -63,6 +63,44 @@ class LayerKVCache:
     @property
     def num_blocks(self) -> int:
         return int(self.key.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token's experts follow from its router's logits [E].
+
+    A score is the softmax of all logits, or each one's sigmoid. Chosen are the `top_k` of the largest score plus bias
+    or, with `bias_logits`, logit plus bias, where there is a bias; of equals the first. With groups these come from the
+    `kept_groups` of `num_groups` equal parts whose best, or with `group_by_two` whose two best, are largest. The weight
+    of a chosen one is its score without the bias, divided by their sum if `normalize`, times `scale`. (Softmax over the
+    chosen logits alone is a softmax that is normalized.) "sparsemixer" weighs each choice by a softmax over what is
+    left and not relatively further than 2 * `jitter` from the largest, and nothing else of this (Liu et al. 2023).
+    With a soft cap C > 0 logits x are C * tanh(x / C) from the start.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    bias_logits: bool = False
+    num_groups: int = 1
+    kept_groups: int = 1
+    group_by_two: bool = False
+    softcap: float = 0.0
+    jitter: float = 0.0
+
+
+class ExpertsWeight(Protocol):
+    """Matrices of one shape and format, an expert each."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
 
 
 class LinearWeight(Protocol):
@@ -116,6 +154,26 @@ class OpsOver(Protocol[A]):
         The gate's `activation` may be any of `ACTIVATIONS`.
 
         Quantized if the `consumer` multiplies quantized activations, else in `out_dtype` as in `linear`."""
+
+    def stack_experts(self, experts: Iterable[LinearWeight]) -> ExpertsWeight:
+        """Matrices that `pack_linear` has made of parts of one shape and format, one an expert. They are asked for one
+        by one and belong to the stack from then on."""
+
+    def route(self, logits: A, routing: Routing, bias: A | None = None) -> tuple[A, A]:
+        """logits [T, E] float32, a bias [E] float32 for the choice -> each token's experts [T, top_k] int32 and their
+        weights [T, top_k] float32."""
+
+    def experts(
+        self, x: A, ids: A, weights: A, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
+        clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
+    ) -> A:  # fmt: skip
+        """x [T, H] -> the sum over a token's experts e = ids[t, j] of weights[t, j] * down[e](f(gate) * up): [T, H]
+        float32, where gate and up are those of gate_up[e](x), in the order of the experts' numbers.
+
+        x is what `linear` takes with either stack's matrices; with `scales_inputs` it is not quantized, and multiplied
+        with the weight in the place of the output. An id outside the stack stands for nothing. With a `clamp` (a, limit)
+        the activation is gate * sigmoid(a * gate) * (up + 1), gate at most the limit, up between it and its negative
+        (gpt-oss). Matrices that no token needs are not read."""
 
     def quantize(self, x: A, consumer: LinearWeight) -> A:
         """x [T, K] as `consumer` multiplies it: x itself, unless the consumer is an integer matrix."""

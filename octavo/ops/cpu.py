@@ -19,6 +19,7 @@ from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache, LinearWeight
 from octavo.ops.cpu_arrays import BFLOAT16, CODES, DTYPES, FLOAT32, INT32, INT64, UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_cache import allocate_kv_cache, copy_blocks, gather_blocks, scatter_blocks
+from octavo.ops.cpu_experts import experts, route, stack_experts
 from octavo.ops.cpu_logits import (
     add_bias,
     argmax,
@@ -36,9 +37,9 @@ from octavo.ops.cpu_program import Program, check_inputs, empty, recording
 
 __all__ = [
     "PackedWeight", "Program", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks",
-    "embedding", "gather_blocks", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs",
+    "embedding", "experts", "gather_blocks", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs",
     "mask_tokens", "normalize", "pack_linear", "packed_weight", "paged_attention", "penalize", "place", "process_row",
-    "quantize", "rms_norm", "rotary_and_cache", "rows_of", "sample", "scatter_blocks", "take_rows", "top_tokens",
+    "quantize", "rms_norm", "rotary_and_cache", "route", "rows_of", "sample", "scatter_blocks", "stack_experts", "take_rows", "top_tokens",
     "use_threads",
 ]  # fmt: skip
 

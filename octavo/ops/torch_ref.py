@@ -5,7 +5,7 @@ Every kernel is tested against it. It makes no promise about speed or about bitw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import NO_TOKEN, LayerKVCache, LinearWeight
+from octavo.ops import NO_TOKEN, ExpertsWeight, LayerKVCache, LinearWeight, Routing
 from octavo.ops.torch_arrays import DTYPES, to_torch
 from octavo.ops.torch_ops import (
     add_bias,
@@ -31,9 +31,9 @@ from octavo.quantization import StoredWeight, dequantize
 
 __all__ = [
     "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding",
-    "fake_quantize", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul",
+    "experts", "fake_quantize", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul",
     "logprobs", "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize", "place", "process_row",
-    "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "rows_of", "sample", "scatter_blocks", "take_rows",
+    "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample", "scatter_blocks", "stack_experts", "take_rows",
     "top_tokens",
 ]  # fmt: skip
 
@@ -60,6 +60,27 @@ class DenseWeight:
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseExperts:
+    weights: list[DenseWeight]
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.weights)
+
+    @property
+    def out_features(self) -> int:
+        return self.weights[0].out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.weights[0].in_features
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.num_bytes for weight in self.weights)
 
 
 place = to_torch
@@ -129,6 +150,77 @@ def linear_silu_and_mul(
     gate, up = _product(x, gate_up).chunk(2, dim=-1)
     out = _ACTIVATIONS[activation](gate) * up
     return _rounded(out, _float_output(x, out_dtype), consumer)
+
+
+def stack_experts(experts: Iterable[LinearWeight]) -> DenseExperts:
+    weights = []
+    for weight in experts:
+        assert isinstance(weight, DenseWeight)
+        weights.append(weight)
+    return DenseExperts(weights)
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    if routing.softcap > 0:
+        logits = routing.softcap * torch.tanh(logits / routing.softcap)
+    if routing.scoring == "sparsemixer":
+        return _sparsemixer(logits, routing)
+    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+    choice = scores if routing.group_by_two else logits
+    if bias is not None:
+        choice = (logits if routing.bias_logits else scores) + bias
+    if routing.kept_groups < routing.num_groups:
+        groups = choice.unflatten(-1, (routing.num_groups, -1))
+        best = groups.topk(2 if routing.group_by_two else 1, -1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _largest(best, routing.kept_groups), True)
+        choice = groups.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+    ids = _largest(choice, routing.top_k)
+    weights = scores.gather(-1, ids)
+    if routing.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids.int(), weights * routing.scale
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Indices of the largest along the last dimension, largest first; of equals the first first."""
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    left, ids, weights = logits, [], []
+    for _ in range(routing.top_k):
+        largest = left.amax(-1, keepdim=True)
+        is_far = (largest - logits) / torch.maximum(logits.abs(), largest) > 2 * routing.jitter
+        best = _largest(left, 1)
+        weights.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, best))
+        left = left.scatter(-1, best, float("-inf"))
+        ids.append(best)
+    return torch.cat(ids, -1).int(), torch.cat(weights, -1)
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
+    clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
+) -> Tensor:  # fmt: skip
+    assert isinstance(gate_up, DenseExperts) and isinstance(down, DenseExperts)
+    out = torch.zeros(len(x), down.out_features, device=x.device)
+    for e, (first, second) in enumerate(zip(gate_up.weights, down.weights, strict=True)):
+        tokens, choices = torch.where(ids == e)
+        if len(tokens) == 0:
+            continue
+        scales, rows = weights[tokens, choices, None], x[tokens]
+        if scales_inputs:
+            rows = rows * scales if first.is_quantized else (rows * scales).to(x.dtype)
+        gate, up = _product(rows, first).float().chunk(2, dim=-1)
+        if clamp is None:
+            inner = _ACTIVATIONS[activation](gate) * up
+        else:
+            slope, limit = clamp
+            gate = gate.clamp(max=limit)
+            inner = gate * torch.sigmoid(slope * gate) * (up.clamp(-limit, limit) + 1)
+        y = _product(_rounded(inner, second.weight.dtype, second), second).float()
+        out[tokens] += y if scales_inputs else scales * y
+    return out
 
 
 def embedding(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> Tensor:

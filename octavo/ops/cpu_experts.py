@@ -1,0 +1,115 @@
+"""Mixtures of experts in the native backend: routing, stacks of packed matrices, and their products.
+
+A stack is a list of packed matrices with their addresses side by side, so that an expert that no token chooses is never
+touched. Which tokens an expert has is found out when the step runs (csrc/cpu/experts.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+import octavo._cpu as _cpu
+from octavo.errors import ConfigError
+from octavo.ops import ExpertsWeight, LinearWeight, Routing
+from octavo.ops.cpu_arrays import FLOAT32, INT32, UINT8, code_of, is_dense, stride
+from octavo.ops.cpu_pack import PackedWeight
+from octavo.ops.cpu_program import check_inputs, empty
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """`matrices` are those of `weights` as the kernels take them."""
+
+    weights: tuple[PackedWeight, ...]
+    matrices: _cpu.Matrices = field(repr=False)
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.weights)
+
+    @property
+    def out_features(self) -> int:
+        return self.weights[0].out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.weights[0].in_features
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.num_bytes for weight in self.weights)
+
+
+def stack_experts(experts: Iterable[LinearWeight]) -> PackedExperts:
+    """`Ops.stack_experts`. Raises `ConfigError` for more experts than a router may have."""
+    weights = []
+    for weight in experts:
+        assert isinstance(weight, PackedWeight)
+        weights.append(weight)
+    if len(weights) > _cpu.MAX_EXPERTS:
+        raise ConfigError(f"{len(weights)} experts in a layer are not built for CPUs; up to {_cpu.MAX_EXPERTS} are.")
+    alike = {(w.out_features, w.in_features, w.gated, w.format) for w in weights}
+    assert len(alike) == 1, f"experts of {alike}"
+    return PackedExperts(tuple(weights), _cpu.Matrices([weight.matrix for weight in weights]))
+
+
+def route(
+    logits: NDArray[Any], routing: Routing, bias: NDArray[Any] | None = None
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    num_tokens, num_experts = logits.shape
+    assert logits.dtype == FLOAT32 and is_dense(logits)
+    assert bias is None or (bias.shape == (num_experts,) and bias.dtype == FLOAT32)
+    assert num_experts <= _cpu.MAX_EXPERTS and num_experts % routing.num_groups == 0
+    assert routing.top_k <= num_experts // routing.num_groups * routing.kept_groups
+    check_inputs("route", logits=logits)
+    ids, weights = empty((num_tokens, routing.top_k), INT32), empty((num_tokens, routing.top_k), FLOAT32)
+    _cpu.route(
+        logits, stride(logits), num_tokens, 0 if bias is None else bias, ids, weights, num_experts, routing.top_k,
+        _cpu.SCORINGS[routing.scoring], routing.bias_logits, routing.num_groups, routing.kept_groups,
+        routing.group_by_two, routing.normalize, routing.scale, routing.softcap, routing.jitter,
+    )  # fmt: skip
+    return ids, weights
+
+
+def experts(
+    x: NDArray[Any], ids: NDArray[Any], weights: NDArray[Any], gate_up: ExpertsWeight, down: ExpertsWeight,
+    activation: str = "silu", clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
+) -> NDArray[Any]:  # fmt: skip
+    assert isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts)
+    first, second = gate_up.weights[0], down.weights[0]
+    assert first.gated and not second.gated and gate_up.num_experts == down.num_experts
+    assert first.out_features == 2 * second.in_features
+    num_tokens, top_k = ids.shape
+    assert x.shape[0] == num_tokens and weights.shape == ids.shape and is_dense(x)
+    assert ids.dtype == INT32 and weights.dtype == FLOAT32 and ids.flags.c_contiguous and weights.flags.c_contiguous
+    check_inputs("experts", x=x, ids=ids, weights=weights)
+    if x.dtype == UINT8:
+        assert first.is_quantized and not scales_inputs
+        assert x.shape[1] == first.num_blocks * _cpu.QBLOCK_BYTES, "experts: quantized for other matrices"
+        code = _cpu.Q8
+    else:
+        assert x.shape[1] == first.in_features, f"experts: {x.shape[1]} inputs for matrices of {first.in_features}"
+        code = code_of("experts", x)
+        expected = {_cpu.WEIGHT_F32: _cpu.F32, _cpu.WEIGHT_BF16: _cpu.BF16}.get(first.format, code)
+        if code != expected:
+            raise TypeError(f"experts: the input is {x.dtype}, not of the type that the matrices are packed as.")
+        if first.is_quantized and not scales_inputs:
+            x, code = _quantized(x, first, code), _cpu.Q8
+    out = empty((num_tokens, second.out_features), FLOAT32)
+    kind, slope, limit = (activation, 0.0, 0.0) if clamp is None else ("clamped", *clamp)
+    x_stride = stride(x) // _cpu.QBLOCK_BYTES if code == _cpu.Q8 else stride(x)
+    _cpu.experts(
+        x, x_stride, code, num_tokens, ids, weights, gate_up.matrices, down.matrices, out, top_k, scales_inputs,
+        _cpu.GATES[kind], slope, limit,
+    )  # fmt: skip
+    return out
+
+
+def _quantized(x: NDArray[Any], consumer: PackedWeight, code: int) -> NDArray[Any]:
+    out = empty((x.shape[0], consumer.num_blocks * _cpu.QBLOCK_BYTES), UINT8)
+    _cpu.activation(x, stride(x), *x.shape, code, out, _cpu.Q8, _cpu.ACTIVATIONS["identity"])
+    return out
