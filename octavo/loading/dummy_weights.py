@@ -28,6 +28,7 @@ class DummyWeights(Weights):
         super().__init__(dtype, quantization)
         self._seed = int.from_bytes(os.urandom(4)) if seed is None else seed
         self._numbers = cache(self._draw)
+        self._last: tuple[str, StoredWeight] | None = None
 
     def _draw(self, count: int) -> NDArray[Any]:
         # Philox gives the same numbers on every machine (Salmon et al. 2011).
@@ -37,7 +38,9 @@ class DummyWeights(Weights):
     def __contains__(self, name: str) -> bool:
         return True
 
-    def take(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
+        if dtype not in (None, self._dtype):
+            return converted(self.take(name, shape), dtype)
         if name.endswith("norm.weight") or (len(shape) == 1 and name.endswith(".weight")):
             return np.ones(shape, FLOATS[self._dtype])
         out = np.empty(shape, FLOATS[self._dtype])
@@ -55,4 +58,6 @@ class DummyWeights(Weights):
         return PLAIN_OF_DTYPE[self._dtype]
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
-        return floats(self.take(name, shape))
+        if self._last is None or self._last[0] != name:  # experts that share a tensor are taken one after the other
+            self._last = name, floats(self.take(name, shape))
+        return self._last[1]

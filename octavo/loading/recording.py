@@ -5,6 +5,7 @@ The model's constructor is the one statement of its tensors; memory estimates an
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +46,14 @@ class RecordingWeights(Weights):
     def __contains__(self, name: str) -> bool:
         return self._weights is None or name in self._weights
 
-    def take(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
         self.tensors.append(RecordedTensor(name, shape, None))
-        return _zeros(shape, FLOATS[self._dtype])
+        return _zeros(shape, FLOATS[dtype or self._dtype])
 
     def take_matrix(
         self,
         name: str,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         rows: Bounds = None,
         columns: Bounds = None,
         *,
@@ -60,13 +61,14 @@ class RecordingWeights(Weights):
     ) -> StoredWeight:
         stored_format = self.matrix_format(name)
         block = BLOCK_TYPES.get(stored_format)
+        num_rows, num_columns = math.prod(shape[:-1]), shape[-1]
         if block is None:
-            data = _zeros(shape, FLOATS[PLAIN.get(stored_format, self._dtype)])
+            data = _zeros((num_rows, num_columns), FLOATS[PLAIN.get(stored_format, self._dtype)])
         else:
-            data = _zeros((shape[0], shape[1] // block.block_size * block.block_bytes), np.dtype(np.uint8))
-        stored = StoredWeight(stored_format, {"data": data}, shape)
+            data = _zeros((num_rows, num_columns // block.block_size * block.block_bytes), np.dtype(np.uint8))
+        stored = StoredWeight(stored_format, {"data": data}, (num_rows, num_columns))
         if is_transposed:
-            stored = StoredWeight(stored_format, {"data": data.T}, shape[::-1])
+            stored = StoredWeight(stored_format, {"data": data.T}, (num_columns, num_rows))
         stored = stored.share(rows, columns)
         self.tensors.append(RecordedTensor(name, shape, stored))
         return stored

@@ -6,6 +6,7 @@ Hugging Face's whatever the format. `octavo.loading.file_weights` opens checkpoi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -40,25 +41,30 @@ class Weights:
         is absent, not read, or not of this shape."""
         raise NotImplementedError
 
-    def take(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """The tensor in the model's type. Raises `LoadError` if it is absent or of another shape."""
-        return dequantize(self.stored(name, shape), self._dtype).reshape(shape)
+    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
+        """The tensor in the model's type, or in `dtype`. Raises `LoadError` if it is absent or of another shape."""
+        return dequantize(self.stored(name, shape), dtype or self._dtype).reshape(shape)
 
     def take_matrix(
         self,
         name: str,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         rows: Bounds = None,
         columns: Bounds = None,
         *,
         is_transposed: bool = False,
     ) -> StoredWeight:
         """A matrix of `shape` [N, K] that is going to be packed, or a share of its rows and columns. Only that is read.
-        One that is stored transposed has `shape` [K, N].
+        One that is stored transposed has `shape` [K, N]. Matrices stacked in a tensor [..., N, K] are one below the
+        other.
 
         Raises `LoadError` as `take` does, and `ConfigError` for a share that cannot be cut.
         """
         stored = self.stored(name, shape)
+        if len(shape) != 2:
+            num_rows = math.prod(shape[:-1])
+            data = stored.data.reshape(num_rows, -1)
+            stored = StoredWeight(stored.format, {"data": data}, (num_rows, shape[-1]))
         if is_transposed:
             stored = floats(np.ascontiguousarray(dequantize(stored, self._dtype).T))
         target = self._matrix_format(stored.format)

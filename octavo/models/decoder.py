@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.attention import Attention, AttentionDescription
+from octavo.layers.experts import Experts, ExpertsDescription
 from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import Parameters
@@ -35,7 +36,8 @@ class AttentionLike(Protocol):
 # What each description builds: of description, hidden size, parameters, prefix of names.
 ATTENTIONS: dict[type, Callable[[Any, int, Parameters, str], AttentionLike]] = {AttentionDescription: Attention}
 FEED_FORWARDS: dict[type, Callable[[Any, int, Parameters, str], FeedForwardLike]] = {
-    FeedForwardDescription: FeedForward
+    FeedForwardDescription: FeedForward,
+    ExpertsDescription: Experts,
 }
 
 

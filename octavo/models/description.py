@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import AttentionDescription
+from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.positions import PositionsDescription
@@ -23,7 +24,7 @@ class LayerDescription:
     """
 
     attention: AttentionDescription
-    feed_forward: FeedForwardDescription
+    feed_forward: FeedForwardDescription | ExpertsDescription
     norm: NormDescription
     attention_norm: str | None = "input_layernorm"
     attention_post_norm: str | None = None

@@ -159,6 +159,8 @@ def _source(part: StoredWeight) -> tuple[NDArray[Any], int, int]:
     """The data, format and row stride in bytes of a part, as the native packer takes them."""
     data = part.tensors["data"]
     assert data.ndim == 2
+    if not is_dense(data):
+        data = np.ascontiguousarray(data)
     assert data.shape[0] == part.shape[0], f"{data.shape[0]} rows of data in a matrix {part.shape}"
     assert is_dense(data)
     name = part.format

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.quantization.formats import AXES, COLUMN_UNITS, DATA_AXES
+from octavo.quantization.formats import AXES, BLOCK_TYPES, COLUMN_UNITS, DATA_AXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,12 @@ class StoredWeight:
             axis = self._axis(name, 0)
             tensors[name] = tensor if axis is None else tensor[order] if axis == 0 else tensor[:, order]
         return StoredWeight(self.format, tensors, (len(order), self.shape[1]))
+
+    def transposed(self) -> StoredWeight:
+        """The matrix [K, N], over the same memory. Raises `ConfigError` where elements do not lie by themselves."""
+        if self.format in AXES or self.format in BLOCK_TYPES:
+            raise ConfigError(f"{self.format} matrices cannot be transposed.")
+        return StoredWeight(self.format, {"data": self.data.T}, self.shape[::-1])
 
     def share(self, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> StoredWeight:
         """Both, where bounds are given."""

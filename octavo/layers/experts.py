@@ -1,0 +1,215 @@
+"""Mixtures of experts (Shazeer et al. 2017): a router chooses, for each token, the few feed-forwards that see it. Shared
+experts, which see every token, stand beside them.
+
+Checkpoints have experts one by one or stacked in tensors; `EXPERT_NAMES` lists the ways, of which a layer takes the
+one that it finds. They are read and packed expert by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.errors import LoadError
+from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
+from octavo.layers.parameters import Parameters
+from octavo.loading.weights import Weights, floats
+from octavo.ops import ACTIVATIONS, Array, ExpertsWeight, LinearWeight, Ops, Routing
+from octavo.quantization import StoredWeight
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of a layer's tensors of experts, after the layer's prefix: of gate and up, or of one that has both, and of
+    down. One with "{}" in it is a matrix of the expert of that number; another has all experts, [experts, N, K]."""
+
+    gate_up: tuple[str, ...]
+    down: str
+    is_transposed: bool = False  # matrices are stored [inputs, outputs]
+    is_down_transposed: bool = False
+    is_interleaved: bool = False  # gate and up of one tensor alternate
+    is_flat: bool = False  # tensors of all experts are [experts * N, K]
+
+
+def one_by_one(gate: str, up: str, down: str) -> ExpertNames:
+    return ExpertNames((f"{gate}.weight", f"{up}.weight"), f"{down}.weight")
+
+
+def stacked(gate_up: str, down: str, *, is_transposed: bool = False, is_interleaved: bool = False) -> ExpertNames:
+    return ExpertNames((gate_up,), down, is_transposed, is_transposed, is_interleaved)
+
+
+# As most checkpoints have them; as transformers 5 holds them in memory; as GGUF files do.
+EXPERT_NAMES = (
+    one_by_one("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+    stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    one_by_one("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsDescription:
+    """Names are those of the checkpoint's modules, after the layer's prefix; of several, the first that is there.
+
+    `shared` is the expert that sees every token. With `shared_gate_name` its output is multiplied with the sigmoid of
+    one more product. Both sums are multiplied with `output_scale`.
+    """
+
+    num_experts: int
+    intermediate_size: int
+    routing: Routing
+    activation: str = "silu"
+    clamp: tuple[float, float] | None = None  # of gpt-oss; see `Ops.experts`
+    scales_inputs: bool = False  # weights multiply the experts' inputs
+    bias: bool = False
+    shared: FeedForwardDescription | None = None
+    output_scale: float = 1.0
+    router_names: tuple[str, ...] = ("mlp.gate",)
+    router_bias: bool = False
+    correction_names: tuple[str, ...] = ()  # of the bias for the choice; none: there is none
+    names: tuple[ExpertNames, ...] = EXPERT_NAMES
+    shared_gate_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.clamp is None and self.activation not in ACTIVATIONS:
+            raise LoadError(f"activation {self.activation!r} of experts is not built; {', '.join(ACTIVATIONS)} are.")
+        top_k, routing = self.routing.top_k, self.routing
+        available = self.num_experts // max(1, routing.num_groups) * routing.kept_groups
+        if not 0 < top_k <= available or self.num_experts % routing.num_groups:
+            raise LoadError(
+                f"{top_k} of {self.num_experts} experts, out of {routing.kept_groups} of {routing.num_groups} groups, "
+                "cannot be chosen."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """What the experts of a layer add up to, [T, H] float32."""
+
+    ops: Ops
+    sum: Array
+
+    def value(self, dtype: str = "float32") -> Array:
+        assert dtype == "float32"
+        return self.sum
+
+    def add_to(self, residual: Array, scale: float = 1.0) -> None:
+        self.ops.add(residual, self.sum, scale)
+
+
+class Experts:
+    consumer: LinearWeight | None = None  # the router reads floats, so the norm before does not quantize
+
+    def __init__(
+        self, description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str
+    ) -> None:
+        self.description, self._ops = description, parameters.ops
+        weights, num = parameters.weights, description.num_experts
+        router = _first(weights, prefix, description.router_names, ".weight")
+        # The choice hangs on small differences: a router stays in floats where other matrices are quantized at load.
+        bias = weights.take(f"{router}.bias", (num,)) if description.router_bias else None
+        self._router = self._ops.pack_linear([floats(weights.take(f"{router}.weight", (num, hidden_size)))], bias)
+        self._correction: Array | None = None
+        if description.correction_names:
+            name = _first(weights, prefix, description.correction_names)
+            self._correction = self._ops.place(weights.take(name, (num,), "float32"))
+        self._gate_up, self._down = _stacks(description, hidden_size, parameters, prefix)
+        parameters.num_matrix_bytes += self._router.num_bytes
+        self._shared: FeedForward | None = None
+        self._gated_shared: _GatedExpert | None = None
+        if description.shared_gate_name is not None:
+            self._gated_shared = _GatedExpert(description, hidden_size, parameters, prefix)
+        elif description.shared is not None:
+            self._shared = FeedForward(description.shared, hidden_size, parameters, prefix)
+
+    def forward(self, hidden: Array) -> _Sum:
+        """hidden [T, H] -> [T, H]"""
+        ops, description = self._ops, self.description
+        ids, weights = ops.route(
+            ops.linear(hidden, self._router, "float32"), description.routing, self._correction
+        )
+        out = ops.experts(
+            hidden, ids, weights, self._gate_up, self._down, description.activation, description.clamp,
+            description.scales_inputs,
+        )  # fmt: skip
+        if self._shared is not None:
+            self._shared.forward(hidden).add_to(out)
+        if self._gated_shared is not None:
+            ops.add(out, self._gated_shared.forward(hidden))
+        return _Sum(ops, out)
+
+
+class _GatedExpert:
+    """A shared expert whose weight is a sigmoid: a mixture of one."""
+
+    _ROUTING = Routing(1, "sigmoid", normalize=False)
+
+    def __init__(
+        self, description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str
+    ) -> None:
+        shared = description.shared
+        assert shared is not None and shared.gated and not shared.bias
+        self._ops, self._activation, size = parameters.ops, shared.activation, shared.intermediate_size
+        self._gate = parameters.linear([f"{prefix}{description.shared_gate_name}"], [1], hidden_size)
+        up = parameters.linear([f"{prefix}{name}" for name in shared.up_names], (size, size), hidden_size, gated=True)
+        down = parameters.linear([f"{prefix}{shared.down_name}"], [hidden_size], size)
+        self._up, self._down = self._ops.stack_experts([up]), self._ops.stack_experts([down])
+
+    def forward(self, hidden: Array) -> Array:
+        ids, weights = self._ops.route(self._ops.linear(hidden, self._gate, "float32"), self._ROUTING)
+        return self._ops.experts(hidden, ids, weights, self._up, self._down, self._activation)
+
+
+def _first(weights: Weights, prefix: str, names: tuple[str, ...], suffix: str = "") -> str:
+    """The first that the checkpoint has; the first of all if it has none, for an error that names it."""
+    found = [f"{prefix}{name}" for name in names]
+    return next((name for name in found if f"{name}{suffix}" in weights), found[0])
+
+
+def _stacks(
+    description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str
+) -> tuple[ExpertsWeight, ExpertsWeight]:
+    weights, ops, num, size = parameters.weights, parameters.ops, description.num_experts, description.intermediate_size
+    names = next(
+        (n for n in description.names if f"{prefix}{n.down.format(0)}" in weights), description.names[0]
+    )
+    gate_up_bias = down_bias = None
+    if description.bias:
+        gate_up_bias = weights.take(f"{prefix}{names.gate_up[0]}_bias", (num, 2 * size))
+        down_bias = weights.take(f"{prefix}{names.down}_bias", (num, hidden_size))
+        if names.is_interleaved:
+            gate_up_bias = np.concatenate([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], 1)
+
+    def matrix(name: str, expert: int, rows: int, columns: int, is_transposed: bool) -> StoredWeight:
+        """[rows, columns] of an expert, which alone is read."""
+        stored = (columns, rows) if is_transposed else (rows, columns)
+        if "{}" in name:
+            found = weights.take_matrix(f"{prefix}{name.format(expert)}", stored)
+        else:
+            shape = (num * stored[0], stored[1]) if names.is_flat else (num, *stored)
+            found = weights.take_matrix(f"{prefix}{name}", shape, (expert * stored[0], (expert + 1) * stored[0]))
+        return found.transposed() if is_transposed else found
+
+    def gate_up(expert: int) -> list[StoredWeight]:
+        if len(names.gate_up) == 2:
+            return [matrix(name, expert, size, hidden_size, names.is_transposed) for name in names.gate_up]
+        both = matrix(names.gate_up[0], expert, 2 * size, hidden_size, names.is_transposed)
+        if names.is_interleaved:
+            halves = (both.data[side::2] for side in range(2))
+            return [StoredWeight(both.format, {"data": half}, (size, hidden_size)) for half in halves]
+        return [both.rows(0, size), both.rows(size, 2 * size)]
+
+    def gate_ups() -> Iterator[LinearWeight]:
+        for e in range(num):
+            yield ops.pack_linear(gate_up(e), None if gate_up_bias is None else gate_up_bias[e], gated=True)
+
+    def downs() -> Iterator[LinearWeight]:
+        for e in range(num):
+            down = matrix(names.down, e, hidden_size, size, names.is_down_transposed)
+            yield ops.pack_linear([down], None if down_bias is None else down_bias[e])
+
+    stacks = ops.stack_experts(gate_ups()), ops.stack_experts(downs())
+    parameters.num_matrix_bytes += sum(stack.num_bytes for stack in stacks)
+    return stacks
