@@ -155,7 +155,7 @@ class _GatedExpert:
         self._gate = parameters.linear([f"{prefix}{description.shared_gate_name}"], [1], hidden_size)
         up = parameters.linear([f"{prefix}{name}" for name in shared.up_names], (size, size), hidden_size, gated=True)
         down = parameters.linear([f"{prefix}{shared.down_name}"], [hidden_size], size)
-        self._up, self._down = self._ops.stack_experts([up]), self._ops.stack_experts([down])
+        self._up, self._down = self._ops.stack_experts([up], 1), self._ops.stack_experts([down], 1)
 
     def forward(self, hidden: Array) -> Array:
         ids, weights = self._ops.route(self._ops.linear(hidden, self._gate, "float32"), self._ROUTING)
@@ -210,6 +210,6 @@ def _stacks(
             down = matrix(names.down, e, hidden_size, size, names.is_down_transposed)
             yield ops.pack_linear([down], None if down_bias is None else down_bias[e])
 
-    stacks = ops.stack_experts(gate_ups()), ops.stack_experts(downs())
+    stacks = ops.stack_experts(gate_ups(), num), ops.stack_experts(downs(), num)
     parameters.num_matrix_bytes += sum(stack.num_bytes for stack in stacks)
     return stacks

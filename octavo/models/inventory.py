@@ -36,7 +36,7 @@ class _NoOps:
     def pack_linear(self, *_: Any) -> _NoOps:
         return self
 
-    def stack_experts(self, experts: Iterable[Any]) -> _NoOps:
+    def stack_experts(self, experts: Iterable[Any], num_experts: int) -> _NoOps:
         for _ in experts:
             pass
         return self

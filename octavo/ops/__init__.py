@@ -155,7 +155,7 @@ class OpsOver(Protocol[A]):
 
         Quantized if the `consumer` multiplies quantized activations, else in `out_dtype` as in `linear`."""
 
-    def stack_experts(self, experts: Iterable[LinearWeight]) -> ExpertsWeight:
+    def stack_experts(self, experts: Iterable[LinearWeight], num_experts: int) -> ExpertsWeight:
         """Matrices that `pack_linear` has made of parts of one shape and format, one an expert. They are asked for one
         by one and belong to the stack from then on."""
 

@@ -44,14 +44,15 @@ class PackedExperts:
         return sum(weight.num_bytes for weight in self.weights)
 
 
-def stack_experts(experts: Iterable[LinearWeight]) -> PackedExperts:
+def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> PackedExperts:
     """`Ops.stack_experts`. Raises `ConfigError` for more experts than a router may have."""
+    if num_experts > _cpu.MAX_EXPERTS:
+        raise ConfigError(f"{num_experts} experts in a layer are not built for CPUs; up to {_cpu.MAX_EXPERTS} are.")
     weights = []
     for weight in experts:
         assert isinstance(weight, PackedWeight)
         weights.append(weight)
-    if len(weights) > _cpu.MAX_EXPERTS:
-        raise ConfigError(f"{len(weights)} experts in a layer are not built for CPUs; up to {_cpu.MAX_EXPERTS} are.")
+    assert len(weights) == num_experts
     alike = {(w.out_features, w.in_features, w.gated, w.format) for w in weights}
     assert len(alike) == 1, f"experts of {alike}"
     return PackedExperts(tuple(weights), _cpu.Matrices([weight.matrix for weight in weights]))

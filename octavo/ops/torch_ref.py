@@ -152,11 +152,12 @@ def linear_silu_and_mul(
     return _rounded(out, _float_output(x, out_dtype), consumer)
 
 
-def stack_experts(experts: Iterable[LinearWeight]) -> DenseExperts:
+def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> DenseExperts:
     weights = []
     for weight in experts:
         assert isinstance(weight, DenseWeight)
         weights.append(weight)
+    assert len(weights) == num_experts
     return DenseExperts(weights)
 
 

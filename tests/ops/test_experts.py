@@ -66,7 +66,7 @@ class Layer:
     """Experts of `hidden` by `inner`, in a backend."""
 
     def __init__(self, ops: OverTensors, gate_up: list[Any], down: list[Any]) -> None:
-        self.ops, self.gate_up, self.down = ops, ops.stack_experts(gate_up), ops.stack_experts(down)
+        self.ops, self.gate_up, self.down = ops, ops.stack_experts(gate_up, len(gate_up)), ops.stack_experts(down, len(down))
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, **settings: Any) -> Tensor:
         out = self.ops.experts(x, ids, weights, self.gate_up, self.down, **settings)
@@ -221,5 +221,5 @@ def test_a_recorded_step_routes_anew_each_time(threads: None) -> None:
 def test_stacks_are_of_matrices_that_are_alike() -> None:
     one, other = (cpu.pack_linear([random(0, n, 64)]) for n in (64, 96))
     with pytest.raises(AssertionError, match="experts of"):
-        cpu.stack_experts([one, other])
-    assert cpu.stack_experts([one, one]).num_bytes == 2 * one.num_bytes
+        cpu.stack_experts([one, other], 2)
+    assert cpu.stack_experts([one, one], 2).num_bytes == 2 * one.num_bytes

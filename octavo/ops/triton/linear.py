@@ -17,22 +17,32 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.launch import capability, num_multiprocessors
-from octavo.ops.triton.tiles import GATED, LARGE_SHARED, UNIT, dot, finish, place
+from octavo.ops.triton.tiles import GATED, LARGE_SHARED, UNIT, Groups, dot, finish, place
 
 
 @triton.jit(do_not_specialize=["num_rows", "units"])
 def _linear(
-    x, x_scales, w, w_scales, bias, out, num_rows, width, num_in, units, stride_x, stride_xs, stride_w, stride_out,
-    scale, SCALED: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    x, x_scales, w, w_scales, bias, tile_experts, out, num_rows, width, num_in, units, stride_x, stride_xs, stride_w,
+    stride_out, scale, SCALED: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
-    PROMOTE: tl.constexpr,
+    PROMOTE: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """x [num_rows, num_in], w [width or, gated, 2 * width, num_in] -> the epilogue of x w^T in `out` [num_rows, width].
 
-    A program writes `units` times 8 columns of it."""
+    A program writes `units` times 8 columns of it. GROUPED w is a stack of such matrices, and each tile of BLOCK_T rows
+    has one of them, or none."""
     first, first_t = place(width, num_rows, units * UNIT, BLOCK_T, GROUP_T)
     SIDES: tl.constexpr = 2 if EPILOGUE == GATED else 1
     first_n, rows, num_out = first * SIDES, units * (UNIT * SIDES), width * SIDES
+    if GROUPED:
+        expert = tl.load(tile_experts + first_t // BLOCK_T)
+        if expert < 0:
+            return
+        w += (expert * num_out).to(tl.int64) * stride_w
+        if SCALED:
+            w_scales += expert * num_out
+        if HAS_BIAS:
+            bias += expert * num_out
     k = tl.arange(0, BLOCK_K)
     channels = tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, BLOCK_T)
@@ -128,25 +138,32 @@ def choose_tile(device: torch.device, num_rows: int, num_out: int, dtype: torch.
 
 def launch(
     x: Tensor, x_scales: Tensor | None, w: Tensor, w_scales: Tensor | None, bias: Tensor | None, out: Tensor,
-    epilogue: tl.constexpr, scale: float = 1.0,
+    epilogue: tl.constexpr, scale: float = 1.0, groups: Groups | None = None,
 ) -> None:  # fmt: skip
-    """The epilogue of x [T, K] w^T, w [N, K], in the rows of `out`. The scales [T], [N] are for eight-bit elements."""
+    """The epilogue of x [T, K] w^T, w [N, K], in the rows of `out`. The scales [T], [N] are for eight-bit elements.
+
+    With `groups` w is a stack [experts * N, K]."""
     num_rows, num_in = x.shape
-    num_out = w.shape[0]
+    num_out = w.shape[0] // (1 if groups is None else groups.num_experts)
     if num_rows == 0:
         return
     sides = 2 if epilogue is GATED else 1
     width, unit = num_out // sides, UNIT.value * sides
-    tile, rows = choose_tile(x.device, num_rows, num_out, w.dtype, unit)
+    if groups is None:
+        tile, rows = choose_tile(x.device, num_rows, num_out, w.dtype, unit)
+    else:
+        tile, _ = choose_tile(x.device, groups.block_t, num_out, w.dtype, unit)
+        tile = replace(tile, block_t=groups.block_t)
+        rows = tile.block_n
     block_k = tile.block_k // w.element_size()
     if (x.stride(0) * x.element_size()) % 16 or x.data_ptr() % 16:
         block_k = max(16, block_k // 8)  # such rows are read element by element, through registers
     grid = (triton.cdiv(num_out, rows) * triton.cdiv(num_rows, tile.block_t),)
     _linear[grid](
-        x, x_scales, w, w_scales, bias, out, num_rows, width, num_in, rows // unit, x.stride(0),
+        x, x_scales, w, w_scales, bias, None if groups is None else groups.tile_experts, out, num_rows, width, num_in, rows // unit, x.stride(0),
         0 if x_scales is None else x_scales.stride(0), w.stride(0), out.stride(0), scale,
         SCALED=w_scales is not None, EPILOGUE=epilogue, HAS_BIAS=bias is not None, EVEN_K=num_in % block_k == 0,
         BLOCK_N=tile.block_n, BLOCK_T=tile.block_t, BLOCK_K=block_k, GROUP_T=8,
-        PROMOTE=min(128, block_k) if capability(x.device)[0] == 9 else 0,
+        PROMOTE=min(128, block_k) if capability(x.device)[0] == 9 else 0, GROUPED=groups is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

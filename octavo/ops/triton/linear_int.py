@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.launch import capability, num_multiprocessors
-from octavo.ops.triton.tiles import GATED, LARGE_SHARED, dot, finish, place
+from octavo.ops.triton.tiles import GATED, LARGE_SHARED, Groups, dot, finish, place
 from octavo.ops.triton.weights import BLOCK_WORDS, IntWeight, Workspace
 
 
@@ -90,17 +90,28 @@ def _add_blocks(
 
 @triton.jit(do_not_specialize=["num_rows", "chunk_blocks", "num_blocks"])
 def _linear_int(
-    x, codes, scales, bias, out, partials, tickets, num_rows, width, num_in, num_blocks, chunk_blocks,
+    x, codes, scales, bias, tile_experts, factors, out, partials, tickets, num_rows, width, num_in, num_blocks,
+    chunk_blocks, stride_expert,
     stride_x, stride_codes, stride_scales, stride_out, scale, factor,
     BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, NUM_CHUNKS: tl.constexpr, SPLIT: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, 0) of all chunks or, with SPLIT, program (tile, chunk)."""
+    """Program (tile, 0) of all chunks or, with SPLIT, program (tile, chunk). GROUPED codes and scales are a stack of
+    those of matrices, whose scales are `stride_expert` apart; each tile of BLOCK_T rows has one of them, or none."""
     SIDES: tl.constexpr = 2 if EPILOGUE == GATED else 1
     COLUMNS: tl.constexpr = BLOCK_N // SIDES
     first, first_t = place(width, num_rows, COLUMNS, BLOCK_T, GROUP_T)
     first_n, num_out = first * SIDES, width * SIDES
+    if GROUPED:
+        expert = tl.load(tile_experts + first_t // BLOCK_T)
+        if expert < 0:
+            return
+        codes += (expert * num_out).to(tl.int64) * stride_codes
+        scales += expert.to(tl.int64) * stride_expert
+        factor = tl.load(factors + expert)
+        if HAS_BIAS:
+            bias += expert * num_out
     first_block, last_block = 0, num_blocks
     if SPLIT:
         first_block = tl.program_id(1) * chunk_blocks
@@ -181,25 +192,35 @@ def _tile(num_rows: int, hopper: bool, single: bool) -> tuple[int, int, int, int
     return (128, 128, 8, 2) if hopper else (64, 128, 8, 2)
 
 
-def launch(x: Tensor, weight: IntWeight, out: Tensor, epilogue: tl.constexpr, scale: float = 1.0) -> None:
-    """The epilogue of x [T, K] W^T in the rows of `out`."""
+def launch(
+    x: Tensor, weight: IntWeight, out: Tensor, epilogue: tl.constexpr, scale: float = 1.0, groups: Groups | None = None
+) -> None:
+    """The epilogue of x [T, K] W^T in the rows of `out`; with `groups` the weight's tensors are stacks."""
     num_rows, num_in = x.shape
     if num_rows == 0:
         return
-    num_out = weight.codes.shape[0]
+    num_experts = 1 if groups is None else groups.num_experts
+    num_out = weight.codes.shape[0] // num_experts
     num_blocks = weight.codes.shape[1] // BLOCK_WORDS
-    chunks, chunk_blocks = num_chunks(num_out, num_blocks)
+    # Experts are programs enough together.
+    chunks, chunk_blocks = num_chunks(num_out, num_blocks) if groups is None else (1, num_blocks)
     hopper = capability(x.device)[0] in LARGE_SHARED
-    block_n, block_t, warps, stages = _tile(num_rows, hopper, x.dtype is torch.float32)
+    rows_of_tile = num_rows if groups is None else groups.block_t
+    block_n, block_t, warps, stages = _tile(rows_of_tile, hopper, x.dtype is torch.float32)
+    if groups is not None:
+        block_t = groups.block_t
     tiles = triton.cdiv(num_out, block_n) * triton.cdiv(num_rows, block_t)
     split = chunks > 1 and num_rows <= _MAX_SPLIT_ROWS and tiles < 2 * num_multiprocessors(x.device)
     workspace = weight.workspace
     assert workspace is not None or not split
     _linear_int[(tiles, chunks if split else 1)](
-        x, weight.codes, weight.scales, weight.bias, out, None if workspace is None else workspace.partials,
+        x, weight.codes, weight.scales, weight.bias, None if groups is None else groups.tile_experts,
+        None if groups is None else groups.factors, out, None if workspace is None else workspace.partials,
         None if workspace is None else workspace.tickets, num_rows, out.shape[1], num_in, num_blocks, chunk_blocks,
+        weight.scales.shape[0] // num_experts * weight.scales.stride(0),
         x.stride(0), weight.codes.stride(0), weight.scales.stride(0), out.stride(0), scale, weight.factor,
         BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima, EPILOGUE=epilogue, HAS_BIAS=weight.bias is not None,
         EVEN_K=num_in % (BLOCK_WORDS * 32 // weight.bits) == 0, NUM_CHUNKS=chunks, SPLIT=split, WORDS=BLOCK_WORDS,
-        BLOCK_N=block_n, BLOCK_T=block_t, GROUP_T=8, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+        BLOCK_N=block_n, BLOCK_T=block_t, GROUP_T=8, GROUPED=groups is not None, num_warps=warps, num_stages=stages,
+        enable_fp_fusion=False,
     )  # fmt: skip

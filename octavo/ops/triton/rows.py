@@ -93,7 +93,7 @@ def embedding(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = N
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
+def activate(x, KIND: tl.constexpr):
     """float32 -> float32, by the place of the function in `ACTIVATIONS`."""
     if KIND == 0:  # silu
         return x / (1.0 + tl.exp(-x))
@@ -115,7 +115,7 @@ def _activation(x, stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: 
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + n * stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    tl.store(out + n * WIDTH + column, _activate(values, KIND).to(out.dtype.element_ty), mask=column < WIDTH)
+    tl.store(out + n * WIDTH + column, activate(values, KIND).to(out.dtype.element_ty), mask=column < WIDTH)
 
 
 def activation(x: Tensor, kind: str, consumer: LinearWeight | None = None) -> Tensor:

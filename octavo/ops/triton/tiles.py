@@ -9,9 +9,11 @@ that is why a token's result does not depend on the others.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # Epilogues: what becomes of a finished sum y.
 STORE = tl.constexpr(0)  # out = y
@@ -27,6 +29,16 @@ LARGE_SHARED = (9, 10)
 
 # The interpreter multiplies bfloat16 as if they were integers (up to Triton 3.9).
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows in tiles of `block_t`, each of which is multiplied with one matrix of a stack."""
+
+    num_experts: int
+    block_t: int
+    tile_experts: Tensor  # [tiles] int32; -1: nothing is computed
+    factors: Tensor | None = None  # [num_experts] float32, of matrices of codes
 
 
 @triton.jit
