@@ -31,10 +31,10 @@ from octavo.quantization import StoredWeight, dequantize
 
 __all__ = [
     "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding",
-    "experts", "fake_quantize", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul",
-    "logprobs", "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize", "place", "process_row",
-    "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample", "scatter_blocks", "stack_experts", "take_rows",
-    "top_tokens",
+    "experts", "fake_quantize", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add",
+    "linear_silu_and_mul", "logprobs", "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize",
+    "place", "process_row", "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of",
+    "sample", "scatter_blocks", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 
