@@ -7,8 +7,6 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-inline Vec relu(Vec x) { return max(zero(), x); }  // NaN for NaN
-
 template <class Function>
 void activate(const ActivationArgs& a, int64_t task, Function f) {
     with_element(a.dtype, [&](auto element) {
@@ -24,18 +22,17 @@ void activate(const ActivationArgs& a, int64_t task, Function f) {
 void activation(const void* args, int64_t task) {
     const ActivationArgs& a = *static_cast<const ActivationArgs*>(args);
     switch (a.kind) {
-        case kSilu:
-            return activate(a, task, [](Vec x) { return gated_by(x, x); });
-        case kGelu:
-            return activate(a, task, [](Vec x) { return gelu(x); });
-        case kGeluTanh:
-            return activate(a, task, [](Vec x) { return gelu_tanh(x); });
-        case kRelu:
-            return activate(a, task, [](Vec x) { return relu(x); });
-        case kRelu2:
-            return activate(a, task, [](Vec x) { return mul(relu(x), relu(x)); });
-        default:
+        case kIdentity:
             return activate(a, task, [](Vec x) { return x; });
+        case kXielu:
+            return activate(a, task,
+                            [&](Vec x) { return xielu(x, a.parameter0, a.parameter1, a.parameter2, a.parameter3); });
+        case kSoftcap:
+            return activate(a, task, [&](Vec x) { return softcap(x, set1(a.parameter0), set1(1.0f / a.parameter0)); });
+        case kClip:
+            return activate(a, task, [&](Vec x) { return min(set1(a.parameter0), max(set1(-a.parameter0), x)); });
+        default:
+            return with_activation(a.kind, [&](auto f) { activate(a, task, f); });
     }
 }
 

@@ -2,7 +2,6 @@
 // here they get their bias and are stored, added to what is there, or gated. Included by linear.h only.
 #pragma once
 
-#include "functions.h"
 #include "quantize.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -31,25 +30,26 @@ inline Vec with_bias(const LinearArgs& a, const Products& p, int64_t r, int64_t 
     return a.matrix.bias ? add(y, load(a.matrix.bias + p.col + i)) : y;
 }
 
-// Element i of the gated outputs of these products.
-inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i) {
-    const int64_t gate_at = i / kPanel * 2 * kPanel + i % kPanel;
-    const Vec gate = with_bias(a, p, r, gate_at);
-    const Vec up = with_bias(a, p, r, gate_at + kPanel);
-    switch (a.gate.kind) {
-        case kGateGelu:
-            return mul(gelu(gate), up);
-        case kGateGeluTanh:
-            return mul(gelu_tanh(gate), up);
-        case kGateClamped: {
-            const Vec limit = set1(a.gate.limit);
-            const Vec low = min(limit, gate);
-            const Vec shifted = add(max(negated(limit), min(limit, up)), set1(1.0f));
-            return mul(gated_by(low, mul(set1(a.gate.slope), low)), shifted);
-        }
-        default:
-            return mul(gated_by(gate, gate), up);
+// Calls f with what becomes of gate and up.
+template <class F>
+inline void with_gate(const LinearArgs& a, F f) {
+    if (a.activation != kClamped) {
+        return with_activation(
+            a.activation, [&](auto activation) { f([=](Vec gate, Vec up) { return mul(activation(gate), up); }); });
     }
+    f([&](Vec gate, Vec up) {
+        const Vec limit = set1(a.clamp.limit);
+        const Vec low = min(limit, gate);  // NaN for NaN, as here
+        const Vec shifted = add(max(negated(limit), min(limit, up)), set1(1.0f));
+        return mul(gated_by(low, mul(set1(a.clamp.slope), low)), shifted);
+    });
+}
+
+// Element i of the gated outputs of these products.
+template <class Gate>
+inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i, Gate gate) {
+    const int64_t gate_at = i / kPanel * 2 * kPanel + i % kPanel;
+    return gate(with_bias(a, p, r, gate_at), with_bias(a, p, r, gate_at + kPanel));
 }
 
 // Stores f(where, row, index, lanes) in `width` columns of the output from `begin` on.
@@ -62,10 +62,11 @@ inline void write_outputs(const LinearArgs& a, const Products& p, int64_t begin,
 }
 
 // What pads the last panels is exactly zero, and so is its gated product.
-inline void quantize_gated(const LinearArgs& a, const Products& p) {
+template <class Gate>
+inline void quantize_gated(const LinearArgs& a, const Products& p, Gate gate) {
     for (int64_t r = 0; r < p.rows; ++r) {
         QBlock* out = static_cast<QBlock*>(a.out) + (p.row + r) * a.out_stride + p.col / (2 * kQBlock);
-        quantize_row(p.width / 2, out, [&](int64_t i, int) { return gated(a, p, r, i); });
+        quantize_row(p.width / 2, out, [&](int64_t i, int) { return gated(a, p, r, i, gate); });
     }
 }
 
@@ -82,7 +83,9 @@ inline void scatter(const LinearArgs& a, const Products& p) {
 
 void finish(const LinearArgs& a, const Products& p) {
     if (a.epilogue == kScatter) return scatter(a, p);
-    if (a.epilogue == kGated && a.out_dtype == kQ8) return quantize_gated(a, p);
+    if (a.epilogue == kGated && a.out_dtype == kQ8) {
+        return with_gate(a, [&](auto f) { quantize_gated(a, p, f); });
+    }
     with_element(a.out_dtype, [&](auto element) {
         using T = typename decltype(element)::T;
         const int64_t width = min_of(p.width, a.matrix.n - p.col);
@@ -95,8 +98,10 @@ void finish(const LinearArgs& a, const Products& p) {
                 return fma(scale, with_bias(a, p, r, i), load_some(out, lanes));
             });
         } else {
-            write_outputs<T>(a, p, p.col / 2, width / 2,
-                             [&](const T*, int64_t r, int64_t i, int) { return gated(a, p, r, i); });
+            with_gate(a, [&](auto f) {
+                write_outputs<T>(a, p, p.col / 2, width / 2,
+                                 [&](const T*, int64_t r, int64_t i, int) { return gated(a, p, r, i, f); });
+            });
         }
     });
 }

@@ -22,7 +22,8 @@ void experts_up(const void* args, int64_t task) {
     LinearArgs linear{};
     linear.out_dtype = p.inner_dtype;
     linear.epilogue = kGated;
-    linear.gate = a.gate;
+    linear.activation = a.activation;
+    linear.clamp = a.clamp;
     const int64_t panels = (a.up->n / 2 + kPanel - 1) / kPanel * 2;
     const int64_t unit = unit_vecs(linear, kVecsPerPanel) / kVecsPerPanel;
     const int64_t units = (panels + unit - 1) / unit;

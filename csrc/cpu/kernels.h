@@ -63,15 +63,26 @@ struct Matrix {
 enum Epilogue : int32_t {
     kStore = 0,    // out = y
     kAdd = 1,      // out += scale * y, in float32, rounded once
-    kGated = 2,    // out = f(gate) * up, as floats or as quantized rows
+    kGated = 2,    // out = activation(gate) * up, as floats or as quantized rows
     kScatter = 3,  // out[out_rows[r]] += row_scales[r] * y[r], in float32
 };
 
-// The f of kGated. kGateClamped is that of gpt-oss: gate sigmoid(slope gate) (up + 1), the gate at most `limit` and up
-// between -limit and limit.
-enum GateKind : int32_t { kGateSilu = 0, kGateGelu = 1, kGateGeluTanh = 2, kGateClamped = 3 };
-struct Gate {
-    int32_t kind;
+// Element-wise functions, as the Python side names them.
+enum ActivationKind : int32_t {
+    kSilu = 0,
+    kGelu = 1,
+    kGeluTanh = 2,
+    kRelu = 3,
+    kRelu2 = 4,
+    kIdentity = 5,
+    kXielu = 6,
+    kSoftcap = 7,
+    kClip = 8,
+    kClamped = 9
+};
+// Of kClamped, which gates alone have: gate sigmoid(slope gate) (up + 1), gate at most the limit, up within it
+// (gpt-oss).
+struct Clamp {
     float slope, limit;
 };
 
@@ -94,9 +105,9 @@ struct LinearArgs : RowArgs {
     Matrix matrix;
     void* out;
     int64_t out_stride;
-    int32_t out_dtype, epilogue;
+    int32_t out_dtype, epilogue, activation;
     float scale;
-    Gate gate;
+    Clamp clamp;                       // of kClamped
     const int32_t* out_rows;           // kScatter only, as are
     const float* row_scales;           // null: all 1
     int64_t row_chunks, panel_chunks;  // Planned: the grid of tasks.
@@ -128,18 +139,15 @@ struct TakeRowsArgs : RowWiseArgs {
 };
 
 // out[i, j, :] = norm(x[i, j, :]) * weight + bias for `rows` by `inner` rows: the layer norm if it is `centered`, the
-// RMS norm otherwise. The bias may be null, and is of the weight's type. Outputs are dense; kQ8 outputs are quantized
-// from float32.
+// RMS norm otherwise. The bias may be null, and is of the weight's type. Weights and bias of the inner rows are
+// `weight_stride` apart, where they have their own. Outputs are dense; kQ8 outputs are quantized from float32.
 struct NormArgs : RowWiseArgs {
     const void *x, *weight, *bias;
     void* out;
-    int64_t inner, hidden, x_stride, x_inner_stride;
+    int64_t inner, hidden, x_stride, x_inner_stride, weight_stride;
     float eps;
     int32_t dtype, weight_dtype, out_dtype, centered;
 };
-
-// Element-wise functions, as the Python side names them.
-enum ActivationKind : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4, kIdentity = 5 };
 
 // out[r, :] = f(x[r, :]); outputs are dense. kQ8 outputs are quantized from float32, as rows of
 // ceil(width / kQBlock) blocks.
@@ -148,6 +156,7 @@ struct ActivationArgs : RowWiseArgs {
     void* out;
     int64_t x_stride, width;
     int32_t dtype, out_dtype, kind;
+    float parameter0, parameter1, parameter2, parameter3;  // of the kinds that have some
 };
 
 // out[r, :] += scale * x[r, :], in float32, rounded once.
@@ -159,12 +168,13 @@ struct AddArgs : RowWiseArgs {
     int32_t dtype, out_dtype;
 };
 
-// Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written.
+// Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written, and nothing
+// if `slots` is null. Queries are multiplied with query_scales[position], if it is not null.
 struct RotaryArgs : RowWiseArgs {
     void* query;
     const void *key, *value;
     const int64_t* positions;
-    const float* cos_sin;
+    const float *cos_sin, *query_scales;
     void *key_cache, *value_cache;
     const int64_t* slots;
     int64_t query_stride, key_stride, value_stride;
@@ -202,7 +212,8 @@ struct AttentionArgs : RowArgs {
     void* out;
     int64_t query_stride, table_stride, max_blocks;
     int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, dtype;
-    float scale;
+    float scale, softcap;               // of the scores; a cap of 0 is none
+    const float *slopes, *sinks;        // by query head, or null; see octavo.ops.Ops.paged_attention
     const AttentionSchedule* schedule;  // Filled in by AttentionPlan.
 };
 
@@ -251,8 +262,8 @@ struct ExpertsArgs : RowArgs {
     const float* weights;  // [rows, top_k]
     const Matrix *up, *down;
     float* out;  // dense
-    int32_t num_experts, top_k, scale_inputs;
-    Gate gate;
+    int32_t num_experts, top_k, scale_inputs, activation;
+    Clamp clamp;
 };
 
 // A call's tokens, as many as its memory is for: what the kernels of a pass get. Planned.

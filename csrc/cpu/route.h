@@ -4,7 +4,6 @@
 #pragma once
 
 #include "elementwise.h"
-#include "functions.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
@@ -60,11 +59,7 @@ void route_row(const RouteArgs& a, int64_t row) {
     const Vec one = set1(1.0f);
     for_vectors(n, [&](int64_t i, int lanes) {
         Vec v = load_some(x + i, lanes);
-        if (a.softcap > 0) {
-            // tanh y = 2 / (1 + e^-2y) - 1
-            const Vec doubled = div(v, set1(-0.5f * a.softcap));
-            v = mul(set1(a.softcap), sub(div(set1(2.0f), add(one, exp(doubled))), one));
-        }
+        if (a.softcap > 0) v = softcap(v, set1(a.softcap), set1(1.0f / a.softcap));
         store_some(logits + i, v, lanes);
     });
     if (a.scoring == kSparsemixer) return sparsemixer(a, logits, ids, weights);

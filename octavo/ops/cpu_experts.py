@@ -105,7 +105,7 @@ def experts(
     x_stride = stride(x) // _cpu.QBLOCK_BYTES if code == _cpu.Q8 else stride(x)
     _cpu.experts(
         x, x_stride, code, num_tokens, ids, weights, gate_up.matrices, down.matrices, out, top_k, scales_inputs,
-        _cpu.GATES[kind], slope, limit,
+        _cpu.ACTIVATIONS[kind], slope, limit,
     )  # fmt: skip
     return out
 
