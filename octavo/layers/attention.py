@@ -35,7 +35,8 @@ class AttentionDescription:
     alibi_max: float = 0.0  # scores fall with the distance, by 2^-this at least (Press et al. 2022); 0 is not
     alibi_scale: float = 1.0  # of that
     sinks: str | None = None  # tensor [heads] of scores that only take from the weights of keys
-    query_growth: tuple[float, int] | None = None  # (b, n): queries times 1 + b * log(1 + position // n)
+    # (b, n) or (b, n, first): queries times 1 + b * log(1 + (position + first) // n)
+    query_growth: tuple[float, int] | tuple[float, int, int] | None = None
     qkv_clip: float = 0.0  # queries, keys and values lie between this and its negative; 0 is none
     qk_norm: NormDescription | None = None
     qk_norm_scope: Literal["head", "heads", "all"] = "head"  # each head; with weights of its own; all heads together

@@ -1,5 +1,5 @@
-"""Mixtures of experts (Shazeer et al. 2017): a router chooses, for each token, the few feed-forwards that see it. Shared
-experts, which see every token, stand beside them.
+"""Mixtures of experts (Shazeer et al. 2017): a router chooses, for each token, the few feed-forwards that see it.
+Shared experts, which see every token, stand beside them.
 
 Checkpoints have experts one by one or stacked in tensors; `EXPERT_NAMES` lists the ways, of which a layer takes the
 one that it finds. They are read and packed expert by expert.
@@ -54,7 +54,7 @@ class ExpertsDescription:
     """Names are those of the checkpoint's modules, after the layer's prefix; of several, the first that is there.
 
     `shared` is the expert that sees every token. With `shared_gate_name` its output is multiplied with the sigmoid of
-    one more product. Both sums are multiplied with `output_scale`.
+    one more product, else with `shared_scale`.
     """
 
     num_experts: int
@@ -65,10 +65,11 @@ class ExpertsDescription:
     scales_inputs: bool = False  # weights multiply the experts' inputs
     bias: bool = False
     shared: FeedForwardDescription | None = None
-    output_scale: float = 1.0
+    shared_scale: float = 1.0
     router_names: tuple[str, ...] = ("mlp.gate",)
     router_bias: bool = False
     correction_names: tuple[str, ...] = ()  # of the bias for the choice; none: there is none
+    correction_is_row: bool = False  # it is stored as a matrix of one row
     names: tuple[ExpertNames, ...] = EXPERT_NAMES
     shared_gate_name: str | None = None
 
@@ -102,9 +103,7 @@ class _Sum:
 class Experts:
     consumer: LinearWeight | None = None  # the router reads floats, so the norm before does not quantize
 
-    def __init__(
-        self, description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str
-    ) -> None:
+    def __init__(self, description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
         self.description, self._ops = description, parameters.ops
         weights, num = parameters.weights, description.num_experts
         router = _first(weights, prefix, description.router_names, ".weight")
@@ -114,7 +113,8 @@ class Experts:
         self._correction: Array | None = None
         if description.correction_names:
             name = _first(weights, prefix, description.correction_names)
-            self._correction = self._ops.place(weights.take(name, (num,), "float32"))
+            shape = (1, num) if description.correction_is_row else (num,)
+            self._correction = self._ops.place(weights.take(name, shape, "float32").reshape(num))
         self._gate_up, self._down = _stacks(description, hidden_size, parameters, prefix)
         parameters.num_matrix_bytes += self._router.num_bytes
         self._shared: FeedForward | None = None
@@ -127,15 +127,13 @@ class Experts:
     def forward(self, hidden: Array) -> _Sum:
         """hidden [T, H] -> [T, H]"""
         ops, description = self._ops, self.description
-        ids, weights = ops.route(
-            ops.linear(hidden, self._router, "float32"), description.routing, self._correction
-        )
+        ids, weights = ops.route(ops.linear(hidden, self._router, "float32"), description.routing, self._correction)
         out = ops.experts(
             hidden, ids, weights, self._gate_up, self._down, description.activation, description.clamp,
             description.scales_inputs,
         )  # fmt: skip
         if self._shared is not None:
-            self._shared.forward(hidden).add_to(out)
+            self._shared.forward(hidden).add_to(out, description.shared_scale)
         if self._gated_shared is not None:
             ops.add(out, self._gated_shared.forward(hidden))
         return _Sum(ops, out)
@@ -146,9 +144,7 @@ class _GatedExpert:
 
     _ROUTING = Routing(1, "sigmoid", normalize=False)
 
-    def __init__(
-        self, description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str
-    ) -> None:
+    def __init__(self, description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
         shared = description.shared
         assert shared is not None and shared.gated and not shared.bias
         self._ops, self._activation, size = parameters.ops, shared.activation, shared.intermediate_size
@@ -172,9 +168,7 @@ def _stacks(
     description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str
 ) -> tuple[ExpertsWeight, ExpertsWeight]:
     weights, ops, num, size = parameters.weights, parameters.ops, description.num_experts, description.intermediate_size
-    names = next(
-        (n for n in description.names if f"{prefix}{n.down.format(0)}" in weights), description.names[0]
-    )
+    names = next((n for n in description.names if f"{prefix}{n.down.format(0)}" in weights), description.names[0])
     gate_up_bias = down_bias = None
     if description.bias:
         gate_up_bias = weights.take(f"{prefix}{names.gate_up[0]}_bias", (num, 2 * size))
@@ -203,7 +197,7 @@ def _stacks(
 
     def gate_ups() -> Iterator[LinearWeight]:
         for e in range(num):
-            yield ops.pack_linear(gate_up(e), None if gate_up_bias is None else gate_up_bias[e], gated=True)
+            yield ops.pack_linear(gate_up(e), None if gate_up_bias is None else gate_up_bias[e], True)
 
     def downs() -> Iterator[LinearWeight]:
         for e in range(num):

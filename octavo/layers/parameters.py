@@ -75,9 +75,9 @@ class Parameters:
             lambda: identity_table(head_size, positions) if rope is None else rotary_table(rope, positions),
         )
 
-    def query_growth(self, beta: float, length: int) -> Array:
+    def query_growth(self, beta: float, length: int, first: int = 0) -> Array:
         """What queries are multiplied with, [max_positions] float32."""
-        return self._table((beta, length), lambda: query_growth(beta, length, self.max_positions))
+        return self._table((beta, length, first), lambda: query_growth(beta, length, self.max_positions, first))
 
     def _table(self, key: tuple[object, ...], make: Callable[[], NDArray[np.float32]]) -> Array:
         if key not in self._tables:

@@ -88,9 +88,10 @@ def alibi_slopes(num_heads: int, largest: float) -> NDArray[np.float32]:
     return np.array((slopes + between)[:num_heads], np.float32)
 
 
-def query_growth(beta: float, length: int, max_positions: int) -> NDArray[np.float32]:
-    """[max_positions] float32: what queries are multiplied with to be as sharp among more keys (Nakanishi 2025)."""
-    return (1 + beta * np.log1p(np.arange(max_positions) // length)).astype(np.float32)
+def query_growth(beta: float, length: int, max_positions: int, first: int = 0) -> NDArray[np.float32]:
+    """[max_positions] float32: what queries are multiplied with to be as sharp among more keys (Nakanishi 2025).
+    The first position counts as `first`."""
+    return (1 + beta * np.log1p((np.arange(max_positions) + first) // length)).astype(np.float32)
 
 
 def _frequencies(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:

@@ -107,6 +107,10 @@ class FileWeights(Weights):
             raise LoadError(f"{self._source} has no tensor {name}, which the model's configuration calls for.")
         return self._tensors[name]
 
+    def pass_over(self, prefix: str) -> None:
+        for name in [name for name in self._left if name.startswith(prefix)]:
+            del self._left[name]
+
     def check_all_taken(self) -> None:
         left = [n for n in self._left if not _IGNORED.fullmatch(n) and not (self._tied and n == "lm_head.weight")]
         if left:

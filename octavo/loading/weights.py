@@ -84,6 +84,9 @@ class Weights:
             return PLAIN_OF_DTYPE[self._dtype]
         return stored_format
 
+    def pass_over(self, prefix: str) -> None:
+        """The model knows tensors whose names begin so, and has no use for them."""
+
     def check_all_taken(self) -> None:
         """Raise `LoadError` if the checkpoint has weights that the model did not ask for: it would compute nonsense."""
 

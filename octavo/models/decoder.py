@@ -151,6 +151,8 @@ class Decoder:
             block(layer, hidden_size, parameters, f"{description.layer_prefix}{i}.")
             for i, layer in enumerate(description.layers)
         ]
+        for i in range(description.num_unused_layers):
+            weights.pass_over(f"{description.layer_prefix}{len(self._blocks) + i}.")
         self._group_of_layer = {
             layer: number for number, group in enumerate(group_layers(self.layer_caches)) for layer in group.layers
         }

@@ -66,6 +66,7 @@ class ModelDescription:
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0  # 0 is none
     output_bias: bool = False
+    num_unused_layers: int = 0  # in the checkpoint after those of the model: they guess tokens
     embedding_name: str = "model.embed_tokens"
     embedding_norm_name: str = ""
     embedding_projection_name: str = ""

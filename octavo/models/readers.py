@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.errors import LoadError
 from octavo.layers.attention import AttentionDescription
+from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.rotary import ROPE_KINDS, RopeConfig
@@ -36,6 +37,8 @@ _DEFAULTS: dict[str, Any] = {
     "sliding_window": None,
     "use_sliding_window": False,
     "layer_types": None,
+    "moe_intermediate_size": None,
+    "norm_topk_prob": True,
 }
 # Names that configurations have for the same thing.
 _ALIASES: dict[str, tuple[str, ...]] = {
@@ -51,6 +54,8 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "partial_rotary_factor": ("rotary_pct",),
     "rope_local_base_freq": ("local_rope_theta",),
     "sliding_window": ("window_size",),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("moe_topk", "moe_k"),
 }
 _ACTIVATIONS = {
     "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -77,6 +82,9 @@ class Family:
     feed_forward: Mapping[str, Any] = field(default_factory=dict)
     layer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
+    # Fields of `ExpertsDescription`, for layers whose feed-forward `is_sparse`; None: no layer has experts.
+    experts: Mapping[str, Any] | None = None
+    is_sparse: Setting = lambda _, __: True
     rotates: Setting = lambda _, __: True  # whether the layer does
     # Which layers have the window where `layer_types` does not say so; None: no layer has it, whatever is said.
     slides: Setting | None = None
@@ -134,16 +142,23 @@ def _layer(family: Family, config: Config, i: int) -> LayerDescription:
     num_heads, num_kv_heads = attention["num_heads"], attention["num_kv_heads"]
     if num_heads % num_kv_heads:
         raise LoadError(f"{num_heads} query heads do not divide into {num_kv_heads} key/value heads.")
-    feed_forward = {
-        "intermediate_size": config["intermediate_size"] or 4 * config["hidden_size"],
-        "activation": activation_of(config["hidden_act"]),
-    } | _values(family.feed_forward, config, i)
     return LayerDescription(
         attention=AttentionDescription(**attention),
-        feed_forward=FeedForwardDescription(**feed_forward),
+        feed_forward=_feed_forward(family, config, i),
         norm=norm,
         **_values(family.layer, config, i),
     )
+
+
+def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescription | ExpertsDescription:
+    activation = activation_of(config["hidden_act"])
+    if family.experts is not None and family.is_sparse(config, i):
+        size = config["moe_intermediate_size"] or config["intermediate_size"]
+        experts = {"num_experts": config["num_experts"], "intermediate_size": size, "activation": activation}
+        return ExpertsDescription(**experts | _values(family.experts, config, i))
+    size = config["intermediate_size"] or 4 * config["hidden_size"]
+    settings = {"intermediate_size": size, "activation": activation}
+    return FeedForwardDescription(**settings | _values(family.feed_forward, config, i))
 
 
 def activation_of(name: str) -> str:

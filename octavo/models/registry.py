@@ -16,6 +16,7 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.loading.weights import Weights
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
+from octavo.models.expert_families import FAMILIES as EXPERT_FAMILIES
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
 from octavo.ops import Array, LayerKVCache, Ops
@@ -47,7 +48,7 @@ Builder = Callable[[ModelDescription, Weights, Ops, int, str], Model]
 
 
 _ARCHITECTURES: dict[str, tuple[Reader, Builder]] = {
-    name: (partial(read, name, family), Decoder) for name, family in FAMILIES.items()
+    name: (partial(read, name, family), Decoder) for name, family in (FAMILIES | EXPERT_FAMILIES).items()
 }
 
 

@@ -171,9 +171,9 @@ class OpsOver(Protocol[A]):
         float32, where gate and up are those of gate_up[e](x), in the order of the experts' numbers.
 
         x is what `linear` takes with either stack's matrices; with `scales_inputs` it is not quantized, and multiplied
-        with the weight in the place of the output. An id outside the stack stands for nothing. With a `clamp` (a, limit)
-        the activation is gate * sigmoid(a * gate) * (up + 1), gate at most the limit, up between it and its negative
-        (gpt-oss). Matrices that no token needs are not read."""
+        with the weight in the place of the output. An id outside the stack stands for nothing. With a `clamp` (a,
+        limit) the activation is gate * sigmoid(a * gate) * (up + 1), gate at most the limit, up between it and its
+        negative (gpt-oss). Matrices that no token needs are not read."""
 
     def quantize(self, x: A, consumer: LinearWeight) -> A:
         """x [T, K] as `consumer` multiplies it: x itself, unless the consumer is an integer matrix."""

@@ -34,6 +34,7 @@ from octavo.ops.cpu_logits import (
 )
 from octavo.ops.cpu_pack import PackedWeight, pack_linear, packed_weight
 from octavo.ops.cpu_program import Program, check_inputs, empty, recording
+from octavo.ops.cpu_quantize import quantize
 
 __all__ = [
     "PackedWeight", "Program", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks",
@@ -81,20 +82,6 @@ def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
 
 def place(array: NDArray[Any]) -> NDArray[Any]:
     return np.array(array, order="C")  # a copy: `array` may alias a file, which may change while the model serves
-
-
-def quantize(x: NDArray[Any], consumer: LinearWeight) -> NDArray[Any]:
-    assert isinstance(consumer, PackedWeight)
-    if not consumer.is_quantized or x.dtype == UINT8:
-        return x
-    rows, width = x.shape
-    assert width == consumer.in_features, f"quantize: {width} elements for a matrix of {consumer.in_features}"
-    assert is_dense(x)
-    check_inputs("quantize", x=x)
-    out = empty((rows, consumer.num_blocks * _cpu.QBLOCK_BYTES), UINT8)
-    code, kind = code_of("quantize", x), _cpu.ACTIVATIONS["identity"]
-    _cpu.activation(x, stride(x), rows, width, code, out, _cpu.Q8, kind, 0.0, 0.0, 0.0, 0.0)
-    return out
 
 
 _FLOAT_FORMATS = {_cpu.WEIGHT_F32: FLOAT32, _cpu.WEIGHT_BF16: BFLOAT16}

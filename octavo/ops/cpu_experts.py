@@ -18,6 +18,7 @@ from octavo.ops import ExpertsWeight, LinearWeight, Routing
 from octavo.ops.cpu_arrays import FLOAT32, INT32, UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_pack import PackedWeight
 from octavo.ops.cpu_program import check_inputs, empty
+from octavo.ops.cpu_quantize import quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def experts(
         if code != expected:
             raise TypeError(f"experts: the input is {x.dtype}, not of the type that the matrices are packed as.")
         if first.is_quantized and not scales_inputs:
-            x, code = _quantized(x, first, code), _cpu.Q8
+            x, code = quantize(x, first), _cpu.Q8
     out = empty((num_tokens, second.out_features), FLOAT32)
     kind, slope, limit = (activation, 0.0, 0.0) if clamp is None else ("clamped", *clamp)
     x_stride = stride(x) // _cpu.QBLOCK_BYTES if code == _cpu.Q8 else stride(x)
@@ -107,10 +108,4 @@ def experts(
         x, x_stride, code, num_tokens, ids, weights, gate_up.matrices, down.matrices, out, top_k, scales_inputs,
         _cpu.ACTIVATIONS[kind], slope, limit,
     )  # fmt: skip
-    return out
-
-
-def _quantized(x: NDArray[Any], consumer: PackedWeight, code: int) -> NDArray[Any]:
-    out = empty((x.shape[0], consumer.num_blocks * _cpu.QBLOCK_BYTES), UINT8)
-    _cpu.activation(x, stride(x), *x.shape, code, out, _cpu.Q8, _cpu.ACTIVATIONS["identity"])
     return out

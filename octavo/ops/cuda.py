@@ -34,9 +34,9 @@ from octavo.ops.triton.rows import activation, add, take_rows
 from octavo.ops.triton.sampling import argmax, sample
 
 __all__ = [
-    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding", "experts", "gather_blocks",
-    "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs", "mask_tokens", "normalize",
-    "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize", "resolve_step", "rms_norm",
+    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding", "experts",
+    "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs",
+    "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize", "resolve_step", "rms_norm",
     "rotary_and_cache", "route", "rows_of", "sample", "scatter_blocks", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 

@@ -171,7 +171,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     if bias is not None:
         choice = (logits if routing.bias_logits else scores) + bias
     if routing.kept_groups < routing.num_groups:
-        groups = choice.unflatten(-1, (routing.num_groups, -1))
+        groups = choice.reshape(len(choice), routing.num_groups, -1)
         best = groups.topk(2 if routing.group_by_two else 1, -1).values.sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _largest(best, routing.kept_groups), True)
         choice = groups.masked_fill(~kept[..., None], float("-inf")).flatten(-2)

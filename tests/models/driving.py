@@ -32,17 +32,17 @@ class ArrayWeights:
     def __contains__(self, name: str) -> bool:
         return name in self.arrays
 
-    def take(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
         assert self.arrays[name].shape == shape, name
         self.left.discard(name)
         return self.arrays[name]
 
     def take_matrix(
-        self, name: str, shape: tuple[int, int], rows: tuple[int, int] | None = None, columns: None = None,
+        self, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None = None, columns: None = None,
         is_transposed: bool = False,
     ) -> StoredWeight:  # fmt: skip
         assert columns is None
-        data = self.take(name, shape)
+        data = self.take(name, shape).reshape(-1, shape[-1])
         stored = floats(data.T if is_transposed else data)
         return stored if rows is None else stored.rows(*rows)
 
@@ -51,6 +51,8 @@ class ArrayWeights:
 
     def check_all_taken(self) -> None:
         assert not self.left
+
+    def pass_over(self, prefix: str) -> None: ...
 
     def close(self) -> None: ...
 

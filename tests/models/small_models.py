@@ -41,8 +41,9 @@ class SmallModel(NamedTuple):
         else:
             reference = model_class.from_config(config, attn_implementation=self.attention)
         reference = reference.float().eval()
+        biases = [(name, buffer) for name, buffer in reference.named_buffers() if name.endswith("bias")]  # of routers
         with torch.no_grad():
-            for name, parameter in reference.named_parameters():
+            for name, parameter in [*reference.named_parameters(), *biases]:
                 # Larger than the usual initialisation, so that attention is far from uniform and biases count.
                 if parameter.dim() > 1 or name.endswith(("bias", "sinks", "alpha_p", "alpha_n")):
                     parameter.normal_(std=0.25 if parameter.dim() == 1 else 0.12)

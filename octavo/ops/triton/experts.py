@@ -18,7 +18,7 @@ from octavo.ops import ACTIVATIONS, ExpertsWeight, LinearWeight, Routing
 from octavo.ops.triton import linear as linear_float
 from octavo.ops.triton import linear_int
 from octavo.ops.triton.launch import by_pieces
-from octavo.ops.triton.quantize import SCALE_BYTES, codes_of, quantize_rows, scales_of
+from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
 from octavo.ops.triton.rows import activate
 from octavo.ops.triton.tiles import GATED, STORE, UNIT, Groups
 from octavo.ops.triton.weights import FloatWeight, IntWeight, PackedWeight, ScaledWeight
@@ -139,7 +139,12 @@ class StackedWeight:
         return self.weight.num_bytes
 
 
-_STACKED = {FloatWeight: ("data", "bias"), IntWeight: ("codes", "scales", "bias"), ScaledWeight: ("codes", "scales", "bias")}
+# The tensors of a packed weight.
+_STACKED = {
+    FloatWeight: ("data", "bias"),
+    IntWeight: ("codes", "scales", "bias"),
+    ScaledWeight: ("codes", "scales", "bias"),
+}
 
 
 def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedWeight:
@@ -165,7 +170,8 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedW
         factors.append(expert.factor if isinstance(expert, IntWeight) else 1.0)
     assert first is not None and len(factors) == num_experts
     there = torch.tensor(factors, dtype=torch.float32, device=next(iter(stacks.values())).device)
-    return StackedWeight(num_experts, replace(first, **stacks), there if isinstance(first, IntWeight) else None)
+    stacked: PackedWeight = replace(first, **stacks)  # type: ignore[arg-type]
+    return StackedWeight(num_experts, stacked, there if isinstance(first, IntWeight) else None)
 
 
 def _tile_rows(num_rows: int, num_experts: int) -> int:
@@ -209,7 +215,9 @@ def _gather(
 
 
 @triton.jit
-def _gate(x, out, slope, limit, stride, WIDTH: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(
+    x, out, slope, limit, stride, WIDTH: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Program (n, c): piece c of the gated row n. Gate and up alternate by UNIT."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -226,7 +234,9 @@ def _gate(x, out, slope, limit, stride, WIDTH: tl.constexpr, KIND: tl.constexpr,
 
 
 @triton.jit
-def _combine(y, rows, weights, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(
+    y, rows, weights, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr
+):
     """Program (t, c): piece c of the sum of token t's rows of y, in their order."""
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -246,9 +256,7 @@ def _product(x: Tensor, stack: StackedWeight, out: Tensor, epilogue: tl.constexp
         linear_int.launch(x, weight, out, epilogue, groups=groups)
     elif isinstance(weight, ScaledWeight):
         codes, x_scales = codes_of(x, weight.activation_dtype), scales_of(x)
-        linear_float.launch(
-            codes, x_scales, weight.codes, weight.scales, weight.bias, out, epilogue, groups=groups
-        )
+        linear_float.launch(codes, x_scales, weight.codes, weight.scales, weight.bias, out, epilogue, groups=groups)
     else:
         linear_float.launch(x, None, weight.data, None, weight.bias, out, epilogue, groups=groups)
 

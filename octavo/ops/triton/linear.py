@@ -160,8 +160,8 @@ def launch(
         block_k = max(16, block_k // 8)  # such rows are read element by element, through registers
     grid = (triton.cdiv(num_out, rows) * triton.cdiv(num_rows, tile.block_t),)
     _linear[grid](
-        x, x_scales, w, w_scales, bias, None if groups is None else groups.tile_experts, out, num_rows, width, num_in, rows // unit, x.stride(0),
-        0 if x_scales is None else x_scales.stride(0), w.stride(0), out.stride(0), scale,
+        x, x_scales, w, w_scales, bias, None if groups is None else groups.tile_experts, out, num_rows, width, num_in,
+        rows // unit, x.stride(0), 0 if x_scales is None else x_scales.stride(0), w.stride(0), out.stride(0), scale,
         SCALED=w_scales is not None, EPILOGUE=epilogue, HAS_BIAS=bias is not None, EVEN_K=num_in % block_k == 0,
         BLOCK_N=tile.block_n, BLOCK_T=tile.block_t, BLOCK_K=block_k, GROUP_T=8,
         PROMOTE=min(128, block_k) if capability(x.device)[0] == 9 else 0, GROUPED=groups is not None,

@@ -1,0 +1,544 @@
+"""The architectures with experts: a line each, in the manner of `octavo.models.families`.
+
+Tensors have the names that checkpoints have. What `transformers` 5 renames as it loads, and stacks, is read under both
+names where a model of either kind has been published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from octavo.errors import LoadError
+from octavo.layers.experts import EXPERT_NAMES, ExpertNames, one_by_one, stacked
+from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, per_layer, rms
+from octavo.ops import Routing
+
+_BIASES = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
+_AFTER = {
+    "attention_norm": None, "attention_post_norm": "post_attention_layernorm", "feed_forward_norm": None,
+    "feed_forward_post_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+_W123 = (
+    one_by_one("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
+    *EXPERT_NAMES,
+)
+
+
+def _routing(**changes: Any) -> Setting:
+    def find(config: Config, i: int) -> Routing:
+        settings = {"top_k": config["num_experts_per_tok"], "normalize": bool(config["norm_topk_prob"])}
+        return Routing(**settings | {name: v(config, i) if callable(v) else v for name, v in changes.items()})
+
+    return find
+
+
+# Of DeepSeek-V3 and all that follow it.
+_SIGMOID_GROUPS = _routing(
+    scoring="sigmoid", scale=key("routed_scaling_factor"), num_groups=key("n_group"), kept_groups=key("topk_group"),
+    group_by_two=lambda c, _: c["topk_group"] < c["n_group"],
+)  # fmt: skip
+_GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+_CORRECTION_NAMES = ("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias")
+_CORRECTION = {"correction_names": _CORRECTION_NAMES}
+
+
+def _shared(size: Setting, name: str = "mlp.shared_experts", bias: Any = False) -> Setting:
+    def find(config: Config, i: int) -> FeedForwardDescription | None:
+        found = size(config, i)
+        if not found:
+            return None
+        return FeedForwardDescription(
+            found, activation_of(config["hidden_act"]), bias=bias(config, i) if callable(bias) else bias,
+            up_names=(f"{name}.gate_proj", f"{name}.up_proj"), down_name=f"{name}.down_proj",
+        )  # fmt: skip
+
+    return find
+
+
+def _several(count: str, size: str = "moe_intermediate_size") -> Setting:
+    """So many shared experts are one that is so much wider."""
+    return lambda c, _: (c[count] or 0) * c[size]
+
+
+def _from(setting: str) -> Setting:
+    """All layers but the first ones are sparse."""
+    return lambda c, i: i >= c[setting]
+
+
+def _said_by_types(first: Setting) -> Setting:
+    """By `mlp_layer_types`, or where that is absent by `first`."""
+    return lambda c, i: (
+        first(c, i) if c.get("mlp_layer_types") is None else per_layer("mlp_layer_types")(c, i) == "sparse"
+    )
+
+
+def _by_step(config: Config, i: int) -> bool:
+    return i not in (config["mlp_only_layers"] or ()) and (i + 1) % config["decoder_sparse_step"] == 0
+
+
+def _ernie_sparse(config: Config, i: int) -> bool:
+    last = config["moe_layer_end_index"]
+    last = config["num_hidden_layers"] - 1 if last in (None, -1) else last
+    return bool((i + 1) % config["moe_layer_interval"] == 0 and config["moe_layer_start_index"] <= i <= last)
+
+
+def _late_layers_slide(config: Config, i: int) -> bool:
+    return bool(config["sliding_window"]) and i >= config["max_window_layers"]
+
+
+def _slides(rule: Setting) -> Setting:
+    """Whether the layer has the window, said by its type or else by the rule."""
+    return lambda c, i: rule(c, i) if c["layer_types"] is None else c["layer_types"][i] == "sliding_attention"
+
+
+def _not_every(period: Any) -> Setting:
+    return lambda c, i: (i + 1) % (c[period] if isinstance(period, str) else period) != 0
+
+
+def _rotates_unless_all_is_seen(rule: Setting) -> Setting:
+    return lambda c, i: not c["sliding_window"] or _slides(rule)(c, i)
+
+
+_EXAONE_SLIDES = _not_every("sliding_window_pattern")
+_KOLIBRI_SLIDES = _not_every(5)
+
+
+def _flint_slides(config: Config, i: int) -> bool:
+    return not (i < 2 or i % 4 == 1 or i == config["num_hidden_layers"] - 1)
+
+
+def _cohere_rotates(config: Config, i: int) -> bool:
+    is_dense_prefix = not _said_by_types(_from("first_k_dense_replace"))(config, i)
+    has_rope = is_dense_prefix and config["prefix_dense_sliding_window_pattern"] == 1
+    return has_rope or bool(_slides(_cohere_slides)(config, i))
+
+
+def _cohere_slides(config: Config, i: int) -> bool:
+    first = config["first_k_dense_replace"]
+    if i < first:
+        return bool((i + 1) % config["prefix_dense_sliding_window_pattern"])
+    return bool((i - first + 1) % config["sliding_window_pattern"])
+
+
+def _cohere_norm(config: Config, _: int) -> Any:
+    if config["rms_norm_eps"] is None:
+        return layer_norm(bias=False, eps=config["layer_norm_eps"])(config, 0)
+    return rms(eps=config["rms_norm_eps"])(config, 0)
+
+
+def _half_if_averaged(config: Config, _: int) -> float:
+    is_average = config["shared_expert_combination_strategy"] == "average"
+    return 0.5 if is_average and config["num_shared_experts"] else 1.0
+
+
+def _llama4_rotates(config: Config, i: int) -> bool:
+    if not config["no_rope_layers"]:
+        return bool((i + 1) % config["no_rope_layer_interval"])
+    return bool(per_layer("no_rope_layers")(config, i))  # 1 where the layer rotates, despite the name
+
+
+def _llama4_sparse(config: Config, i: int) -> bool:
+    layers, step = config["moe_layers"], config["interleave_moe_layer_step"]
+    return i in layers if layers is not None else (i + 1) % step == 0
+
+
+def _dbrx(part: str, setting: str, default: Any) -> Setting:
+    return lambda c, _: (c.get(part) or {}).get(setting, default)
+
+
+def _dbrx_normalizes(config: Config, i: int) -> bool:
+    power = _dbrx("ffn_config", "moe_normalize_expert_weights", 1.0)(config, i)
+    if power not in (None, 1, 1.0):
+        raise LoadError(f"expert weights divided by their norm of power {power} are not built; the sum (1) is.")
+    return power is not None
+
+
+def _phimoe_attention_factor(config: Config, _: int) -> float:
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "long_mscale" not in scaling:
+        return 1.0
+    if scaling["long_mscale"] != scaling["short_mscale"]:
+        raise LoadError("a long_mscale that differs from short_mscale is not built.")
+    return float(scaling["long_mscale"])
+
+
+def _by_layer(setting: str) -> Setting:
+    """A number for all layers, or one for each."""
+    return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
+
+
+def _granite(defaults: Config | None = None, attention: Config | None = None, is_renamed: bool = True) -> Family:
+    """With the names of before transformers 5, which `is_renamed`, or of it."""
+    routers = ("block_sparse_moe.router.layer", "block_sparse_moe.router")
+    names = (
+        stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        stacked("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+    )
+
+    def shared(config: Config, _: int) -> FeedForwardDescription | None:
+        if not config["shared_intermediate_size"]:
+            return None
+        return FeedForwardDescription(
+            config["shared_intermediate_size"], activation_of(config["hidden_act"]),
+            up_names=("shared_mlp.input_linear",), down_name="shared_mlp.output_linear",
+        )  # fmt: skip
+
+    return Family(
+        defaults={
+            "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+            "logits_scaling": 1.0, "max_position_embeddings": 2048, "shared_intermediate_size": 0, "num_experts": 8,
+            "num_experts_per_tok": 2, **(defaults or {}),
+        },
+        attention=_BIASES | {"scale": key("attention_multiplier"), **(attention or {})},
+        layer={"residual_multiplier": key("residual_multiplier")},
+        experts={
+            "routing": _routing(), "router_names": routers if is_renamed else routers[::-1],
+            "names": names if is_renamed else names[::-1], "shared": shared,
+        },
+        model={"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")},
+    )  # fmt: skip
+
+
+FAMILIES = {
+    "MixtralForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0,
+            "num_experts_per_tok": 2, "num_experts": 8,
+        },
+        experts={
+            "routing": _routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": _W123,
+        },
+        slides=lambda c, _: bool(c["sliding_window"]),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 32768, "num_key_value_heads": 16, "max_window_layers": 28, "qkv_bias": True,
+            "sliding_window": 0, "decoder_sparse_step": 1, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60,
+            "norm_topk_prob": False, "mlp_only_layers": [],
+        },
+        attention={"qkv_bias": key("qkv_bias")},
+        experts={
+            "routing": _routing(), "shared": _shared(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
+            "shared_gate_name": "mlp.shared_expert_gate",
+        },
+        is_sparse=_by_step, slides=_late_layers_slide, window_switch="use_sliding_window",
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 32768, "num_key_value_heads": 4, "decoder_sparse_step": 1,
+            "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
+            "mlp_only_layers": [],
+        },
+        attention=_BIASES | {"qk_norm": rms()}, experts={"routing": _routing()}, is_sparse=_by_step,
+        slides=lambda c, _: bool(c["sliding_window"]), window_switch="use_sliding_window",
+    ),
+    "MellumForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024,
+            "moe_intermediate_size": 896, "num_experts_per_tok": 8, "num_experts": 64,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        attention=_BIASES | {"qk_norm": rms()}, experts={"routing": _routing()},
+        is_sparse=_said_by_types(lambda *_: True), slides=lambda *_: False,
+        model={"num_unused_layers": lambda c, _: c.get("num_nextn_predict_layers") or 0},
+    ),
+    "OlmoeForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 4096, "num_key_value_heads": 16, "norm_eps": 1e-5, "num_experts_per_tok": 8,
+            "num_experts": 64, "norm_topk_prob": False,
+        },
+        attention=_BIASES | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": _routing()},
+        refuses=("clip_qkv",),
+    ),
+    "FlexOlmoForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 4096, "rope_theta": 500000.0, "num_experts_per_tok": 5, "num_experts": 7,
+            "norm_topk_prob": False,
+        },
+        attention=_BIASES | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": _routing()}, layer=_AFTER,
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        defaults={"max_position_embeddings": 2048, "norm_eps": 1e-5, "num_experts": 1, "num_experts_per_tok": 1},
+        attention=_BIASES | {
+            "qk_norm": rms(), "norms_after_rotation": True,
+            "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
+        },
+        experts={
+            "num_experts": _by_layer("num_experts"), "routing": _routing(top_k=_by_layer("num_experts_per_tok")),
+            "router_names": ("mlp.gate.wg",), "shared": _shared(key("intermediate_size"), "mlp.shared_mlp"),
+        },
+    ),
+    "DbrxForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "norm_eps": 1e-5, "intermediate_size": None, "num_experts": 4,
+            "num_experts_per_tok": 1,
+        },
+        norm=layer_norm(bias=False),
+        attention={
+            "num_kv_heads": _dbrx("attn_config", "kv_n_heads", 1),
+            "qkv_clip": lambda c, i: _dbrx("attn_config", "clip_qkv", None)(c, i) or 0.0,
+            "qkv_names": ("norm_attn_norm.attn.Wqkv",), "output_name": "norm_attn_norm.attn.out_proj",
+        },
+        rope={"theta": lambda c, i: float(_dbrx("attn_config", "rope_theta", 10000.0)(c, i))},
+        layer={"attention_norm": "norm_attn_norm.norm_1", "feed_forward_norm": "norm_attn_norm.norm_2"},
+        experts={
+            "num_experts": _dbrx("ffn_config", "moe_num_experts", 4),
+            "intermediate_size": _dbrx("ffn_config", "ffn_hidden_size", 3584),
+            "activation": lambda c, i: activation_of(_dbrx("ffn_config", "ffn_act_fn", {})(c, i).get("name", "silu")),
+            "routing": _routing(top_k=_dbrx("ffn_config", "moe_top_k", 1), normalize=_dbrx_normalizes),
+            "router_names": ("ffn.router.layer",),
+            "names": (
+                ExpertNames(
+                    ("ffn.experts.mlp.w1", "ffn.experts.mlp.v1"), "ffn.experts.mlp.w2", is_down_transposed=True,
+                    is_flat=True,
+                ),
+            ),
+        },
+        model={
+            "embedding_name": "transformer.wte", "layer_prefix": "transformer.blocks.",
+            "norm_name": "transformer.norm_f",
+        },
+    ),
+    "PhimoeForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0,
+            "num_experts_per_tok": 2, "num_experts": 16, "router_jitter_noise": 0.01, "lm_head_bias": False,
+        },
+        norm=layer_norm(), attention=_BIASES, rope={"attention_factor": _phimoe_attention_factor},
+        experts={
+            "routing": _routing(scoring="sparsemixer", jitter=key("router_jitter_noise")), "names": _W123,
+            "router_names": ("block_sparse_moe.gate", "mlp.router"),
+        },
+        model={"output_bias": key("lm_head_bias")}, slides=lambda c, _: bool(c["sliding_window"]),
+    ),
+    "GraniteMoeForCausalLM": _granite(),
+    "GraniteMoeSharedForCausalLM": _granite(),
+    "GraniteMoeSWAForCausalLM": replace(
+        _granite({"sliding_window": 128, "layer_rope_theta": None}, {"sinks": "self_attn.sinks"}, is_renamed=False),
+        rope={"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])},
+        rotates=lambda c, i: bool((c["layer_rope_theta"] or [1] * (i + 1))[i]), slides=lambda c, i: i % 4 != 0,
+    ),
+    "GptOssForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "norm_eps": 1e-5,
+            "sliding_window": 128, "attention_bias": True, "num_experts_per_tok": 4, "num_experts": 128,
+            "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096, "rope_theta": 150000.0,
+            },
+        },
+        attention=_BIASES | {"sinks": "self_attn.sinks"},
+        experts={
+            "routing": _routing(), "bias": True, "router_names": ("mlp.router",), "router_bias": True,
+            "clamp": lambda c, _: (c["swiglu_alpha"], c["swiglu_limit"]),
+            "names": (
+                stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True, is_interleaved=True),
+            ),
+        },
+        slides=lambda _, i: i % 2 == 0,
+    ),
+    "AriaTextForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "num_experts": 8, "num_experts_per_tok": 2, "moe_num_shared_experts": 2,
+        },
+        attention=_BIASES, feed_forward={"bias": key("mlp_bias")},
+        experts={
+            "routing": _routing(), "activation": "silu", "router_names": ("mlp.router",),
+            "names": (
+                stacked("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", is_transposed=True),
+                stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),
+            ),
+            "shared": _shared(_several("moe_num_shared_experts", "intermediate_size"), bias=key("mlp_bias")),
+        },
+    ),
+    "Cohere2MoeForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 8192, "head_dim": 128, "layer_norm_eps": 1e-5, "rms_norm_eps": None,
+            "tie_word_embeddings": True, "logit_scale": 0.0625, "sliding_window": 4096, "num_experts": 8,
+            "num_experts_per_tok": 2, "num_shared_experts": 0, "shared_expert_combination_strategy": "average",
+            "expert_selection_fn": "softmax", "prefix_dense_sliding_window_pattern": 1, "sliding_window_pattern": 4,
+            "prefix_dense_intermediate_size": None, "first_k_dense_replace": 0,
+        },
+        norm=_cohere_norm, attention=_BIASES, rope={"interleaved": True},
+        feed_forward={
+            "intermediate_size": lambda c, _: c["prefix_dense_intermediate_size"] or c["intermediate_size"]
+        },
+        layer={"is_parallel": True, "feed_forward_norm": None},
+        experts={
+            "routing": _routing(
+                scoring=key("expert_selection_fn"), scale=_half_if_averaged,
+                normalize=lambda c, _: c["expert_selection_fn"] == "softmax" or c["norm_topk_prob"],
+            ),
+            "shared": _shared(_several("num_shared_experts", "intermediate_size")), "shared_scale": _half_if_averaged,
+        },
+        is_sparse=_said_by_types(_from("first_k_dense_replace")),
+        model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]}, slides=_cohere_slides, rotates=_cohere_rotates,
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 4, "norm_eps": 1e-5, "rope_theta": 500000.0,
+            "tie_word_embeddings": True, "use_bias": False, "moe_intermediate_size": 1536, "num_experts_per_tok": 6,
+            "num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+        },
+        attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
+        feed_forward={"bias": key("use_bias")},
+        experts={
+            "routing": _routing(), "shared": _shared(_several("moe_num_shared_experts"), bias=key("use_bias")),
+            "correction_names": (
+                "mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"
+            ),
+            "correction_is_row": True,
+        },
+        is_sparse=_ernie_sparse, model={"output_bias": key("use_bias")},
+    ),
+    # Queries see the keys of their own chunk in most layers: up to a chunk's length that is all keys.
+    "Llama4ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "norm_eps": 1e-5,
+            "rope_theta": 500000.0, "num_experts_per_tok": 1, "num_experts": 16, "intermediate_size_mlp": 16384,
+            "moe_layers": None, "interleave_moe_layer_step": 1, "use_qk_norm": True, "no_rope_layers": None,
+            "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True,
+            "floor_scale": 8192, "attn_scale": 0.1,
+        },
+        # A norm without weights of a rotated head is the norm of the head, rotated.
+        attention=_BIASES | {
+            "qk_norm": lambda c, i: rms(has_weight=False)(c, i)
+            if c["use_qk_norm"] and _llama4_rotates(c, i) else None,
+            "query_growth": lambda c, i: (c["attn_scale"], c["floor_scale"], 1)
+            if c["attn_temperature_tuning"] and not _llama4_rotates(c, i) else None,
+        },
+        rope={"interleaved": True},
+        feed_forward={
+            "intermediate_size": key("intermediate_size_mlp"), "down_name": "feed_forward.down_proj",
+            "up_names": ("feed_forward.gate_proj", "feed_forward.up_proj"),
+        },
+        experts={
+            "routing": _routing(scoring="sigmoid", normalize=False), "scales_inputs": True,
+            "router_names": ("feed_forward.router",),
+            "names": (
+                stacked("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", is_transposed=True),
+            ),
+            "shared": _shared(key("intermediate_size"), "feed_forward.shared_expert"),
+        },
+        is_sparse=_llama4_sparse, rotates=_llama4_rotates,
+        model={
+            "max_position_embeddings": lambda c, _: min(
+                c["max_position_embeddings"], c["attention_chunk_size"] or c["max_position_embeddings"]
+            )
+        },
+    ),
+    "Dots1ForCausalLM": Family(
+        defaults=_GROUPS | {
+            "max_position_embeddings": 2048, "moe_intermediate_size": 1408, "first_k_dense_replace": 0,
+            "norm_topk_prob": False, "sliding_window": 4096, "max_window_layers": 62, "n_shared_experts": None,
+        },
+        attention=_BIASES | {"qk_norm": rms()},
+        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": _shared(_several("n_shared_experts"))},
+        is_sparse=_from("first_k_dense_replace"), slides=_late_layers_slide,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        defaults=_GROUPS | {
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
+            "n_shared_experts": 1, "num_experts": 128, "first_k_dense_replace": 1, "use_qk_norm": False,
+            "num_nextn_predict_layers": 0,
+        },
+        attention={
+            "qkv_bias": key("attention_bias"), "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None,
+        },
+        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": _shared(_several("n_shared_experts"))},
+        is_sparse=_from("first_k_dense_replace"), model={"num_unused_layers": key("num_nextn_predict_layers")},
+    ),
+    "SolarOpenForCausalLM": Family(
+        defaults=_GROUPS | {
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "norm_eps": 1e-5,
+            "rope_theta": 1000000.0, "moe_intermediate_size": 1280, "num_experts_per_tok": 8, "n_shared_experts": 1,
+            "num_experts": 128, "intermediate_size": None,
+        },
+        attention={"qkv_bias": key("attention_bias")},
+        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": _shared(_several("n_shared_experts"))},
+    ),
+    "ExaoneMoeForCausalLM": Family(
+        defaults=_GROUPS | {
+            "max_position_embeddings": 2048, "num_key_value_heads": 32, "norm_eps": 1e-5, "sliding_window": 4096,
+            "sliding_window_pattern": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 1024,
+            "num_experts": 64, "num_experts_per_tok": 8, "num_shared_experts": 1, "routed_scaling_factor": 2.5,
+        },
+        attention={"qk_norm": rms()},
+        experts={
+            "routing": _SIGMOID_GROUPS, "shared": _shared(_several("num_shared_experts")),
+            "correction_names": _CORRECTION_NAMES[::-1],
+        },
+        is_sparse=_said_by_types(_from("first_k_dense_replace")), slides=_EXAONE_SLIDES,
+        rotates=_rotates_unless_all_is_seen(_EXAONE_SLIDES),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5000000.0,
+            "num_experts_per_tok": 8, "num_experts": 256, "rotary_dim": None,
+        },
+        attention={"qk_norm": rms(), "qk_norm_scope": "all"},
+        rope={
+            "rotary_dim": lambda c, _: c["rotary_dim"] or int(
+                (c["head_dim"] or c["hidden_size"] // c["num_attention_heads"])
+                * ((c.get("rope_parameters") or {}).get("partial_rotary_factor") or c["partial_rotary_factor"])
+            )
+        },
+        experts={
+            "routing": _routing(scoring="sigmoid"), "names": _W123,
+            "router_names": ("block_sparse_moe.gate", "mlp.gate"),
+            "correction_names": ("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
+        },
+    ),
+    "HYV3ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "norm_eps": 1e-5,
+            "rope_theta": 11158840.0, "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
+            "moe_intermediate_size": 1536, "router_scaling_factor": 2.826,
+        },
+        attention=_BIASES | {"qk_norm": rms()}, feed_forward={"bias": key("mlp_bias")},
+        experts={
+            "routing": _routing(scoring="sigmoid", scale=key("router_scaling_factor")),
+            "router_names": ("mlp.router.gate", "mlp.gate"),
+            "correction_names": ("mlp.expert_bias", "mlp.e_score_correction_bias"),
+            "shared": _shared(_several("num_shared_experts"), "mlp.shared_mlp", bias=key("mlp_bias")),
+        },
+        is_sparse=_said_by_types(lambda _, i: i > 0),
+    ),
+    "FlintForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128, "sliding_window": 513,
+            "decoder_sparse_step": 1, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024,
+            "num_experts_per_tok": 6, "num_experts": 256, "mlp_only_layers": [0, 1],
+        },
+        attention=_BIASES | {"qk_norm": rms(), "sinks": "self_attn.softmax_offset"},
+        experts={
+            "routing": _routing(scoring="sigmoid"),
+            "shared": _shared(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
+        },
+        is_sparse=_by_step, slides=_flint_slides, rotates=_slides(_flint_slides),
+    ),
+    "Kolibri1ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128, "sliding_window": 513,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 6,
+            "num_experts": 384, "norm_topk_prob": False, "intermediate_size": None,
+        },
+        attention={"qk_norm": rms()},
+        layer={"attention_post_norm": "post_attn_norm", "feed_forward_post_norm": "post_ffn_norm"},
+        experts={
+            "routing": _routing(scoring="sigmoid", bias_logits=True),
+            "correction_names": ("moe.router.expert_bias", "mlp.gate.e_score_correction_bias"),
+            "shared": _shared(key("shared_expert_intermediate_size")),
+        },
+        slides=_KOLIBRI_SLIDES, rotates=_rotates_unless_all_is_seen(_KOLIBRI_SLIDES),
+    ),
+}  # fmt: skip
