@@ -250,7 +250,7 @@ FAMILIES = {
     ),
     "OlmoeForCausalLM": Family(
         defaults={
-            "max_position_embeddings": 4096, "num_key_value_heads": 16, "norm_eps": 1e-5, "num_experts_per_tok": 8,
+            "max_position_embeddings": 4096, "norm_eps": 1e-5, "num_experts_per_tok": 8,
             "num_experts": 64, "norm_topk_prob": False,
         },
         attention=_BIASES | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": _routing()},
@@ -449,7 +449,7 @@ FAMILIES = {
             "max_position_embeddings": 131072, "num_key_value_heads": 8, "norm_eps": 1e-5,
             "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
             "n_shared_experts": 1, "num_experts": 128, "first_k_dense_replace": 1, "use_qk_norm": False,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": 1,
         },
         attention={
             "qkv_bias": key("attention_bias"), "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None,
