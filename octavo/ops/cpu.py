@@ -41,8 +41,7 @@ __all__ = [
     "embedding", "experts", "gather_blocks", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs",
     "mask_tokens", "normalize", "pack_linear", "packed_weight", "paged_attention", "penalize", "place", "process_row",
     "quantize", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample", "scatter_blocks",
-    "stack_experts", "take_rows", "top_tokens",
-    "use_threads",
+    "stack_experts", "take_rows", "top_tokens", "use_threads",
 ]  # fmt: skip
 
 

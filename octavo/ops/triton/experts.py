@@ -19,12 +19,10 @@ from octavo.ops.triton import linear as linear_float
 from octavo.ops.triton import linear_int
 from octavo.ops.triton.launch import by_pieces
 from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
-from octavo.ops.triton.rows import activate
 from octavo.ops.triton.tiles import GATED, STORE, UNIT, Groups
 from octavo.ops.triton.weights import FloatWeight, IntWeight, PackedWeight, ScaledWeight
 
 _SCORINGS = ("softmax", "sigmoid", "sparsemixer")
-_CLAMPED = len(ACTIVATIONS)  # a gate's kind, after those of `ACTIVATIONS`
 
 
 @triton.jit
@@ -215,21 +213,18 @@ def _gather(
 
 
 @triton.jit
-def _gate(
-    x, out, slope, limit, stride, WIDTH: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr
-):
+def _clamped_gate(
+    x, out, slope, limit, stride, WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Program (n, c): piece c of the gated row n. Gate and up alternate by UNIT."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = x + n * stride + column // UNIT * (2 * UNIT) + column % UNIT
     gate = tl.load(at, mask=column < WIDTH, other=0.0)
     up = tl.load(at + UNIT, mask=column < WIDTH, other=0.0)
-    if KIND == 5:  # clamped; NaN stays NaN
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        gated = gate / (1.0 + tl.exp(-slope * gate)) * (up + 1.0)
-    else:
-        gated = activate(gate, KIND) * up
+    gate = tl.where(gate > limit, limit, gate)  # NaN for NaN
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    gated = gate / (1.0 + tl.exp(-slope * gate)) * (up + 1.0)
     tl.store(out + n * WIDTH + column, gated.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
@@ -314,16 +309,11 @@ def _gated(
     """-> [rows, width of the gate], of which rows start at multiples of 16 bytes"""
     width = gate_up.out_features // 2
     padded = -(-width // UNIT.value) * UNIT.value
-    if activation == "silu" and clamp is None:
-        out = torch.empty((len(x), padded), dtype=dtype, device=x.device)
-        _product(x, gate_up, out, GATED, groups)
-        return out[:, :width]
-    both = torch.empty((len(x), 2 * padded), dtype=torch.float32, device=x.device)
-    _product(x, gate_up, both, STORE, groups)
     out = torch.empty((len(x), padded), dtype=dtype, device=x.device)
-    slope, limit = clamp or (0.0, 0.0)
-    by_pieces(
-        _gate, len(x), padded, 1024, both, out, float(slope), float(limit), both.stride(0),
-        KIND=_CLAMPED if clamp else ACTIVATIONS.index(activation), UNIT=UNIT.value,
-    )  # fmt: skip
+    if clamp is None:
+        _product(x, gate_up, out, tl.constexpr(GATED.value + ACTIVATIONS.index(activation)), groups)
+    else:
+        both = torch.empty((len(x), 2 * padded), dtype=torch.float32, device=x.device)
+        _product(x, gate_up, both, STORE, groups)
+        by_pieces(_clamped_gate, len(x), padded, 1024, both, out, *clamp, both.stride(0), UNIT=UNIT.value)
     return out[:, :width]

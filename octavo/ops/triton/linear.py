@@ -32,7 +32,7 @@ def _linear(
     A program writes `units` times 8 columns of it. GROUPED w is a stack of such matrices, and each tile of BLOCK_T rows
     has one of them, or none."""
     first, first_t = place(width, num_rows, units * UNIT, BLOCK_T, GROUP_T)
-    SIDES: tl.constexpr = 2 if EPILOGUE == GATED else 1
+    SIDES: tl.constexpr = 2 if EPILOGUE >= GATED else 1
     first_n, rows, num_out = first * SIDES, units * (UNIT * SIDES), width * SIDES
     if GROUPED:
         expert = tl.load(tile_experts + first_t // BLOCK_T)
@@ -147,7 +147,7 @@ def launch(
     num_out = w.shape[0] // (1 if groups is None else groups.num_experts)
     if num_rows == 0:
         return
-    sides = 2 if epilogue is GATED else 1
+    sides = 2 if epilogue.value >= GATED.value else 1
     width, unit = num_out // sides, UNIT.value * sides
     if groups is None:
         tile, rows = choose_tile(x.device, num_rows, num_out, w.dtype, unit)

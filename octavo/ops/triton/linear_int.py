@@ -99,7 +99,7 @@ def _linear_int(
 ):  # fmt: skip
     """Program (tile, 0) of all chunks or, with SPLIT, program (tile, chunk). GROUPED codes and scales are a stack of
     those of matrices, whose scales are `stride_expert` apart; each tile of BLOCK_T rows has one of them, or none."""
-    SIDES: tl.constexpr = 2 if EPILOGUE == GATED else 1
+    SIDES: tl.constexpr = 2 if EPILOGUE >= GATED else 1
     COLUMNS: tl.constexpr = BLOCK_N // SIDES
     first, first_t = place(width, num_rows, COLUMNS, BLOCK_T, GROUP_T)
     first_n, num_out = first * SIDES, width * SIDES
