@@ -171,6 +171,11 @@ void define_operations(nb::module_& m) {
            &SampleArgs::out>(m, "sample");
     define<MaskArgs, &MaskArgs::logits, &MaskArgs::stride, &MaskArgs::rows, &MaskArgs::width, &MaskArgs::words,
            &MaskArgs::words_stride, &MaskArgs::num_words, &MaskArgs::samples, &MaskArgs::masks>(m, "mask_tokens");
+    define<LogSumArgs, &LogSumArgs::logits, &LogSumArgs::stride, &LogSumArgs::rows, &LogSumArgs::width,
+           &LogSumArgs::samples, &LogSumArgs::temperatures, &LogSumArgs::num_samples, &LogSumArgs::out>(m, "log_sums");
+    define<RankArgs, &RankArgs::logits, &RankArgs::stride, &RankArgs::rows, &RankArgs::width, &RankArgs::samples,
+           &RankArgs::num_samples, &RankArgs::tokens, &RankArgs::ranks, &RankArgs::count, &RankArgs::top,
+           &RankArgs::top_values>(m, "rank");
     define<PackPartArgs, &PackPartArgs::to, &PackPartArgs::first_row, &PackPartArgs::source,
            &PackPartArgs::source_format, &PackPartArgs::stride, &PackPartArgs::rows>(m, "pack_part");
 }
