@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Product
-from octavo.layers.rotary import RopeConfig
+from octavo.layers.rotary import RopeConfig, alibi_slopes
 from octavo.ops import Array, LayerKVCache
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionDescription:
-    """Sizes in elements; `num_` are counts. Names are those of the checkpoint's modules, after the layer's prefix."""
+    """Sizes in elements; `num_` are counts. Names are those of the checkpoint's modules, after the layer's prefix.
+
+    Three `qkv_names` are of query, key and value; a single one has them stacked: in `qkv_blocks` blocks of equally many
+    heads, in each of which they come in `qkv_order`.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -24,12 +32,23 @@ class AttentionDescription:
     rope: RopeConfig | None  # None: queries and keys are not rotated
     window: int = 0  # how many positions a token sees, its own included; 0 is all
     softcap: float = 0.0  # of the scores; 0 is none
-    qk_norm: NormDescription | None = None  # of each query and key head, before the rotation
+    alibi: float = 0.0  # scores fall with the distance (Press et al. 2022), by slopes times this; 0 is none
+    sinks: str | None = None  # tensor [heads] of scores that only take from the weights of keys
+    query_growth: tuple[float, int] | None = None  # (b, n): queries times 1 + b * log(1 + position // n)
+    qkv_clip: float = 0.0  # queries, keys and values lie between this and its negative; 0 is none
+    qk_norm: NormDescription | None = None
+    qk_norm_scope: Literal["head", "heads", "all"] = "head"  # each head; with weights of its own; all heads together
+    norms_after_rotation: bool = False  # of query and key
+    output_norm: NormDescription | None = None  # of what the output matrix gets
     qkv_bias: bool = False
     output_bias: bool = False
-    qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # a single one: stacked
+    qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_blocks: int = 1
+    qkv_order: str = "qkv"
+    is_transposed: bool = False  # matrices are stored [inputs, outputs]
     output_name: str = "self_attn.o_proj"
     qk_norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    output_norm_name: str = ""
 
     @property
     def cache(self) -> LayerCacheSpec:
@@ -42,6 +61,34 @@ class AttentionDescription:
             window=self.window,
         )
 
+    @property
+    def element_order(self) -> NDArray[np.intp]:
+        """Which elements of a head as the checkpoint has it make a head whose rotated pairs are two halves."""
+        order = np.arange(self.head_size)
+        if self.rope is not None and self.rope.interleaved:
+            size = self.rope.rotary_dim
+            order[:size] = order[:size].reshape(-1, 2).T.reshape(-1)
+        return order
+
+    def row_orders(self) -> list[NDArray[np.intp]] | None:
+        """For each matrix of `qkv_names` its rows in the order of ours; None if it is the checkpoint's."""
+        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        own = np.arange(self.head_size)
+        within = {"q": self.element_order, "k": self.element_order, "v": own}
+        first = {}  # the first row of each head, [heads]
+        if len(self.qkv_names) == 3:
+            first = {part: np.arange(count) * self.head_size for part, count in heads.items()}
+        else:
+            in_block = {part: count // self.qkv_blocks for part, count in heads.items()}
+            block_heads, begin = sum(in_block.values()), 0
+            for part in self.qkv_order:
+                blocks = np.arange(self.qkv_blocks)[:, None] * block_heads
+                first[part] = (blocks + begin + np.arange(in_block[part])).reshape(-1) * self.head_size
+                begin += in_block[part]
+        orders = [(first[part][:, None] + within[part]).reshape(-1) for part in "qkv"]
+        orders = orders if len(self.qkv_names) == 3 else [np.concatenate(orders)]
+        return None if all(np.array_equal(order, np.arange(len(order))) for order in orders) else orders
+
 
 class Attention:
     """Queries, keys and values of one input by one product, the cache, and the output matrix."""
@@ -50,32 +97,63 @@ class Attention:
         self, description: AttentionDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        query_size = description.num_heads * description.head_size
-        kv_size = description.num_kv_heads * description.head_size
-        names = [f"{prefix}{name}" for name in description.qkv_names]
-        self.qkv = parameters.linear(names, (query_size, kv_size, kv_size), hidden_size, description.qkv_bias)
+        head_size, num_heads = description.head_size, description.num_heads
+        self._query_size = query_size = num_heads * head_size
+        self._kv_size = kv_size = description.num_kv_heads * head_size
+        self._qkv = parameters.linear(
+            [f"{prefix}{name}" for name in description.qkv_names], (query_size, kv_size, kv_size), hidden_size,
+            description.qkv_bias, orders=description.row_orders(), is_transposed=description.is_transposed,
+        )  # fmt: skip
         self._output = parameters.linear(
-            [f"{prefix}{description.output_name}"], [hidden_size], query_size, description.output_bias
-        )
-        self._rotary = parameters.rotary(description.rope, description.head_size)
+            [f"{prefix}{description.output_name}"], [hidden_size], query_size, description.output_bias,
+            is_transposed=description.is_transposed,
+        )  # fmt: skip
+        self.consumer = self._qkv  # the only matrix that reads the layer's input
+        self._rotary = parameters.rotary(description.rope, head_size)
+        self._identity = parameters.rotary(None, head_size) if description.norms_after_rotation else self._rotary
         self._qk_norms: list[Norm] = []
         if description.qk_norm is not None:
-            self._qk_norms = [
-                Norm(description.qk_norm, parameters, f"{prefix}{name}", description.head_size)
-                for name in description.qk_norm_names
-            ]
+            for name, heads in zip(description.qk_norm_names, (num_heads, description.num_kv_heads), strict=True):
+                own = np.arange(heads)[:, None] * head_size
+                order, size, with_own = description.element_order, head_size, None
+                if description.qk_norm_scope == "all":
+                    order, size = (own + order).reshape(-1), heads * head_size
+                elif description.qk_norm_scope == "heads":
+                    with_own = heads
+                self._qk_norms.append(
+                    Norm(description.qk_norm, parameters, f"{prefix}{name}", size, heads=with_own, order=order)
+                )
+        self._output_norm: Norm | None = None
+        if description.output_norm is not None:
+            name = f"{prefix}{description.output_norm_name}"
+            self._output_norm = Norm(description.output_norm, parameters, name, query_size)
+        self._slopes = self._sinks = self._growth = None
+        if description.alibi:
+            self._slopes = self._ops.place(alibi_slopes(num_heads) * np.float32(description.alibi))
+        if description.sinks is not None:
+            sinks = parameters.weights.take(f"{prefix}{description.sinks}", (num_heads,))
+            self._sinks = self._ops.place(np.asarray(sinks, np.float32))
+        if description.query_growth is not None:
+            self._growth = parameters.query_growth(*description.query_growth)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
         description, ops = self.description, self._ops
-        num_heads, num_kv_heads = description.num_heads, description.num_kv_heads
-        qkv = ops.linear(hidden, self.qkv, self._dtype).reshape(-1, num_heads + 2 * num_kv_heads, description.head_size)
-        query = qkv[:, :num_heads]
-        key = qkv[:, num_heads : num_heads + num_kv_heads]
-        value = qkv[:, num_heads + num_kv_heads :]
-        if self._qk_norms:
-            query, key = (norm.forward(x) for norm, x in zip(self._qk_norms, (query, key), strict=True))
-        ops.rotary_and_cache(query, key, value, batch.positions, self._rotary, cache, tables.slot_mapping)
+        qkv = ops.linear(hidden, self._qkv, self._dtype)
+        if description.qkv_clip:
+            qkv = ops.activation(qkv, "clip", parameters=(description.qkv_clip,))
+        both = self._query_size + self._kv_size
+        query, key = qkv[:, : self._query_size], qkv[:, self._query_size : both]
+        if description.norms_after_rotation:
+            ops.rotate(self._heads(qkv[:, :both]), batch.positions, self._rotary)
+        if description.qk_norm_scope == "all":
+            query, key = self._normed(query, key)
+        query, key, value = self._heads(query), self._heads(key), self._heads(qkv[:, both:])
+        if description.qk_norm_scope != "all":
+            query, key = self._normed(query, key)
+        ops.rotary_and_cache(
+            query, key, value, batch.positions, self._identity, cache, tables.slot_mapping, self._growth
+        )
         attended = ops.paged_attention(
             query,
             cache,
@@ -85,5 +163,19 @@ class Attention:
             description.scale,
             description.window,
             description.softcap,
+            self._slopes,
+            self._sinks,
         )
+        if self._output_norm is not None:
+            attended = self._output_norm.forward(attended, self._output)
         return Product(ops, attended, self._output)
+
+    def _heads(self, x: Array) -> Array:
+        """[T, heads * D] -> [T, heads, D]"""
+        return x.reshape(x.shape[0], -1, self.description.head_size)
+
+    def _normed(self, query: Array, key: Array) -> tuple[Array, Array]:
+        if not self._qk_norms:
+            return query, key
+        query_norm, key_norm = self._qk_norms
+        return query_norm.forward(query), key_norm.forward(key)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from octavo.errors import LoadError
+from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Product
 from octavo.ops import ACTIVATIONS, Array
@@ -19,11 +22,14 @@ class FeedForwardDescription:
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
+    inner_norm: NormDescription | None = None  # of what the second matrix gets
     up_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # gate and up, one if they are stacked; ungated: up
     down_name: str = "mlp.down_proj"
+    inner_norm_name: str = ""
+    is_transposed: bool = False  # matrices are stored [inputs, outputs]
 
     def __post_init__(self) -> None:
-        built = ("silu",) if self.gated else ACTIVATIONS
+        built = ACTIVATIONS if self.gated else (*ACTIVATIONS, "xielu")
         if self.activation not in built:
             kind = "gated" if self.gated else "ungated"
             raise LoadError(
@@ -37,17 +43,42 @@ class FeedForward:
         self, description: FeedForwardDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        size = description.intermediate_size
+        size, transposed = description.intermediate_size, description.is_transposed
         names = [f"{prefix}{name}" for name in description.up_names]
         sizes = (size, size) if description.gated else (size,)
-        self.up = parameters.linear(names, sizes, hidden_size, description.bias, description.gated)
-        self._down = parameters.linear([f"{prefix}{description.down_name}"], [hidden_size], size, description.bias)
+        self._up = parameters.linear(
+            names, sizes, hidden_size, description.bias, description.gated, is_transposed=transposed
+        )
+        self._down = parameters.linear(
+            [f"{prefix}{description.down_name}"], [hidden_size], size, description.bias, is_transposed=transposed
+        )
+        self.consumer = self._up  # the only matrix that reads the layer's input
+        self._inner_norm: Norm | None = None
+        if description.inner_norm is not None:
+            name = f"{prefix}{description.inner_norm_name}"
+            self._inner_norm = Norm(description.inner_norm, parameters, name, size)
+        self._parameters: tuple[float, ...] = ()
+        if description.activation == "xielu":
+            self._parameters = _xielu_parameters(parameters, f"{prefix}mlp.act_fn")
 
     def forward(self, hidden: Array) -> Product:
         """hidden [T, H] -> [T, H]"""
-        ops = self._ops
+        ops, activation = self._ops, self.description.activation
+        consumer = self._down if self._inner_norm is None else None
         if self.description.gated:
-            inner = ops.linear_silu_and_mul(hidden, self.up, self._down)
+            inner = ops.linear_silu_and_mul(hidden, self._up, consumer, self._dtype, activation)
         else:
-            inner = ops.activation(ops.linear(hidden, self.up, self._dtype), self.description.activation, self._down)
+            inner = ops.linear(hidden, self._up, self._dtype)
+            inner = ops.activation(inner, activation, consumer, self._parameters)
+        if self._inner_norm is not None:
+            inner = self._inner_norm.forward(inner, self._down)
         return Product(ops, inner, self._down)
+
+
+def _xielu_parameters(parameters: Parameters, name: str) -> tuple[float, ...]:
+    """Of x > 0: a x² + b x; of others: (e^min(x, eps) - 1 - x) c + b x (Huang & Schlag 2024)."""
+    a, c, b, eps = (
+        float(parameters.weights.take(f"{name}.{part}", shape).reshape(()))
+        for part, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
+    )
+    return float(np.logaddexp(0.0, a)), b + float(np.logaddexp(0.0, c)), b, eps

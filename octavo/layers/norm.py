@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.layers.parameters import Parameters
 from octavo.ops import Array, LinearWeight
@@ -16,25 +17,47 @@ class NormDescription:
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     bias: bool = False  # of LayerNorm
+    has_weight: bool = True
+    offset: float = 0.0  # added to the weights: 1 where they are stored as their distance from 1
 
 
 class Norm:
-    """One norm. What it returns may be divided by a number, at no cost: its weights are. They are float32 then."""
+    """One norm, whose weights are [size] or, where `heads` have their own, [heads, size].
+
+    The checkpoint's module is `name`, or with "{head}" in it one for each head. `order` is that of the elements where
+    it is not the checkpoint's. What the norm returns may be divided by a number, at no cost: its weights are. Weights
+    that are computed with become float32.
+    """
 
     def __init__(
-        self, description: NormDescription, parameters: Parameters, name: str, size: int, divisor: float | None = None
+        self,
+        description: NormDescription,
+        parameters: Parameters,
+        name: str,
+        size: int,
+        *,
+        heads: int | None = None,
+        divisor: float = 1.0,
+        order: NDArray[np.intp] | None = None,
     ) -> None:
         assert description.kind == "layer" or not description.bias
         self._ops, self._kind, self._eps = parameters.ops, description.kind, description.eps
+        shape = (size,) if heads is None else (heads, size)
 
-        def take(part: str) -> Array:
-            host = parameters.weights.take(f"{name}.{part}", (size,))
-            if divisor is not None:
-                host = np.asarray(host, np.float32) / np.float32(divisor)
-            return self._ops.place(host)
+        def take(part: str, offset: float) -> Array:
+            weights = parameters.weights
+            if not description.has_weight:
+                host = np.ones(shape, np.float32)
+            elif heads is not None and "{head}" in name:
+                host = np.stack([weights.take(f"{name.format(head=i)}.{part}", (size,)) for i in range(heads)])
+            else:
+                host = weights.take(f"{name}.{part}", shape)
+            if offset or divisor != 1.0:
+                host = (host.astype(np.float32) + np.float32(offset)) / np.float32(divisor)
+            return self._ops.place(host if order is None else host[..., order])
 
-        self._weight = take("weight")
-        self._bias = take("bias") if description.bias else None
+        self._weight = take("weight", description.offset)
+        self._bias = take("bias", 0.0) if description.bias else None
 
     def forward(self, x: Array, consumer: LinearWeight | None = None) -> Array:
         """x [..., size] -> the same shape; quantized if the `consumer` multiplies quantized activations."""

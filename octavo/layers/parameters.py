@@ -6,12 +6,13 @@ layer, so that a checkpoint is never in memory twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from octavo.layers.rotary import RopeConfig, identity_table, rotary_table
+from octavo.layers.rotary import RopeConfig, identity_table, query_growth, rotary_table
 from octavo.loading.weights import Weights
 from octavo.ops import Array, LinearWeight, Ops
 
@@ -22,46 +23,61 @@ class Parameters:
     def __init__(self, weights: Weights, ops: Ops, max_positions: int, dtype: str) -> None:
         self.weights, self.ops, self.max_positions, self.dtype = weights, ops, max_positions, dtype
         self.num_matrix_bytes = 0  # of packed matrices
-        self._rotary_tables: dict[tuple[RopeConfig | None, int], Array] = {}
+        self._tables: dict[tuple[object, ...], Array] = {}  # made once for all layers of the same settings
 
     def array(self, name: str, shape: tuple[int, ...]) -> Array:
         """A constant in the model's type: a norm, a table."""
         return self.ops.place(self.weights.take(name, shape))
 
     def linear(
-        self, names: Sequence[str], sizes: Sequence[int], num_in: int, bias: bool = False, gated: bool = False
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        num_in: int,
+        bias: bool = False,
+        gated: bool = False,
+        *,
+        orders: Sequence[NDArray[np.intp]] | None = None,
+        is_transposed: bool = False,
     ) -> LinearWeight:
         """Projections to `sizes` outputs of one input of `num_in` as one matrix: outputs side by side, or `gated`.
 
-        `names` are those of the checkpoint's modules: one a projection, or a single one that has them stacked.
+        `names` are those of the checkpoint's modules: one a projection, or a single one that has them stacked. `orders`
+        are, of each, its rows in the order that is wanted; stored `is_transposed` they are columns.
         """
         num_out = sum(sizes)
-        if len(names) == len(sizes):
-            parts = [
-                self.weights.take_matrix(f"{name}.weight", (size, num_in))
-                for name, size in zip(names, sizes, strict=True)
-            ]
-        else:
-            (name,) = names
-            bounds = accumulate(sizes, initial=0) if gated else (0, num_out)
-            parts = [
-                self.weights.take_matrix(f"{name}.weight", (num_out, num_in), rows=share) for share in pairwise(bounds)
-            ]
+        stored_sizes = sizes if len(names) == len(sizes) else [num_out]
+        parts = []
+        for name, size in zip(names, stored_sizes, strict=True):
+            bounds = accumulate(sizes, initial=0) if gated and len(names) != len(sizes) else (0, size)
+            for share in pairwise(bounds):
+                shape = (num_in, size) if is_transposed else (size, num_in)
+                parts.append(self.weights.take_matrix(f"{name}.weight", shape, share, is_transposed=is_transposed))
+        if orders is not None:
+            parts = [part.take_rows(order) for part, order in zip(parts, orders, strict=True)]
         biases = None
         if bias:
-            bias_sizes = sizes if len(names) == len(sizes) else [num_out]
-            biases = np.concatenate(
-                [self.weights.take(f"{name}.bias", (size,)) for name, size in zip(names, bias_sizes, strict=True)]
-            )
+            taken = [self.weights.take(f"{n}.bias", (size,)) for n, size in zip(names, stored_sizes, strict=True)]
+            if orders is not None:
+                taken = [part[order] for part, order in zip(taken, orders, strict=True)]
+            biases = np.concatenate(taken)
         packed = self.ops.pack_linear(parts, biases, gated)
         self.num_matrix_bytes += packed.num_bytes
         return packed
 
     def rotary(self, rope: RopeConfig | None, head_size: int) -> Array:
-        """The table of cosines and sines, one for all layers of the same settings; without settings nothing rotates."""
-        key = (rope, head_size)
-        if key not in self._rotary_tables:
-            positions = self.max_positions
-            host = identity_table(head_size, positions) if rope is None else rotary_table(rope, positions)
-            self._rotary_tables[key] = self.ops.place(host)
-        return self._rotary_tables[key]
+        """The table of cosines and sines; without settings nothing rotates."""
+        positions = self.max_positions
+        return self._table(
+            (rope, head_size),
+            lambda: identity_table(head_size, positions) if rope is None else rotary_table(rope, positions),
+        )
+
+    def query_growth(self, beta: float, length: int) -> Array:
+        """What queries are multiplied with, [max_positions] float32."""
+        return self._table((beta, length), lambda: query_growth(beta, length, self.max_positions))
+
+    def _table(self, key: tuple[object, ...], make: Callable[[], NDArray[np.float32]]) -> Array:
+        if key not in self._tables:
+            self._tables[key] = self.ops.place(make())
+        return self._tables[key]

@@ -7,8 +7,19 @@ An optimisation that saves one pass over the activations. Without it layers woul
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from octavo.ops import Array, LinearWeight, Ops
+
+
+class Summand(Protocol):
+    """What a layer gives its block."""
+
+    def value(self, dtype: str = "float32") -> Array:
+        """-> [T, H]"""
+
+    def add_to(self, residual: Array, scale: float = 1.0) -> None:
+        """residual [T, H] += scale * value, in place, rounded once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +31,7 @@ class Product:
     weight: LinearWeight
 
     def value(self, dtype: str = "float32") -> Array:
-        """-> [T, H]"""
         return self.ops.linear(self.x, self.weight, dtype)
 
     def add_to(self, residual: Array, scale: float = 1.0) -> None:
-        """residual [T, H] += scale * value, in place, rounded once."""
         self.ops.linear_add(self.x, self.weight, residual, scale)

@@ -18,18 +18,32 @@ class RopeConfig:
 
     theta: float
     rotary_dim: int
-    kind: str = "default"  # "default", "linear" or "llama3"
+    interleaved: bool = False  # the checkpoint's pairs are neighbours; ours are halves, see `AttentionDescription`
+    reversed: bool = False  # turns the other way
+    kind: str = "default"  # one of `ROPE_KINDS`
     factor: float = 1.0
-    low_freq_factor: float = 1.0
+    attention_factor: float = 1.0  # of cosines and sines
+    original_max_position: int = 8192  # "llama3", "yarn", "longrope", "dynamic"
+    low_freq_factor: float = 1.0  # "llama3"
     high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    beta_fast: float = 32.0  # "yarn"
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()  # "longrope"
+    long_factors: tuple[float, ...] = ()
+    num_turning: int = 0  # "proportional": elements of rotary_dim that do turn
+
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 def rotary_table(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:
-    """[max_positions, rotary_dim] float32: half of it cosines, half sines (Su et al. 2021)."""
-    exponents = np.arange(0, rope.rotary_dim, 2).astype(np.float32) / np.float32(rope.rotary_dim)
-    powers = np.power(np.float64(rope.theta), exponents.astype(np.float64)).astype(np.float32)
-    frequencies = _stretched(np.float32(1.0) / powers, rope)
+    """[max_positions, rotary_dim] float32: half of it cosines, half sines (Su et al. 2021).
+
+    "dynamic" and "longrope" depend on the length of a sequence in `transformers`. Here they depend on how long one may
+    become, so that no answer depends on what else there is.
+    """
+    frequencies = _frequencies(rope, max_positions)
     half = len(frequencies)
     table = np.empty((max_positions, 2 * half), np.float32)
     for begin in range(0, max_positions, _POSITIONS_AT_ONCE):
@@ -38,7 +52,9 @@ def rotary_table(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:
         angles = np.outer(positions, frequencies).astype(np.float64)
         table[rows, half:] = _sine(angles, 0.0)
         table[rows, :half] = _sine(angles, 0.5)
-    return table
+    if rope.reversed:
+        table[:, half:] *= -1
+    return table if rope.attention_factor == 1.0 else table * np.float32(rope.attention_factor)
 
 
 def _sine(angles: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
@@ -63,14 +79,55 @@ def identity_table(rotary_dim: int, max_positions: int) -> NDArray[np.float32]:
     return table
 
 
-def _stretched(frequencies: NDArray[np.float32], rope: RopeConfig) -> NDArray[np.float32]:
-    if rope.kind == "linear":
-        return frequencies / np.float32(rope.factor)
+def alibi_slopes(num_heads: int) -> NDArray[np.float32]:
+    """[num_heads]: how much a head's scores fall with each position of distance (Press et al. 2022)."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    between = [2.0 ** (-4.0 * (i + 1) / power) for i in range(0, 2 * power, 2)]
+    return np.array((slopes + between)[:num_heads], np.float32)
+
+
+def query_growth(beta: float, length: int, max_positions: int) -> NDArray[np.float32]:
+    """[max_positions] float32: what queries are multiplied with to be as sharp among more keys (Nakanishi 2025)."""
+    return (1 + beta * np.log1p(np.arange(max_positions) // length)).astype(np.float32)
+
+
+def _frequencies(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:
+    """[rotary_dim / 2]: the angle from one position to the next, in float32 as `transformers` computes it."""
+    theta, size, factor = np.float64(rope.theta), rope.rotary_dim, np.float32(rope.factor)
+    if rope.kind == "dynamic":
+        longer = max(max_positions, rope.original_max_position) / rope.original_max_position
+        theta *= (rope.factor * longer - (rope.factor - 1)) ** (size / (size - 2))
+    exponents = np.arange(0, size, 2).astype(np.float32) / np.float32(size)
+    powers = np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+    if rope.kind == "longrope":
+        is_long = max_positions > rope.original_max_position
+        powers *= np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
+    frequencies = np.float32(1.0) / powers
+    if rope.kind in ("linear", "proportional"):
+        frequencies = frequencies / factor
+    if rope.kind == "proportional":
+        frequencies[rope.num_turning // 2 :] = 0
     if rope.kind == "llama3":
         # Llama 3.1's rule: low frequencies are divided by the factor, high ones kept, those between interpolated.
         wavelengths = np.float32(1.0) / frequencies * np.float32(2 * math.pi)
         turns = np.float32(1.0) / wavelengths * np.float32(rope.original_max_position)
         low, high = rope.low_freq_factor, rope.high_freq_factor
         keep = np.clip((turns - np.float32(low)) / np.float32(high - low), np.float32(0.0), np.float32(1.0))
-        frequencies = frequencies * keep + frequencies / np.float32(rope.factor) * (1 - keep)
+        frequencies = frequencies * keep + frequencies / factor * (1 - keep)
+    if rope.kind == "yarn":
+        # The same, but the bounds are numbers of turns and the interpolation goes by dimension (Peng et al. 2023).
+        low, high = (_dimension_of(turns, rope) for turns in (rope.beta_fast, rope.beta_slow))
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        high += 0.001 * (low == high)
+        ramp = (np.arange(size // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+        keep = 1 - np.clip(ramp, np.float32(0.0), np.float32(1.0))
+        frequencies = np.float32(1.0) / (factor * powers) * (1 - keep) + frequencies * keep
     return frequencies
+
+
+def _dimension_of(turns: float, rope: RopeConfig) -> float:
+    """The dimension that turns so often over the original length."""
+    return rope.rotary_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -50,7 +50,13 @@ class RecordingWeights(Weights):
         return _zeros(shape, FLOATS[self._dtype])
 
     def take_matrix(
-        self, name: str, shape: tuple[int, int], rows: Bounds = None, columns: Bounds = None
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: Bounds = None,
+        columns: Bounds = None,
+        *,
+        is_transposed: bool = False,
     ) -> StoredWeight:
         stored_format = self.matrix_format(name)
         block = BLOCK_TYPES.get(stored_format)
@@ -58,7 +64,10 @@ class RecordingWeights(Weights):
             data = _zeros(shape, FLOATS[PLAIN.get(stored_format, self._dtype)])
         else:
             data = _zeros((shape[0], shape[1] // block.block_size * block.block_bytes), np.dtype(np.uint8))
-        stored = StoredWeight(stored_format, {"data": data}, shape).share(rows, columns)
+        stored = StoredWeight(stored_format, {"data": data}, shape)
+        if is_transposed:
+            stored = StoredWeight(stored_format, {"data": data.T}, shape[::-1])
+        stored = stored.share(rows, columns)
         self.tensors.append(RecordedTensor(name, shape, stored))
         return stored
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from octavo.quantization import StoredWeight, dequantize
@@ -44,13 +45,22 @@ class Weights:
         return dequantize(self.stored(name, shape), self._dtype).reshape(shape)
 
     def take_matrix(
-        self, name: str, shape: tuple[int, int], rows: Bounds = None, columns: Bounds = None
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: Bounds = None,
+        columns: Bounds = None,
+        *,
+        is_transposed: bool = False,
     ) -> StoredWeight:
         """A matrix of `shape` [N, K] that is going to be packed, or a share of its rows and columns. Only that is read.
+        One that is stored transposed has `shape` [K, N].
 
         Raises `LoadError` as `take` does, and `ConfigError` for a share that cannot be cut.
         """
         stored = self.stored(name, shape)
+        if is_transposed:
+            stored = floats(np.ascontiguousarray(dequantize(stored, self._dtype).T))
         target = self._matrix_format(stored.format)
         if target in QUANTIZED_AT_LOAD.values():  # nothing is computed here: the packer quantizes as it reads
             stored = StoredWeight(target, stored.tensors, stored.shape)

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
-from octavo.layers.attention import Attention
-from octavo.layers.feed_forward import FeedForward
+from octavo.layers.attention import Attention, AttentionDescription
+from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import Parameters
-from octavo.layers.product import Product
+from octavo.layers.positions import position_table
+from octavo.layers.product import Summand
 from octavo.loading.weights import Weights
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops
+
+
+class FeedForwardLike(Protocol):
+    consumer: LinearWeight | None  # the only matrix that reads the layer's input, for which a norm may quantize it
+
+    def forward(self, hidden: Array) -> Summand:
+        """hidden [T, H] -> [T, H]"""
+
+
+class AttentionLike(Protocol):
+    consumer: LinearWeight | None
+
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
+        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+
+
+# What each description builds: of description, hidden size, parameters, prefix of names.
+ATTENTIONS: dict[type, Callable[[Any, int, Parameters, str], AttentionLike]] = {AttentionDescription: Attention}
+FEED_FORWARDS: dict[type, Callable[[Any, int, Parameters, str], FeedForwardLike]] = {
+    FeedForwardDescription: FeedForward
+}
 
 
 class Block:
@@ -26,33 +48,36 @@ class Block:
 
         self._layer, self._ops = layer, parameters.ops
         self._attention_norm = norm(layer.attention_norm)
-        self._attention = Attention(layer.attention, hidden_size, parameters, prefix)
+        self._attention = ATTENTIONS[type(layer.attention)](layer.attention, hidden_size, parameters, prefix)
         self._attention_post_norm = norm(layer.attention_post_norm)
         self._feed_forward_norm = norm(layer.feed_forward_norm)
-        self._feed_forward = FeedForward(layer.feed_forward, hidden_size, parameters, prefix)
+        feed_forward = layer.feed_forward
+        self._feed_forward = FEED_FORWARDS[type(feed_forward)](feed_forward, hidden_size, parameters, prefix)
         self._feed_forward_post_norm = norm(layer.feed_forward_post_norm)
 
-    def forward(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> None:
-        """residual [T, H], in place."""
-        is_shared = self._layer.is_parallel and self._feed_forward_norm is None
+    def forward(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
+        """residual [T, H], which is overwritten -> the residual stream after this layer"""
+        is_parallel = self._layer.is_parallel
+        is_shared = is_parallel and self._feed_forward_norm is None
         # A norm that two matrices consume cannot quantize for one of them.
-        hidden = _normed(self._attention_norm, residual, None if is_shared else self._attention.qkv)
+        hidden = _normed(self._attention_norm, residual, None if is_shared else self._attention.consumer)
         attended = self._attention.forward(hidden, batch, tables, cache)
-        if not self._layer.is_parallel:
-            self._add(residual, attended, self._attention_post_norm)
+        if not is_parallel:
+            residual = self._add(residual, attended, self._attention_post_norm)
         if not is_shared:
-            hidden = _normed(self._feed_forward_norm, residual, self._feed_forward.up)
+            hidden = _normed(self._feed_forward_norm, residual, self._feed_forward.consumer)
         fed = self._feed_forward.forward(hidden)
-        if self._layer.is_parallel:
-            self._add(residual, attended, self._attention_post_norm)
-        self._add(residual, fed, self._feed_forward_post_norm)
+        if is_parallel:
+            residual = self._add(residual, attended, self._attention_post_norm)
+        return self._add(residual, fed, self._feed_forward_post_norm)
 
-    def _add(self, residual: Array, product: Product, post_norm: Norm | None) -> None:
+    def _add(self, residual: Array, summand: Summand, post_norm: Norm | None) -> Array:
         scale = self._layer.residual_multiplier
-        if post_norm is None:
-            product.add_to(residual, scale)
-        else:
-            self._ops.add(residual, post_norm.forward(product.value()), scale)
+        if post_norm is None or self._layer.norms_stream:
+            summand.add_to(residual, scale)
+            return _normed(post_norm, residual, None)
+        self._ops.add(residual, post_norm.forward(summand.value()), scale)
+        return residual
 
 
 def _normed(norm: Norm | None, residual: Array, consumer: LinearWeight | None) -> Array:
@@ -60,8 +85,8 @@ def _normed(norm: Norm | None, residual: Array, consumer: LinearWeight | None) -
 
 
 class BlockLike(Protocol):
-    def forward(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> None:
-        """residual [T, H], in place."""
+    def forward(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
+        """residual [T, H], which is overwritten -> the residual stream after this layer"""
 
 
 # `Block`, or a class that an architecture brings instead: layer, hidden size, parameters, prefix of names
@@ -84,11 +109,21 @@ class Decoder:
         self.vocab_size, self.layer_caches = description.vocab_size, description.layer_caches
         parameters = Parameters(weights, ops, max_positions, dtype)
         vocab_size, hidden_size = description.vocab_size, description.hidden_size
-        self._embedding = parameters.linear([description.embedding_name], [vocab_size], hidden_size)
+        embedding_size = description.embedding_size or hidden_size
+        self._embedding = parameters.linear([description.embedding_name], [vocab_size], embedding_size)
+        self._to_hidden = self._from_hidden = None
+        if description.embedding_size is not None:
+            inner, outer = description.projection_names
+            self._to_hidden = parameters.linear([inner], [hidden_size], embedding_size)
+            self._from_hidden = parameters.linear([outer], [embedding_size], hidden_size)
+        self._embedding_norm: Norm | None = None
+        if description.embedding_norm is not None:
+            self._embedding_norm = Norm(
+                description.embedding_norm, parameters, description.embedding_norm_name, hidden_size
+            )
         self._positions: Array | None = None
-        if description.learned_positions:
-            shape = (description.learned_positions, hidden_size)
-            self._positions = parameters.array(f"{description.position_name}.weight", shape)
+        if description.positions is not None:
+            self._positions = position_table(description.positions, parameters, hidden_size)
         self._blocks = [
             block(layer, hidden_size, parameters, f"{description.layer_prefix}{i}.")
             for i, layer in enumerate(description.layers)
@@ -97,10 +132,14 @@ class Decoder:
             layer: number for number, group in enumerate(group_layers(self.layer_caches)) for layer in group.layers
         }
         # Granite divides its logits: the norm before the output matrix may as well.
-        self._norm = Norm(description.norm, parameters, description.norm_name, hidden_size, description.logits_divisor)
+        self._norm: Norm | None = None
+        if description.norm is not None:
+            divisor = description.logits_divisor
+            self._norm = Norm(description.norm, parameters, description.norm_name, hidden_size, divisor=divisor)
         self._output = self._embedding
-        if not description.tie_word_embeddings:
-            self._output = parameters.linear([description.output_name], [vocab_size], hidden_size)
+        if not description.tie_word_embeddings or description.output_bias:
+            name = description.embedding_name if description.tie_word_embeddings else description.output_name
+            self._output = parameters.linear([name], [vocab_size], embedding_size, description.output_bias)
         self._num_weight_bytes = parameters.num_matrix_bytes
 
     def num_weight_bytes(self) -> int:
@@ -109,14 +148,23 @@ class Decoder:
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
         """-> hidden [T, H] before the final norm. One cache a layer."""
-        ops = self._ops
-        residual = ops.embedding(batch.token_ids, self._embedding, self._dtype, self.description.embedding_multiplier)
+        ops, description = self._ops, self.description
+        residual = ops.embedding(batch.token_ids, self._embedding, self._dtype, description.embedding_multiplier)
+        if self._to_hidden is not None:
+            residual = ops.linear(residual, self._to_hidden, self._dtype)
         if self._positions is not None:
             ops.add(residual, ops.take_rows(self._positions, batch.positions))
+        residual = _normed(self._embedding_norm, residual, None)
         for i, (block, cache) in enumerate(zip(self._blocks, caches, strict=True)):
-            block.forward(residual, batch, batch.groups[self._group_of_layer[i]], cache)
+            residual = block.forward(residual, batch, batch.groups[self._group_of_layer[i]], cache)
         return residual
 
     def logits(self, hidden: Array) -> Array:
         """hidden [N, H] -> [N, vocab_size] float32."""
-        return self._ops.linear(self._norm.forward(hidden, self._output), self._output, "float32")
+        ops = self._ops
+        hidden = _normed(self._norm, hidden, self._from_hidden or self._output)
+        if self._from_hidden is not None:
+            hidden = ops.linear(hidden, self._from_hidden, self._dtype)
+        logits = ops.linear(hidden, self._output, "float32")
+        cap = self.description.logits_softcap
+        return ops.activation(logits, "softcap", parameters=(cap,)) if cap else logits

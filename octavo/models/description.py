@@ -1,5 +1,5 @@
 """A model layer by layer, without its weights: what a configuration reader makes of config.json, and what a model is
-built from. An architecture is settings of these; see `octavo.models.readers`.
+built from. An architecture is settings of these; see `octavo.models.families`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
+from octavo.layers.positions import PositionsDescription
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class LayerDescription:
     module, after the layer's prefix. Norms before see the residual stream, norms after what is added to it.
 
     In a parallel layer both get the same residual stream; without a norm of its own the feed-forward also gets the norm
-    that attention gets.
+    that attention gets. What the descriptions build is in the tables of `octavo.models.decoder`.
     """
 
     attention: AttentionDescription
@@ -29,6 +30,7 @@ class LayerDescription:
     feed_forward_norm: str | None = "post_attention_layernorm"
     feed_forward_post_norm: str | None = None
     is_parallel: bool = False
+    norms_stream: bool = False  # norms after see the sum instead, and what they return is the residual stream
     residual_multiplier: float = 1.0  # of what is added to the residual stream
 
 
@@ -42,12 +44,17 @@ class ModelDescription:
     max_position_embeddings: int
     tie_word_embeddings: bool
     layers: tuple[LayerDescription, ...]
-    norm: NormDescription  # the final one
+    norm: NormDescription | None  # the final one
     embedding_multiplier: float = 1.0
+    embedding_size: int | None = None  # where it is not the hidden size, and matrices lead from one to the other
+    embedding_norm: NormDescription | None = None
+    positions: PositionsDescription | None = None  # that are added to the embedding
     logits_divisor: float = 1.0
-    learned_positions: int = 0  # rows of the table that is added to the embedding; 0 is none
+    logits_softcap: float = 0.0  # 0 is none
+    output_bias: bool = False
     embedding_name: str = "model.embed_tokens"
-    position_name: str = "model.embed_positions"
+    embedding_norm_name: str = ""
+    projection_names: tuple[str, str] = ("", "")  # from the embedding's size, and back
     layer_prefix: str = "model.layers."  # then the layer's number
     norm_name: str = "model.norm"
     output_name: str = "lm_head"

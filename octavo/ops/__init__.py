@@ -27,6 +27,8 @@ from octavo.quantization import StoredWeight
 
 NO_TOKEN = -1  # in the place of a token where none could be chosen
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+# And with how many parameters.
+PARAMETRIC_ACTIVATIONS = {"xielu": 4, "softcap": 1, "clip": 1}
 
 HostArray = NDArray[Any]
 
@@ -106,9 +108,12 @@ class OpsOver(Protocol[A]):
         """residual [T, N] += scale * (x W^T + b), in place, in float32, rounded once."""
 
     def linear_silu_and_mul(
-        self, x: A, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None
-    ) -> A:
+        self, x: A, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None,
+        activation: str = "silu",
+    ) -> A:  # fmt: skip
         """x [T, K] and a gated matrix -> silu(gate) * up: [T, I], in float32, rounded once.
+
+        The gate's `activation` may be any of `ACTIVATIONS`.
 
         Quantized if the `consumer` multiplies quantized activations, else in `out_dtype` as in `linear`."""
 
@@ -120,12 +125,16 @@ class OpsOver(Protocol[A]):
 
         With x = linear(..., "float32") it gives the bits of `linear_add`."""
 
-    def activation(self, x: A, kind: str, consumer: LinearWeight | None = None) -> A:
+    def activation(
+        self, x: A, kind: str, consumer: LinearWeight | None = None, parameters: tuple[float, ...] = ()
+    ) -> A:
         """Element-wise on x [T, N], in float32, rounded once; quantized if the `consumer` multiplies quantized
         activations.
 
         `kind` is one of `ACTIVATIONS`: "gelu" is exact (by erf), "gelu_tanh" its approximation (Hendrycks & Gimpel
-        2016), "relu2" the square of "relu"."""
+        2016), "relu2" the square of "relu". Or one of `PARAMETRIC_ACTIVATIONS`, with its parameters: "xielu" (a, c, b, e)
+        is a x² + b x for x > 0, else c (exp(min(x, e)) - 1 - x) + b x (Huang & Schlag 2024); "softcap" (c) is
+        c tanh(x / c); "clip" (c) is x between -c and c."""
 
     def embedding(self, token_ids: A, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> A:
         """Rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale` -> [T, H].
@@ -138,26 +147,32 @@ class OpsOver(Protocol[A]):
     def rms_norm(self, x: A, weight: A, eps: float, consumer: LinearWeight | None = None) -> A:
         """x [..., H] / sqrt(mean(x²) + eps) * weight [H], in float32, rounded once (Zhang & Sennrich 2019).
 
-        Quantized, as [rows, ...], if the `consumer` multiplies quantized activations."""
+        Quantized, as [rows, ...], if the `consumer` multiplies quantized activations. The weights of x [T, N, H] may be
+        [N, H]."""
 
     def layer_norm(self, x: A, weight: A, bias: A | None, eps: float, consumer: LinearWeight | None = None) -> A:
         """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension of x [..., H], in float32, rounded once
-        (Ba et al. 2016). `weight` and `bias` are [H] and of one dtype; quantized as in `rms_norm`."""
+        (Ba et al. 2016). `weight` and `bias` are of one shape, as in `rms_norm`, and one dtype; quantized likewise."""
+
+    def rotate(self, x: A, positions: A, cos_sin: A) -> None:
+        """Rotate x [T, N, D] in place, as `rotary_and_cache` does."""
 
     def rotary_and_cache(
-        self, query: A, key: A, value: A, positions: A, cos_sin: A, cache: LayerKVCache, slot_mapping: A
-    ) -> None:
+        self, query: A, key: A, value: A, positions: A, cos_sin: A, cache: LayerKVCache, slot_mapping: A,
+        query_scales: A | None = None,
+    ) -> None:  # fmt: skip
         """Rotate query [T, Q, D] in place and key [T, G, D], then write key and value [T, G, D] to the cache.
 
         The three may be views into one [T, (Q + 2G) * D] matrix: only the heads of one token must be contiguous.
         `positions` [T] int64; `cos_sin` [max_positions, R] float32 holds R/2 cosines, then R/2 sines; the first R ≤ D
         elements of a head are rotated as two halves (Su et al. 2021, the layout of GPT-NeoX). `slot_mapping` [T] int64
-        is block * block_size + offset. Whether `key` is rotated in place too is unspecified.
+        is block * block_size + offset. Whether `key` is rotated in place too is unspecified. Rotated queries of
+        position p are multiplied with `query_scales` [max_positions] float32.
         """
 
     def paged_attention(
         self, query: A, cache: LayerKVCache, block_tables: A, query_start_loc: A, seq_lens: A, scale: float,
-        sliding_window: int = 0, softcap: float = 0.0,
+        sliding_window: int = 0, softcap: float = 0.0, slopes: A | None = None, sinks: A | None = None,
     ) -> A:  # fmt: skip
         """Causal attention of query [T, Q, D] over the paged cache -> [T, Q * D] in the dtype of query.
 
@@ -165,7 +180,8 @@ class OpsOver(Protocol[A]):
         its keys are positions 0 .. seq_lens[s] - 1 ([S] int32, this step's tokens included), found through
         block_tables [S, max_blocks] int32. Any mix of one-row (decode) and many-row (prefill) sequences is one call.
         With a sliding window W > 0 position p sees keys p - W + 1 .. p. With a soft cap C > 0 scores x become
-        C * tanh(x / C) after scaling (Gemma Team 2024). The row's summation order is a function of its
+        C * tanh(x / C) after scaling (Gemma Team 2024). `slopes` [Q] float32 times (key's position - query's) are added
+        to them (Press et al. 2022). `sinks` [Q] float32 are scores of one more key, whose value is zero. The row's summation order is a function of its
         position alone (online softmax, Milakov & Gimelshein 2018, over fixed tiles of keys).
         """
 

@@ -152,8 +152,9 @@ def linear_add(x: NDArray[Any], weight: LinearWeight, residual: NDArray[Any], sc
 
 
 def linear_silu_and_mul(
-    x: NDArray[Any], gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None
-) -> NDArray[Any]:
+    x: NDArray[Any], gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None,
+    activation: str = "silu",
+) -> NDArray[Any]:  # fmt: skip
     assert isinstance(gate_up, PackedWeight) and gate_up.gated
     shape = (x.shape[0], gate_up.out_features // 2)
     out, out_code = _output_for(consumer, shape, _float_output(x, out_dtype))
@@ -170,7 +171,9 @@ def add(residual: NDArray[Any], x: NDArray[Any], scale: float = 1.0) -> None:
     _cpu.add(x, stride(x), codes[0], residual, stride(residual), codes[1], rows, width, scale)
 
 
-def activation(x: NDArray[Any], kind: str, consumer: LinearWeight | None = None) -> NDArray[Any]:
+def activation(
+    x: NDArray[Any], kind: str, consumer: LinearWeight | None = None, parameters: tuple[float, ...] = ()
+) -> NDArray[Any]:
     rows, width = x.shape
     assert is_dense(x)
     check_inputs("activation", x=x)
@@ -244,7 +247,7 @@ def _has_dense_heads(x: NDArray[Any]) -> bool:
 
 def rotary_and_cache(
     query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], positions: NDArray[Any], cos_sin: NDArray[Any],
-    cache: LayerKVCache, slot_mapping: NDArray[Any],
+    cache: LayerKVCache, slot_mapping: NDArray[Any], query_scales: NDArray[Any] | None = None,
 ) -> None:  # fmt: skip
     tokens, query_heads, head_size = query.shape
     kv_heads = key.shape[1]
@@ -268,6 +271,7 @@ def rotary_and_cache(
 def paged_attention(
     query: NDArray[Any], cache: LayerKVCache, block_tables: NDArray[Any], query_start_loc: NDArray[Any],
     seq_lens: NDArray[Any], scale: float, sliding_window: int = 0, softcap: float = 0.0,
+    slopes: NDArray[Any] | None = None, sinks: NDArray[Any] | None = None,
 ) -> NDArray[Any]:  # fmt: skip
     if softcap:
         raise ConfigError("soft-capped attention is not built for CPUs.")

@@ -33,7 +33,7 @@ __all__ = [
     "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding",
     "fake_quantize", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul",
     "logprobs", "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize", "place", "process_row",
-    "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rows_of", "sample", "scatter_blocks", "take_rows",
+    "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "rows_of", "sample", "scatter_blocks", "take_rows",
     "top_tokens",
 ]  # fmt: skip
 
@@ -123,10 +123,11 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor, scale: float =
 
 
 def linear_silu_and_mul(
-    x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None
-) -> Tensor:
+    x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
     gate, up = _product(x, gate_up).chunk(2, dim=-1)
-    out = torch.nn.functional.silu(gate) * up
+    out = _ACTIVATIONS[activation](gate) * up
     return _rounded(out, _float_output(x, out_dtype), consumer)
 
 
@@ -164,17 +165,22 @@ def add(residual: Tensor, x: Tensor, scale: float = 1.0) -> None:
     residual.copy_(residual.float() + scale * x.float())
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
+    "xielu": lambda x, a, c, b, e: torch.where(x > 0, a * x * x, c * (torch.expm1(x.clamp(max=e)) - x)) + b * x,
+    "softcap": lambda x, cap: cap * torch.tanh(x / cap),
+    "clip": lambda x, limit: x.clamp(-limit, limit),
 }
 
 
-def activation(x: Tensor, kind: str, consumer: LinearWeight | None = None) -> Tensor:
-    out = _ACTIVATIONS[kind](x.float())
+def activation(
+    x: Tensor, kind: str, consumer: LinearWeight | None = None, parameters: tuple[float, ...] = ()
+) -> Tensor:
+    out = _ACTIVATIONS[kind](x.float(), *parameters)
     return _rounded(out, x.dtype, consumer)
 
 
@@ -186,12 +192,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
 
 
+def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    x.copy_(_rotate(x, *cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)))
+
+
 def rotary_and_cache(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cos_sin: Tensor, cache: LayerKVCache,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor, query_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-    query.copy_(_rotate(query, cos, sin))
+    rotate(query, positions, cos_sin)
+    if query_scales is not None:
+        query.copy_(query.float() * query_scales[positions][:, None, None])
     block_size = cache.key.shape[1]
     has_slot = slot_mapping >= 0
     block, offset = slot_mapping[has_slot] // block_size, slot_mapping[has_slot] % block_size
@@ -214,7 +226,7 @@ def _to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
-    sliding_window: int = 0, softcap: float = 0.0,
+    sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     num_tokens, num_heads, head_size = query.shape
     group = num_heads // cache.key.shape[2]
@@ -231,11 +243,16 @@ def paged_attention(
             scores = softcap * (scores / softcap).tanh()
         positions = torch.arange(seq_len, device=query.device)
         distance = positions[seq_len - (end - start) :, None] - positions[None, :]
+        if slopes is not None:
+            scores = scores - slopes[:, None, None] * distance
         hidden = distance < 0
         if sliding_window > 0:
             hidden |= distance >= sliding_window
         scores.masked_fill_(hidden, float("-inf"))
-        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values) * cache.value_scale
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, end - start, 1)], -1)
+        weights = scores.softmax(-1)[..., :seq_len]
+        attended = torch.einsum("hqk,khd->qhd", weights, values) * cache.value_scale
         out[start:end] = attended.to(query.dtype)
     return out.view(num_tokens, num_heads * head_size)
 

@@ -52,6 +52,16 @@ class StoredWeight:
         """
         return self._share(1, begin, end)
 
+    def take_rows(self, order: Any) -> StoredWeight:
+        """A copy of rows `order`. Raises `ConfigError` if words of several outputs would have to be divided."""
+        if self._unit(0) != 1:
+            raise ConfigError(f"rows of a {self.format} matrix {list(self.shape)} cannot be put in another order.")
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            axis = self._axis(name, 0)
+            tensors[name] = tensor if axis is None else tensor[order] if axis == 0 else tensor[:, order]
+        return StoredWeight(self.format, tensors, (len(order), self.shape[1]))
+
     def share(self, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> StoredWeight:
         """Both, where bounds are given."""
         found = self if rows is None else self.rows(*rows)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
 from octavo.models.registry import Model
+from octavo.loading.weights import floats
 from octavo.ops import Ops
 from octavo.quantization.stored import StoredWeight
 
@@ -37,10 +38,12 @@ class ArrayWeights:
         return self.arrays[name]
 
     def take_matrix(
-        self, name: str, shape: tuple[int, int], rows: tuple[int, int] | None = None, columns: None = None
-    ) -> StoredWeight:
+        self, name: str, shape: tuple[int, int], rows: tuple[int, int] | None = None, columns: None = None,
+        is_transposed: bool = False,
+    ) -> StoredWeight:  # fmt: skip
         assert columns is None
-        stored = StoredWeight("F32", {"data": self.take(name, shape)}, shape)
+        data = self.take(name, shape)
+        stored = floats(data.T if is_transposed else data)
         return stored if rows is None else stored.rows(*rows)
 
     def matrix_format(self, name: str) -> str:

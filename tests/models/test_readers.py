@@ -102,7 +102,11 @@ def test_theta_comes_from_wherever_a_version_of_transformers_has_written_it() ->
     ("architecture", "given", "message"),
     [
         ("NoSuchForCausalLM", {}, "architecture NoSuchForCausalLM is not built yet; Octavo runs Granite"),
-        ("LlamaForCausalLM", {"hidden_act": "gelu"}, "LlamaForCausalLM: activation 'gelu' in a gated feed-forward"),
+        (
+            "LlamaForCausalLM",
+            {"hidden_act": "gelu_10"},
+            "LlamaForCausalLM: activation 'gelu_10' in a gated feed-forward",
+        ),
         ("LlamaForCausalLM", {"num_key_value_heads": 5}, "32 query heads do not divide into 5 key/value heads"),
         ("LlamaForCausalLM", {"quantization_config": {"quant_method": "gptq"}}, "quantized with 'gptq'"),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' is not built yet"),

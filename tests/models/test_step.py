@@ -48,7 +48,7 @@ class RecordingOps:
         self.calls.append(f"linear {weight.name} {dtype}")
         return np.zeros((len(x), weight.num_out), np.float32)
 
-    def linear_silu_and_mul(self, x: Any, gate_up: Packed, consumer: Packed) -> Any:
+    def linear_silu_and_mul(self, x: Any, gate_up: Packed, consumer: Packed, *_: Any) -> Any:
         self.calls.append(f"linear_silu_and_mul {gate_up.name} for {consumer.name}")
         return np.zeros((len(x), gate_up.num_out), np.float32)
 

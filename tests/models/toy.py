@@ -21,6 +21,7 @@ from octavo.layers.attention import Attention, AttentionDescription
 from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
+from octavo.layers.positions import PositionsDescription
 from octavo.models.decoder import Decoder
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.registry import register
@@ -51,7 +52,7 @@ def read_toy(config: Mapping[str, Any]) -> ModelDescription:
     return ModelDescription(
         architecture=ARCHITECTURE, vocab_size=config["vocab_size"], hidden_size=hidden_size,
         max_position_embeddings=config["n_positions"], tie_word_embeddings=True, layers=(layer,) * config["n_layer"],
-        norm=norm, learned_positions=config["n_positions"], embedding_name="wte", position_name="wpe",
+        norm=norm, positions=PositionsDescription("wpe.weight", config["n_positions"]), embedding_name="wte",
         layer_prefix="h.", norm_name="ln_f",
     )  # fmt: skip
 
@@ -66,10 +67,11 @@ class ToyBlock:
         self.norm_2 = Norm(layer.norm, parameters, f"{prefix}ln_2", hidden_size)
         self.feed_forward = FeedForward(layer.feed_forward, hidden_size, parameters, prefix)
 
-    def forward(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> None:
+    def forward(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         hidden = self.norm_1.forward(residual)
         self.ops.add(residual, self.attention.forward(hidden, batch, tables, cache).value())
         self.ops.add(residual, self.feed_forward.forward(self.norm_2.forward(residual)).value())
+        return residual
 
 
 def register_toy() -> None:

@@ -1,0 +1,38 @@
+"""Tables of positions that are added to the embedding: learned ones, and sines and cosines (Vaswani et al. 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.layers.parameters import Parameters
+from octavo.ops import Array
+
+
+@dataclass(frozen=True, slots=True)
+class PositionsDescription:
+    """Position p has row p + offset. A learned table has a name, the checkpoint's tensor, and `rows`; the other's
+    frequencies fall from 1 to 1 / 10,000 in `steps` steps."""
+
+    name: str | None = None
+    rows: int = 0
+    offset: int = 0
+    steps: int = 0
+
+
+def position_table(positions: PositionsDescription, parameters: Parameters, size: int) -> Array:
+    """[positions, size]"""
+    if positions.name is not None:
+        table = parameters.weights.take(positions.name, (positions.rows, size))
+    else:
+        table = _sinusoids(parameters.max_positions + positions.offset, size, positions.steps)
+    return parameters.ops.place(table[positions.offset :])
+
+
+def _sinusoids(num_positions: int, size: int, steps: int) -> NDArray[np.float32]:
+    """Half of a row sines, half cosines."""
+    frequencies = np.power(10000.0, -np.arange(size // 2) / steps)
+    angles = np.outer(np.arange(num_positions), frequencies)
+    return np.concatenate([np.sin(angles), np.cos(angles)], 1).astype(np.float32)
