@@ -32,7 +32,8 @@ class AttentionDescription:
     rope: RopeConfig | None  # None: queries and keys are not rotated
     window: int = 0  # how many positions a token sees, its own included; 0 is all
     softcap: float = 0.0  # of the scores; 0 is none
-    alibi: float = 0.0  # scores fall with the distance (Press et al. 2022), by slopes times this; 0 is none
+    alibi_max: float = 0.0  # scores fall with the distance, by 2^-this at least (Press et al. 2022); 0 is not
+    alibi_scale: float = 1.0  # of that
     sinks: str | None = None  # tensor [heads] of scores that only take from the weights of keys
     query_growth: tuple[float, int] | None = None  # (b, n): queries times 1 + b * log(1 + position // n)
     qkv_clip: float = 0.0  # queries, keys and values lie between this and its negative; 0 is none
@@ -41,7 +42,7 @@ class AttentionDescription:
     norms_after_rotation: bool = False  # of query and key
     output_norm: NormDescription | None = None  # of what the output matrix gets
     qkv_bias: bool = False
-    output_bias: bool = False
+    output_bias: bool | str = False  # or the tensor's name
     qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_blocks: int = 1
     qkv_order: str = "qkv"
@@ -97,7 +98,7 @@ class Attention:
         self, description: AttentionDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        head_size, num_heads = description.head_size, description.num_heads
+        head_size, num_heads, output_bias = description.head_size, description.num_heads, description.output_bias
         self._query_size = query_size = num_heads * head_size
         self._kv_size = kv_size = description.num_kv_heads * head_size
         self._qkv = parameters.linear(
@@ -105,7 +106,8 @@ class Attention:
             description.qkv_bias, orders=description.row_orders(), is_transposed=description.is_transposed,
         )  # fmt: skip
         self._output = parameters.linear(
-            [f"{prefix}{description.output_name}"], [hidden_size], query_size, description.output_bias,
+            [f"{prefix}{description.output_name}"], [hidden_size], query_size,
+            f"{prefix}{output_bias}" if isinstance(output_bias, str) else output_bias,
             is_transposed=description.is_transposed,
         )  # fmt: skip
         self.consumer = self._qkv  # the only matrix that reads the layer's input
@@ -128,8 +130,9 @@ class Attention:
             name = f"{prefix}{description.output_norm_name}"
             self._output_norm = Norm(description.output_norm, parameters, name, query_size)
         self._slopes = self._sinks = self._growth = None
-        if description.alibi:
-            self._slopes = self._ops.place(alibi_slopes(num_heads) * np.float32(description.alibi))
+        if description.alibi_max:
+            slopes = alibi_slopes(num_heads, description.alibi_max) * np.float32(description.alibi_scale)
+            self._slopes = self._ops.place(slopes)
         if description.sinks is not None:
             sinks = parameters.weights.take(f"{prefix}{description.sinks}", (num_heads,))
             self._sinks = self._ops.place(np.asarray(sinks, np.float32))

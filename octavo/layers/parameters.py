@@ -34,7 +34,7 @@ class Parameters:
         names: Sequence[str],
         sizes: Sequence[int],
         num_in: int,
-        bias: bool = False,
+        bias: bool | str = False,
         gated: bool = False,
         *,
         orders: Sequence[NDArray[np.intp]] | None = None,
@@ -43,7 +43,8 @@ class Parameters:
         """Projections to `sizes` outputs of one input of `num_in` as one matrix: outputs side by side, or `gated`.
 
         `names` are those of the checkpoint's modules: one a projection, or a single one that has them stacked. `orders`
-        are, of each, its rows in the order that is wanted; stored `is_transposed` they are columns.
+        are, of each, its rows in the order that is wanted; stored `is_transposed` they are columns. `bias` may be the
+        name of the tensor.
         """
         num_out = sum(sizes)
         stored_sizes = sizes if len(names) == len(sizes) else [num_out]
@@ -57,7 +58,8 @@ class Parameters:
             parts = [part.take_rows(order) for part, order in zip(parts, orders, strict=True)]
         biases = None
         if bias:
-            taken = [self.weights.take(f"{n}.bias", (size,)) for n, size in zip(names, stored_sizes, strict=True)]
+            bias_names = [bias] if isinstance(bias, str) else [f"{name}.bias" for name in names]
+            taken = [self.weights.take(n, (size,)) for n, size in zip(bias_names, stored_sizes, strict=True)]
             if orders is not None:
                 taken = [part[order] for part, order in zip(taken, orders, strict=True)]
             biases = np.concatenate(taken)

@@ -79,11 +79,12 @@ def identity_table(rotary_dim: int, max_positions: int) -> NDArray[np.float32]:
     return table
 
 
-def alibi_slopes(num_heads: int) -> NDArray[np.float32]:
-    """[num_heads]: how much a head's scores fall with each position of distance (Press et al. 2022)."""
+def alibi_slopes(num_heads: int, largest: float) -> NDArray[np.float32]:
+    """[num_heads]: how much a head's scores fall with each position of distance: by powers of two down to -largest
+    (Press et al. 2022)."""
     power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    between = [2.0 ** (-4.0 * (i + 1) / power) for i in range(0, 2 * power, 2)]
+    slopes = [2.0 ** (-largest * (i + 1) / power) for i in range(power)]
+    between = [2.0 ** (-largest / 2 * (i + 1) / power) for i in range(0, 2 * power, 2)]
     return np.array((slopes + between)[:num_heads], np.float32)
 
 

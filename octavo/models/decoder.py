@@ -14,19 +14,23 @@ from octavo.layers.parameters import Parameters
 from octavo.layers.positions import position_table
 from octavo.layers.product import Summand
 from octavo.loading.weights import Weights
-from octavo.models.description import LayerDescription, ModelDescription
+from octavo.models.description import HeadDescription, LayerDescription, ModelDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops
 
 
 class FeedForwardLike(Protocol):
-    consumer: LinearWeight | None  # the only matrix that reads the layer's input, for which a norm may quantize it
+    @property
+    def consumer(self) -> LinearWeight | None:
+        """The only matrix that reads the layer's input: a norm may quantize for it."""
 
     def forward(self, hidden: Array) -> Summand:
         """hidden [T, H] -> [T, H]"""
 
 
 class AttentionLike(Protocol):
-    consumer: LinearWeight | None
+    @property
+    def consumer(self) -> LinearWeight | None:
+        """As of `FeedForwardLike`."""
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
@@ -93,6 +97,22 @@ class BlockLike(Protocol):
 BlockBuilder = Callable[[LayerDescription, int, Parameters, str], BlockLike]
 
 
+class _Head:
+    def __init__(self, description: HeadDescription, hidden_size: int, parameters: Parameters) -> None:
+        self._ops, self._dtype, self._activation = parameters.ops, parameters.dtype, description.activation
+        self.consumer = parameters.linear([description.name], [description.size], hidden_size, description.bias)
+        self._norm: Norm | None = None
+        if description.norm is not None:
+            self._norm = Norm(description.norm, parameters, description.norm_name, description.size)
+
+    def forward(self, hidden: Array, consumer: LinearWeight) -> Array:
+        """hidden [N, H] -> [N, size], as the `consumer` multiplies it"""
+        hidden = self._ops.linear(hidden, self.consumer, self._dtype)
+        if self._activation is not None:
+            hidden = self._ops.activation(hidden, self._activation)
+        return _normed(self._norm, hidden, consumer)
+
+
 class Decoder:
     """token ids -> hidden states -> logits."""
 
@@ -109,13 +129,14 @@ class Decoder:
         self.vocab_size, self.layer_caches = description.vocab_size, description.layer_caches
         parameters = Parameters(weights, ops, max_positions, dtype)
         vocab_size, hidden_size = description.vocab_size, description.hidden_size
-        embedding_size = description.embedding_size or hidden_size
-        self._embedding = parameters.linear([description.embedding_name], [vocab_size], embedding_size)
-        self._to_hidden = self._from_hidden = None
+        output_bias = f"{description.output_name}.bias" if description.output_bias else False
+        is_tied, embedding_size = description.tie_word_embeddings, description.embedding_size or hidden_size
+        self._embedding = parameters.linear(
+            [description.embedding_name], [vocab_size], embedding_size, output_bias if is_tied else False
+        )
+        self._projection: LinearWeight | None = None
         if description.embedding_size is not None:
-            inner, outer = description.projection_names
-            self._to_hidden = parameters.linear([inner], [hidden_size], embedding_size)
-            self._from_hidden = parameters.linear([outer], [embedding_size], hidden_size)
+            self._projection = parameters.linear([description.embedding_projection_name], [hidden_size], embedding_size)
         self._embedding_norm: Norm | None = None
         if description.embedding_norm is not None:
             self._embedding_norm = Norm(
@@ -136,10 +157,11 @@ class Decoder:
         if description.norm is not None:
             divisor = description.logits_divisor
             self._norm = Norm(description.norm, parameters, description.norm_name, hidden_size, divisor=divisor)
+        self._head = None if description.head is None else _Head(description.head, hidden_size, parameters)
         self._output = self._embedding
-        if not description.tie_word_embeddings or description.output_bias:
-            name = description.embedding_name if description.tie_word_embeddings else description.output_name
-            self._output = parameters.linear([name], [vocab_size], embedding_size, description.output_bias)
+        if not is_tied:
+            size = hidden_size if description.head is None else description.head.size
+            self._output = parameters.linear([description.output_name], [vocab_size], size, output_bias)
         self._num_weight_bytes = parameters.num_matrix_bytes
 
     def num_weight_bytes(self) -> int:
@@ -150,8 +172,8 @@ class Decoder:
         """-> hidden [T, H] before the final norm. One cache a layer."""
         ops, description = self._ops, self.description
         residual = ops.embedding(batch.token_ids, self._embedding, self._dtype, description.embedding_multiplier)
-        if self._to_hidden is not None:
-            residual = ops.linear(residual, self._to_hidden, self._dtype)
+        if self._projection is not None:
+            residual = ops.linear(residual, self._projection, self._dtype)
         if self._positions is not None:
             ops.add(residual, ops.take_rows(self._positions, batch.positions))
         residual = _normed(self._embedding_norm, residual, None)
@@ -162,9 +184,9 @@ class Decoder:
     def logits(self, hidden: Array) -> Array:
         """hidden [N, H] -> [N, vocab_size] float32."""
         ops = self._ops
-        hidden = _normed(self._norm, hidden, self._from_hidden or self._output)
-        if self._from_hidden is not None:
-            hidden = ops.linear(hidden, self._from_hidden, self._dtype)
+        hidden = _normed(self._norm, hidden, self._output if self._head is None else self._head.consumer)
+        if self._head is not None:
+            hidden = self._head.forward(hidden, self._output)
         logits = ops.linear(hidden, self._output, "float32")
         cap = self.description.logits_softcap
         return ops.activation(logits, "softcap", parameters=(cap,)) if cap else logits

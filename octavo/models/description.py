@@ -35,6 +35,18 @@ class LayerDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadDescription:
+    """What stands between the final norm and the output matrix: a matrix, an activation, a norm."""
+
+    name: str
+    size: int  # of its output
+    bias: bool = False
+    activation: str | None = None
+    norm: NormDescription | None = None
+    norm_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelDescription:
     """Sizes in elements. Names are those of the checkpoint's modules."""
 
@@ -46,15 +58,16 @@ class ModelDescription:
     layers: tuple[LayerDescription, ...]
     norm: NormDescription | None  # the final one
     embedding_multiplier: float = 1.0
-    embedding_size: int | None = None  # where it is not the hidden size, and matrices lead from one to the other
+    embedding_size: int | None = None  # where it is not the hidden size, and a matrix leads from one to the other
     embedding_norm: NormDescription | None = None
     positions: PositionsDescription | None = None  # that are added to the embedding
+    head: HeadDescription | None = None
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0  # 0 is none
     output_bias: bool = False
     embedding_name: str = "model.embed_tokens"
     embedding_norm_name: str = ""
-    projection_names: tuple[str, str] = ("", "")  # from the embedding's size, and back
+    embedding_projection_name: str = ""
     layer_prefix: str = "model.layers."  # then the layer's number
     norm_name: str = "model.norm"
     output_name: str = "lm_head"

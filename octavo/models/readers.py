@@ -1,230 +1,231 @@
-"""config.json -> `ModelDescription`, for the architectures of the Llama family: a line each in a table.
+"""config.json -> `ModelDescription`: what the configurations of all families have in common. `octavo.models.families`
+is the table of what differs.
 
 A setting that config.json leaves out has the default of the architecture's configuration class in transformers 5.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.errors import LoadError
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.rotary import RopeConfig
+from octavo.layers.rotary import ROPE_KINDS, RopeConfig
 from octavo.models.description import LayerDescription, ModelDescription
 
 Config = Mapping[str, Any]
+# Of the configuration and the layer's number. A value of a family's table that is none of these stands for itself.
+Setting = Callable[[Config, int], Any]
 
 # What most configuration classes have. Sizes have no default here: without them config.json is no model's.
 _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
     "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
+    "norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
     "attention_bias": False,
     "mlp_bias": False,
     "sliding_window": None,
     "use_sliding_window": False,
     "layer_types": None,
 }
-# Of query, key and value; of gate and up.
-_NAMES: tuple[tuple[str, ...], tuple[str, ...]] = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("mlp.gate_proj", "mlp.up_proj"),
-)
-_STACKED_NAMES: tuple[tuple[str, ...], tuple[str, ...]] = (("self_attn.qkv_proj",), ("mlp.gate_up_proj",))
+# Names that configurations have for the same thing.
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "d_model", "n_embed"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "intermediate_size": ("n_inner", "ffn_dim", "dff", "ffn_hidden_size"),
+    "hidden_act": ("hidden_activation", "activation_function", "activation", "afn"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length"),
+    "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "rope_theta": ("rotary_emb_base", "global_rope_theta"),
+    "partial_rotary_factor": ("rotary_pct",),
+    "rope_local_base_freq": ("local_rope_theta",),
+    "sliding_window": ("window_size",),
+}
+_ACTIVATIONS = {
+    "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python": "gelu", "relu_squared": "relu2",
+}  # fmt: skip
+
+
+def rms(**changes: Any) -> Setting:
+    return lambda c, _: NormDescription(**{"eps": c["norm_eps"]} | changes)
+
+
+def layer_norm(**changes: Any) -> Setting:
+    return lambda c, _: NormDescription(**{"eps": c["norm_eps"], "kind": "layer", "bias": True} | changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How an architecture differs from Llama. A string for a bias is the setting that says whether there is one."""
+    """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`."""
 
-    defaults: Mapping[str, Any]  # of the configuration class, where they are not `_DEFAULTS`
-    qkv_bias: bool | str = False
-    output_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    is_stacked: bool = False  # the checkpoint has qkv_proj and gate_up_proj
-    has_multipliers: bool = False  # of embedding, residual, scores and logits
-    slides: Callable[[Config], list[bool]] | None = None  # which layers have the window; default: none
-    has_window_switch: bool = False  # use_sliding_window
-    rotates: Callable[[Config], list[bool]] | None = None  # whether each layer does; default: all do
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of the configuration class, where not `_DEFAULTS`
+    norm: Setting = field(default_factory=rms)  # every norm that is not said to be another
+    attention: Mapping[str, Any] = field(default_factory=dict)
+    rope: Mapping[str, Any] | None = field(default_factory=dict)  # None: nothing rotates
+    feed_forward: Mapping[str, Any] = field(default_factory=dict)
+    layer: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    rotates: Setting = lambda _, __: True  # whether the layer does
+    # Which layers have the window where `layer_types` does not say so; None: no layer has it, whatever is said.
+    slides: Setting | None = None
+    window_switch: str | None = None  # a setting without which no layer has the window
+    refuses: tuple[str, ...] = ()  # settings that are not built
 
 
 def read(name: str, family: Family, given: Config) -> ModelDescription:
     """Raises `LoadError` for a setting that is not built, `KeyError` for one that is absent and has no default."""
+    config = _merged(family, given)
+    for setting in family.refuses:
+        if config.get(setting):
+            raise LoadError(f"{setting} = {config[setting]!r} is not built yet.")
+    layers = tuple(_layer(family, config, i) for i in range(config["num_hidden_layers"]))
+    described = {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "tie_word_embeddings": bool(config["tie_word_embeddings"]),
+        "norm": family.norm(config, 0),
+    }
+    return ModelDescription(architecture=name, layers=layers, **described | _values(family.model, config, 0))
+
+
+def _merged(family: Family, given: Config) -> Config:
     if given.get("quantization_config"):
         method = given["quantization_config"].get("quant_method", "unknown")
         raise LoadError(f"checkpoints quantized with {method!r} are not built yet; GGUF files are.")
-    config = {**_DEFAULTS, **family.defaults, **given}
-    hidden_size, num_layers = config["hidden_size"], config["num_hidden_layers"]
-    num_heads = config["num_attention_heads"]
-    num_kv_heads = config["num_key_value_heads"] or num_heads
+    renamed = {
+        standard: given[name]
+        for standard, names in _ALIASES.items()
+        for name in reversed(names)
+        if name in given and standard not in given
+    }
+    return {**_DEFAULTS, **family.defaults, **given, **renamed}
+
+
+def _values(settings: Mapping[str, Any], config: Config, layer: int) -> dict[str, Any]:
+    return {name: value(config, layer) if callable(value) else value for name, value in settings.items()}
+
+
+def _layer(family: Family, config: Config, i: int) -> LayerDescription:
+    num_heads, norm = config["num_attention_heads"], family.norm(config, i)
+    head_size = config["head_dim"] or config["hidden_size"] // num_heads
+    layer_type = _layer_type(family, config, i)
+    turns = family.rope is not None and family.rotates(config, i)
+    attention = {
+        "num_heads": num_heads,
+        "num_kv_heads": config["num_key_value_heads"] or num_heads,
+        "head_size": head_size,
+        "scale": head_size**-0.5,
+        "rope": _rope(family, config, i, layer_type, head_size) if turns else None,
+        "window": (config["sliding_window"] or 0) if layer_type == "sliding_attention" else 0,
+    } | _values(family.attention, config, i)
+    num_heads, num_kv_heads = attention["num_heads"], attention["num_kv_heads"]
     if num_heads % num_kv_heads:
         raise LoadError(f"{num_heads} query heads do not divide into {num_kv_heads} key/value heads.")
-    head_size = config["head_dim"] or hidden_size // num_heads
-    multipliers = config if family.has_multipliers else {}
-    norm = NormDescription(config["rms_norm_eps"])
-    qkv_names, up_names = _STACKED_NAMES if family.is_stacked else _NAMES
-    feed_forward = FeedForwardDescription(
-        intermediate_size=config["intermediate_size"],
-        activation={"swish": "silu"}.get(config["hidden_act"], config["hidden_act"]),
-        bias=_flag(config, family.mlp_bias),
-        up_names=up_names,
-    )
-    rope = _rope(config, head_size)
-    windows = _windows(config, family)
-    rotates = family.rotates(config) if family.rotates else [True] * num_layers
-    layers = tuple(
-        LayerDescription(
-            attention=AttentionDescription(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_size=head_size,
-                scale=multipliers.get("attention_multiplier", head_size**-0.5),
-                rope=rope if rotates[i] else None,
-                window=windows[i],
-                qk_norm=norm if family.qk_norm else None,
-                qkv_bias=_flag(config, family.qkv_bias),
-                output_bias=_flag(config, family.output_bias),
-                qkv_names=qkv_names,
-            ),
-            feed_forward=feed_forward,
-            norm=norm,
-            residual_multiplier=multipliers.get("residual_multiplier", 1.0),
-        )
-        for i in range(num_layers)
-    )
-    return ModelDescription(
-        architecture=name,
-        vocab_size=config["vocab_size"],
-        hidden_size=hidden_size,
-        max_position_embeddings=config["max_position_embeddings"],
-        tie_word_embeddings=bool(config["tie_word_embeddings"]),
-        layers=layers,
+    feed_forward = {
+        "intermediate_size": config["intermediate_size"] or 4 * config["hidden_size"],
+        "activation": activation_of(config["hidden_act"]),
+    } | _values(family.feed_forward, config, i)
+    return LayerDescription(
+        attention=AttentionDescription(**attention),
+        feed_forward=FeedForwardDescription(**feed_forward),
         norm=norm,
-        embedding_multiplier=multipliers.get("embedding_multiplier", 1.0),
-        logits_divisor=multipliers.get("logits_scaling", 1.0),
+        **_values(family.layer, config, i),
     )
 
 
-def _flag(config: Config, setting: bool | str) -> bool:
-    return setting if isinstance(setting, bool) else bool(config[setting])
+def activation_of(name: str) -> str:
+    """What a kernel calls it."""
+    return _ACTIVATIONS.get(name, name)
 
 
-def _rope(config: Config, head_size: int) -> RopeConfig:
-    # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling, which it prefers.
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
-        raise LoadError(f"rope scaling {kind!r} is not built yet; default, linear and llama3 are.")
-    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
-    partial_factor = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    return RopeConfig(
-        theta=float(scaling.get("rope_theta") or config["rope_theta"]),
-        rotary_dim=int(head_size * partial_factor),
-        kind=kind,
-        factor=float(scaling.get("factor") or 1.0),
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        original_max_position=int(original or config["max_position_embeddings"]),
-    )
-
-
-def _per_layer(config: Config, setting: str) -> list[Any]:
-    """A setting that is a list with an entry for each layer at least."""
-    values, num_layers = config[setting], config["num_hidden_layers"]
-    if len(values) < num_layers:
-        raise LoadError(f"{setting} has {len(values)} entries for {num_layers} layers.")
-    return list(values[:num_layers])
-
-
-def _windows(config: Config, family: Family) -> list[int]:
-    """Of each layer; 0 is none. `layer_types` says which layers have the window; where it is absent `slides` does."""
-    if family.slides is None or (family.has_window_switch and not config["use_sliding_window"]):
-        return [0] * config["num_hidden_layers"]
+def _layer_type(family: Family, config: Config, i: int) -> str:
+    if family.slides is None or (family.window_switch and not config[family.window_switch]):
+        return "full_attention"
     if config["layer_types"] is None:
-        slides = family.slides(config)
-    else:
-        types = _per_layer(config, "layer_types")
-        for layer_type in types:
-            if layer_type not in ("full_attention", "attention", "sliding_attention"):
-                raise LoadError(
-                    f"layer type {layer_type!r} is not built yet; full_attention and sliding_attention are."
-                )
-        slides = [layer_type == "sliding_attention" for layer_type in types]
-    return [(config["sliding_window"] or 0) if layer_slides else 0 for layer_slides in slides]
+        return "sliding_attention" if family.slides(config, i) else "full_attention"
+    layer_type = per_layer("layer_types")(config, i)
+    if layer_type not in ("full_attention", "attention", "sliding_attention"):
+        raise LoadError(f"layer type {layer_type!r} is not built yet; full_attention and sliding_attention are.")
+    return str(layer_type)
 
 
-def _all_slide(config: Config) -> list[bool]:
-    return [True] * config["num_hidden_layers"]
+def key(setting: str) -> Setting:
+    return lambda c, _: c[setting]
 
 
-def _late_layers_slide(config: Config) -> list[bool]:
-    return [i >= config["max_window_layers"] for i in range(config["num_hidden_layers"])]
+def per_layer(setting: str) -> Setting:
+    """An entry of a list that has one for each layer at least."""
+
+    def find(config: Config, i: int) -> Any:
+        values, num_layers = config[setting], config["num_hidden_layers"]
+        if len(values) < num_layers:
+            raise LoadError(f"{setting} has {len(values)} entries for {num_layers} layers.")
+        return values[i]
+
+    return find
 
 
-def _unrotated_layers_slide(config: Config) -> list[bool]:
-    return [not rotates for rotates in _smollm3_rotates(config)]
+def _rope(family: Family, config: Config, i: int, layer_type: str, head_size: int) -> RopeConfig:
+    # transformers 5 writes rope_parameters, for each type of layer where they differ; earlier versions wrote rope_theta
+    # and rope_scaling, which it prefers.
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    theta = config["rope_theta"]
+    if layer_type in scaling:
+        scaling = scaling[layer_type] or {}
+    elif layer_type == "sliding_attention" and config.get("rope_local_base_freq"):
+        scaling, theta = {}, config["rope_local_base_freq"]
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    theta = float(scaling.get("rope_theta") or theta)
+    if kind not in ROPE_KINDS:
+        raise LoadError(f"rope scaling {kind!r} is not built yet; {', '.join(ROPE_KINDS)} are.")
+    partial = scaling.get("partial_rotary_factor") or config["partial_rotary_factor"]
+    rotary_dim = head_size if kind == "proportional" else int(head_size * partial)
+    if kind == "dynamic" and scaling.get("alpha"):  # HunYuan's, which depends on no length
+        kind, theta = "default", theta * float(scaling["alpha"]) ** (rotary_dim / (rotary_dim - 2))
+    longest = config["max_position_embeddings"]
+    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    original = int(longest if original is None or kind == "dynamic" else original)
+    factor = float(scaling.get("factor") or (longest / original if kind in ("yarn", "longrope") else 1.0))
+    settings = {
+        "theta": theta,
+        "rotary_dim": rotary_dim,
+        "kind": kind,
+        "factor": factor,
+        "original_max_position": original,
+        "low_freq_factor": float(scaling.get("low_freq_factor") or 1.0),
+        "high_freq_factor": float(scaling.get("high_freq_factor") or 4.0),
+        "beta_fast": float(scaling.get("beta_fast") or 32.0),
+        "beta_slow": float(scaling.get("beta_slow") or 1.0),
+        "truncate": bool(scaling.get("truncate", True)),
+        "short_factors": tuple(scaling.get("short_factor") or ()),
+        "long_factors": tuple(scaling.get("long_factor") or ()),
+        "num_turning": 2 * int(partial * head_size // 2) if kind == "proportional" else 0,
+        "attention_factor": _attention_factor(kind, factor, original, scaling),
+    }
+    return RopeConfig(**settings | _values(family.rope or {}, config, i))
 
 
-def _smollm3_rotates(config: Config) -> list[bool]:
-    if config["no_rope_layers"] is None:
-        interval = config["no_rope_layer_interval"]
-        return [(i + 1) % interval != 0 for i in range(config["num_hidden_layers"])]
-    return [bool(flag) for flag in _per_layer(config, "no_rope_layers")]  # 1 where the layer rotates, despite the name
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family(
-        defaults={"max_position_embeddings": 2048},
-        qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias",
-    ),
-    "MistralForCausalLM": Family(
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        slides=_all_slide,
-    ),
-    "Qwen2ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
-        qkv_bias=True,
-        slides=_late_layers_slide, has_window_switch=True,
-    ),
-    "Qwen3ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
-        qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True,
-        slides=_late_layers_slide, has_window_switch=True,
-    ),
-    "Phi3ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        },
-        is_stacked=True,
-        slides=_all_slide,
-    ),
-    "GraniteForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0, "logits_scaling": 1.0,
-        },
-        qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias", has_multipliers=True,
-    ),
-    "SmolLM3ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
-            "rope_theta": 2000000.0, "no_rope_layers": None, "no_rope_layer_interval": 4,
-        },
-        qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias",
-        slides=_unrotated_layers_slide, has_window_switch=True, rotates=_smollm3_rotates,
-    ),
-}  # fmt: skip
+def _attention_factor(kind: str, factor: float, original: int, scaling: Config) -> float:
+    if kind in ("yarn", "longrope") and scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if kind not in ("yarn", "longrope") or factor <= 1.0:
+        return 1.0
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and all_dim:
+        return (0.1 * float(mscale) * math.log(factor) + 1.0) / (0.1 * float(all_dim) * math.log(factor) + 1.0)
+    return 0.1 * math.log(factor) + 1.0

@@ -16,7 +16,8 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.loading.weights import Weights
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
-from octavo.models.readers import FAMILIES, read
+from octavo.models.families import FAMILIES
+from octavo.models.readers import read
 from octavo.ops import Array, LayerKVCache, Ops
 
 

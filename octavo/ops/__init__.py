@@ -132,9 +132,9 @@ class OpsOver(Protocol[A]):
         activations.
 
         `kind` is one of `ACTIVATIONS`: "gelu" is exact (by erf), "gelu_tanh" its approximation (Hendrycks & Gimpel
-        2016), "relu2" the square of "relu". Or one of `PARAMETRIC_ACTIVATIONS`, with its parameters: "xielu" (a, c, b, e)
-        is a x² + b x for x > 0, else c (exp(min(x, e)) - 1 - x) + b x (Huang & Schlag 2024); "softcap" (c) is
-        c tanh(x / c); "clip" (c) is x between -c and c."""
+        2016), "relu2" the square of "relu". Or one of `PARAMETRIC_ACTIVATIONS`, with its parameters: "xielu"
+        (a, c, b, e) is a x² + b x for x > 0, else c (exp(min(x, e)) - 1 - x) + b x (Huang & Schlag 2024); "softcap" (c)
+        is c tanh(x / c); "clip" (c) is x between -c and c."""
 
     def embedding(self, token_ids: A, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> A:
         """Rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale` -> [T, H].
@@ -181,8 +181,8 @@ class OpsOver(Protocol[A]):
         block_tables [S, max_blocks] int32. Any mix of one-row (decode) and many-row (prefill) sequences is one call.
         With a sliding window W > 0 position p sees keys p - W + 1 .. p. With a soft cap C > 0 scores x become
         C * tanh(x / C) after scaling (Gemma Team 2024). `slopes` [Q] float32 times (key's position - query's) are added
-        to them (Press et al. 2022). `sinks` [Q] float32 are scores of one more key, whose value is zero. The row's summation order is a function of its
-        position alone (online softmax, Milakov & Gimelshein 2018, over fixed tiles of keys).
+        to them (Press et al. 2022). `sinks` [Q] float32 are scores of one more key, whose value is zero (Xiao et al.
+        2024). The row's summation order is a function of its position alone (online softmax, Milakov & Gimelshein 2018, over fixed tiles of keys).
         """
 
     def argmax(self, logits: A) -> A:

@@ -33,8 +33,8 @@ __all__ = [
     "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding",
     "fake_quantize", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul",
     "logprobs", "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize", "place", "process_row",
-    "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "rows_of", "sample", "scatter_blocks", "take_rows",
-    "top_tokens",
+    "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "rows_of", "sample", "scatter_blocks",
+    "take_rows", "top_tokens",
 ]  # fmt: skip
 
 

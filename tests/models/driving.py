@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
-from octavo.models.registry import Model
 from octavo.loading.weights import floats
+from octavo.models.registry import Model
 from octavo.ops import Ops
 from octavo.quantization.stored import StoredWeight
 

@@ -1,0 +1,735 @@
+"""The architectures: each says how it differs from Llama. `octavo.models.readers` reads config.json by this table.
+
+Where a configuration class computes what a setting is, so does a function here. Tensors have the names that checkpoints
+have, and those that `transformers` writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.layers.norm import NormDescription
+from octavo.layers.positions import PositionsDescription
+from octavo.models.description import HeadDescription
+from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, per_layer, rms
+
+_ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
+_MLP_BIAS = {"bias": key("mlp_bias")}
+_STACKED = {"qkv_names": ("self_attn.qkv_proj",)}
+_STACKED_UP = {"up_names": ("mlp.gate_up_proj",)}
+_PER_HEAD = {"qkv_blocks": key("num_attention_heads")}
+_PARALLEL = {"is_parallel": True, "feed_forward_norm": None}
+_MULTIPLIERS = {"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")}
+_NO_MULTIPLIERS = {
+    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0
+}  # fmt: skip
+_AROUND = {
+    "attention_post_norm": "post_attention_layernorm", "feed_forward_norm": "pre_feedforward_layernorm",
+    "feed_forward_post_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+_AFTER = _AROUND | {"attention_norm": None, "feed_forward_norm": None}
+_GEMMA_RMS = rms(offset=1.0)
+_ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
+_GEMMA_2 = {
+    "max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}  # fmt: skip
+_GEMMA_SCORES = {
+    "scale": lambda c, _: c["query_pre_attn_scalar"] ** -0.5,
+    "softcap": lambda c, _: c["attn_logit_softcapping"] or 0.0,
+}
+_GEMMA_LOGITS = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}
+_GELU_TANH = {"hidden_act": "gelu_new"}
+
+
+def _ungated(up: str, down: str, **more: Any) -> dict[str, Any]:
+    return {"gated": False, "up_names": (up,), "down_name": down} | more
+
+
+def _when(setting: str, value: Setting) -> Setting:
+    return lambda c, i: value(c, i) if c[setting] else None
+
+
+def _all_slide(config: Config, i: int) -> bool:
+    return True
+
+
+def _late_layers_slide(config: Config, i: int) -> bool:
+    return bool(i >= config["max_window_layers"])
+
+
+def _all_but_every(setting: str, number: int, first: int = 1) -> Setting:
+    """All layers but every n-th slide, where n is the setting or the number. `first` = 0 counts from the first one."""
+
+    def slides(config: Config, i: int) -> bool:
+        period = int(config.get(setting) or number)
+        return bool(config["sliding_window"]) and (i + first) % period != 0
+
+    return slides
+
+
+def _smollm3_rotates(config: Config, i: int) -> bool:
+    if config["no_rope_layers"] is None:
+        return bool((i + 1) % config["no_rope_layer_interval"])
+    return bool(per_layer("no_rope_layers")(config, i))  # 1 where the layer rotates, despite the name
+
+
+def _slides(slides: Setting) -> Setting:
+    """Whether the layer has the window, said by its type or else by `slides`."""
+
+    def find(config: Config, i: int) -> bool:
+        if config["layer_types"] is None:
+            return bool(slides(config, i))
+        return bool(config["layer_types"][i] == "sliding_attention")
+
+    return find
+
+
+_EVERY_4TH_FULL = _all_but_every("sliding_window_pattern", 4)
+
+
+def _exaone4_rotates(config: Config, i: int) -> bool:
+    return not config["sliding_window"] or bool(_slides(_EVERY_4TH_FULL)(config, i))
+
+
+def _query_growth(config: Config, _: int) -> tuple[float, int] | None:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    beta = rope.get("llama_4_scaling_beta")
+    return (beta, rope["original_max_position_embeddings"]) if beta else None
+
+
+def _gpt_neo_slides(config: Config, i: int) -> bool:
+    kinds = [kind for pattern, repeats in config["attention_types"] for kind in list(pattern) * repeats]
+    return bool(kinds[i] == "local")
+
+
+def _mpt(setting: str, default: Any = None) -> Setting:
+    return lambda c, _: (c.get("attn_config") or {}).get(setting) or default
+
+
+def _mpt_scale(config: Config, i: int) -> float:
+    return float(_mpt("softmax_scale")(config, i) or (config["hidden_size"] / config["num_attention_heads"]) ** -0.5)
+
+
+def _falcon_kv_heads(config: Config, _: int) -> int:
+    if config["new_decoder_architecture"]:
+        return int(config["num_key_value_heads"] or config["num_attention_heads"])
+    return 1 if config["multi_query"] else int(config["num_attention_heads"])
+
+
+def _falcon_blocks(config: Config, i: int) -> int:
+    return 1 if config["multi_query"] and not config["new_decoder_architecture"] else _falcon_kv_heads(config, i)
+
+
+def _falcon_norms(before_attention: bool) -> Setting:
+    def find(config: Config, _: int) -> str | None:
+        is_new = config["new_decoder_architecture"]
+        if is_new and (config["num_ln_in_parallel_attn"] or 2) == 2:
+            return "ln_attn" if before_attention else "ln_mlp"
+        if before_attention:
+            return "input_layernorm"
+        return None if is_new or config["parallel_attn"] else "post_attention_layernorm"
+
+    return find
+
+
+def _gpt2_scale(config: Config, i: int) -> float:
+    scale = (config["hidden_size"] / config["num_attention_heads"]) ** -0.5 if config["scale_attn_weights"] else 1.0
+    return float(scale / (i + 1) if config["scale_attn_by_inverse_layer_idx"] else scale)
+
+
+def _learned(name: str, offset: int = 0) -> Setting:
+    return lambda c, _: PositionsDescription(name, c["max_position_embeddings"] + offset, offset)
+
+
+def _where(setting: str, yes: Any, no: Any) -> Setting:
+    return lambda c, _: yes if c[setting] else no
+
+
+def _modern_bert_slides(config: Config, i: int) -> bool:
+    return bool(i % config["global_attn_every_n_layers"])
+
+
+def _modern_bert_head(config: Config, _: int) -> HeadDescription:
+    norm = NormDescription(config["norm_eps"], "layer", config["norm_bias"])
+    return HeadDescription(
+        "lm_head.dense", config["hidden_size"], config["classifier_bias"],
+        activation_of(config["classifier_activation"]), norm, "lm_head.norm",
+    )  # fmt: skip
+
+
+def _opt_head(config: Config, _: int) -> HeadDescription | None:
+    size = config["word_embed_proj_dim"]
+    return None if size == config["hidden_size"] else HeadDescription("model.decoder.project_out", size)
+
+
+def _opt_norm(config: Config, i: int) -> NormDescription:
+    has_weight = config["layer_norm_elementwise_affine"]
+    return NormDescription(1e-5, "layer", bias=has_weight, has_weight=has_weight)
+
+
+_BART = {"qkv_bias": True, "output_bias": True, "output_name": "self_attn.out_proj"}
+_BART_NORMS = {"attention_norm": "self_attn_layer_norm", "feed_forward_norm": "final_layer_norm"}
+_GPT2_MODEL = {
+    "embedding_name": "transformer.wte", "layer_prefix": "transformer.h.", "norm_name": "transformer.ln_f",
+}  # fmt: skip
+_GPT2_NORMS = {"attention_norm": "ln_1", "feed_forward_norm": "ln_2"}
+_GPT2_ATTENTION = {
+    "qkv_names": ("attn.c_attn",), "output_name": "attn.c_proj", "qkv_bias": True, "output_bias": True,
+}  # fmt: skip
+_GPT2_DEFAULTS = {
+    "max_position_embeddings": 1024, "intermediate_size": None, "norm_eps": 1e-5, "tie_word_embeddings": True,
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+}  # fmt: skip
+_GPTJ = {"max_position_embeddings": 2048, "intermediate_size": None, "norm_eps": 1e-5, "rotary_dim": 64} | _GELU_TANH
+_GPTJ_ROPE = {"interleaved": True, "theta": 10000.0, "rotary_dim": key("rotary_dim")}
+_NEOX_ATTENTION = {"qkv_names": ("attention.query_key_value",), "output_name": "attention.dense"} | _PER_HEAD
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(
+        defaults={"max_position_embeddings": 2048}, attention=_ATTENTION_BIAS, feed_forward=_MLP_BIAS,
+    ),
+    "MistralForCausalLM": Family(
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        slides=_all_slide,
+    ),
+    "MinistralForCausalLM": Family(
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        slides=_all_slide,
+    ),
+    "Ministral3ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "original_max_position_embeddings": 16384, "mscale_all_dim": 1.0, "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        attention={"query_growth": _query_growth}, slides=_all_slide,
+    ),
+    "CwmForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "norm_eps": 1e-5,
+            "sliding_window": 8192, "rope_theta": 1000000.0,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            },
+        },
+        slides=_all_but_every("window_pattern", 4, first=0),
+    ),
+    "SeedOssForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True,
+            "attention_out_bias": False,
+        },
+        attention={"qkv_bias": key("attention_bias"), "output_bias": key("attention_out_bias")}, feed_forward=_MLP_BIAS,
+    ),
+    "Emu3ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 9216, "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0
+        },
+        attention=_ATTENTION_BIAS, feed_forward=_MLP_BIAS,
+    ),
+    "Qwen2ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        attention={"qkv_bias": True}, slides=_late_layers_slide, window_switch="use_sliding_window",
+    ),
+    "Qwen3ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        attention=_ATTENTION_BIAS | {"qk_norm": rms()}, slides=_late_layers_slide,
+        window_switch="use_sliding_window",
+    ),
+    "Phi3ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "norm_eps": 1e-5,
+        },
+        attention=_STACKED, feed_forward=_STACKED_UP, slides=_all_slide,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
+            "rope_theta": 2000000.0, "no_rope_layers": None, "no_rope_layer_interval": 4,
+        },
+        attention=_ATTENTION_BIAS, feed_forward=_MLP_BIAS, rotates=_smollm3_rotates,
+        slides=lambda c, i: not _smollm3_rotates(c, i), window_switch="use_sliding_window",
+    ),
+    "HeliumForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 4096, "num_key_value_heads": 20, "head_dim": 128, "norm_eps": 1e-8,
+            "rope_theta": 100000.0,
+        },
+        attention={"qkv_bias": key("attention_bias")}, feed_forward=_MLP_BIAS, rope={"interleaved": True},
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "norm_eps": 1e-5,
+            "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False,
+        },
+        attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
+        feed_forward={"bias": key("use_bias")},
+    ),
+    "GlmForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "norm_eps": 1.5625e-7,
+            "attention_bias": True, "partial_rotary_factor": 0.5,
+        },
+        attention={"qkv_bias": key("attention_bias")}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
+    ),
+    "Glm4ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "norm_eps": 1.5625e-7,
+            "attention_bias": True, "partial_rotary_factor": 0.5,
+        },
+        attention={"qkv_bias": key("attention_bias")}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
+        layer={"attention_post_norm": "post_self_attn_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"},
+    ),
+    "GraniteForCausalLM": Family(
+        defaults={"max_position_embeddings": 2048} | _NO_MULTIPLIERS,
+        attention=_ATTENTION_BIAS | {"scale": key("attention_multiplier")}, feed_forward=_MLP_BIAS,
+        layer={"residual_multiplier": key("residual_multiplier")}, model=_MULTIPLIERS,
+    ),
+    "GraniteSWAForCausalLM": Family(
+        defaults=_NO_MULTIPLIERS | {
+            "max_position_embeddings": 8192, "num_key_value_heads": 4, "norm_eps": 1e-5, "tie_word_embeddings": True,
+            "sliding_window": 128, "layer_rope_theta": None,
+        },
+        attention=_ATTENTION_BIAS | {"scale": key("attention_multiplier"), "sinks": "self_attn.sinks"},
+        rope={"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])},
+        feed_forward=_MLP_BIAS, layer={"residual_multiplier": key("residual_multiplier")}, model=_MULTIPLIERS,
+        slides=_all_but_every("window_pattern", 4, first=0),
+        rotates=lambda c, i: bool((c["layer_rope_theta"] or [1] * (i + 1))[i]),
+    ),
+    "HyperCLOVAXForCausalLM": Family(
+        defaults=_NO_MULTIPLIERS | {
+            "max_position_embeddings": 2048, "head_dim": None, "attention_multiplier": None, "use_post_norm": True
+        },
+        attention=_ATTENTION_BIAS | {
+            "scale": lambda c, _: c["attention_multiplier"]
+            or (c["head_dim"] or c["hidden_size"] // c["num_attention_heads"]) ** -0.5
+        },
+        feed_forward=_MLP_BIAS,
+        layer={
+            "residual_multiplier": key("residual_multiplier"),
+            "attention_post_norm": _where("use_post_norm", "post_norm1", None),
+            "feed_forward_post_norm": _where("use_post_norm", "post_norm2", None),
+        },
+        model={
+            "embedding_multiplier": key("embedding_multiplier"),
+            "logits_divisor": lambda c, _: 1 / c["logits_scaling"],
+        },
+    ),
+    "ApertusForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 65536, "norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12000000.0,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0,
+                "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            },
+        },
+        attention=_ATTENTION_BIAS | {"qk_norm": rms()}, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj"),
+        layer={"attention_norm": "attention_layernorm", "feed_forward_norm": "feedforward_layernorm"},
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        defaults={"max_position_embeddings": 2048, "norm_eps": 1e-5},
+        attention=_ATTENTION_BIAS | {
+            "qk_norm": rms(), "norms_after_rotation": True,
+            "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
+        },
+    ),
+    # A norm without weights of a rotated head is the norm of the head, rotated.
+    "NanoChatForCausalLM": Family(
+        defaults={"max_position_embeddings": 2048, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
+        norm=rms(has_weight=False), attention=_ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)},
+        rope={"reversed": True}, feed_forward=_ungated("mlp.fc1", "mlp.fc2"),
+        model=_GEMMA_LOGITS | {"embedding_norm": rms(has_weight=False)},
+    ),
+    "BitNetForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "num_key_value_heads": 5, "norm_eps": 1e-5, "hidden_act": "relu2",
+            "rope_theta": 500000.0,
+        },
+        attention=_ATTENTION_BIAS | {"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
+        feed_forward={"inner_norm": rms(), "inner_norm_name": "mlp.ffn_sub_norm"},
+    ),
+    "Olmo2ForCausalLM": Family(
+        defaults={"max_position_embeddings": 2048, "norm_eps": 1e-5},
+        attention=_ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=_AFTER,
+    ),
+    "Olmo3ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0,
+            "rope_local_base_freq": 500000.0,
+        },
+        attention=_ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=_AFTER, slides=_EVERY_4TH_FULL,
+    ),
+    "Exaone4ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4,
+        },
+        attention={"qk_norm": rms()}, layer=_AFTER, slides=_EVERY_4TH_FULL, rotates=_exaone4_rotates,
+    ),
+    "GemmaForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 8192, "num_key_value_heads": 16, "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+        },
+        norm=_GEMMA_RMS, attention=_ATTENTION_BIAS, model=_ROOT, refuses=("use_bidirectional_attention",),
+    ),
+    "Gemma2ForCausalLM": Family(
+        defaults=_GEMMA_2, norm=_GEMMA_RMS, attention=_ATTENTION_BIAS | _GEMMA_SCORES, layer=_AROUND,
+        model=_ROOT | _GEMMA_LOGITS, slides=_all_but_every("", 2), refuses=("use_bidirectional_attention",),
+    ),
+    "Gemma3ForCausalLM": Family(
+        defaults=_GEMMA_2 | {
+            "max_position_embeddings": 131072, "final_logit_softcapping": None, "attn_logit_softcapping": None,
+            "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+        },
+        norm=_GEMMA_RMS, attention=_ATTENTION_BIAS | _GEMMA_SCORES | {"qk_norm": _GEMMA_RMS}, layer=_AROUND,
+        model=_ROOT | _GEMMA_LOGITS, slides=_all_but_every("sliding_window_pattern", 6),
+        refuses=("use_bidirectional_attention",),
+    ),
+    "VaultGemmaForCausalLM": Family(
+        defaults=_GEMMA_2, norm=_GEMMA_RMS, attention=_ATTENTION_BIAS | _GEMMA_SCORES,
+        layer={"feed_forward_norm": "pre_feedforward_layernorm"}, model=_ROOT | _GEMMA_LOGITS,
+        slides=_all_but_every("", 2),
+    ),
+    "ArceeForCausalLM": Family(
+        defaults={"max_position_embeddings": 4096, "norm_eps": 1e-5, "hidden_act": "relu2"},
+        attention=_ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
+    ),
+    "NemotronForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 4096, "norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5,
+        },
+        norm=layer_norm(offset=1.0), attention=_ATTENTION_BIAS,
+        feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
+    ),
+    "Jais2ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 8192, "norm_eps": 1e-5, "hidden_act": "relu2", "attention_bias": True,
+            "mlp_bias": True,
+        },
+        norm=layer_norm(), attention=_ATTENTION_BIAS,
+        feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
+    ),
+    "Starcoder2ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 4096, "num_key_value_heads": 2, "norm_eps": 1e-5, "tie_word_embeddings": True,
+            "hidden_act": "gelu_pytorch_tanh", "use_bias": True,
+        },
+        norm=layer_norm(), attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")},
+        feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=key("use_bias")), slides=_all_slide,
+    ),
+    "PersimmonForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 16384, "norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5,
+            "qk_layernorm": True,
+        },
+        norm=layer_norm(),
+        attention=_PER_HEAD | {
+            "qkv_names": ("self_attn.query_key_value",), "output_name": "self_attn.dense", "qkv_bias": True,
+            "output_bias": True, "qk_norm": _when("qk_layernorm", layer_norm()),
+            "qk_norm_names": ("self_attn.q_layernorm", "self_attn.k_layernorm"),
+        },
+        feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True),
+        model={"norm_name": "model.final_layernorm"},
+    ),
+    "PhiForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "norm_eps": 1e-5, "partial_rotary_factor": 0.5, "qk_layernorm": False,
+        } | _GELU_TANH,
+        norm=layer_norm(),
+        attention={
+            "output_name": "self_attn.dense", "qkv_bias": True, "output_bias": True,
+            "qk_norm": _when("qk_layernorm", layer_norm()),
+            "qk_norm_names": ("self_attn.q_layernorm", "self_attn.k_layernorm"),
+        },
+        feed_forward=_ungated("mlp.fc1", "mlp.fc2", bias=True), layer=_PARALLEL,
+        model={"norm_name": "model.final_layernorm", "output_bias": True},
+    ),
+    "GPTNeoXForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "norm_eps": 1e-5, "hidden_act": "gelu", "partial_rotary_factor": 0.25,
+            "attention_bias": True, "use_parallel_residual": True,
+        },
+        norm=layer_norm(), attention=_NEOX_ATTENTION | _ATTENTION_BIAS,
+        feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True),
+        layer={"is_parallel": key("use_parallel_residual")},
+        model={
+            "embedding_name": "gpt_neox.embed_in", "layer_prefix": "gpt_neox.layers.",
+            "norm_name": "gpt_neox.final_layer_norm", "output_name": "embed_out",
+        },
+    ),
+    "GPTNeoXJapaneseForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "norm_eps": 1e-5, "hidden_act": "gelu", "tie_word_embeddings": True,
+            "intermediate_multiple_size": 4, "intermediate_size": None,
+        },
+        norm=layer_norm(),
+        attention=_NEOX_ATTENTION | {
+            "output_bias": lambda c, i: "attention.dense_bias" if i == c["num_hidden_layers"] - 1 else False,
+        },
+        feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h") | {
+            "intermediate_size": lambda c, _: int(c["hidden_size"] * c["intermediate_multiple_size"])
+        },
+        model={
+            "embedding_name": "gpt_neox_japanese.embed_in", "layer_prefix": "gpt_neox_japanese.layers.",
+            "norm_name": "gpt_neox_japanese.final_layer_norm", "output_name": "embed_out",
+        },
+    ),
+    "GPTJForCausalLM": Family(
+        defaults=_GPTJ, norm=layer_norm(),
+        attention={"qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.out_proj"},
+        rope=_GPTJ_ROPE, feed_forward=_ungated("mlp.fc_in", "mlp.fc_out", bias=True),
+        layer=_PARALLEL | {"attention_norm": "ln_1"}, model=_GPT2_MODEL | {"output_bias": True},
+    ),
+    "CodeGenForCausalLM": Family(
+        defaults=_GPTJ, norm=layer_norm(),
+        attention={
+            "qkv_names": ("attn.qkv_proj",), "output_name": "attn.out_proj", "qkv_blocks": 4, "qkv_order": "qvk",
+        },
+        rope=_GPTJ_ROPE, feed_forward=_ungated("mlp.fc_in", "mlp.fc_out", bias=True),
+        layer=_PARALLEL | {"attention_norm": "ln_1"}, model=_GPT2_MODEL | {"output_bias": True},
+    ),
+    "CohereForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 8192, "norm_eps": 1e-5, "tie_word_embeddings": True, "logit_scale": 0.0625,
+            "use_qk_norm": False, "rope_theta": 500000.0,
+        },
+        norm=layer_norm(bias=False),
+        attention=_ATTENTION_BIAS | {
+            "qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"
+        },
+        rope={"interleaved": True}, layer=_PARALLEL, model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]},
+    ),
+    "Cohere2ForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 8192, "norm_eps": 1e-5, "tie_word_embeddings": True, "logit_scale": 0.0625,
+            "sliding_window": 4096,
+        },
+        norm=layer_norm(bias=False), attention=_ATTENTION_BIAS, rope={"interleaved": True}, layer=_PARALLEL,
+        model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]},
+        slides=_EVERY_4TH_FULL, rotates=_slides(_EVERY_4TH_FULL),
+    ),
+    "StableLmForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 4096, "num_key_value_heads": 32, "norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25, "use_qkv_bias": False, "qk_layernorm": False,
+            "use_parallel_residual": False,
+        },
+        norm=layer_norm(),
+        attention={
+            "qkv_bias": key("use_qkv_bias"), "qk_norm": _when("qk_layernorm", layer_norm(bias=False)),
+            "qk_norm_scope": "heads",
+            "qk_norm_names": ("self_attn.q_layernorm.norms.{head}", "self_attn.k_layernorm.norms.{head}"),
+        },
+        layer={
+            "is_parallel": key("use_parallel_residual"),
+            "feed_forward_norm": _where("use_parallel_residual", None, "post_attention_layernorm"),
+        },
+    ),
+    "FalconForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "intermediate_size": None, "norm_eps": 1e-5, "hidden_act": "gelu",
+            "tie_word_embeddings": True, "bias": False, "alibi": False, "parallel_attn": True, "multi_query": True,
+            "new_decoder_architecture": False, "num_ln_in_parallel_attn": None,
+        },
+        norm=layer_norm(),
+        attention={
+            "num_kv_heads": _falcon_kv_heads, "qkv_names": ("self_attention.query_key_value",),
+            "qkv_blocks": _falcon_blocks, "output_name": "self_attention.dense", "qkv_bias": key("bias"),
+            "output_bias": key("bias"), "alibi_max": _where("alibi", 8.0, 0.0),
+            "alibi_scale": lambda c, _: (c["hidden_size"] // c["num_attention_heads"]) ** -0.5,
+        },
+        feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=key("bias")),
+        layer={
+            "is_parallel": lambda c, _: c["new_decoder_architecture"] or c["parallel_attn"],
+            "attention_norm": _falcon_norms(True), "feed_forward_norm": _falcon_norms(False),
+        },
+        model=_GPT2_MODEL | {"embedding_name": "transformer.word_embeddings"}, rotates=_where("alibi", False, True),
+    ),
+    "BloomForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "intermediate_size": None, "norm_eps": 1e-5, "tie_word_embeddings": True,
+        } | _GELU_TANH,
+        norm=layer_norm(), rope=None,
+        attention=_PER_HEAD | {
+            "qkv_names": ("self_attention.query_key_value",), "output_name": "self_attention.dense", "qkv_bias": True,
+            "output_bias": True, "alibi_max": 8.0,
+        },
+        feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True),
+        model=_GPT2_MODEL | {
+            "embedding_name": "transformer.word_embeddings", "embedding_norm": layer_norm(),
+            "embedding_norm_name": "transformer.word_embeddings_layernorm",
+        },
+        refuses=("apply_residual_connection_post_layernorm",),
+    ),
+    "MptForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "intermediate_size": None, "norm_eps": 1e-5, "hidden_act": "gelu",
+            "tie_word_embeddings": True,
+        },
+        norm=layer_norm(bias=False), rope=None,
+        attention={
+            "qkv_names": ("attn.Wqkv",), "output_name": "attn.out_proj", "qkv_clip": _mpt("clip_qkv", 0.0),
+            "alibi_max": _mpt("alibi_bias_max", 8.0), "scale": _mpt_scale,
+        },
+        feed_forward=_ungated("ffn.up_proj", "ffn.down_proj"),
+        layer={"attention_norm": "norm_1", "feed_forward_norm": "norm_2"},
+        model={
+            "embedding_name": "transformer.wte", "layer_prefix": "transformer.blocks.",
+            "norm_name": "transformer.norm_f",
+        },
+    ),
+    "GPT2LMHeadModel": Family(
+        defaults=_GPT2_DEFAULTS | _GELU_TANH, norm=layer_norm(), rope=None,
+        attention=_GPT2_ATTENTION | {"scale": _gpt2_scale, "is_transposed": True},
+        feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=True, is_transposed=True), layer=_GPT2_NORMS,
+        model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, refuses=("add_cross_attention",),
+    ),
+    "GPTBigCodeForCausalLM": Family(
+        defaults=_GPT2_DEFAULTS | {"hidden_act": "gelu_pytorch_tanh", "multi_query": True},
+        norm=layer_norm(), rope=None,
+        attention=_GPT2_ATTENTION | {
+            "scale": _gpt2_scale, "num_kv_heads": lambda c, _: 1 if c["multi_query"] else c["num_attention_heads"],
+            "qkv_blocks": lambda c, _: 1 if c["multi_query"] else c["num_attention_heads"],
+        },
+        feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=True), layer=_GPT2_NORMS,
+        model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, refuses=("add_cross_attention",),
+    ),
+    "OPTForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "hidden_act": "relu", "tie_word_embeddings": True, "enable_bias": True,
+            "do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True,
+            "word_embed_proj_dim": 768,
+        },
+        norm=_opt_norm, rope=None,
+        attention=_BART | {"qkv_bias": key("enable_bias"), "output_bias": key("enable_bias")},
+        feed_forward=_ungated("fc1", "fc2", bias=key("enable_bias")),
+        layer={
+            "norms_stream": _where("do_layer_norm_before", False, True),
+            "attention_norm": _where("do_layer_norm_before", "self_attn_layer_norm", None),
+            "feed_forward_norm": _where("do_layer_norm_before", "final_layer_norm", None),
+            "attention_post_norm": _where("do_layer_norm_before", None, "self_attn_layer_norm"),
+            "feed_forward_post_norm": _where("do_layer_norm_before", None, "final_layer_norm"),
+        },
+        model={
+            "embedding_name": "model.decoder.embed_tokens", "layer_prefix": "model.decoder.layers.",
+            "positions": _learned("model.decoder.embed_positions.weight", 2),
+            "norm": lambda c, i: _opt_norm(c, i)
+            if c["do_layer_norm_before"] and not c["_remove_final_layer_norm"] else None,
+            "norm_name": "model.decoder.final_layer_norm", "head": _opt_head,
+            "embedding_size": lambda c, _: c["word_embed_proj_dim"]
+            if c["word_embed_proj_dim"] != c["hidden_size"] else None,
+            "embedding_projection_name": "model.decoder.project_in",
+        },
+    ),
+    "GPTNeoForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "intermediate_size": None, "norm_eps": 1e-5, "tie_word_embeddings": True,
+            "sliding_window": 256, "attention_types": [[["global", "local"], 12]],
+        } | _GELU_TANH,
+        norm=layer_norm(), rope=None,
+        attention={
+            "qkv_names": ("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+            "output_name": "attn.attention.out_proj", "output_bias": True, "scale": 1.0,
+        },
+        feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=True), layer=_GPT2_NORMS,
+        model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, slides=_gpt_neo_slides,
+    ),
+    "BioGptForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 1024, "hidden_act": "gelu", "norm_eps": 1e-12, "tie_word_embeddings": True,
+            "scale_embedding": True,
+        },
+        norm=layer_norm(), rope=None, attention=_BART, feed_forward=_ungated("fc1", "fc2", bias=True),
+        layer=_BART_NORMS,
+        model={
+            "embedding_name": "biogpt.embed_tokens", "layer_prefix": "biogpt.layers.", "norm_name": "biogpt.layer_norm",
+            "output_name": "output_projection", "positions": _learned("biogpt.embed_positions.weight", 2),
+            "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5 if c["scale_embedding"] else 1.0,
+        },
+    ),
+    "XGLMForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 2048, "hidden_act": "gelu", "tie_word_embeddings": True,
+            "scale_embedding": True,
+        },
+        norm=layer_norm(eps=1e-5), rope=None, attention=_BART, feed_forward=_ungated("fc1", "fc2", bias=True),
+        layer=_BART_NORMS,
+        model={
+            "norm_name": "model.layer_norm",
+            "positions": lambda c, _: PositionsDescription(offset=2, steps=c["hidden_size"] // 2 - 1),
+            "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5 if c["scale_embedding"] else 1.0,
+        },
+    ),
+    "OpenAIGPTLMHeadModel": Family(
+        defaults={
+            "max_position_embeddings": 512, "intermediate_size": None, "hidden_act": "gelu", "norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+        norm=layer_norm(), rope=None, attention=_GPT2_ATTENTION | {"is_transposed": True},
+        feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=True, is_transposed=True) | {
+            "activation": lambda c, _: {"gelu": "gelu_tanh", "swish": "silu"}.get(c["hidden_act"], c["hidden_act"])
+        },
+        layer={
+            "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": "ln_1",
+            "feed_forward_post_norm": "ln_2",
+        },
+        model=_GPT2_MODEL | {
+            "embedding_name": "transformer.tokens_embed", "norm": None,
+            "positions": _learned("transformer.positions_embed.weight"),
+        },
+    ),
+    "CTRLLMHeadModel": Family(
+        defaults={"max_position_embeddings": 256, "hidden_act": "relu", "tie_word_embeddings": True},
+        norm=layer_norm(eps=1e-6), rope=None,
+        attention={
+            "qkv_names": ("multi_head_attention.Wq", "multi_head_attention.Wk", "multi_head_attention.Wv"),
+            "output_name": "multi_head_attention.dense", "qkv_bias": True, "output_bias": True,
+        },
+        feed_forward=_ungated("ffn.0", "ffn.2", bias=True),
+        layer={"attention_norm": "layernorm1", "feed_forward_norm": "layernorm2"},
+        model=_ROOT | {
+            "embedding_name": "transformer.w", "layer_prefix": "transformer.h.", "norm_name": "transformer.layernorm",
+            "output_bias": True, "positions": lambda c, _: PositionsDescription(steps=c["hidden_size"] // 2),
+        },
+    ),
+    "OlmoForCausalLM": Family(
+        defaults={"max_position_embeddings": 2048, "clip_qkv": None}, norm=layer_norm(
+            eps=1e-5, bias=False, has_weight=False
+        ),
+        attention=_ATTENTION_BIAS | {"qkv_clip": lambda c, _: c["clip_qkv"] or 0.0},
+    ),
+    "ModernBertDecoderForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 8192, "norm_eps": 1e-5, "hidden_act": "gelu", "tie_word_embeddings": True,
+            "norm_bias": False, "decoder_bias": True, "classifier_bias": False, "classifier_activation": "gelu",
+            "local_attention": 128, "rope_theta": 160000.0, "rope_local_base_freq": 10000.0,
+            "global_attn_every_n_layers": 3,
+        },
+        norm=lambda c, _: NormDescription(c["norm_eps"], "layer", c["norm_bias"]),
+        attention=_ATTENTION_BIAS | {
+            "qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.Wo",
+            "window": lambda c, i: c["local_attention"] // 2 if _slides(_modern_bert_slides)(c, i) else 0,
+        },
+        feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | _MLP_BIAS,
+        layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
+        model={
+            "embedding_name": "model.embeddings.tok_embeddings", "norm_name": "model.final_norm",
+            "embedding_norm": lambda c, _: NormDescription(c["norm_eps"], "layer", c["norm_bias"]),
+            "embedding_norm_name": "model.embeddings.norm", "head": _modern_bert_head, "output_name": "decoder",
+            "output_bias": key("decoder_bias"),
+        },
+        slides=_modern_bert_slides,
+    ),
+}  # fmt: skip
