@@ -107,7 +107,9 @@ void write_rows(const AttentionArgs& a, const AttentionTask& task, int kv_head, 
         const int64_t head = static_cast<int64_t>(kv_head) * ratio + index % ratio;
         typename E::T* out = static_cast<typename E::T*>(a.out) + (token * a.query_heads + head) * a.head_size;
         const float* row = total.out + r * rows.padded;
-        const Vec sum = set1(total.sum[r]);
+        float weights = total.sum[r];
+        if (a.sinks) weights += exp(a.sinks[head] - total.max[r] * (rows.adjusts ? 1.0f : a.scale));
+        const Vec sum = set1(weights);
         for_vectors(a.head_size, [&](int64_t i, int lanes) { store_some(out + i, div(load(row + i), sum), lanes); });
     }
 }
@@ -156,12 +158,16 @@ void attention_task(const AttentionArgs& a, int64_t task_number) {
     Rows<E> rows;
     rows.count = task.row_end - task.row_begin;
     rows.padded = h.value_stride / E::kStep;
-    rows.exponent = a.scale * 1.44269504f;  // log2(e): weights are powers of two.
+    rows.adjusts = a.softcap > 0.0f || a.slopes;
+    rows.scale = a.scale;
+    rows.softcap = a.softcap;
+    rows.exponent = (rows.adjusts ? 1.0f : a.scale) * 1.44269504f;  // log2(e): weights are powers of two.
     for (int r = 0; r < rows.count; ++r) {
         const int token = (task.row_begin + r) / ratio;
         const int64_t head = static_cast<int64_t>(kv_head) * ratio + (task.row_begin + r) % ratio;
         rows.last[r] = task.first_position + token;
         rows.first[r] = first_key(a, task, token);
+        rows.slope[r] = a.slopes ? a.slopes[head] : 0.0f;
         rows.query[r] =
             static_cast<const T*>(a.query) + (task.first_token + token) * a.query_stride + head * a.head_size;
     }

@@ -2,7 +2,7 @@
 // rounded to bf16 to meet the values in pairs of keys; their sum is not rounded. Included by attention.h only.
 #pragma once
 
-#include "simd.h"
+#include "functions.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
@@ -144,18 +144,36 @@ inline void score_tile(const Head<E>& h, const TileRefs<E>& refs, const typename
 }
 
 // The rows of one task: what each may see, and its state within the current partition. Scores and `max` are bare
-// products; `exponent` is what takes their differences to powers of two.
+// products, or what `adjust` makes of them; `exponent` is what takes their differences to powers of two.
 template <class E>
 struct Rows {
     int count;
     int64_t padded;  // Elements of a row of `out`.
     float exponent;
+    bool adjusts;
+    float scale, softcap;
+    float slope[kQueryRows];
     int first[kQueryRows], last[kQueryRows];  // Key positions that the row sees.
     const typename E::T* query[kQueryRows];
     float max[kQueryRows + kLanes];  // Of the scores so far. Read in whole vectors.
     float sums[kQueryRows][kLanes];  // By lane, of the weights relative to it.
     alignas(64) float out[kQueryRows * kMaxHeadSize];
 };
+
+// Scales the scores of keys [begin, end) of a row, caps them, and lets them fall with the distance.
+template <class E>
+void adjust(const Rows<E>& rows, int row, float* scores, int tile_begin, int begin, int end) {
+    alignas(64) float ramp[kLanes];
+    for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<float>(i);
+    const Vec scale = set1(rows.scale), slope = set1(rows.slope[row]), cap = set1(rows.softcap);
+    const Vec inverse = set1(1.0f / rows.softcap);
+    for (int base = begin / kLanes * kLanes; base < end; base += kLanes) {
+        Vec x = mul(load(scores + base), scale);
+        if (rows.softcap > 0.0f) x = softcap(x, cap, inverse);
+        const Vec distance = add(load(ramp), set1(static_cast<float>(tile_begin + base - rows.last[row])));
+        store(scores + base, fma(slope, distance, x));
+    }
+}
 
 // Turns the scores of keys [begin[r], end[r]) of each row into weights relative to the new maximum (0 for all others in
 // their vectors). shrink[r] is the factor by which what was summed up before must shrink.
@@ -291,6 +309,9 @@ void attend_tile(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int r
     }
     if (lowest >= highest) return;
     score_tile<E, R>(h, refs, rows.query + row, lowest / kLanes, (highest + kLanes - 1) / kLanes, scores);
+    if (rows.adjusts) {
+        for (int r = 0; r < R; ++r) adjust(rows, row + r, scores + r * kKeyTile, tile_begin, begin[r], end[r]);
+    }
     soften<E, R>(rows, row, scores, weights, begin, end, shrink);
     // Steps that all rows see are added for all at once; those at the edges, in the same order, row by row. Only where
     // all rows begin or end at the same key may a pair be cut there for all.

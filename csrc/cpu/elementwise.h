@@ -41,8 +41,7 @@ void rms_norm_row(const NormArgs& a, int64_t row, const T* x, const W* weight) {
 }
 
 template <class T, class W>
-void layer_norm_row(const NormArgs& a, int64_t row, const T* x, const W* weight) {
-    const W* bias = static_cast<const W*>(a.bias);
+void layer_norm_row(const NormArgs& a, int64_t row, const T* x, const W* weight, const W* bias) {
     const float count = static_cast<float>(a.hidden);
     const float mean = sum_row(x, a.hidden, [](Vec sum, Vec v, int) { return add(sum, v); }) / count;
     const Vec center = set1(mean);
@@ -66,10 +65,13 @@ void norm(const void* args, int64_t task) {
     with_element(a.dtype, [&](auto element) {
         with_element(a.weight_dtype, [&](auto weight_element) {
             using T = typename decltype(element)::T;
-            const auto* weight = static_cast<const typename decltype(weight_element)::T*>(a.weight);
+            using W = typename decltype(weight_element)::T;
             for_rows(a, task, a.rows * a.inner, [&](int64_t row) {
                 const T* x = static_cast<const T*>(a.x) + row / a.inner * a.x_stride + row % a.inner * a.x_inner_stride;
-                a.centered ? layer_norm_row(a, row, x, weight) : rms_norm_row(a, row, x, weight);
+                const int64_t first = row % a.inner * a.weight_stride;
+                const W* weight = static_cast<const W*>(a.weight) + first;
+                const W* bias = a.bias ? static_cast<const W*>(a.bias) + first : nullptr;
+                a.centered ? layer_norm_row(a, row, x, weight, bias) : rms_norm_row(a, row, x, weight);
             });
         });
     });
@@ -140,11 +142,17 @@ void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
     const int64_t steps = d / E::kStep;
     T rotated[kMaxHeadSize];
     for (int64_t t = begin; t < end; ++t) {
-        if (t + 1 < end && a.slots[t + 1] >= 0) prefetch_slot<E>(a, a.slots[t + 1]);
+        if (t + 1 < end && a.slots && a.slots[t + 1] >= 0) prefetch_slot<E>(a, a.slots[t + 1]);
         const float* cos_sin = a.cos_sin + a.positions[t] * a.rotary_size;
         T* query = static_cast<T*>(a.query) + t * a.query_stride;
         for (int32_t h = 0; h < a.query_heads; ++h) rotate(query + h * d, query + h * d, cos_sin, half);
-        if (a.slots[t] < 0) continue;
+        if (a.query_scales) {
+            const Vec scale = set1(a.query_scales[a.positions[t]]);
+            for_vectors(a.query_heads * d, [&](int64_t i, int lanes) {
+                store_some(query + i, mul(load_some(query + i, lanes), scale), lanes);
+            });
+        }
+        if (!a.slots || a.slots[t] < 0) continue;
         const CacheSlot<E> s = find_slot<E>(a, a.slots[t]);
         for (int32_t g = 0; g < a.kv_heads; ++g) {
             const T* key = static_cast<const T*>(a.key) + t * a.key_stride + g * d;

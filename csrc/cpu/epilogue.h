@@ -31,11 +31,10 @@ inline Vec with_bias(const LinearArgs& a, const Products& p, int64_t r, int64_t 
 }
 
 // Element i of the gated outputs of these products.
-inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i) {
+template <class Activation>
+inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i, Activation activation) {
     const int64_t gate_at = i / kPanel * 2 * kPanel + i % kPanel;
-    const Vec gate = with_bias(a, p, r, gate_at);
-    const Vec silu = div(gate, add(set1(1.0f), exp(sub(zero(), gate))));
-    return mul(silu, with_bias(a, p, r, gate_at + kPanel));
+    return mul(activation(with_bias(a, p, r, gate_at)), with_bias(a, p, r, gate_at + kPanel));
 }
 
 // Stores f(where, row, index, lanes) in `width` columns of the output from `begin` on.
@@ -48,15 +47,18 @@ inline void write_outputs(const LinearArgs& a, const Products& p, int64_t begin,
 }
 
 // What pads the last panels is exactly zero, and so is its gated product.
-inline void quantize_gated(const LinearArgs& a, const Products& p) {
+template <class Activation>
+inline void quantize_gated(const LinearArgs& a, const Products& p, Activation activation) {
     for (int64_t r = 0; r < p.rows; ++r) {
         QBlock* out = static_cast<QBlock*>(a.out) + (p.row + r) * a.out_stride + p.col / (2 * kQBlock);
-        quantize_row(p.width / 2, out, [&](int64_t i, int) { return gated(a, p, r, i); });
+        quantize_row(p.width / 2, out, [&](int64_t i, int) { return gated(a, p, r, i, activation); });
     }
 }
 
 void finish(const LinearArgs& a, const Products& p) {
-    if (a.epilogue == kGated && a.out_dtype == kQ8) return quantize_gated(a, p);
+    if (a.epilogue == kGated && a.out_dtype == kQ8) {
+        return with_activation(a.activation, [&](auto f) { quantize_gated(a, p, f); });
+    }
     with_element(a.out_dtype, [&](auto element) {
         using T = typename decltype(element)::T;
         const int64_t width = min_of(p.width, a.matrix.n - p.col);
@@ -69,8 +71,10 @@ void finish(const LinearArgs& a, const Products& p) {
                 return fma(scale, with_bias(a, p, r, i), load_some(out, lanes));
             });
         } else {
-            write_outputs<T>(a, p, p.col / 2, width / 2,
-                             [&](const T*, int64_t r, int64_t i, int) { return gated(a, p, r, i); });
+            with_activation(a.activation, [&](auto f) {
+                write_outputs<T>(a, p, p.col / 2, width / 2,
+                                 [&](const T*, int64_t r, int64_t i, int) { return gated(a, p, r, i, f); });
+            });
         }
     });
 }

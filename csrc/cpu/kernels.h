@@ -63,7 +63,7 @@ struct Matrix {
 enum Epilogue : int32_t {
     kStore = 0,  // out = y
     kAdd = 1,    // out += scale * y, in float32, rounded once
-    kGated = 2,  // out = silu(gate) * up, as floats or as quantized rows
+    kGated = 2,  // out = activation(gate) * up, as floats or as quantized rows
 };
 
 // What a program may run for fewer rows than it was recorded with.
@@ -85,7 +85,7 @@ struct LinearArgs : RowArgs {
     Matrix matrix;
     void* out;
     int64_t out_stride;
-    int32_t out_dtype, epilogue;
+    int32_t out_dtype, epilogue, activation;
     float scale;
     int64_t row_chunks, panel_chunks;  // Planned: the grid of tasks.
 };
@@ -116,18 +116,28 @@ struct TakeRowsArgs : RowWiseArgs {
 };
 
 // out[i, j, :] = norm(x[i, j, :]) * weight + bias for `rows` by `inner` rows: the layer norm if it is `centered`, the
-// RMS norm otherwise. The bias may be null, and is of the weight's type. Outputs are dense; kQ8 outputs are quantized
-// from float32.
+// RMS norm otherwise. The bias may be null, and is of the weight's type. Weights and bias of the inner rows are
+// `weight_stride` apart, where they have their own. Outputs are dense; kQ8 outputs are quantized from float32.
 struct NormArgs : RowWiseArgs {
     const void *x, *weight, *bias;
     void* out;
-    int64_t inner, hidden, x_stride, x_inner_stride;
+    int64_t inner, hidden, x_stride, x_inner_stride, weight_stride;
     float eps;
     int32_t dtype, weight_dtype, out_dtype, centered;
 };
 
 // Element-wise functions, as the Python side names them.
-enum ActivationKind : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4, kIdentity = 5 };
+enum ActivationKind : int32_t {
+    kSilu = 0,
+    kGelu = 1,
+    kGeluTanh = 2,
+    kRelu = 3,
+    kRelu2 = 4,
+    kIdentity = 5,
+    kXielu = 6,
+    kSoftcap = 7,
+    kClip = 8
+};
 
 // out[r, :] = f(x[r, :]); outputs are dense. kQ8 outputs are quantized from float32, as rows of
 // ceil(width / kQBlock) blocks.
@@ -136,6 +146,7 @@ struct ActivationArgs : RowWiseArgs {
     void* out;
     int64_t x_stride, width;
     int32_t dtype, out_dtype, kind;
+    float parameter0, parameter1, parameter2, parameter3;  // of the kinds that have some
 };
 
 // out[r, :] += scale * x[r, :], in float32, rounded once.
@@ -147,12 +158,13 @@ struct AddArgs : RowWiseArgs {
     int32_t dtype, out_dtype;
 };
 
-// Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written.
+// Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written, and nothing
+// if `slots` is null. Queries are multiplied with query_scales[position], if it is not null.
 struct RotaryArgs : RowWiseArgs {
     void* query;
     const void *key, *value;
     const int64_t* positions;
-    const float* cos_sin;
+    const float *cos_sin, *query_scales;
     void *key_cache, *value_cache;
     const int64_t* slots;
     int64_t query_stride, key_stride, value_stride;
@@ -190,7 +202,8 @@ struct AttentionArgs : RowArgs {
     void* out;
     int64_t query_stride, table_stride, max_blocks;
     int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, dtype;
-    float scale;
+    float scale, softcap;               // of the scores; a cap of 0 is none
+    const float *slopes, *sinks;        // by query head, or null; see octavo.ops.Ops.paged_attention
     const AttentionSchedule* schedule;  // Filled in by AttentionPlan.
 };
 

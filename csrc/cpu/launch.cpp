@@ -67,7 +67,7 @@ void check(const TakeRowsArgs& args) { check_indices("row", args.indices, args.r
 
 void check(const RotaryArgs& args) {
     check_indices("position", args.positions, args.rows, 0, args.max_positions);
-    check_indices("slot", args.slots, args.rows, INT64_MIN, args.num_slots);
+    if (args.slots) check_indices("slot", args.slots, args.rows, INT64_MIN, args.num_slots);
 }
 
 void check(const MaskArgs& args) { check_indices("sample", args.samples, args.masks, 0, args.rows); }

@@ -144,7 +144,8 @@ void define_operations(nb::module_& m) {
     define<PackArgs, &PackArgs::weight, &PackArgs::stride, &PackArgs::n, &PackArgs::k, &PackArgs::dtype, &PackArgs::out,
            &PackArgs::panel_step>(m, "pack_linear");
     define<LinearArgs, &LinearArgs::x, &LinearArgs::x_stride, &LinearArgs::rows, &LinearArgs::matrix, &LinearArgs::out,
-           &LinearArgs::out_stride, &LinearArgs::out_dtype, &LinearArgs::epilogue, &LinearArgs::scale>(m, "linear");
+           &LinearArgs::out_stride, &LinearArgs::out_dtype, &LinearArgs::epilogue, &LinearArgs::scale,
+           &LinearArgs::activation>(m, "linear");
     define<EmbeddingArgs, &EmbeddingArgs::token_ids, &EmbeddingArgs::rows, &EmbeddingArgs::matrix, &EmbeddingArgs::out,
            &EmbeddingArgs::out_dtype, &EmbeddingArgs::scale>(m, "embedding");
     define<TakeRowsArgs, &TakeRowsArgs::x, &TakeRowsArgs::x_rows, &TakeRowsArgs::row_bytes,
@@ -152,18 +153,22 @@ void define_operations(nb::module_& m) {
                                                                                                            "take_rows");
     define<NormArgs, &NormArgs::x, &NormArgs::weight, &NormArgs::bias, &NormArgs::out, &NormArgs::rows,
            &NormArgs::inner, &NormArgs::hidden, &NormArgs::x_stride, &NormArgs::x_inner_stride, &NormArgs::eps,
-           &NormArgs::dtype, &NormArgs::weight_dtype, &NormArgs::out_dtype, &NormArgs::centered>(m, "norm");
+           &NormArgs::dtype, &NormArgs::weight_dtype, &NormArgs::out_dtype, &NormArgs::centered,
+           &NormArgs::weight_stride>(m, "norm");
     define<ActivationArgs, &ActivationArgs::x, &ActivationArgs::x_stride, &ActivationArgs::rows, &ActivationArgs::width,
-           &ActivationArgs::dtype, &ActivationArgs::out, &ActivationArgs::out_dtype, &ActivationArgs::kind>(
-        m, "activation");
+           &ActivationArgs::dtype, &ActivationArgs::out, &ActivationArgs::out_dtype, &ActivationArgs::kind,
+           &ActivationArgs::parameter0, &ActivationArgs::parameter1, &ActivationArgs::parameter2,
+           &ActivationArgs::parameter3>(m, "activation");
     define<AddArgs, &AddArgs::x, &AddArgs::x_stride, &AddArgs::dtype, &AddArgs::out, &AddArgs::out_stride,
            &AddArgs::out_dtype, &AddArgs::rows, &AddArgs::width, &AddArgs::scale>(m, "add");
     define<R, &R::query, &R::query_stride, &R::key, &R::key_stride, &R::value, &R::value_stride, &R::positions,
            &R::cos_sin, &R::max_positions, &R::rotary_size, &R::key_cache, &R::value_cache, &R::num_slots, &R::slots,
-           &R::rows, &R::query_heads, &R::kv_heads, &R::head_size, &R::block_size, &R::dtype>(m, "rotary_and_cache");
+           &R::rows, &R::query_heads, &R::kv_heads, &R::head_size, &R::block_size, &R::dtype, &R::query_scales>(
+        m, "rotary_and_cache");
     define<A, &A::query, &A::rows, &A::query_stride, &A::key_cache, &A::value_cache, &A::block_tables, &A::table_stride,
            &A::max_blocks, &A::query_start, &A::seq_lens, &A::num_seqs, &A::query_heads, &A::kv_heads, &A::head_size,
-           &A::block_size, &A::window, &A::scale, &A::dtype, &A::out>(m, "paged_attention");
+           &A::block_size, &A::window, &A::scale, &A::dtype, &A::out, &A::softcap, &A::slopes, &A::sinks>(
+        m, "paged_attention");
     define<ArgmaxArgs, &ArgmaxArgs::x, &ArgmaxArgs::stride, &ArgmaxArgs::rows, &ArgmaxArgs::width, &ArgmaxArgs::out>(
         m, "argmax");
     define<SampleArgs, &SampleArgs::logits, &SampleArgs::stride, &SampleArgs::rows, &SampleArgs::width,
@@ -208,7 +213,8 @@ NB_MODULE(_cpu, m) {
     m.attr("STORE") = static_cast<int>(octavo::kStore);
     m.attr("ADD") = static_cast<int>(octavo::kAdd);
     m.attr("GATED") = static_cast<int>(octavo::kGated);
-    m.attr("ACTIVATIONS") = numbered({"silu", "gelu", "gelu_tanh", "relu", "relu2", "identity"});
+    m.attr("ACTIVATIONS") =
+        numbered({"silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "xielu", "softcap", "clip"});
     m.attr("PANEL") = octavo::kPanel;
     m.attr("QBLOCK") = octavo::kQBlock;
     m.attr("QBLOCK_BYTES") = sizeof(octavo::QBlock);

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
 from octavo.errors import ConfigError
-from octavo.ops import LayerKVCache, LinearWeight
+from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS, LayerKVCache, LinearWeight
 from octavo.ops.cpu_arrays import BFLOAT16, CODES, DTYPES, FLOAT32, INT32, INT64, UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_cache import allocate_kv_cache, copy_blocks, gather_blocks, scatter_blocks
 from octavo.ops.cpu_logits import (
@@ -38,7 +38,7 @@ __all__ = [
     "PackedWeight", "Program", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks",
     "embedding", "gather_blocks", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs",
     "mask_tokens", "normalize", "pack_linear", "packed_weight", "paged_attention", "penalize", "place", "process_row",
-    "quantize", "rms_norm", "rotary_and_cache", "rows_of", "sample", "scatter_blocks", "take_rows", "top_tokens",
+    "quantize", "rms_norm", "rotary_and_cache", "rotate", "rows_of", "sample", "scatter_blocks", "take_rows", "top_tokens",
     "use_threads",
 ]  # fmt: skip
 
@@ -90,7 +90,8 @@ def quantize(x: NDArray[Any], consumer: LinearWeight) -> NDArray[Any]:
     assert is_dense(x)
     check_inputs("quantize", x=x)
     out = empty((rows, consumer.num_blocks * _cpu.QBLOCK_BYTES), UINT8)
-    _cpu.activation(x, stride(x), rows, width, code_of("quantize", x), out, _cpu.Q8, _cpu.ACTIVATIONS["identity"])
+    code, kind = code_of("quantize", x), _cpu.ACTIVATIONS["identity"]
+    _cpu.activation(x, stride(x), rows, width, code, out, _cpu.Q8, kind, 0.0, 0.0, 0.0, 0.0)
     return out
 
 
@@ -99,7 +100,7 @@ _FLOAT_FORMATS = {_cpu.WEIGHT_F32: FLOAT32, _cpu.WEIGHT_BF16: BFLOAT16}
 
 def _product(
     op: str, x: NDArray[Any], weight: PackedWeight, out: NDArray[Any], epilogue: int, out_code: int | None = None,
-    scale: float = 1.0,
+    scale: float = 1.0, activation: str = "silu",
 ) -> None:  # fmt: skip
     """Call the kernel: x, as `weight` wants it, into the rows of `out`."""
     check_inputs(op, x=x, out=out)
@@ -120,7 +121,8 @@ def _product(
         x_stride = stride(x)
     assert is_dense(x)
     out_stride = stride(out) if out_code != _cpu.Q8 else stride(out) // _cpu.QBLOCK_BYTES
-    _cpu.linear(x, x_stride, x.shape[0], weight.matrix, out, out_stride, out_code, epilogue, scale)
+    kind = _cpu.ACTIVATIONS[activation]
+    _cpu.linear(x, x_stride, x.shape[0], weight.matrix, out, out_stride, out_code, epilogue, scale, kind)
 
 
 def _float_output(x: NDArray[Any], out_dtype: str | None) -> np.dtype[Any]:
@@ -158,7 +160,8 @@ def linear_silu_and_mul(
     assert isinstance(gate_up, PackedWeight) and gate_up.gated
     shape = (x.shape[0], gate_up.out_features // 2)
     out, out_code = _output_for(consumer, shape, _float_output(x, out_dtype))
-    _product("linear_silu_and_mul", x, gate_up, out, _cpu.GATED, out_code)
+    assert activation in ACTIVATIONS
+    _product("linear_silu_and_mul", x, gate_up, out, _cpu.GATED, out_code, activation=activation)
     return out
 
 
@@ -179,7 +182,9 @@ def activation(
     check_inputs("activation", x=x)
     code = code_of("activation", x)
     out, out_code = _output_for(consumer, x.shape, x.dtype)
-    _cpu.activation(x, stride(x), rows, width, code, out, out_code, _cpu.ACTIVATIONS[kind])
+    assert len(parameters) == PARAMETRIC_ACTIVATIONS.get(kind, 0)
+    padded = (*parameters, 0.0, 0.0, 0.0, 0.0)[:4]
+    _cpu.activation(x, stride(x), rows, width, code, out, out_code, _cpu.ACTIVATIONS[kind], *padded)
     return out
 
 
@@ -219,12 +224,13 @@ def _norm(
     op: str, x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None, eps: float, consumer: LinearWeight | None
 ) -> NDArray[Any]:
     hidden = x.shape[-1]
-    assert weight.shape == (hidden,) and is_dense(weight)
+    assert weight.shape in ((hidden,), x.shape[1:]) and weight.flags.c_contiguous
     check_inputs(op, x=x)
     code = code_of(op, x)
     out, out_code = _output_for(consumer, x.shape, x.dtype)
+    weight_stride = hidden if weight.ndim == 2 else 0
     if not is_dense(x) or x.ndim > 3:
-        assert recording() is None, "a copy would not be part of the program"
+        assert recording() is None and weight.ndim == 1, "a copy would not be part of the program"
         x = np.ascontiguousarray(x).reshape(-1, hidden)
     if x.ndim == 2:
         outer, inner, outer_stride, inner_stride = x.shape[0], 1, stride(x), 0
@@ -234,7 +240,7 @@ def _norm(
         outer, inner, outer_stride, inner_stride = 1, 1, 0, 0
     _cpu.norm(
         x, weight, 0 if bias is None else bias, out, outer, inner, hidden, outer_stride, inner_stride, eps, code,
-        code_of(op, weight), out_code, op == "layer_norm",
+        code_of(op, weight), out_code, op == "layer_norm", weight_stride,
     )  # fmt: skip
     return out
 
@@ -243,6 +249,19 @@ def _has_dense_heads(x: NDArray[Any]) -> bool:
     """Whether the heads of a token lie side by side."""
     heads, head_size = x.shape[1:]
     return is_dense(x) and (heads == 1 or x.strides[1] == head_size * x.itemsize)
+
+
+def rotate(x: NDArray[Any], positions: NDArray[Any], cos_sin: NDArray[Any]) -> None:
+    tokens, heads, head_size = x.shape
+    rotary_size = cos_sin.shape[1]
+    assert _has_dense_heads(x) and rotary_size <= head_size and rotary_size % 2 == 0
+    assert positions.dtype == INT64 and is_dense(positions)
+    assert cos_sin.dtype == FLOAT32 and cos_sin.flags.c_contiguous
+    check_inputs("rotate", x=x, positions=positions)
+    _cpu.rotary_and_cache(
+        x, stride(x), 0, 0, 0, 0, positions, cos_sin, cos_sin.shape[0], rotary_size, 0, 0, 0, 0, tokens,
+        heads, 0, head_size, 0, code_of("rotate", x), 0,
+    )  # fmt: skip
 
 
 def rotary_and_cache(
@@ -260,11 +279,14 @@ def rotary_and_cache(
     assert rotary_size <= head_size and rotary_size % 2 == 0
     assert positions.dtype == slot_mapping.dtype == INT64 and is_dense(positions) and is_dense(slot_mapping)
     assert cos_sin.dtype == FLOAT32 and cos_sin.flags.c_contiguous
+    if query_scales is not None:
+        assert query_scales.dtype == FLOAT32 and query_scales.shape == cos_sin.shape[:1] and is_dense(query_scales)
     check_inputs("rotary_and_cache", query=query, key=key, value=value, positions=positions, slot_mapping=slot_mapping)
     _cpu.rotary_and_cache(
         query, stride(query), key, stride(key), value, stride(value), positions, cos_sin, cos_sin.shape[0], rotary_size,
         cache.key, cache.value, cache.num_blocks * block_size, slot_mapping, tokens, query_heads, kv_heads, head_size,
         block_size, code_of("rotary_and_cache", query, key, value, cache.key, cache.value),
+        0 if query_scales is None else query_scales,
     )  # fmt: skip
 
 
@@ -273,14 +295,14 @@ def paged_attention(
     seq_lens: NDArray[Any], scale: float, sliding_window: int = 0, softcap: float = 0.0,
     slopes: NDArray[Any] | None = None, sinks: NDArray[Any] | None = None,
 ) -> NDArray[Any]:  # fmt: skip
-    if softcap:
-        raise ConfigError("soft-capped attention is not built for CPUs.")
     tokens, query_heads, head_size = query.shape
     kv_heads = cache.key.shape[1]
     assert query_heads % kv_heads == 0
     assert _has_dense_heads(query)
     assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32
     assert is_dense(block_tables) and is_dense(query_start_loc) and is_dense(seq_lens)
+    for by_head in (slopes, sinks):
+        assert by_head is None or (by_head.dtype == FLOAT32 and by_head.shape == (query_heads,) and is_dense(by_head))
     check_inputs(
         "paged_attention", query=query, block_tables=block_tables, query_start_loc=query_start_loc, seq_lens=seq_lens
     )
@@ -288,6 +310,7 @@ def paged_attention(
     _cpu.paged_attention(
         query, tokens, stride(query), cache.key, cache.value, block_tables, stride(block_tables), block_tables.shape[1],
         query_start_loc, seq_lens, seq_lens.shape[0], query_heads, kv_heads, head_size, cache.key.shape[3],
-        sliding_window, scale, code_of("paged_attention", query, cache.key, cache.value), out,
+        sliding_window, scale, code_of("paged_attention", query, cache.key, cache.value), out, softcap,
+        0 if slopes is None else slopes, 0 if sinks is None else sinks,
     )  # fmt: skip
     return out

@@ -1,45 +1,92 @@
-"""Small random-weight models give the same logits as `transformers` in float32, whatever the architecture's settings.
+"""Small random-weight models give the same logits as `transformers` in float32, whatever the architecture's settings:
+in the decoder over the reference backend, and in the whole engine on the CPU.
 
-Checkpoints are written as safetensors by `transformers` and read by Octavo; logits are taken with a logits processor,
-the way a user would, so the whole engine is between the weights and the numbers.
+Checkpoints are written as safetensors by `transformers` and read by Octavo; the engine's logits are taken with a logits
+processor, the way a user would.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from octavo import LLM, SamplingParams
+from octavo.kv_cache.groups import group_layers
+from octavo.models.inventory import required_tensors
+from octavo.models.registry import build, describe
+from octavo.ops import Ops
+from tests.models.driving import ArrayWeights, all_logits
 from tests.models.small_models import MODELS, VOCAB
 
 PROMPT_LENGTHS = (1, 7, 33, 70)
+NUM_TOKENS = 8
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_those_of_transformers(name: str, tmp_path: Path, tiny_tokenizer: Path) -> None:
-    reference = MODELS[name].reference(seed=list(MODELS).index(name))
-    MODELS[name].save(reference, tmp_path)
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    """The reference, and the folder with its checkpoint."""
+    model, folder = MODELS[request.param], tmp_path_factory.mktemp("model")
+    reference = model.reference(seed=list(MODELS).index(request.param))
+    model.save(reference, folder)
+    yield reference, folder
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_the_decoder_over_the_reference_backend(checkpoint: tuple[Any, Path], ops: Ops) -> None:
+    """In chunks, one by one, and in mixed batches. What the model takes is what the checkpoint has."""
+    reference, folder = checkpoint
+    description = describe(json.loads((folder / "config.json").read_text()))
+    tensors = load_file(folder / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    required = required_tensors(description)
+    assert {tensor.name: tensor.shape for tensor in required} == shapes
+
+    model = build(description, ArrayWeights({n: t.numpy() for n, t in tensors.items()}), ops, 128, "float32")
+    sequences = [torch.randint(3, VOCAB, (length,)).tolist() for length in (1, 9, 33, 70)]
+    for tokens, found in zip(sequences, all_logits(model, ops, sequences), strict=True):
+        with torch.no_grad():
+            assert_near(found, reference(torch.tensor([tokens])).logits[0])
+
+
+def test_the_engine_on_the_cpu(checkpoint: tuple[Any, Path], tiny_tokenizer: Path) -> None:
+    """Prompts in chunks, decodes and prompts in one batch, and, as there are too few blocks, sequences that start
+    again. Alone a sequence gets the same bits."""
+    reference, folder = checkpoint
     prompts = [torch.randint(3, VOCAB, (length,)).tolist() for length in PROMPT_LENGTHS]
-
+    num_groups = len(group_layers(describe(json.loads((folder / "config.json").read_text())).layer_caches))
     llm = LLM(
-        str(tmp_path), tokenizer=str(tiny_tokenizer), dtype="float32", max_model_len=128, max_num_batched_tokens=40,
-        num_gpu_blocks_override=64, check_invariants=True,
+        str(folder), tokenizer=str(tiny_tokenizer), dtype="float32", max_model_len=96, max_num_batched_tokens=40,
+        block_size=8, num_gpu_blocks_override=13 * num_groups, enable_prefix_caching=False, check_invariants=True,
     )  # fmt: skip
+    together = logits_of(llm, prompts)
+    for prompt, (tokens, found) in zip(prompts, together, strict=True):
+        with torch.no_grad():
+            assert_near(found, reference(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1])
+    [(_, alone)] = logits_of(llm, prompts[-1:])
+    assert torch.equal(alone, together[-1][1])
+
+
+def logits_of(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
+    """All tokens of each sequence, and the logits [NUM_TOKENS, V] that its output was chosen from."""
     found: dict[tuple[int, ...], torch.Tensor] = {}
 
     def keep(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
         found[(*prompt, *output)] = logits.clone()
         return logits
 
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logits_processors=[keep])
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logits_processors=[keep])
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-
-    assert len(found) == len(prompts) * 8
-    for output in outputs:
-        tokens = output.prompt_token_ids + output.outputs[0].token_ids
-        with torch.no_grad():
-            expected = reference(torch.tensor([tokens])).logits[0]
-        for length in range(len(output.prompt_token_ids), len(tokens)):
-            torch.testing.assert_close(found[tuple(tokens[:length])], expected[length - 1], atol=1e-4, rtol=0)
+    results = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = prompt + list(output.outputs[0].token_ids)
+        results.append((tokens, torch.stack([found[tuple(tokens[:n])] for n in range(len(prompt), len(tokens))])))
+    return results

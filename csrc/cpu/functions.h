@@ -1,0 +1,86 @@
+// Element-wise functions of vectors. Included by quantize.h only.
+#pragma once
+
+#include "simd.h"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+inline Vec negated(Vec x) { return sub(zero(), x); }
+
+// x times the logistic function of y.
+inline Vec gated_by(Vec x, Vec y) { return div(x, add(set1(1.0f), exp(negated(y)))); }
+
+// The complementary error function of z >= 0, to a few units in the last place everywhere: Chebyshev coefficients of
+// Press et al., Numerical Recipes in C (1992), section 6.2.
+inline Vec erfc(Vec z) {
+    const Vec t = div(set1(1.0f), fma(set1(0.5f), z, set1(1.0f)));
+    Vec p = set1(0.17087277f);
+    constexpr float kCoefficients[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,
+                                       -0.18628806f, 0.09678418f, 0.37409196f,  1.00002368f};
+    for (const float c : kCoefficients) p = fma(p, t, set1(c));
+    const Vec exponent = fma(negated(z), z, fma(p, t, set1(-1.26551223f)));
+    return mul(t, exp(exponent));
+}
+
+// x times the normal distribution function, from the tail that is small so that nothing cancels.
+inline Vec gelu(Vec x) {
+    const Vec z = mul(max(x, negated(x)), set1(0.70710678f));
+    const Vec tail = mul(set1(0.5f), erfc(z));
+    return mul(x, select_greater(x, zero(), sub(set1(1.0f), tail), tail));
+}
+
+// The same by its approximation x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks & Gimpel 2016).
+inline Vec gelu_tanh(Vec x) {
+    const Vec cubic = fma(mul(set1(0.044715f), mul(x, x)), x, x);
+    return gated_by(x, mul(set1(1.59576912f), cubic));
+}
+
+inline Vec relu(Vec x) { return max(zero(), x); }  // NaN for NaN
+
+// The hyperbolic tangent, to a few units in the last place: near zero by the polynomial of Cephes (Moshier 1992).
+inline Vec tanh(Vec x) {
+    const Vec square = mul(x, x);
+    Vec p = set1(-5.70498872745e-3f);
+    constexpr float kCoefficients[] = {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f};
+    for (const float c : kCoefficients) p = fma(p, square, set1(c));
+    const Vec near_zero = fma(mul(p, square), x, x);
+    const Vec two = set1(2.0f);
+    const Vec far = sub(set1(1.0f), div(two, add(exp(mul(two, x)), set1(1.0f))));
+    return select_greater(square, set1(0.390625f), far, near_zero);
+}
+
+inline Vec softcap(Vec x, Vec cap, Vec inverse) { return mul(cap, tanh(mul(x, inverse))); }
+
+// x (a x + b) where x is positive, else c (exp(min(x, e)) - 1 - x) + b x (Huang & Schlag 2024).
+inline Vec xielu(Vec x, float a, float c, float b, float e) {
+    const Vec z = min(set1(e), x);
+    // exp(z) - 1 - z cancels near zero: there it is the Taylor series.
+    Vec p = set1(1.0f / 5040);
+    constexpr float kCoefficients[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f};
+    for (const float k : kCoefficients) p = fma(p, z, set1(k));
+    const Vec near_zero = fma(mul(z, z), p, sub(z, x));
+    const Vec far = sub(sub(exp(z), set1(1.0f)), x);
+    const Vec below = fma(set1(c), select_greater(z, set1(-0.25f), near_zero, far), mul(set1(b), x));
+    return select_greater(x, zero(), mul(x, fma(set1(a), x, set1(b))), below);
+}
+
+// Calls f with the activation of a number.
+template <class F>
+inline void with_activation(int32_t kind, F f) {
+    switch (kind) {
+        case kGelu:
+            return f([](Vec x) { return gelu(x); });
+        case kGeluTanh:
+            return f([](Vec x) { return gelu_tanh(x); });
+        case kRelu:
+            return f([](Vec x) { return relu(x); });
+        case kRelu2:
+            return f([](Vec x) { return mul(relu(x), relu(x)); });
+        default:
+            return f([](Vec x) { return gated_by(x, x); });
+    }
+}
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA
