@@ -30,7 +30,12 @@ from octavo.quantization.arrays import FLOATS
 from octavo.quantization.formats import PLAIN, PLAIN_OF_DTYPE, QUANTIZED_AT_LOAD, TENSOR_TYPES
 
 # In checkpoints but not part of a model here: rotary frequencies and masks are computed from the configuration.
-_IGNORED = re.compile(r".*(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|position_ids)")
+_IGNORED = re.compile(
+    r".*(rotary_emb\.(inv_freq|cos_cached|sin_cached)|att(n|ention)\.(masked_)?bias|position_ids|attn\.causal_mask"
+    r"|embed_positions\.weights)"
+)
+# Output matrices, which some checkpoints have beside the embedding that they are equal to.
+_TIED = {"lm_head.weight", "embed_out.weight", "output_projection.weight", "decoder.weight"}
 _READ_FORMATS = {t.name for t in TENSOR_TYPES.values()}
 
 
@@ -79,7 +84,7 @@ class FileWeights(Weights):
         self._tied = tied
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return self._stored_name(name) in self._tensors
 
     def stored_format(self, name: str) -> str:
         stored_format = self._find(name).format
@@ -98,16 +103,22 @@ class FileWeights(Weights):
                 f"{list(shape)}."
             )
         self.stored_format(name)
-        self._left.pop(name, None)
+        self._left.pop(self._stored_name(name), None)
         return tensor.read()
 
+    def _stored_name(self, name: str) -> str:
+        """Older checkpoints were written from within a model's first module, which their names do not have."""
+        short = name.partition(".")[2]
+        return short if name not in self._tensors and short in self._tensors else name
+
     def _find(self, name: str) -> FileTensor:
-        if name not in self._tensors:
+        stored = self._stored_name(name)
+        if stored not in self._tensors:
             raise LoadError(f"{self._source} has no tensor {name}, which the model's configuration calls for.")
-        return self._tensors[name]
+        return self._tensors[stored]
 
     def check_all_taken(self) -> None:
-        left = [n for n in self._left if not _IGNORED.fullmatch(n) and not (self._tied and n == "lm_head.weight")]
+        left = [n for n in self._left if not _IGNORED.fullmatch(n) and not (self._tied and n in _TIED)]
         if left:
             more = f" and {len(left) - 5} more" if len(left) > 5 else ""
             raise LoadError(

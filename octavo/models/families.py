@@ -63,7 +63,8 @@ def _all_but_every(setting: str, number: int, first: int = 1) -> Setting:
     """All layers but every n-th slide, where n is the setting or the number. `first` = 0 counts from the first one."""
 
     def slides(config: Config, i: int) -> bool:
-        period = int(config.get(setting) or number)
+        period = config.get(setting) or number
+        period = len(period) if isinstance(period, str) else period  # "LLLG"
         return bool(config["sliding_window"]) and (i + first) % period != 0
 
     return slides
@@ -159,9 +160,14 @@ def _modern_bert_head(config: Config, _: int) -> HeadDescription:
     )  # fmt: skip
 
 
-def _opt_head(config: Config, _: int) -> HeadDescription | None:
+def _opt_size(config: Config, _: int) -> int | None:
     size = config["word_embed_proj_dim"]
-    return None if size == config["hidden_size"] else HeadDescription("model.decoder.project_out", size)
+    return None if size in (None, config["hidden_size"]) else int(size)
+
+
+def _opt_head(config: Config, i: int) -> HeadDescription | None:
+    size = _opt_size(config, i)
+    return None if size is None else HeadDescription("model.decoder.project_out", size)
 
 
 def _opt_norm(config: Config, i: int) -> NormDescription:
@@ -373,7 +379,8 @@ FAMILIES = {
     ),
     "Exaone4ForCausalLM": Family(
         defaults={
-            "max_position_embeddings": 2048, "norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4,
+            "max_position_embeddings": 2048, "num_key_value_heads": 32, "norm_eps": 1e-5, "sliding_window": 4096,
+            "sliding_window_pattern": 4,
         },
         attention={"qk_norm": rms()}, layer=_AFTER, slides=_EVERY_4TH_FULL, rotates=_exaone4_rotates,
     ),
@@ -610,7 +617,7 @@ FAMILIES = {
         defaults={
             "max_position_embeddings": 2048, "hidden_act": "relu", "tie_word_embeddings": True, "enable_bias": True,
             "do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True,
-            "word_embed_proj_dim": 768,
+            "word_embed_proj_dim": None,
         },
         norm=_opt_norm, rope=None,
         attention=_BART | {"qkv_bias": key("enable_bias"), "output_bias": key("enable_bias")},
@@ -628,9 +635,7 @@ FAMILIES = {
             "norm": lambda c, i: _opt_norm(c, i)
             if c["do_layer_norm_before"] and not c["_remove_final_layer_norm"] else None,
             "norm_name": "model.decoder.final_layer_norm", "head": _opt_head,
-            "embedding_size": lambda c, _: c["word_embed_proj_dim"]
-            if c["word_embed_proj_dim"] != c["hidden_size"] else None,
-            "embedding_projection_name": "model.decoder.project_in",
+            "embedding_size": _opt_size, "embedding_projection_name": "model.decoder.project_in",
         },
     ),
     "GPTNeoForCausalLM": Family(

@@ -182,7 +182,8 @@ class OpsOver(Protocol[A]):
         With a sliding window W > 0 position p sees keys p - W + 1 .. p. With a soft cap C > 0 scores x become
         C * tanh(x / C) after scaling (Gemma Team 2024). `slopes` [Q] float32 times (key's position - query's) are added
         to them (Press et al. 2022). `sinks` [Q] float32 are scores of one more key, whose value is zero (Xiao et al.
-        2024). The row's summation order is a function of its position alone (online softmax, Milakov & Gimelshein 2018, over fixed tiles of keys).
+        2024). The row's summation order is a function of its position alone (online softmax, Milakov & Gimelshein
+        2018, over fixed tiles of keys).
         """
 
     def argmax(self, logits: A) -> A:

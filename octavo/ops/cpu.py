@@ -38,8 +38,8 @@ __all__ = [
     "PackedWeight", "Program", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks",
     "embedding", "gather_blocks", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs",
     "mask_tokens", "normalize", "pack_linear", "packed_weight", "paged_attention", "penalize", "place", "process_row",
-    "quantize", "rms_norm", "rotary_and_cache", "rotate", "rows_of", "sample", "scatter_blocks", "take_rows", "top_tokens",
-    "use_threads",
+    "quantize", "rms_norm", "rotary_and_cache", "rotate", "rows_of", "sample", "scatter_blocks", "take_rows",
+    "top_tokens", "use_threads",
 ]  # fmt: skip
 
 

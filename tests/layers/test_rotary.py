@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from octavo.layers.rotary import RopeConfig, identity_table, rotary_table
-from tests.models.small_models import LINEAR_ROPE, LLAMA3_ROPE, sizes
+from octavo.layers.rotary import RopeConfig, alibi_slopes, identity_table, query_growth, rotary_table
+from octavo.models.registry import describe
+from tests.models.small_models import SIZES
 
-DEFAULT = {"rope_type": "default", "rope_theta": 100000.0}
+THETA = {"rope_theta": 100000.0}
+LONG = {"short_factor": [1.0 + 0.1 * i for i in range(32)], "long_factor": [1.5 + 0.5 * i for i in range(32)]}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn, all settings": {
+        "factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+    "yarn, not truncated": {"factor": 4.0, "attention_factor": 1.3, "truncate": False},
+    "dynamic": {"factor": 3.0},
+    "longrope, short": LONG | {"original_max_position_embeddings": 8192, "factor": 4.0},
+    "longrope, long": LONG | {"original_max_position_embeddings": 1024},
+    "proportional": {"partial_rotary_factor": 0.5, "factor": 2.0},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("parameters", [DEFAULT, LINEAR_ROPE, LLAMA3_ROPE], ids=lambda p: p["rope_type"])
-@pytest.mark.parametrize("head_size", [16, 64, 80, 128])
-def test_tables_are_those_of_transformers_but_for_the_last_bits(parameters: dict[str, float], head_size: int) -> None:
-    config = LlamaConfig(**sizes(2, 2, head_size, max_position_embeddings=8192, rope_parameters=dict(parameters)))
-    rope = RopeConfig(
-        theta=parameters["rope_theta"],
-        rotary_dim=head_size,
-        kind=parameters["rope_type"],
-        factor=parameters.get("factor", 1.0),
-        original_max_position=parameters.get("original_max_position_embeddings", 8192),
-    )
+@pytest.mark.parametrize("name", SCALINGS)
+def test_tables_are_those_of_transformers_but_for_the_last_bits(name: str) -> None:
+    parameters = THETA | {"rope_type": name.split(",")[0]} | SCALINGS[name]
+    config = LlamaConfig(**SIZES | {"head_dim": 64, "max_position_embeddings": 2048, "rope_parameters": parameters})
+    description = describe(config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    rope = description.layers[0].attention.rope
+    assert rope is not None
     found = rotary_table(rope, 8192)
     embedding = LlamaRotaryEmbedding(config)
     cos, sin = embedding(torch.zeros(1), torch.arange(8192)[None])
-    half = head_size // 2
-    expected = np.concatenate([cos[0, :, :half].numpy(), sin[0, :, :half].numpy()], axis=1)
+    expected = np.concatenate([cos[0, :, :32].numpy(), sin[0, :, :32].numpy()], axis=1)
     assert found.dtype == np.float32
     # A frequency may differ in its last bits, and the angle with it.
     angles = np.outer(np.arange(8192), embedding.inv_freq.numpy())
-    assert (np.abs(found - expected) <= 1.2e-7 + 2.0**-21 * np.tile(angles, 2)).all()
+    assert (np.abs(found - expected) <= 1.5 * (1.2e-7 + 2.0**-21 * np.tile(angles, 2))).all()
 
 
 @pytest.mark.parametrize("theta", [1e4, 1e5, 5e5, 1e6])
@@ -58,3 +72,12 @@ def test_the_default_models_table_is_the_one_that_torch_computes() -> None:
 def test_the_identity_rotates_nothing() -> None:
     table = identity_table(6, 3)
     np.testing.assert_array_equal(table, [[1, 1, 1, 0, 0, 0]] * 3)
+
+
+def test_slopes_fall_by_powers_of_two() -> None:
+    np.testing.assert_allclose(alibi_slopes(8, 8.0), 2.0 ** -np.arange(1.0, 9.0))
+    np.testing.assert_allclose(alibi_slopes(3, 8.0), [2**-4, 2**-8, 2**-2])  # those of 2, and every other of 4
+
+
+def test_queries_grow_with_the_logarithm_of_the_position() -> None:
+    np.testing.assert_allclose(query_growth(0.1, 4, 12), np.repeat(1 + 0.1 * np.log([1, 2, 3]), 4), rtol=1e-6)

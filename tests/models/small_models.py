@@ -158,7 +158,9 @@ MODELS: dict[str, SmallModel] = {
         "Exaone4", hidden_size=64, sliding_window=None, layer_types=["full_attention"] * 2
     ),
     "gemma": _model("Gemma"),
-    "gemma 2": _model("Gemma2", query_pre_attn_scalar=20, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, **NARROW),
+    "gemma 2": _model(
+        "Gemma2", query_pre_attn_scalar=20, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, **NARROW
+    ),
     "gemma 3": _model("Gemma3", query_pre_attn_scalar=20, **NARROW),
     "vaultgemma": _model("VaultGemma", query_pre_attn_scalar=20, attn_logit_softcapping=2.0, **NARROW),
     "arcee": _model("Arcee", mlp_bias=True, attention_bias=True),
@@ -168,7 +170,9 @@ MODELS: dict[str, SmallModel] = {
     "persimmon": _old("Persimmon", intermediate_size=56),
     "phi": _model("Phi", hidden_size=64, qk_layernorm=True),
     "gpt-neox": _old("GPTNeoX", intermediate_size=56),
-    "gpt-neox, sequential, no bias": _old("GPTNeoX", intermediate_size=56, use_parallel_residual=False, attention_bias=False),
+    "gpt-neox, sequential, no bias": _old(
+        "GPTNeoX", intermediate_size=56, use_parallel_residual=False, attention_bias=False
+    ),
     "gpt-neox japanese": _old("GPTNeoXJapanese"),
     "gpt-j": _old("GPTJ", rotary_dim=8, n_inner=56),
     "codegen": _old("CodeGen", rotary_dim=8),

@@ -8,7 +8,6 @@ processor, the way a user would.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,12 @@ NUM_TOKENS = 8
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """The reference, and the folder with its checkpoint."""
     model, folder = MODELS[request.param], tmp_path_factory.mktemp("model")
     reference = model.reference(seed=list(MODELS).index(request.param))
     model.save(reference, folder)
-    yield reference, folder
+    return reference, folder
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
