@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import settings
@@ -117,17 +119,31 @@ class PagedBatch:
             ops.rotary_and_cache(query, key, value, positions, table_cos_sin, self.cache, slots)
             self.queries.append(query)
 
-    def attend(self, ranges: list[tuple[int, int, int]], window: int = 0) -> Tensor:
+    def attend(self, ranges: list[tuple[int, int, int]], window: int = 0, **settings: Any) -> Tensor:
         """One call over (sequence, first position, end position) -> [T, Q * D]."""
         query = torch.cat([self.queries[s][begin:end] for s, begin, end in ranges])
         starts = torch.tensor([0] + [end - begin for _, begin, end in ranges]).cumsum(0).int()
         seq_lens = torch.tensor([end for _, _, end in ranges], dtype=torch.int32)
         tables = self.tables[[s for s, _, _ in ranges]]
         out = self.ops.paged_attention(
-            query, self.cache, tables, starts, seq_lens, self.heads.head_size**-0.5, sliding_window=window
-        )
+            query, self.cache, tables, starts, seq_lens, self.heads.head_size**-0.5, sliding_window=window,
+            **settings,
+        )  # fmt: skip
         assert isinstance(out, Tensor)
         return out
+
+
+# What may become of scores, for any number of query heads.
+SCORE_SETTINGS = ("softcap", "slopes", "sinks")
+
+
+def score_settings(names: Collection[str], query_heads: int) -> dict[str, Any]:
+    values = {
+        "softcap": 0.7,
+        "slopes": 2.0 ** -torch.arange(1.0, query_heads + 1),
+        "sinks": random(11, query_heads) * 3,
+    }
+    return {name: values[name] for name in names}
 
 
 def reference_batch(

@@ -13,6 +13,7 @@ from octavo import _cpu
 from octavo.errors import ConfigError
 from tests.ops.kernel_cases import (
     DTYPES,
+    SCORE_SETTINGS,
     Heads,
     PagedBatch,
     assert_near,
@@ -22,6 +23,7 @@ from tests.ops.kernel_cases import (
     make_sequence,
     random,
     reference_batch,
+    score_settings,
 )
 from tests.ops.tensors import cpu
 
@@ -42,10 +44,11 @@ ranges = st.lists(
     block_size=st.sampled_from([8, 16, 32]),
     window=st.sampled_from([0, 0, 1, 17, 64, 100, 530]),
     partial_rotary=st.booleans(),
+    scores=st.sets(st.sampled_from(SCORE_SETTINGS)),
 )
 def test_mixed_batches_match_the_reference_whatever_unused_slots_hold(
     isa: str, dtype: torch.dtype, lengths: list[tuple[int, int]], kv_heads: int, ratio: int, head_size: int,
-    block_size: int, window: int, partial_rotary: bool,
+    block_size: int, window: int, partial_rotary: bool, scores: set[str],
 ) -> None:  # fmt: skip
     heads = Heads(kv_heads, ratio, head_size)
     rotary_size = head_size // 2 if partial_rotary else head_size
@@ -54,7 +57,8 @@ def test_mixed_batches_match_the_reference_whatever_unused_slots_hold(
     native = PagedBatch(cpu, heads, dtype, block_size, sequences, rotary_size=rotary_size)
     reference = reference_batch(heads, dtype, block_size, sequences, rotary_size=rotary_size)
     # Weights are rounded to bfloat16, each by up to 2^-9.
-    assert_near(native.attend(batch, window), reference.attend(batch, window), bfloat16_atol=2**-9)
+    settings = score_settings(scores, heads.query_heads)
+    assert_near(native.attend(batch, window, **settings), reference.attend(batch, window, **settings), 2**-9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,23 +86,28 @@ def test_later_tokens_of_a_chunk_do_not_touch_earlier_rows(isa: str, dtype: torc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("ratio", "head_size", "window"), [(1, 80, 0), (3, 64, 0), (3, 64, 90), (8, 40, 600), (40, 128, 0)]
-)
+    ("ratio", "head_size", "window", "scores"),
+    [
+        (1, 80, 0, ()), (3, 64, 0, ()), (3, 64, 90, ()), (8, 40, 600, ()), (40, 128, 0, ()), (3, 64, 0, SCORE_SETTINGS),
+        (3, 64, 600, ("sinks",)),
+    ],
+)  # fmt: skip
 def test_a_row_has_the_same_bits_however_it_is_batched_chunked_and_paged(
-    isa: str, threads: None, dtype: torch.dtype, ratio: int, head_size: int, window: int
+    isa: str, threads: None, dtype: torch.dtype, ratio: int, head_size: int, window: int, scores: tuple[str, ...]
 ) -> None:
     heads = Heads(1 if ratio == 40 else 2, ratio, head_size)
     length = 1100  # Crosses two partition boundaries.
     sequence = make_sequence(0, length, heads, dtype)
     others = [make_sequence(i, n, heads, dtype) for i, n in [(1, 3), (2, 200)]]
     _cpu.set_threads(1)
-    whole = PagedBatch(cpu, heads, dtype, 16, [sequence], seed=1).attend([(0, 0, length)], window)
+    settings = score_settings(scores, heads.query_heads)
+    whole = PagedBatch(cpu, heads, dtype, 16, [sequence], seed=1).attend([(0, 0, length)], window, **settings)
     for num_threads, block_size, seed in [(2, 16, 2), (1, 8, 3), (3, 32, 4)]:
         _cpu.set_threads(num_threads)
         paged = PagedBatch(cpu, heads, dtype, block_size, [others[0], sequence, others[1]], seed=seed)
         for begin, end in [(0, 1), (63, 64), (511, 512), (512, 513), (600, 637), (1024, 1025), (1000, 1100)]:
-            assert_same_bits(paged.attend([(1, begin, end)], window), whole[begin:end])
-        mixed = paged.attend([(2, 100, 200), (1, 900, 1003), (0, 2, 3), (1, 1099, 1100)], window)
+            assert_same_bits(paged.attend([(1, begin, end)], window, **settings), whole[begin:end])
+        mixed = paged.attend([(2, 100, 200), (1, 900, 1003), (0, 2, 3), (1, 1099, 1100)], window, **settings)
         assert_same_bits(mixed[100:203], whole[900:1003])
         assert_same_bits(mixed[204:], whole[1099:])
 
@@ -112,6 +121,14 @@ def test_any_chunking_of_a_prompt_gives_the_same_bits(isa: str, cuts: list[int],
     edges = [0, *sorted(cuts), 700]
     chunks = [paged.attend([(0, begin, end)]) for begin, end in pairwise(edges)]
     assert_same_bits(torch.cat(chunks), paged.attend([(0, 0, 700)]))
+
+
+def test_a_sink_that_outweighs_every_key_leaves_nothing(isa: str) -> None:
+    heads = Heads(1, 2, 64)
+    paged = PagedBatch(cpu, heads, torch.float32, 16, [make_sequence(0, 40, heads, torch.float32)])
+    out = paged.attend([(0, 0, 40)], sinks=torch.tensor([300.0, -300.0]))
+    assert (out[:, :64] == 0).all()
+    assert_same_bits(out[:, 64:], paged.attend([(0, 0, 40)])[:, 64:])
 
 
 def test_contradictory_lengths_are_refused() -> None:

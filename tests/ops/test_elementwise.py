@@ -22,6 +22,8 @@ from tests.ops.kernel_cases import (
 )
 from tests.ops.tensors import cpu, torch_ref
 
+# Of activations that have some; xIELU's are those that training starts from.
+PARAMETERS = {"xielu": (0.8, 1.3, 0.5, -1e-6), "softcap": (15.0,), "clip": (0.7,)}
 widths = st.one_of(st.integers(1, 80), st.sampled_from([128, 576, 1000]))
 
 
@@ -41,6 +43,15 @@ def test_rms_norm_of_heads_inside_a_wider_matrix(isa: str, dtype: torch.dtype) -
     weight = random(1, 40)
     assert_near(cpu.rms_norm(heads, weight, 1e-6), torch_ref.rms_norm(heads, weight, 1e-6))
     assert_near(cpu.rms_norm(heads[3, 1], weight, 1e-6), torch_ref.rms_norm(heads[3, 1], weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_heads_may_have_weights_of_their_own(isa: str, dtype: torch.dtype, bias: bool) -> None:
+    heads = random(0, 21, 7 * 40, dtype=dtype).unflatten(1, (7, 40))[:, 2:5]
+    weight, b = random(1, 3, 40), random(2, 3, 40) if bias else None
+    assert_near(cpu.rms_norm(heads, weight, 1e-6), torch_ref.rms_norm(heads, weight, 1e-6))
+    assert_near(cpu.layer_norm(heads, weight, b, 1e-6), torch_ref.layer_norm(heads, weight, b, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,13 +85,15 @@ def test_layer_norm_of_views_and_of_single_rows(isa: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @generated
 @given(
-    rows=st.integers(1, 40), width=widths, kind=st.sampled_from(ACTIVATIONS), spread=st.sampled_from([1.0, 8.0, 60.0])
-)
+    rows=st.integers(1, 40), width=widths, kind=st.sampled_from([*ACTIVATIONS, *PARAMETERS]),
+    spread=st.sampled_from([0.01, 1.0, 8.0, 60.0]),
+)  # fmt: skip
 def test_activations_match_the_reference(
     isa: str, dtype: torch.dtype, rows: int, width: int, kind: str, spread: float
 ) -> None:
     x = (random(rows, rows, width + 3) * spread).to(dtype)[:, :width]
-    assert_near(cpu.activation(x, kind), torch_ref.activation(x, kind))
+    settings = {"parameters": PARAMETERS.get(kind, ())}
+    assert_near(cpu.activation(x, kind, **settings), torch_ref.activation(x, kind, **settings))
 
 
 def test_activations_are_accurate_over_their_whole_range(isa: str) -> None:
@@ -94,6 +107,14 @@ def test_activations_are_accurate_over_their_whole_range(isa: str) -> None:
     }
     for kind, expected in exact.items():
         torch.testing.assert_close(cpu.activation(x, kind).double(), expected, rtol=2e-5, atol=1e-36)
+    x, wide = x[x.abs() < 20][None], wide[wide.abs() < 20][None]
+    a, c, b, e = PARAMETERS["xielu"]
+    below = c * (torch.expm1(wide.clamp(max=e)) - wide) + b * wide
+    expected = torch.where(wide > 0, a * wide**2 + b * wide, below)
+    found = cpu.activation(x, "xielu", parameters=PARAMETERS["xielu"]).double()
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-7)
+    capped = cpu.activation(x, "softcap", parameters=(3.0,)).double()
+    torch.testing.assert_close(capped, 3 * (wide / 3).tanh(), rtol=1e-6, atol=1e-36)
     for kind in ACTIVATIONS:
         assert cpu.activation(torch.tensor([[float("nan")]]), kind).isnan().all()
 
@@ -210,6 +231,23 @@ def test_rotary_rotates_queries_in_place_and_leaves_the_rest(
         assert_same_bits(value, split_qkv(before, heads)[2])
         results.append(query)
     assert_near(*results)
+    qkv = make_sequence(tokens, tokens, heads, dtype).qkv
+    query = split_qkv(qkv, heads)[0]
+    cpu.rotate(query, positions, cos_sin(rotary_size))
+    assert_same_bits(query, results[0])
+    assert_same_bits(qkv[:, query[0].numel() :], make_sequence(tokens, tokens, heads, dtype).qkv[:, query[0].numel() :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotated_queries_are_scaled_by_position(isa: str, dtype: torch.dtype) -> None:
+    heads, positions, scales = Heads(2, 3, 40), torch.tensor([5, 2047, 0]), random(3, 2048)
+    found = []
+    for ops in (cpu, torch_ref):
+        query, key, value = split_qkv(make_sequence(0, 3, heads, dtype).qkv, heads)
+        cache = ops.allocate_kv_cache(8, 8, 2, 40, dtype)
+        ops.rotary_and_cache(query, key, value, positions, cos_sin(16), cache, torch.arange(3), query_scales=scales)
+        found.append(query)
+    assert_near(*found)
 
 
 def test_a_negative_slot_is_not_written(isa: str) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo import _cpu
+from octavo.ops import ACTIVATIONS
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated, random
 from tests.ops.tensors import cpu, torch_ref
 
@@ -69,14 +70,19 @@ def test_linear_add_adds_to_the_residual_in_place(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @generated
-@given(rows=row_counts, k=sizes, width=sizes, bias=st.booleans(), out_dtype=st.sampled_from([None, *DTYPES]))
+@given(
+    rows=row_counts, k=sizes, width=sizes, bias=st.booleans(), out_dtype=st.sampled_from([None, *DTYPES]),
+    activation=st.sampled_from(["silu", *ACTIVATIONS]),
+)  # fmt: skip
 def test_linear_silu_and_mul_gates_what_it_multiplies(
-    isa: str, dtype: torch.dtype, rows: int, k: int, width: int, bias: bool, out_dtype: torch.dtype | None
-) -> None:
+    isa: str, dtype: torch.dtype, rows: int, k: int, width: int, bias: bool, out_dtype: torch.dtype | None,
+    activation: str,
+) -> None:  # fmt: skip
     x, parts = random(rows, rows, k, dtype=dtype), [random(k + i, width, k, dtype=dtype) for i in range(2)]
     b = random(width, 2 * width, dtype=dtype) if bias else None
-    actual = cpu.linear_silu_and_mul(x, cpu.pack_linear(parts, b, gated=True), out_dtype=out_dtype)
-    expected = torch_ref.linear_silu_and_mul(x, torch_ref.pack_linear(parts, b, gated=True), out_dtype=out_dtype)
+    settings = {"out_dtype": out_dtype, "activation": activation}
+    actual = cpu.linear_silu_and_mul(x, cpu.pack_linear(parts, b, gated=True), **settings)
+    expected = torch_ref.linear_silu_and_mul(x, torch_ref.pack_linear(parts, b, gated=True), **settings)
     assert_near(actual, expected)
 
 

@@ -161,20 +161,25 @@ def test_integer_linear_add_is_the_reference(isa: str, form: Format, rows: int, 
 
 
 @generated
-@given(form=formats, rows=row_counts, k=sizes, width=sizes, bias=st.booleans())
+@given(
+    form=formats, rows=row_counts, k=sizes, width=sizes, bias=st.booleans(),
+    activation=st.sampled_from(["silu", *ACTIVATIONS]),
+)  # fmt: skip
 def test_integer_linear_silu_and_mul_is_the_reference(
-    isa: str, form: Format, rows: int, k: int, width: int, bias: bool
+    isa: str, form: Format, rows: int, k: int, width: int, bias: bool, activation: str
 ) -> None:
     x, gate, up = random(rows, rows, k), *(random_matrix(k + i, width, k, form) for i in range(2))
     b = random(width, 2 * width) if bias else None
     gate_up = pack(gate, b, up)
-    expected = torch_ref.linear_silu_and_mul(x, reference(gate, b, up))
-    actual = cpu.linear_silu_and_mul(x, gate_up)
+    expected = torch_ref.linear_silu_and_mul(x, reference(gate, b, up), activation=activation)
+    actual = cpu.linear_silu_and_mul(x, gate_up, activation=activation)
     assert_near(actual, expected)
-    assert_near(cpu.linear_silu_and_mul(x, gate_up, out_dtype=torch.bfloat16), expected.bfloat16())
+    rounded = cpu.linear_silu_and_mul(x, gate_up, out_dtype=torch.bfloat16, activation=activation)
+    assert_near(rounded, expected.bfloat16())
     # Quantized rows are those of the float32 outputs, bit for bit.
     down = consumer(width)
-    assert torch.equal(cpu.linear_silu_and_mul(x, gate_up, down), cpu.quantize(actual, down))
+    quantized = cpu.linear_silu_and_mul(x, gate_up, down, activation=activation)
+    assert torch.equal(quantized, cpu.quantize(actual, down))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
