@@ -215,3 +215,8 @@ def _llama3_rope(file: GGUFFile, architecture: str, divisors: tuple[float, ...],
         "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }
+
+
+def architectures() -> set[str]:
+    """Names of the architectures, as config.json has them, of which GGUF files are read."""
+    return set(_ARCHITECTURES.values())

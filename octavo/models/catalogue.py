@@ -1,0 +1,100 @@
+"""The table of architectures, as `octavo models` prints it and docs/models.md shows it. What it says of an architecture
+is read off the description of a model of it, so that it is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from octavo.layers.attention import AttentionDescription
+from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.loading import gguf_config
+from octavo.models.description import LayerDescription, ModelDescription
+from octavo.models.families import FAMILIES
+from octavo.models.readers import read
+
+# A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
+EXAMPLE_SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 2560, "intermediate_size": 160, "num_hidden_layers": 24,
+    "num_attention_heads": 160,
+}  # fmt: skip
+
+
+class Entry(NamedTuple):
+    architecture: str
+    runs: str
+    formats: str
+    notes: str
+
+
+HEADER = Entry("architecture", "runs", "formats", "what it has beyond Llama")
+
+
+def entries() -> list[Entry]:
+    found = []
+    for name, family in sorted(FAMILIES.items()):
+        description = read(name, family, EXAMPLE_SIZES)
+        formats = "safetensors, bin" + (", GGUF" if name in gguf_config.architectures() else "")
+        notes = [*_notes(description), *(f"refused: {setting}" for setting in family.refuses)]
+        found.append(Entry(name, "native", formats, "; ".join(notes)))
+    return found
+
+
+def _notes(model: ModelDescription) -> Iterator[str]:
+    attention, norm = model.layers[-1].attention, model.layers[-1].norm
+    if norm.kind == "layer" or norm.offset or not norm.has_weight:
+        kind = {"layer": "LayerNorm", "rms": "RMS norm"}[norm.kind]
+        yield kind + (" (1 + w)" if norm.offset else "") + ("" if norm.has_weight else " without weights")
+    for has, note in _LAYER_NOTES.items():
+        if found := [has(layer) for layer in model.layers if has(layer)]:
+            yield note + ("" if len(found) == len(model.layers) else " in some layers")
+    if isinstance(attention, AttentionDescription) and attention.qk_norm is not None:
+        scope = {"head": "of each head", "heads": "of each head, with its own weights", "all": "over all heads"}
+        after = ", after the rotation" if attention.norms_after_rotation else ""
+        yield f"norm of query and key {scope[attention.qk_norm_scope]}{after}"
+    if model.positions is not None:
+        yield "learned positions" if model.positions.name else "sinusoidal positions"
+    if model.embedding_norm is not None:
+        yield "norm of the embedding"
+    if model.logits_softcap:
+        yield "soft cap of logits"
+
+
+def _of_attention(has: Callable[[AttentionDescription], Any]) -> Callable[[LayerDescription], bool]:
+    return lambda layer: isinstance(layer.attention, AttentionDescription) and bool(has(layer.attention))
+
+
+def _ungated(layer: LayerDescription) -> bool:
+    return isinstance(layer.feed_forward, FeedForwardDescription) and not layer.feed_forward.gated
+
+
+_LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
+    lambda layer: layer.is_parallel: "parallel block",
+    lambda layer: layer.attention_post_norm and layer.attention_norm: "norms before and after",
+    lambda layer: layer.attention_post_norm and not layer.attention_norm and not layer.norms_stream: "norms after",
+    lambda layer: layer.norms_stream: "norms of the sum",
+    _ungated: "ungated feed-forward",
+    _of_attention(lambda a: a.output_norm): "norms before the last matrices",
+    _of_attention(lambda a: a.window): "window",
+    _of_attention(lambda a: a.rope is None): "no rotation",
+    _of_attention(lambda a: a.rope and a.rope.interleaved): "interleaved rotation",
+    _of_attention(lambda a: a.rope and a.rope.rotary_dim < a.head_size): "partial rotation",
+    _of_attention(lambda a: a.alibi_max): "ALiBi",
+    _of_attention(lambda a: a.softcap): "soft cap of scores",
+    _of_attention(lambda a: a.sinks): "sinks",
+    _of_attention(lambda a: a.query_growth): "queries that grow with the position",
+}
+
+
+def as_text() -> str:
+    """Aligned columns."""
+    rows = [HEADER, *entries()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join([*(row[c].ljust(widths[c]) for c in range(3)), row.notes]).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def as_markdown() -> str:
+    rows = ["| " + " | ".join(row) + " |" for row in (HEADER, Entry("---", "---", "---", "---"), *entries())]
+    return "\n".join(rows)

@@ -1,0 +1,35 @@
+"""The table of architectures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octavo.entrypoints.cli.main import main
+from octavo.models import catalogue
+from octavo.models.registry import architectures
+from tests.models.small_models import MODELS
+
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def test_the_documentation_has_the_table_that_the_program_makes() -> None:
+    assert catalogue.as_markdown() in DOCS.read_text(), (
+        "octavo models --markdown prints what docs/models.md should have"
+    )
+
+
+def test_the_table_has_every_architecture_and_each_is_tested() -> None:
+    names = [entry.architecture for entry in catalogue.entries()]
+    assert names == [name for name in architectures() if name in names]
+    assert set(names) == {model.architecture for model in MODELS.values()}
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(catalogue.entries())
+    [falcon] = [line for line in lines if line.startswith("FalconForCausalLM")]
+    assert "parallel block" in falcon
+    assert "LayerNorm" in falcon
