@@ -89,6 +89,7 @@ class Worker:
         shape = AttentionShape(
             attention.num_heads, attention.num_kv_heads, attention.head_size, config.cache.block_size,
             attention.window, config.model.dtype, config.cache.dtype,
+            score_settings=tuple({s: None for layer in description.layers for s in layer.attention.score_settings}),
         )  # fmt: skip
         ops = with_attention(cast(DeviceOps, self._ops), config.attention_backend, shape, self._device.time_s)
         phases.end("attention chosen")

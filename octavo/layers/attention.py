@@ -63,6 +63,12 @@ class AttentionDescription:
         )
 
     @property
+    def score_settings(self) -> tuple[str, ...]:
+        """What becomes of scores beyond their scale and the window: not every kernel does that."""
+        found = {"a soft cap": self.softcap, "ALiBi": self.alibi_max, "sinks": self.sinks}
+        return tuple(name for name, value in found.items() if value)
+
+    @property
     def element_order(self) -> NDArray[np.intp]:
         """Which elements of a head as the checkpoint has it make a head whose rotated pairs are two halves."""
         order = np.arange(self.head_size)

@@ -38,6 +38,7 @@ class AttentionShape:
     dtype: str
     cache_dtype: str
     device: str | torch.device = "cuda"
+    score_settings: tuple[str, ...] = ()  # of any layer, which only our own kernel has
 
 
 Attention = Callable[..., Any]
@@ -52,7 +53,7 @@ def with_attention(
     """
     if wanted == "triton":
         return ops
-    reason = flash.why_not(shape.dtype, shape.cache_dtype)
+    reason = flash.why_not(shape.dtype, shape.cache_dtype, shape.score_settings)
     if reason is None:
         own: Attention = ops.paged_attention
         reason = _why_not_taken(own, flash.paged_attention, shape, time_s, wanted == "auto")

@@ -25,7 +25,7 @@ from octavo.ops.torch_ops import (
 from octavo.ops.triton import launch
 from octavo.ops.triton import logits as logits_kernels
 from octavo.ops.triton.attention import paged_attention
-from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
+from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache, rotate
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, quantize
@@ -36,7 +36,7 @@ __all__ = [
     "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding", "gather_blocks",
     "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs", "mask_tokens", "normalize",
     "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize", "resolve_step", "rms_norm",
-    "rotary_and_cache", "rows_of", "sample", "scatter_blocks", "take_rows", "top_tokens",
+    "rotary_and_cache", "rotate", "rows_of", "sample", "scatter_blocks", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ One split of the keys only: how many others it would take depends on the whole b
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,12 +16,12 @@ from octavo.ops import LayerKVCache
 
 
 @cache
-def why_not(dtype: str, cache_dtype: str, softcap: float = 0.0) -> str | None:
+def why_not(dtype: str, cache_dtype: str, score_settings: Sequence[str] = ()) -> str | None:
     """What stands in the way of its use; None if nothing does."""
     if dtype not in ("float16", "bfloat16") or cache_dtype != dtype:
         return "it takes 16-bit queries and a cache of their type"
-    if softcap:
-        return "it has no soft cap"
+    if score_settings:
+        return f"it does not have {' and '.join(score_settings)}"
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -32,12 +33,12 @@ def why_not(dtype: str, cache_dtype: str, softcap: float = 0.0) -> str | None:
 
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
-    sliding_window: int = 0, softcap: float = 0.0,
+    sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`Ops.paged_attention`. Rows that belong to no sequence may be anything."""
     from torch.nn.attention import varlen
 
-    assert softcap == 0
+    assert softcap == 0 and slopes is None and sinks is None
     num_tokens, num_seqs = len(query), len(seq_lens)
     attend: Any = varlen.varlen_attn
     out: Tensor = attend(

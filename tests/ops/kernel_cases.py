@@ -15,6 +15,8 @@ from tests.ops.tensors import OverTensors, torch_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
 MAX_POSITIONS = 2048
+# Of activations that have some. xIELU's are those that training starts from.
+PARAMETERS = {"xielu": (0.8, 1.3, 0.5, -1e-6), "softcap": (15.0,), "clip": (0.7,)}
 
 # The same cases in every run: a failure in CI is a failure here.
 generated = settings(derandomize=True, deadline=None, max_examples=25)

@@ -11,6 +11,7 @@ from octavo import _cpu
 from octavo.ops import ACTIVATIONS
 from tests.ops.kernel_cases import (
     DTYPES,
+    PARAMETERS,
     Heads,
     assert_near,
     assert_same_bits,
@@ -22,8 +23,6 @@ from tests.ops.kernel_cases import (
 )
 from tests.ops.tensors import cpu, torch_ref
 
-# Of activations that have some; xIELU's are those that training starts from.
-PARAMETERS = {"xielu": (0.8, 1.3, 0.5, -1e-6), "softcap": (15.0,), "clip": (0.7,)}
 widths = st.one_of(st.integers(1, 80), st.sampled_from([128, 576, 1000]))
 
 

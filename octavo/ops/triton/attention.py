@@ -169,6 +169,16 @@ def _cap(x, CAP: tl.constexpr):
 
 
 @triton.jit
+def _sink(sinks, head, row_max, mask, SINKS: tl.constexpr):
+    """The weight of one more key, relative to the maximum of a row."""
+    weight = row_max * 0.0
+    if SINKS:
+        sink = tl.load(sinks + head, mask=mask, other=float("-inf"))
+        weight = tl.exp2(sink * _LOG2E - _finite(row_max))
+    return weight
+
+
+@triton.jit
 def _dot(a, b, acc):
     if _INTERPRETED:  # it takes bfloat16 for integers
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -193,11 +203,12 @@ def _as_query(x, DTYPE: tl.constexpr):
     do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
 )
 def _attention_kernel(
-    query, key, value, block_tables, query_start_loc, seq_lens, out, plans, partials, counters,
+    query, key, value, block_tables, query_start_loc, seq_lens, out, plans, partials, counters, slopes, sinks,
     num_tokens, num_seqs, num_partials, query_stride, table_stride, score_scale, value_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    MAX_SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKS_ALL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
+    SINKS: tl.constexpr, SPLIT: tl.constexpr, MAX_SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
     """`partials` holds sums [Q, D] for each (split of a sequence, token), then maxima and sums [Q, 2] for each of them.
     `plans` has room for 2 * MAX_SEQS numbers of each program. `counters` are 0 before and after."""
@@ -290,6 +301,13 @@ def _attention_kernel(
             if SOFTCAP > 0:
                 scores = _cap(scores * score_scale, SOFTCAP)
                 scale = scale * 0 + _LOG2E
+            if SLOPES:
+                if SOFTCAP == 0:
+                    scores = scores * score_scale
+                    scale = scale * 0 + _LOG2E
+                slope = tl.load(slopes + kv_head * GROUP + row % GROUP, mask=is_row, other=0.0)
+                distance = ((tile_key + n)[None, :] - position[:, None]).to(tl.float32)
+                scores = tl.fma(tl.broadcast_to(slope[:, None], [BLOCK_M, BLOCK_N]), distance, scores)
             if not MASKS_ALL:
                 hides = tile_key + BLOCK_N > first_position + 1
                 if WINDOW > 0:
@@ -325,10 +343,11 @@ def _attention_kernel(
                     _merge_partials(
                         partials, stats, (partial + i) * HEADS + kv_head * GROUP, seq_tokens * HEADS, num_splits,
                         out + ((seq_token.to(tl.int64) + i) * HEADS + kv_head * GROUP) * D, value_scale,
-                        GROUP, GROUP_P2, D, D_P2,
+                        sinks + kv_head * GROUP, GROUP, GROUP_P2, D, D_P2, SINKS,
                     )  # fmt: skip
         else:
             token = (seq_token + row // GROUP).to(tl.int64)
+            row_sum += _sink(sinks, head, row_max, is_row, SINKS)
             tl.store(
                 out + (token * HEADS + head)[:, None] * D + d[None, :], _normalized(acc, row_sum, value_scale),
                 mask=is_row[:, None] & (d < D)[None, :],
@@ -346,8 +365,8 @@ def _attention_kernel(
 
 @triton.jit
 def _merge_partials(
-    partials, stats, row, split_stride, num_splits, out, value_scale, GROUP: tl.constexpr, GROUP_P2: tl.constexpr,
-    D: tl.constexpr, D_P2: tl.constexpr,
+    partials, stats, row, split_stride, num_splits, out, value_scale, sinks, GROUP: tl.constexpr,
+    GROUP_P2: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one token's heads, which are rows `row` .. of `partials`, and write their output."""
     g = tl.arange(0, GROUP_P2)
@@ -367,6 +386,7 @@ def _merge_partials(
             split_max = tl.load(stats + rows * 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
             split_sum = tl.load(stats + rows * 2 + 1, mask=exists, other=0.0, cache_modifier=".cg")
             acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+    row_sum += _sink(sinks, g, row_max, g < GROUP, SINKS)
     is_element = (g < GROUP)[:, None] & (d < D)[None, :]
     tl.store(out + g[:, None] * D + d[None, :], _normalized(acc, row_sum, value_scale), mask=is_element)
 
@@ -420,7 +440,7 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
-    sliding_window: int = 0, softcap: float = 0.0,
+    sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`Ops.paged_attention` for caches of `octavo.ops.triton.cache`, in any dtype that the query is in or float8.
 
@@ -439,6 +459,8 @@ def paged_attention(
     assert block_size & (block_size - 1) == 0
     assert block_tables.dtype is query_start_loc.dtype is seq_lens.dtype is torch.int32
     assert block_tables.stride(1) == 1 and query_start_loc.is_contiguous() and seq_lens.is_contiguous()
+    for by_head in (slopes, sinks):
+        assert by_head is None or (by_head.shape == (num_heads,) and by_head.dtype is torch.float32)
     assert len(query_start_loc) == num_seqs + 1 and len(block_tables) >= num_seqs
     out = torch.empty((num_tokens, num_heads * head_size), dtype=query.dtype, device=query.device)
     if num_tokens == 0:
@@ -455,10 +477,12 @@ def paged_attention(
         key, value = key.view(torch.uint8), value.view(torch.uint8)
     _attention_kernel[(num_programs,)](
         query, key, value, block_tables, query_start_loc, seq_lens, out, plans.view(torch.int32), partials, counters,
+        partials if slopes is None else slopes, partials if sinks is None else sinks,
         num_tokens, num_seqs, len(partials) // (num_heads * (head_size + 2)), query.stride(0), block_tables.stride(0),
         float(scale * cache.key_scale), float(cache.value_scale),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
-        BLOCK_SIZE=block_size, WINDOW=sliding_window, SOFTCAP=float(softcap), SPLIT=SPLIT_KEYS,
+        BLOCK_SIZE=block_size, WINDOW=sliding_window, SOFTCAP=float(softcap),
+        SLOPES=slopes is not None, SINKS=sinks is not None, SPLIT=SPLIT_KEYS,
         MAX_SEQS=max_seqs, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

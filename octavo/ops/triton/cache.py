@@ -66,10 +66,11 @@ def _cached(x, scale, pointer, FLOAT8: tl.constexpr):
 
 @triton.jit(do_not_specialize=["max_positions"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rotary_and_cache_kernel(
-    query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping,
+    query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, query_scales,
     query_stride, key_stride, value_stride, max_positions, key_scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF_P2: tl.constexpr,
     REST_P2: tl.constexpr, D_P2: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, FLOAT8: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Programs (token, heads): the first of a token's programs rotate its query, the others write to the cache."""
     token = tl.program_id(0).to(tl.int64)
@@ -89,8 +90,18 @@ def _rotary_and_cache_kernel(
         first = query + token * query_stride + head[:, None] * D + r[None, :]
         a = tl.load(first, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(first + R // 2, mask=mask, other=0.0).to(tl.float32)
-        tl.store(first, a * cos - b * sin, mask=mask)
-        tl.store(first + R // 2, b * cos + a * sin, mask=mask)
+        turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
+        if SCALED:
+            is_position = (position >= 0) & (position < max_positions)
+            scale = tl.load(query_scales + position, mask=is_position, other=0.0)
+            turned_a, turned_b = turned_a * scale, turned_b * scale
+            if R < D:
+                rest = R + tl.arange(0, REST_P2)
+                at = query + token * query_stride + head[:, None] * D + rest[None, :]
+                mask_rest = (head < HEADS)[:, None] & (rest < D)[None, :]
+                tl.store(at, tl.load(at, mask=mask_rest, other=0.0).to(tl.float32) * scale, mask=mask_rest)
+        tl.store(first, turned_a, mask=mask)
+        tl.store(first + R // 2, turned_b, mask=mask)
     elif slot >= 0:
         head = (part - QUERY_PARTS) * HEADS_PER_PROGRAM + h
         mask = (head < KV_HEADS)[:, None] & (r < R // 2)[None, :]
@@ -113,12 +124,32 @@ def _rotary_and_cache_kernel(
         tl.store(cached, _cached(x.to(tl.float32), value_scale, value_cache, FLOAT8), mask=mask)
 
 
+def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    """`Ops.rotate`: the part of `rotary_and_cache` that rotates queries."""
+    num_tokens, num_heads, head_size = x.shape
+    rotary_size = cos_sin.shape[1]
+    assert x.stride()[1:] == (head_size, 1), "the heads of a token must be contiguous"
+    assert rotary_size <= head_size and rotary_size % 2 == 0
+    assert positions.dtype is torch.int64 and positions.is_contiguous()
+    assert cos_sin.dtype is torch.float32 and cos_sin.is_contiguous()
+    if num_tokens == 0:
+        return
+    padded = triton.next_power_of_2(head_size)
+    heads = min(_ELEMENTS_PER_PROGRAM // padded, triton.next_power_of_2(num_heads))
+    _rotary_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
+        x, x, x, positions, cos_sin, x, x, positions, cos_sin, x.stride(0), 0, 0, len(cos_sin), 1.0, 1.0,
+        HEADS=num_heads, KV_HEADS=1, D=head_size, R=rotary_size,
+        HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)), REST_P2=1, D_P2=padded, HEADS_PER_PROGRAM=heads,
+        FLOAT8=0, SCALED=False, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 _MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
 def rotary_and_cache(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cos_sin: Tensor, cache: LayerKVCache,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor, query_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`Ops.rotary_and_cache`. `key` stays as it is. Tokens whose slot is -1 write nothing, whatever their position."""
     num_tokens, num_heads, head_size = query.shape
@@ -145,11 +176,12 @@ def rotary_and_cache(
     grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rotary_and_cache_kernel[grid](
         query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping,
+        cos_sin if query_scales is None else query_scales,
         query.stride(0), key.stride(0), value.stride(0), len(cos_sin), float(cache.key_scale), float(cache.value_scale),
         HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_size, R=rotary_size,
         HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)),
         REST_P2=triton.next_power_of_2(max(head_size - rotary_size, 1)), D_P2=padded, HEADS_PER_PROGRAM=heads,
-        FLOAT8=mantissa, num_warps=4, enable_fp_fusion=False,
+        FLOAT8=mantissa, SCALED=query_scales is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def _linear(
 
     A program writes `units` times 8 columns of it."""
     first, first_t = place(width, num_rows, units * UNIT, BLOCK_T, GROUP_T)
-    SIDES: tl.constexpr = 2 if EPILOGUE == GATED else 1
+    SIDES: tl.constexpr = 2 if EPILOGUE >= GATED else 1
     first_n, rows, num_out = first * SIDES, units * (UNIT * SIDES), width * SIDES
     k = tl.arange(0, BLOCK_K)
     channels = tl.arange(0, BLOCK_N)
@@ -135,7 +135,7 @@ def launch(
     num_out = w.shape[0]
     if num_rows == 0:
         return
-    sides = 2 if epilogue is GATED else 1
+    sides = 2 if epilogue.value >= GATED.value else 1
     width, unit = num_out // sides, UNIT.value * sides
     tile, rows = choose_tile(x.device, num_rows, num_out, w.dtype, unit)
     block_k = tile.block_k // w.element_size()

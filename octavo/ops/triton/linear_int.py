@@ -97,7 +97,7 @@ def _linear_int(
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, 0) of all chunks or, with SPLIT, program (tile, chunk)."""
-    SIDES: tl.constexpr = 2 if EPILOGUE == GATED else 1
+    SIDES: tl.constexpr = 2 if EPILOGUE >= GATED else 1
     COLUMNS: tl.constexpr = BLOCK_N // SIDES
     first, first_t = place(width, num_rows, COLUMNS, BLOCK_T, GROUP_T)
     first_n, num_out = first * SIDES, width * SIDES

@@ -36,8 +36,9 @@ def _weighted(normed, weight, bias, column, WIDTH: tl.constexpr, BIAS: tl.conste
 def _norm(
     x, weight, bias, out, num_rows, inner, outer_stride, inner_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr,
+    OWN_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Program p normalises rows p * ROWS ..; a whole row is in registers."""
+    """Program p normalises rows p * ROWS ..; a whole row is in registers. Inner rows may have weights of their own."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows)[:, None] & (column < WIDTH)
@@ -46,6 +47,9 @@ def _norm(
     if CENTERED:
         values = tl.where(mask, values - (tl.sum(values, 1) / WIDTH)[:, None], 0.0)
     factor = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + eps)
+    if OWN_WEIGHTS:
+        weight += (row % inner)[:, None] * WIDTH
+        bias += (row % inner)[:, None] * WIDTH
     normed = _weighted(values * factor[:, None], weight, bias, column, WIDTH, BIAS)
     row = row.to(tl.int64)
     tl.store(out + row[:, None] * WIDTH + column, normed.to(out.dtype.element_ty), mask=mask)
@@ -122,7 +126,8 @@ def _normalized(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, consumer: LinearWeight | None, centered: bool
 ) -> Tensor:
     width = x.shape[-1]
-    assert weight.shape == (width,) and weight.is_contiguous()
+    assert weight.shape in ((width,), x.shape[1:]) and weight.is_contiguous()
+    has_own_weights = weight.dim() == 2
     codes_dtype: torch.dtype | None = getattr(consumer, "activation_dtype", None)
     rows = x.numel() // width
     if codes_dtype is None:
@@ -131,6 +136,7 @@ def _normalized(
         out = empty_quantized(rows, width, x.device)
     if not rows:
         return out
+    assert not has_own_weights or (codes_dtype is None and x.stride(-1) == 1 and width <= _MAX_TILE)
     if x.stride(-1) != 1 or x.dim() > 3:
         x = x.reshape(-1, width).contiguous()
     inner, outer_stride, inner_stride = 1, 0, 0
@@ -153,8 +159,9 @@ def _normalized(
     else:
         rows_per_program = max(1, 1024 // block)  # the norms of heads are short
         _norm[(triton.cdiv(rows, rows_per_program),)](
-            x, weight, bias, out, rows, inner, outer_stride, inner_stride, eps,
-            BLOCK=block, ROWS=rows_per_program, num_warps=_num_warps(block * rows_per_program), **meta,
+            x, weight, weight if bias is None else bias, out, rows, inner, outer_stride, inner_stride, eps,
+            OWN_WEIGHTS=has_own_weights, BLOCK=block, ROWS=rows_per_program,
+            num_warps=_num_warps(block * rows_per_program), **meta,
         )  # fmt: skip
     return out
 

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops import LinearWeight
+from octavo.ops import ACTIVATIONS, LinearWeight
 from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton import linear as linear_float
 from octavo.ops.triton import linear_int
@@ -55,15 +55,16 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor, scale: float =
 
 
 def linear_silu_and_mul(
-    x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None
-) -> Tensor:
+    x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
     assert isinstance(gate_up, PackedWeight) and gate_up.gated
     width = gate_up.out_features // 2
     scaled = consumer if isinstance(consumer, ScaledWeight) else None
     dtype = torch.float32 if scaled else _float_output(x, out_dtype)
     # Gate and up are padded to whole units.
     out = torch.empty((x.shape[0], -(-width // UNIT.value) * UNIT.value), dtype=dtype, device=x.device)
-    _product("linear_silu_and_mul", x, gate_up, out, GATED)
+    _product("linear_silu_and_mul", x, gate_up, out, tl.constexpr(GATED.value + ACTIVATIONS.index(activation)))
     out = out[:, :width]
     return quantize(out, scaled) if scaled else out
 

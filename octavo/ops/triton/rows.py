@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops import ACTIVATIONS, LinearWeight
+from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS, LinearWeight
 from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton.launch import by_pieces
 from octavo.ops.triton.quantize import quantize_rows
+from octavo.ops.triton.tiles import activate
 from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
 
 _BLOCK = 1024  # elements of a program
@@ -93,38 +94,48 @@ def embedding(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = N
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
-    """float32 -> float32, by the place of the function in `ACTIVATIONS`."""
-    if KIND == 0:  # silu
-        return x / (1.0 + tl.exp(-x))
-    elif KIND == 1:  # gelu
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == 2:  # gelu_tanh, whose tanh is a logistic function of twice its argument
-        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    else:
-        positive = tl.where(x < 0, 0.0, x)  # NaN for NaN
-        if KIND == 3:  # relu
-            return positive
-        else:  # relu2
-            return positive * positive
+def _activate(x, KIND: tl.constexpr, KINDS: tl.constexpr, p0, p1, p2, p3):
+    """Those of `PARAMETRIC_ACTIVATIONS` come after the others."""
+    if KIND < KINDS:
+        return activate(x, KIND)
+    elif KIND == KINDS:  # xielu; near zero exp(z) - 1 is the Taylor series
+        z = tl.minimum(x, p3)
+        series = 0.5 + z * (1 / 6 + z * (1 / 24 + z * (1 / 120 + z * (1 / 720 + z * (1 / 5040)))))
+        below = tl.where(z > -0.25, z * z * series + (z - x), tl.exp(z) - 1.0 - x)
+        return tl.where(x > 0, p0 * x * x, p1 * below) + p2 * x
+    elif KIND == KINDS + 1:  # softcap
+        e = tl.exp(2.0 * x / p0)
+        return p0 - 2.0 * p0 / (e + 1.0)
+    else:  # clip
+        return tl.minimum(tl.maximum(x, -p0), p0)
 
 
 @triton.jit
-def _activation(x, stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
+def _activation(
+    x, stride, out, p0, p1, p2, p3, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, KINDS: tl.constexpr
+):
     """Program (n, c): piece c of row n."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + n * stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    tl.store(out + n * WIDTH + column, _activate(values, KIND).to(out.dtype.element_ty), mask=column < WIDTH)
+    values = _activate(values, KIND, KINDS, p0, p1, p2, p3)
+    tl.store(out + n * WIDTH + column, values.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
-def activation(x: Tensor, kind: str, consumer: LinearWeight | None = None) -> Tensor:
+def activation(
+    x: Tensor, kind: str, consumer: LinearWeight | None = None, parameters: tuple[float, ...] = ()
+) -> Tensor:
     """`Ops.activation`: x [T, N] -> the same shape and dtype, or quantized for the `consumer`."""
     rows, width = x.shape
     assert x.stride(1) == 1 or width == 1
+    assert len(parameters) == PARAMETRIC_ACTIVATIONS.get(kind, 0)
     codes_dtype: torch.dtype | None = getattr(consumer, "activation_dtype", None)
     out = torch.empty((rows, width), dtype=torch.float32 if codes_dtype else x.dtype, device=x.device)
-    by_pieces(_activation, rows, width, _BLOCK, x, x.stride(0), out, KIND=ACTIVATIONS.index(kind))
+    place = [*ACTIVATIONS, *PARAMETRIC_ACTIVATIONS].index(kind)
+    padded = (*map(float, parameters), 0.0, 0.0, 0.0, 0.0)[:4]
+    by_pieces(
+        _activation, rows, width, _BLOCK, x, x.stride(0), out, *padded, KIND=place, KINDS=len(ACTIVATIONS)
+    )  # fmt: skip
     return out if codes_dtype is None else quantize_rows(out, codes_dtype)
 
 

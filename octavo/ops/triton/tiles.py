@@ -16,7 +16,7 @@ import triton.language as tl
 # Epilogues: what becomes of a finished sum y.
 STORE = tl.constexpr(0)  # out = y
 ADD = tl.constexpr(1)  # out += scale * y
-GATED = tl.constexpr(2)  # out = silu(y of a gate's row) * y of an up row
+GATED = tl.constexpr(2)  # out = activation(y of a gate's row) * y of an up row; plus the place in `ACTIVATIONS`
 
 # Channels come in units of 8, so that the compiler sees that masks change only between them and writes 16 bytes at
 # once. A gated matrix has 8 rows of the gate, then 8 of up, and so on.
@@ -57,21 +57,38 @@ def dot(w, x, acc, PROMOTE: tl.constexpr = 0):
 
 
 @triton.jit
+def activate(x, KIND: tl.constexpr):
+    """float32 -> float32, by the place of the function in `ACTIVATIONS`."""
+    if KIND == 0:  # silu
+        return x / (1.0 + tl.exp(-x))
+    elif KIND == 1:  # gelu
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == 2:  # gelu_tanh, whose tanh is a logistic function of twice its argument
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        positive = tl.where(x < 0, 0.0, x)  # NaN for NaN
+        if KIND == 3:  # relu
+            return positive
+        else:  # relu2
+            return positive * positive
+
+
+@triton.jit
 def finish(
     y, first, first_t, columns, width, num_rows, bias, out, stride_out, scale,
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Sums y [BLOCK_T, BLOCK_N] float32 -> `columns` columns of `out` [num_rows, width] from `first` on."""
-    SIDES: tl.constexpr = 2 if EPILOGUE == GATED else 1
+    SIDES: tl.constexpr = 2 if EPILOGUE >= GATED else 1
     if HAS_BIAS:
         channels = first * SIDES + tl.arange(0, BLOCK_N)
         y += tl.load(bias + channels, mask=channels < width * SIDES, other=0.0)[None, :]
-    if EPILOGUE == GATED:
+    if EPILOGUE >= GATED:
         pairs = tl.reshape(y, (BLOCK_T, BLOCK_N // (2 * UNIT), 2, UNIT))
         gate, up = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
         gate = tl.reshape(gate, (BLOCK_T, BLOCK_N // 2))
         up = tl.reshape(up, (BLOCK_T, BLOCK_N // 2))
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = activate(gate, EPILOGUE - GATED) * up
     n = tl.arange(0, BLOCK_N // SIDES)
     tokens = first_t + tl.arange(0, BLOCK_T)
     mask = (tokens < num_rows)[:, None] & ((n < columns) & (first + n < width))[None, :]

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.ops import LayerKVCache
 from octavo.ops.triton import attention, launch
 from octavo.ops.triton.attention import Tiles, paged_attention
+from tests.ops.kernel_cases import score_settings
 from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE
 
@@ -76,13 +77,17 @@ class Paged:
         tables = self.tables[[s for s, _, _ in rows]].to(DEVICE)
         return query, self.cache, tables, starts, lengths, query.shape[2] ** -0.5
 
-    def attend(self, rows: list[tuple[int, int, int]], window: int = 0, softcap: float = 0.0) -> Tensor:
-        return paged_attention(*self.arguments(rows), window, softcap)
+    def attend(
+        self, rows: list[tuple[int, int, int]], window: int = 0, softcap: float = 0.0, **settings: Tensor
+    ) -> Tensor:
+        return paged_attention(*self.arguments(rows), window, softcap, **settings)
 
-    def check(self, rows: list[tuple[int, int, int]], window: int = 0, softcap: float = 0.0) -> None:
+    def check(
+        self, rows: list[tuple[int, int, int]], window: int = 0, softcap: float = 0.0, **settings: Tensor
+    ) -> None:
         arguments = self.arguments(rows)
-        actual = paged_attention(*arguments, window, softcap).float()
-        expected = torch_ref.paged_attention(*arguments, window, softcap).float()
+        actual = paged_attention(*arguments, window, softcap, **settings).float()
+        expected = torch_ref.paged_attention(*arguments, window, softcap, **settings).float()
         # The interpreter cuts bfloat16 off instead of rounding it; a GPU's exponentials and quotients are approximate.
         single = 2e-6 if DEVICE.type == "cpu" else 1e-5
         tolerance = {torch.float32: single, torch.float16: 2**-9, torch.bfloat16: 2**-6}[self.dtype]
@@ -103,7 +108,9 @@ def test_mixed_batches_match_the_reference(seed: int) -> None:
     dtype = (torch.float32, torch.float16, torch.bfloat16)[choose(0, 1, 2)]
     rows = [(s, max(0, length - choose(1, 1, 2, 9, 40)), length) for s, length in enumerate(lengths)]
     paged = Paged(lengths, heads, choose(8, 16, 32), dtype, seed=seed)
-    paged.check(rows, choose(0, 0, 1, 17, 64, 100), float(choose(0, 0, 5)))
+    settings = score_settings([("slopes",), ("sinks",), ("slopes", "sinks"), ()][choose(0, 1, 2, 3)], heads[0])
+    settings = {name: value.to(DEVICE) for name, value in settings.items()}
+    paged.check(rows, choose(0, 0, 1, 17, 64, 100), float(choose(0, 0, 5)), **settings)
 
 
 @pytest.mark.parametrize(
@@ -130,21 +137,25 @@ def test_bytes_are_taken_for_float8_where_there_is_no_instruction(monkeypatch: p
     assert torch.equal(paged.attend([(0, 69, 70)]), expected)
 
 
-@pytest.mark.parametrize(("window", "softcap", "masks_all"), [(0, 0.0, False), (90, 0.0, True), (0, 5.0, True)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "masks_all", "scores"),
+    [(0, 0.0, False, ()), (90, 0.0, True, ()), (0, 5.0, True, ()), (0, 0.0, False, ("slopes", "sinks"))],
+)
 def test_a_row_has_the_same_bits_however_it_is_batched_and_chunked(
-    monkeypatch: pytest.MonkeyPatch, window: int, softcap: float, masks_all: bool
+    monkeypatch: pytest.MonkeyPatch, window: int, softcap: float, masks_all: bool, scores: tuple[str, ...]
 ) -> None:
+    settings = {name: value.to(DEVICE) for name, value in score_settings(scores, 3).items()}
     use_tiles(monkeypatch, Tiles(32, 16, 4, 1, 2, masks_all))
     first, last = 239, 259  # over a boundary of splits, and the one from which on they are twice as long
     paged = Paged([7, 260, 40], (3, 1, 64), dtype=torch.float16, seed=1)
-    whole = paged.attend([(1, first, last)], window, softcap)
+    whole = paged.attend([(1, first, last)], window, softcap, **settings)
     edges = [first, 240, 256, 257, last]
-    chunks = [paged.attend([(1, begin, end)], window, softcap) for begin, end in pairwise(edges)]
+    chunks = [paged.attend([(1, begin, end)], window, softcap, **settings) for begin, end in pairwise(edges)]
     assert torch.equal(torch.cat(chunks), whole)
     positions = [239, 256, 258]
-    decodes = paged.attend([(0, 2, 7), *[(1, p, p + 1) for p in positions], (2, 39, 40)], window, softcap)
+    decodes = paged.attend([(0, 2, 7), *[(1, p, p + 1) for p in positions], (2, 39, 40)], window, softcap, **settings)
     assert torch.equal(decodes[5:-1], whole[[p - first for p in positions]])
-    assert torch.equal(decodes[-1:], paged.attend([(2, 39, 40)], window, softcap))
+    assert torch.equal(decodes[-1:], paged.attend([(2, 39, 40)], window, softcap, **settings))
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

@@ -9,7 +9,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache
 from octavo.ops.torch_ops import gather_blocks, scatter_blocks
-from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
+from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache, rotate
 from tests.ops.tensors import dtype_name, torch_ref
 from tests.ops.triton.conftest import DEVICE
 
@@ -54,6 +54,21 @@ def test_rotated_rows_and_the_cache_match_the_reference(
         torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
     if DEVICE.type == "cpu" and cache_dtype in FP8:
         assert torch.equal(written[1], expected[1])
+
+
+@pytest.mark.parametrize("rotary_size", [64, 24])
+def test_queries_are_rotated_alone_and_scaled_by_position(rotary_size: int) -> None:
+    qkv, angles = torch.randn(5, 5, 64).to(DEVICE), torch.randn(32, rotary_size // 2).to(DEVICE)
+    positions, cos_sin = torch.tensor([0, 7, 31, 8, 1], device=DEVICE), torch.cat([angles.cos(), angles.sin()], 1)
+    scales, slots = torch.rand(32, device=DEVICE) + 0.5, torch.full((5,), -1, device=DEVICE)
+    found, expected, scaled, expected_scaled = (qkv.clone() for _ in range(4))
+    rotate(found[:, :3], positions, cos_sin)
+    torch_ref.rotate(expected[:, :3], positions, cos_sin)
+    cache = allocate_kv_cache(1, 16, 1, 64, "float32")
+    for module, x in ((rotary_and_cache, scaled), (torch_ref.rotary_and_cache, expected_scaled)):
+        module(x[:, :3], x[:, 3:4], x[:, 4:], positions, cos_sin, cache, slots, scales)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(scaled, expected_scaled, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", FP8)

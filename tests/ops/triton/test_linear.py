@@ -46,15 +46,16 @@ def test_linear_add_adds_to_the_residual_in_place_and_rounds_once(dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [8, 52, 96])
-def test_gate_and_up_lie_together(dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize(("width", "activation"), [(8, "silu"), (52, "gelu"), (52, "relu2"), (96, "gelu_tanh")])
+def test_gate_and_up_lie_together(dtype: torch.dtype, width: int, activation: str) -> None:
     x, bias = draw(4, 48, dtype=dtype), draw(2 * width)
     gate, up = draw(width, 48, dtype=dtype, seed=1), draw(width, 48, dtype=dtype, seed=2)
     reference = torch_ref.pack_linear([gate.float(), up.float()], bias, gated=True)
-    found = products.linear_silu_and_mul(x, products.pack_linear([gate, up], bias, gated=True))
+    found = products.linear_silu_and_mul(x, products.pack_linear([gate, up], bias, gated=True), activation=activation)
     assert found.dtype is dtype
     assert found.shape == (4, width)
-    assert_near(found, torch_ref.linear_silu_and_mul(x.float(), reference), TOLERANCE[dtype])
+    expected = torch_ref.linear_silu_and_mul(x.float(), reference, activation=activation)
+    assert_near(found, expected, TOLERANCE[dtype])
 
 
 def test_input_may_be_a_view_of_wider_rows() -> None:

@@ -40,8 +40,10 @@ def test_epilogues(dtype: torch.dtype, rows: int) -> None:
     parts = [random_codes(4, 32, True, 40, 320, seed) for seed in (1, 2)]
     matrix = torch.cat([part.dequantize() for part in parts]).to(DEVICE)
     reference = torch_ref.DenseWeight(matrix, bias, gated=True)
-    gated = products.linear_silu_and_mul(x, pack.pack_codes(parts, bias, gated=True))
-    assert_near(gated, torch_ref.linear_silu_and_mul(x.float(), reference), 4 * TOLERANCE[dtype])
+    for activation in ("silu", "gelu_tanh"):
+        gated = products.linear_silu_and_mul(x, pack.pack_codes(parts, bias, gated=True), activation=activation)
+        expected = torch_ref.linear_silu_and_mul(x.float(), reference, activation=activation)
+        assert_near(gated, expected, 4 * TOLERANCE[dtype])
     weight, residual = pack.pack_codes(parts, bias), draw(rows, 80, dtype=dtype)
     expected = residual.float() + 0.5 * torch_ref.linear(x.float(), reference)
     products.linear_add(x, weight, residual, 0.5)

@@ -13,7 +13,7 @@ from octavo.ops.triton import norm
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
 from octavo.ops.triton.rows import activation, add, take_rows
-from tests.ops.kernel_cases import assert_near, assert_same_bits, random
+from tests.ops.kernel_cases import PARAMETERS, assert_near, assert_same_bits, random
 from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE, products
 
@@ -81,13 +81,14 @@ def test_layer_norm_quantizes_for_its_consumer(width: int, codes: torch.dtype) -
     assert_quantized(out, codes, torch_ref.layer_norm(x, weight, bias, 1e-5))
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", [*ACTIVATIONS, *PARAMETERS])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 300), (2, 3000)])
 def test_activations(rows: int, width: int, dtype: torch.dtype, kind: str) -> None:
     x = (on_device(rows, rows, 2 * width, dtype=dtype) * 4)[:, :width]
-    assert_near(activation(x, kind), torch_ref.activation(x, kind))
-    assert activation(x[:0], kind).shape == (0, width)
+    settings = {"parameters": PARAMETERS.get(kind, ())}
+    assert_near(activation(x, kind, **settings), torch_ref.activation(x, kind, **settings))
+    assert activation(x[:0], kind, **settings).shape == (0, width)
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
@@ -110,6 +111,14 @@ def test_add_gives_the_bits_of_linear_add(dtype: torch.dtype) -> None:
         add(found, residual, scale)
         torch_ref.add(expected, residual, scale)
         assert_near(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_may_have_weights_of_their_own(dtype: torch.dtype) -> None:
+    heads = on_device(0, 21, 7, 40, dtype=dtype)[:, 2:5]
+    weight, bias = on_device(1, 3, 40), on_device(2, 3, 40)
+    assert_near(rms_norm(heads, weight, 1e-6), torch_ref.rms_norm(heads, weight, 1e-6))
+    assert_near(layer_norm(heads, weight, bias, 1e-6), torch_ref.layer_norm(heads, weight, bias, 1e-6))
 
 
 def test_rms_norm_of_views_and_of_a_float32_weight() -> None:

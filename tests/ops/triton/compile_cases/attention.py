@@ -17,6 +17,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 def attend(
     heads: tuple[int, int, int], num_tokens: int, num_seqs: int = 64, dtype: torch.dtype = BF16,
     cache_dtype: torch.dtype | None = None, block_size: int = 16, window: int = 0, softcap: float = 0.0,
+    scores: bool = False,
 ) -> None:  # fmt: skip
     num_heads, num_kv_heads, head_size = heads
     query = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)[:, :num_heads]
@@ -24,10 +25,11 @@ def attend(
     cache = LayerKVCache(torch.empty(shape, dtype=cache_dtype or dtype), torch.empty(shape, dtype=cache_dtype or dtype))
     tables = torch.zeros(num_seqs, 8192 // block_size, dtype=torch.int32)
     starts, lengths = torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
-    paged_attention(query, cache, tables, starts, lengths, head_size**-0.5, window, softcap)
+    by_head = torch.empty(num_heads) if scores else None
+    paged_attention(query, cache, tables, starts, lengths, head_size**-0.5, window, softcap, by_head, by_head)
 
 
-LLAMA, SMOLLM, GEMMA, PHI = (32, 8, 128), (9, 3, 64), (8, 4, 256), (32, 32, 96)
+LLAMA, SMOLLM, GEMMA, PHI, BLOOM = (32, 8, 128), (9, 3, 64), (8, 4, 256), (32, 32, 96), (32, 32, 128)
 
 
 def case(*args: Any, **settings: Any) -> Case:
@@ -47,6 +49,8 @@ CASES = {
     "smollm_prefill": case(SMOLLM, 2048),
     "gemma_decode": case(GEMMA, 64, window=4096, softcap=50.0),
     "gemma_prefill": case(GEMMA, 2048, window=4096, softcap=50.0),
+    "bloom_decode": case(BLOOM, 64, scores=True),
+    "bloom_prefill": case(BLOOM, 2048, scores=True),
     "phi_prefill": case(PHI, 2048),
     "float32": case(LLAMA, 64, dtype=torch.float32),
 }

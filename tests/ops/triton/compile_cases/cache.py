@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
+from octavo.ops.triton.cache import rotate as in_place
 from tests.ops.tensors import dtype_name
 from tests.ops.triton.compiling import Case
 
@@ -18,6 +19,13 @@ def rotate(cache_dtype: torch.dtype, rotary_size: int = 128) -> None:
     rotary_and_cache(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], numbers, torch.empty(8192, rotary_size), cache, numbers)
 
 
+def rotate_alone() -> None:
+    qkv, numbers = torch.empty(64, 48, 128, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
+    table, scales, cache = torch.empty(8192, 64), torch.empty(8192), allocate_kv_cache(8, 16, 8, 128, "bfloat16")
+    in_place(qkv[:, :40], numbers, table)
+    rotary_and_cache(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], numbers, table, cache, numbers, scales)
+
+
 def copy() -> None:
     copy_blocks([(0, 1)], [allocate_kv_cache(8, 16, 8, 128, "bfloat16")])
 
@@ -26,5 +34,6 @@ CASES = {
     "rotary": Case(partial(rotate, torch.bfloat16)),
     "rotary_in_part": Case(partial(rotate, torch.bfloat16, 32)),
     "rotary_fp8": Case(partial(rotate, torch.float8_e4m3fn)),
+    "rotary_alone_and_scaled": Case(rotate_alone),
     "copy_blocks": Case(copy),
 }

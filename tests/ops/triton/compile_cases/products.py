@@ -56,8 +56,8 @@ def add(rows: int, dtype: torch.dtype = BF16) -> None:
     products.linear_add(empty(rows, 4096, dtype=dtype), floats(4096, 4096, dtype=dtype), empty(rows, 4096, dtype=dtype))
 
 
-def gate(rows: int) -> None:
-    products.linear_silu_and_mul(empty(rows, 4096), floats(28672, 4096, gated=True))
+def gate(rows: int, activation: str = "silu") -> None:
+    products.linear_silu_and_mul(empty(rows, 4096), floats(28672, 4096, gated=True), activation=activation)
 
 
 def logits(rows: int) -> None:
@@ -71,6 +71,7 @@ def case(run: Callable[..., None], *args: object, min_warps: int = 4, fp8: bool 
 # Every tile of floats. One program a multiprocessor is enough: what hides latency is the depth of its pipeline.
 CASES = {f"add_{rows}": case(add, rows) for rows in (1, 32, 64, 128, 512, 2048)}
 CASES |= {f"gate_{rows}": case(gate, rows) for rows in (1, 2048)}
+CASES |= {"gate_gelu": case(gate, 2048, "gelu"), "gate_gelu_tanh": case(gate, 64, "gelu_tanh")}
 CASES |= {"logits": case(logits, 32), "float32": case(add, 64, F32)}
 CASES |= {"narrow": case(lambda: products.linear(empty(3, 572)[:, 1:571], floats(570, 570)))}
 # Q4_1 and Q4_K, the layout that holds all others, AWQ.

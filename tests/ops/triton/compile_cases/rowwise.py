@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.ops import ACTIVATIONS
+from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS
 from octavo.ops.triton.logits import apply_masks, penalize
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.quantize import quantize_rows
@@ -42,10 +42,13 @@ def centered(width: int, activation_dtype: torch.dtype | None = None) -> None:
 def activate() -> None:
     for kind in ACTIVATIONS:
         activation(empty(64, 14336), kind)
+    for kind, count in PARAMETRIC_ACTIVATIONS.items():
+        activation(empty(64, 14336), kind, None, (1.0,) * count)
 
 
 def norm_of_heads(heads: int, all_heads: int, head_size: int) -> None:
     rms_norm(empty(64, all_heads, head_size)[:, :heads], empty(head_size), 1e-6)
+    layer_norm(empty(64, all_heads, head_size)[:, :heads], empty(heads, head_size), None, 1e-6)
 
 
 def draw(vocab: int) -> None:
