@@ -133,7 +133,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's last tokens; -1 is as many as fit."""
     logits_processors: list[Any] | None = None
-    """Callables of the `LogitsProcessor` form; only where the engine runs in the caller's process (`LLM`)."""
+    """Callables (prompt ids, output ids, logits [V] float32) -> logits; only in the process of the engine
+    (`LLM`). Logits are a torch tensor; on a CPU where torch is not installed they are numpy's array."""
     use_beam_search: bool = False
     """Search for the `n` likeliest completions with `best_of` beams (or `n`), as `transformers` does. A temperature
     other than 0 scales the logits that beams are scored by."""

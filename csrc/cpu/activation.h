@@ -2,7 +2,6 @@
 #pragma once
 
 #include "elementwise.h"
-#include "functions.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

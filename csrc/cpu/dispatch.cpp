@@ -6,7 +6,9 @@
 #include <atomic>
 #include <stdexcept>
 
-#ifdef OCTAVO_X86_KERNELS
+// The build defines OCTAVO_HAS_<set> for each set that it compiles.
+#if defined(OCTAVO_HAS_avx2) || defined(OCTAVO_HAS_avx512) || defined(OCTAVO_HAS_avx512_bf16)
+#define OCTAVO_X86_KERNELS
 #include <cpuid.h>
 #ifdef __linux__
 #include <sys/syscall.h>
@@ -69,27 +71,40 @@ std::vector<const KernelTable*> find_tables() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
-#ifdef OCTAVO_AMX
+    [[maybe_unused]] const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    [[maybe_unused]] const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
+#ifdef OCTAVO_HAS_amx
     if (avx512_bf16 && may_use_tiles()) tables.push_back(with_products("amx", kTable_avx512_bf16, kProducts_amx));
 #endif
+#ifdef OCTAVO_HAS_avx512_bf16
     if (avx512_bf16) tables.push_back(&kTable_avx512_bf16);
+#endif
+#ifdef OCTAVO_HAS_avx512
     if (avx512_vnni) tables.push_back(with_products("avx512_vnni", kTable_avx512, kProducts_avx512_vnni));
     if (avx512) tables.push_back(&kTable_avx512);
-#ifdef OCTAVO_AVX2_VNNI
+#endif
+#ifdef OCTAVO_HAS_avx2_vnni
     if (avx2 && (cpuid_features(1).eax >> 4 & 1)) {
         tables.push_back(with_products("avx2_vnni", kTable_avx2, kProducts_avx2_vnni));
     }
 #endif
+#ifdef OCTAVO_HAS_avx2
     if (avx2) tables.push_back(&kTable_avx2);
+#endif
     // Slow ones, for tests: behind what they need, so that the best table is never one of them.
-#ifdef OCTAVO_EMULATED_ISAS
+#ifdef OCTAVO_HAS_amx_emulated
     if (avx512_bf16) tables.push_back(with_products("amx_emulated", kTable_avx512_bf16, kProducts_amx_emulated));
     if (avx2) tables.push_back(with_products("avx2_vnni_emulated", kTable_avx2, kProducts_avx2_vnni_emulated));
 #endif
 #endif
+#ifdef OCTAVO_HAS_portable
     tables.push_back(&kTable_portable);
+#endif
+    if (tables.empty()) {
+        throw std::runtime_error(
+            "octavo's kernels were compiled for the processor of another machine alone (OCTAVO_HOST_ONLY); install it "
+            "again on this one.");
+    }
     return tables;
 }
 

@@ -5,16 +5,18 @@
 #include "elementwise.h"
 #include "embedding.h"
 #include "experts.h"
+#include "logprobs.h"
 #include "route.h"
 #include "sampling.h"
 
 namespace octavo {
 
 const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
-    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear,         OCTAVO_ISA::embedding,  OCTAVO_ISA::take_rows,
-    OCTAVO_ISA::norm,          OCTAVO_ISA::activation,     OCTAVO_ISA::add_rows,   OCTAVO_ISA::rotary,
-    OCTAVO_ISA::attention,     OCTAVO_ISA::argmax,         OCTAVO_ISA::sample,     OCTAVO_ISA::mask,
-    OCTAVO_ISA::route,         OCTAVO_ISA::gather_experts, OCTAVO_ISA::experts_up, OCTAVO_ISA::experts_down,
+    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear,       OCTAVO_ISA::embedding, OCTAVO_ISA::take_rows,
+    OCTAVO_ISA::norm,          OCTAVO_ISA::activation,   OCTAVO_ISA::add_rows,  OCTAVO_ISA::rotary,
+    OCTAVO_ISA::attention,     OCTAVO_ISA::argmax,       OCTAVO_ISA::sample,    OCTAVO_ISA::mask,
+    OCTAVO_ISA::log_sum,       OCTAVO_ISA::rank,         OCTAVO_ISA::route,     OCTAVO_ISA::gather_experts,
+    OCTAVO_ISA::experts_up,    OCTAVO_ISA::experts_down,
 };
 
 }  // namespace octavo

@@ -304,12 +304,33 @@ struct MaskArgs {
     int64_t stride, width, words_stride, num_words, masks, rows;
 };
 
+// out[m] = the logarithm of the sum of e^(logits[samples[m], t] / temperatures[m]) over t; a task is a sample.
+struct LogSumArgs {
+    const float* logits;
+    const int64_t* samples;
+    const float* temperatures;
+    double* out;
+    int64_t stride, width, num_samples, rows;
+};
+
+// Of row samples[m] of logits: ranks[m] = 1 + how many are larger than that of tokens[m], unless `tokens` is null; and
+// the `count` largest, of equals those of the lowest index, largest first. A task is a sample.
+struct RankArgs {
+    const float* logits;
+    const int64_t *samples, *tokens;
+    int64_t* ranks;
+    int64_t* top;       // [num_samples, count]
+    float* top_values;  // [num_samples, count]
+    int64_t stride, width, count, num_samples, rows;
+};
+
 // One task of a kernel. `args` is the operation's own struct above.
 using Kernel = void (*)(const void* args, int64_t task);
 
 struct KernelTable {
     const char* name;
-    Kernel linear, embedding, take_rows, norm, activation, add, rotary, attention, argmax, sample, mask, route;
+    Kernel linear, embedding, take_rows, norm, activation, add, rotary, attention, argmax, sample, mask, log_sum, rank,
+        route;
     Kernel gather_experts, experts_up, experts_down;  // of an ExpertsPass, after group_experts
 };
 // What an instruction set with products of its own brings.

@@ -80,6 +80,13 @@ void check(const RotaryArgs& args) {
 
 void check(const MaskArgs& args) { check_indices("sample", args.samples, args.masks, 0, args.rows); }
 
+void check(const LogSumArgs& args) { check_indices("sample", args.samples, args.num_samples, 0, args.rows); }
+
+void check(const RankArgs& args) {
+    check_indices("sample", args.samples, args.num_samples, 0, args.rows);
+    if (args.tokens != nullptr) check_indices("token id", args.tokens, args.num_samples, 0, args.width);
+}
+
 Launch plan(PackArgs& args, const KernelTable&, int) {
     const int64_t panels = ceil_div(args.n, kPanel);
     return {pack_panel, &args, panels, static_cast<double>(args.n * args.k * size_of(args.dtype)) / 2};
@@ -160,6 +167,14 @@ Launch plan(SampleArgs& args, const KernelTable& table, int) {
 
 Launch plan(MaskArgs& args, const KernelTable& table, int) {
     return {table.mask, &args, args.masks, static_cast<double>(args.masks * args.width) * 0.1};
+}
+
+Launch plan(LogSumArgs& args, const KernelTable& table, int) {
+    return {table.log_sum, &args, args.num_samples, static_cast<double>(args.num_samples * args.width) * 0.5};
+}
+
+Launch plan(RankArgs& args, const KernelTable& table, int) {
+    return {table.rank, &args, args.num_samples, static_cast<double>(args.num_samples * args.width) * 0.2};
 }
 
 Launch plan(AttentionArgs& args, const KernelTable& table, int threads) {

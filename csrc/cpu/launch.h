@@ -25,6 +25,8 @@ void check(const EmbeddingArgs& args);
 void check(const TakeRowsArgs& args);
 void check(const RotaryArgs& args);
 void check(const MaskArgs& args);
+void check(const LogSumArgs& args);
+void check(const RankArgs& args);
 
 Launch plan(PackArgs& args, const KernelTable& table, int threads);
 Launch plan(LinearArgs& args, const KernelTable& table, int threads);
@@ -37,6 +39,8 @@ Launch plan(RotaryArgs& args, const KernelTable& table, int threads);
 Launch plan(ArgmaxArgs& args, const KernelTable& table, int threads);
 Launch plan(SampleArgs& args, const KernelTable& table, int threads);
 Launch plan(MaskArgs& args, const KernelTable& table, int threads);
+Launch plan(LogSumArgs& args, const KernelTable& table, int threads);
+Launch plan(RankArgs& args, const KernelTable& table, int threads);
 Launch plan(RouteArgs& args, const KernelTable& table, int threads);
 // By a plan of this thread, which is good until the next of its calls.
 Launch plan(AttentionArgs& args, const KernelTable& table, int threads);

@@ -219,6 +219,11 @@ void define_operations(nb::module_& m) {
            &SampleArgs::out>(m, "sample");
     define<MaskArgs, &MaskArgs::logits, &MaskArgs::stride, &MaskArgs::rows, &MaskArgs::width, &MaskArgs::words,
            &MaskArgs::words_stride, &MaskArgs::num_words, &MaskArgs::samples, &MaskArgs::masks>(m, "mask_tokens");
+    define<LogSumArgs, &LogSumArgs::logits, &LogSumArgs::stride, &LogSumArgs::rows, &LogSumArgs::width,
+           &LogSumArgs::samples, &LogSumArgs::temperatures, &LogSumArgs::num_samples, &LogSumArgs::out>(m, "log_sums");
+    define<RankArgs, &RankArgs::logits, &RankArgs::stride, &RankArgs::rows, &RankArgs::width, &RankArgs::samples,
+           &RankArgs::num_samples, &RankArgs::tokens, &RankArgs::ranks, &RankArgs::count, &RankArgs::top,
+           &RankArgs::top_values>(m, "rank");
     define<T, &T::logits, &T::stride, &T::rows, &T::bias, &T::ids, &T::weights, &T::num_experts, &T::top_k, &T::scoring,
            &T::bias_logits, &T::num_groups, &T::kept_groups, &T::group_by_two, &T::normalize, &T::scale, &T::softcap,
            &T::jitter>(m, "route");

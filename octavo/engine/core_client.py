@@ -37,10 +37,8 @@ class CoreProcess:
     """A core that has been started and imports what it needs, while its parent makes the configuration."""
 
     def __init__(self) -> None:
-        # Threads of torch's own that wait by spinning would take the cores from the native kernels'.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
         command = python_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
     def configure(self, args: CoreProcessArgs) -> None:
         """Send the configuration."""

@@ -27,8 +27,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **engine_args: Any) -> None:
-        # Threads of torch's own that wait by spinning would take the cores from the native kernels'; it reads this when
-        # it starts its pool.
+        # A logits processor of the caller's may compute with torch, whose threads would wait by spinning and take the
+        # cores from the native kernels'. It reads this when it starts its pool.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         configure_logging("engine")
         unknown = set(engine_args) - set(EngineArgs.__dataclass_fields__)

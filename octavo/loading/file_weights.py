@@ -1,8 +1,7 @@
 """Checkpoints, opened: safetensors, PyTorch's .bin, GGUF, and random weights in their place.
 
 Each format says which tensors there are and how one is read; names and shapes are checked here. Files stay
-memory-mapped until a tensor is taken, so that loading needs room for the model once. No torch here, but for PyTorch's
-own files.
+memory-mapped until a tensor is taken, so that loading needs room for the model once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +23,7 @@ from octavo.loading.gguf import GGUFFile, read_gguf
 from octavo.loading.gguf_config import NamedTensor, named_tensors
 from octavo.loading.mapped_file import MappedFile
 from octavo.loading.safetensors import read_safetensors
+from octavo.loading.torch_archive import read_torch_archive
 from octavo.loading.weights import Weights, floats
 from octavo.quantization import StoredWeight
 from octavo.quantization.arrays import FLOATS
@@ -52,7 +51,7 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
     if checkpoint.format == "gguf":
         tensors, mapped = _gguf_tensors(files[0], quantization)
     elif checkpoint.format == "pt":
-        tensors, mapped = _pt_tensors(files), []
+        tensors, mapped = _pt_tensors(files)
     else:
         tensors, mapped = _safetensors_tensors(files)
     source = files[0] if checkpoint.format == "gguf" else os.path.dirname(files[0])
@@ -159,22 +158,14 @@ def _safetensors_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[
     return tensors, [file.file for file in opened]
 
 
-def _pt_tensors(files: list[str]) -> dict[str, FileTensor]:
-    """PyTorch's own .bin files: archives of tensors, read by PyTorch without running any code from them."""
-    return {
-        name: _float_tensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), partial(_of_torch, tensor))
-        for path in files
-        for name, tensor in _load_pt(path).items()
+def _pt_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:
+    opened = [read_torch_archive(path) for path in files]
+    tensors = {
+        name: _float_tensor(tensor.dtype.name, tensor.shape, partial(file.array, name))
+        for file in opened
+        for name, tensor in file.tensors.items()
     }
-
-
-def _of_torch(tensor: Any) -> NDArray[Any]:
-    import torch
-
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype is torch.bfloat16:  # numpy itself knows none
-        return np.asarray(tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
-    return np.asarray(tensor.numpy())
+    return tensors, [file.file for file in opened]
 
 
 def _gguf_tensors(path: str, quantization: str | None) -> tuple[dict[str, FileTensor], list[MappedFile]]:
@@ -205,26 +196,3 @@ def stored_tensor(file: GGUFFile, tensor: NamedTensor) -> StoredWeight:
     plain = PLAIN.get(info.type.name)
     data = packed.view(FLOATS[plain]) if plain else packed
     return StoredWeight(info.type.name, {"data": data}, (num_rows, math.prod(info.shape) // num_rows))
-
-
-def _load_pt(path: str) -> dict[str, Any]:
-    try:
-        import torch
-    except ImportError:
-        raise LoadError(
-            f"{path} is PyTorch's own format, which PyTorch reads: pip install torch, or convert the model to "
-            "safetensors."
-        ) from None
-    try:
-        try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as e:
-            if "mmap" not in str(e):
-                raise
-            loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
-    except Exception as e:  # torch.load raises whatever its parsers meet; a damaged file is all that it can mean here
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise LoadError(f"{path} is damaged, or no file of tensors ({reason}); fetch it again.") from None
-    if not isinstance(loaded, dict) or not all(isinstance(v, torch.Tensor) for v in loaded.values()):
-        raise LoadError(f"{path} holds a {type(loaded).__name__}, expected a dictionary of tensors.")
-    return loaded

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
-
-import numpy as np
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -161,7 +160,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         items = [_plain(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, np.generic):
+    numpy = sys.modules.get("numpy")  # not imported for this
+    if numpy is not None and isinstance(value, numpy.generic):
         return _plain(value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from octavo.layers.attention import AttentionDescription
+from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
+from octavo.models.expert_families import FAMILIES as EXPERT_FAMILIES
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
 
 # A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
 EXAMPLE_SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 2560, "intermediate_size": 160, "num_hidden_layers": 24,
-    "num_attention_heads": 160,
+    "num_attention_heads": 160, "num_experts": 16, "num_experts_per_tok": 2,
 }  # fmt: skip
 
 
@@ -33,7 +35,7 @@ HEADER = Entry("architecture", "runs", "formats", "what it has beyond Llama")
 
 def entries() -> list[Entry]:
     found = []
-    for name, family in sorted(FAMILIES.items()):
+    for name, family in sorted((FAMILIES | EXPERT_FAMILIES).items()):
         description = read(name, family, EXAMPLE_SIZES)
         formats = "safetensors, bin" + (", GGUF" if name in gguf_config.architectures() else "")
         notes = [*_notes(description), *(f"refused: {setting}" for setting in family.refuses)]
@@ -69,12 +71,24 @@ def _ungated(layer: LayerDescription) -> bool:
     return isinstance(layer.feed_forward, FeedForwardDescription) and not layer.feed_forward.gated
 
 
+def _of_experts(has: Callable[[ExpertsDescription], Any]) -> Callable[[LayerDescription], bool]:
+    return lambda layer: isinstance(layer.feed_forward, ExpertsDescription) and bool(has(layer.feed_forward))
+
+
 _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     lambda layer: layer.is_parallel: "parallel block",
     lambda layer: layer.attention_post_norm and layer.attention_norm: "norms before and after",
     lambda layer: layer.attention_post_norm and not layer.attention_norm and not layer.norms_stream: "norms after",
     lambda layer: layer.norms_stream: "norms of the sum",
     _ungated: "ungated feed-forward",
+    _of_experts(lambda e: e.routing.scoring == "softmax"): "experts by softmax",
+    _of_experts(lambda e: e.routing.scoring == "sigmoid"): "experts by sigmoid",
+    _of_experts(lambda e: e.routing.scoring == "sparsemixer"): "experts by sparsemixer",
+    _of_experts(lambda e: e.correction_names): "with a correction bias",
+    _of_experts(lambda e: e.scales_inputs): "whose inputs are weighted",
+    _of_experts(lambda e: e.shared and not e.shared_gate_name): "shared expert",
+    _of_experts(lambda e: e.shared_gate_name): "shared expert behind a sigmoid",
+    _of_experts(lambda e: e.clamp): "clamped SwiGLU",
     _of_attention(lambda a: a.output_norm): "norms before the last matrices",
     _of_attention(lambda a: a.window): "window",
     _of_attention(lambda a: a.rope is None): "no rotation",

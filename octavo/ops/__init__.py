@@ -282,20 +282,21 @@ class OpsOver(Protocol[A]):
     def logprobs(self, logits: A, tokens: A, num_top: int) -> tuple[A, A, A, A]:
         """log_softmax of logits [N, V]. Of `tokens` [N] int64 (a negative one counts as 0): value [N] float32 and rank
         [N] int64 (1 + how many are larger); and of each row the K = min(num_top, V) likeliest: ids [N, K] int64 and
-        values [N, K] float32, best first."""
+        values [N, K] float32, best first, of equals the lowest id first."""
 
     def normalize(self, logits: A, samples: HostArray, temperatures: HostArray) -> None:
         """Rows `samples` [M] of logits become log_softmax(row / temperature), in place."""
 
     def top_tokens(self, logits: A, samples: HostArray, count: int) -> tuple[A, A]:
-        """ids [M, K] int64 and values [M, K] of the K = min(count, V) largest in rows `samples` [M], largest first."""
+        """ids [M, K] int64 and values [M, K] of the K = min(count, V) largest in rows `samples` [M], largest first,
+        of equals the lowest id first."""
 
     def rows_of(self, x: A, samples: HostArray) -> A:
         """Copies of rows of x [N, ...]."""
 
     def process_row(self, logits: A, sample: int, function: Callable[[Any], Any]) -> bool:
-        """Let a caller's function see row `sample` [V] of logits as a torch tensor and put what it returns in its
-        place. -> whether that has NaN."""
+        """Let a caller's function see row `sample` [V] of logits and put what it returns in its place. -> whether that
+        has NaN. The row is a torch tensor; on a CPU where torch is not installed it is numpy's array."""
 
     def allocate_kv_cache(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str

@@ -1,12 +1,13 @@
 """Logits [N, V] to tokens on the native backend: what changes them, choosing, and measuring.
 
-`argmax` may be part of a recorded step. All others run between steps, on a few rows and lists. Log-probabilities are
-torch's, whose sums and order of equals are the ones that answers have had so far.
+`argmax` may be part of a recorded step. All others run between steps, on a few rows and lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -81,31 +82,53 @@ def logprobs(
     logits: NDArray[Any], tokens: NDArray[Any], num_top: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
     check_runs_now("logprobs")
-    import torch
-
-    from octavo.ops import torch_ops
-
-    values, ranks, top, top_values = torch_ops.logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), num_top)
-    return values.numpy(), ranks.numpy(), top.numpy(), top_values.numpy()
+    samples, chosen = np.arange(len(logits)), np.maximum(tokens, 0)
+    sums = _log_sums(logits, samples, np.ones(len(logits), np.float32))
+    ranks, top, top_values = _rank(logits, samples, num_top, chosen)
+    values = (logits[samples, chosen] - sums).astype(np.float32)
+    return values, ranks, top, (top_values - sums[:, None]).astype(np.float32)
 
 
 def normalize(logits: NDArray[Any], samples: NDArray[Any], temperatures: NDArray[Any]) -> None:
     check_runs_now("normalize")
-    import torch
-
-    from octavo.ops import torch_ops
-
-    torch_ops.normalize(torch.from_numpy(logits), samples, temperatures)
+    divisors = temperatures.astype(np.float32)
+    sums = _log_sums(logits, samples, divisors)
+    for sample, divisor, log_sum in zip(samples.tolist(), divisors.tolist(), sums.tolist(), strict=True):
+        row = logits[sample]
+        np.subtract(row / np.float32(divisor), np.float64(log_sum), out=row, dtype=np.float64, casting="same_kind")
 
 
 def top_tokens(logits: NDArray[Any], samples: NDArray[Any], count: int) -> tuple[NDArray[Any], NDArray[Any]]:
     check_runs_now("top_tokens")
-    import torch
+    _, top, values = _rank(logits, samples, count)
+    return top, values
 
-    from octavo.ops import torch_ops
 
-    top, values = torch_ops.top_tokens(torch.from_numpy(logits), samples, count)
-    return top.numpy(), values.numpy()
+def _log_sums(logits: NDArray[Any], samples: NDArray[Any], temperatures: NDArray[Any]) -> NDArray[np.float64]:
+    """log(sum(exp(logits[samples] / temperatures))) of each of `samples` [M] -> [M]."""
+    rows, width = logits.shape
+    assert logits.dtype == FLOAT32 and is_dense(logits)
+    assert samples.dtype == INT64 and is_dense(samples)
+    assert temperatures.dtype == FLOAT32 and temperatures.shape == samples.shape and is_dense(temperatures)
+    out = np.empty(len(samples))
+    _cpu.log_sums(logits, stride(logits), rows, width, samples, temperatures, len(samples), out)
+    return out
+
+
+def _rank(
+    logits: NDArray[Any], samples: NDArray[Any], num_top: int, tokens: NDArray[Any] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    """Of each of `samples` [M]: the ranks of `tokens` [M], if they are given, and its largest logits with their ids."""
+    rows, width = logits.shape
+    assert logits.dtype == FLOAT32 and is_dense(logits)
+    assert samples.dtype == INT64 and is_dense(samples)
+    assert tokens is None or (tokens.dtype == INT64 and tokens.shape == samples.shape and is_dense(tokens))
+    count = min(num_top, width)
+    ranks = np.empty(len(samples), np.int64)
+    top, values = np.empty((len(samples), count), np.int64), np.empty((len(samples), count), np.float32)
+    given = 0 if tokens is None else tokens
+    _cpu.rank(logits, stride(logits), rows, width, samples, len(samples), given, ranks, count, top, values)
+    return ranks, top, values
 
 
 def rows_of(x: NDArray[Any], samples: NDArray[Any]) -> NDArray[Any]:
@@ -116,8 +139,15 @@ def rows_of(x: NDArray[Any], samples: NDArray[Any]) -> NDArray[Any]:
 
 def process_row(logits: NDArray[Any], sample: int, function: Callable[[Any], Any]) -> bool:
     check_runs_now("process_row")
-    import torch
+    row = logits[sample]
+    if _torch_is_installed():
+        from octavo.ops import torch_arrays, torch_ops
 
-    from octavo.ops import torch_ops
+        return torch_ops.process_row(torch_arrays.to_torch(logits), sample, function)
+    row[:] = function(row)
+    return bool(np.isnan(row).any())
 
-    return torch_ops.process_row(torch.from_numpy(logits), sample, function)
+
+@cache
+def _torch_is_installed() -> bool:
+    return find_spec("torch") is not None

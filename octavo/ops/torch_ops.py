@@ -15,28 +15,34 @@ from torch import Tensor
 
 from octavo.ops import LayerKVCache
 from octavo.ops.torch_arrays import upload
-from octavo.sampling_params import MAX_LOGPROBS
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    measured = logits.log_softmax(-1)
-    chosen = measured.gather(1, tokens.clamp(min=0)[:, None])
-    ranks = (measured > chosen).sum(-1) + 1
-    # Which of several equal tokens are in the top depends on how many are asked for: always ask for the same number.
-    width = logits.shape[1]
-    top = measured.topk(min(max(MAX_LOGPROBS, num_top), width) if num_top else 0, dim=-1)
-    return chosen[:, 0], ranks, top.indices[:, :num_top], top.values[:, :num_top]
+    sums = logits.double().logsumexp(-1, keepdim=True)
+    chosen = logits.gather(1, tokens.clamp(min=0)[:, None])
+    ranks = (logits > chosen).sum(-1) + 1
+    top, top_values = _top(logits, num_top)
+    return (chosen - sums)[:, 0].float(), ranks, top, (top_values - sums).float()
 
 
 def normalize(logits: Tensor, samples: NDArray[Any], temperatures: NDArray[Any]) -> None:
     rows = upload(samples, logits.device)
     divisors = upload(temperatures.astype(np.float32), logits.device)
-    logits[rows] = (logits[rows] / divisors[:, None]).log_softmax(-1)
+    logits[rows] = (logits[rows] / divisors[:, None]).double().log_softmax(-1).float()
 
 
 def top_tokens(logits: Tensor, samples: NDArray[Any], count: int) -> tuple[Tensor, Tensor]:
-    top = logits[upload(samples, logits.device)].topk(min(count, logits.shape[1]), dim=-1)
-    return top.indices, top.values
+    return _top(logits[upload(samples, logits.device)], count)
+
+
+def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and values of the largest, of equals those of the lowest index: `topk` of numbers that are all different."""
+    bits = (logits + 0.0).view(torch.int32)  # the sum makes -0 a 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # as the floats are
+    width = logits.shape[1]
+    keys = ordered * width + torch.arange(width - 1, -1, -1, device=logits.device)
+    top = width - 1 - keys.topk(min(count, width), dim=-1).values % width
+    return top, logits.gather(1, top)
 
 
 def rows_of(x: Tensor, samples: NDArray[Any]) -> Tensor:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from octavo.ops import Array, Ops
 from octavo.request import TokenLogprobs
-from octavo.sampling_params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +24,7 @@ class MeasuredLogprobs:
 
 def measure(ops: Ops, logits: Array, tokens: Array, num_top: NDArray[np.int64]) -> MeasuredLogprobs:
     """Log-probabilities of `tokens` [N] and of each row's `num_top` [N] most likely ones under logits [N, V]."""
-    # Which of several equal tokens are in the top depends on how many are asked for: always ask for the same number.
-    most = MAX_LOGPROBS if num_top.max() > 0 else 0
-    return MeasuredLogprobs((tokens, *ops.logprobs(logits, tokens, most)), num_top)
+    return MeasuredLogprobs((tokens, *ops.logprobs(logits, tokens, int(num_top.max()))), num_top)
 
 
 def entries(arrays: Sequence[NDArray[Any]], num_top: NDArray[np.int64]) -> list[TokenLogprobs]:

@@ -1,7 +1,5 @@
-"""Serving on a CPU asks for neither torch nor transformers: server, core and `LLM` run where importing them fails.
-
-Log-probabilities, beam search and logits processors are not asked for here: they still compute with torch and are next.
-"""
+"""Serving on a CPU asks for neither torch nor transformers: server, core, `LLM` and `bench` run where importing them
+fails, and what serving has no use for is not imported either."""
 
 import json
 import os
@@ -18,16 +16,21 @@ from tests.e2e.server import MODEL, running_server
 OFFLINE = """
 import sys
 from octavo import LLM, SamplingParams, StructuredOutputsParams
+from octavo.sampling_params import BeamSearchParams
 if __name__ == "__main__":
     llm = LLM(sys.argv[1], device="cpu", max_model_len=256, num_gpu_blocks_override=64, **eval(sys.argv[2]))
     choice = StructuredOutputsParams(choice=["red", "green"])
     plain = SamplingParams(max_tokens=4, temperature=0)
     sampled = SamplingParams(max_tokens=4, temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1)
     chosen = SamplingParams(max_tokens=8, structured_outputs=choice, presence_penalty=0.5, logit_bias={1: 2.0})
-    prompts = ["A", {"prompt_token_ids": [5, 6]}, "The colour is"]
-    outputs = llm.generate(prompts, [plain, sampled, chosen], use_tqdm=False)
+    measured = SamplingParams(max_tokens=4, logprobs=5, prompt_logprobs=2)
+    prompts = ["A", {"prompt_token_ids": [5, 6]}, "The colour is", "A"]
+    outputs = llm.generate(prompts, [plain, sampled, chosen, measured], use_tqdm=False)
     assert outputs[2].outputs[0].text in ("red", "green")
+    assert len(outputs[3].outputs[0].logprobs) == 4
     llm.chat([{"role": "user", "content": "Hi"}], plain, use_tqdm=False)
+    assert len(llm.beam_search([{"prompt": "A"}], BeamSearchParams(beam_width=2, max_tokens=3))[0].sequences) == 2
+    assert not {"torch", "transformers", "fastapi"} & set(sys.modules)
 """
 
 
@@ -63,6 +66,10 @@ def test_a_server_answers_chats_and_completions(attempts: Path, tmp_path: Path) 
             )
             assert done.choices[0].text in ("red", "green")
         assert len(list(client.completions.create(model=MODEL, prompt="One two", max_tokens=4, stream=True))) > 1
+        measured = client.chat.completions.create(
+            model=MODEL, messages=question, max_tokens=4, logprobs=True, top_logprobs=3
+        )
+        assert [len(token.top_logprobs) for token in measured.choices[0].logprobs.content] == [3] * 4
         assert tried(attempts) == ""
 
 

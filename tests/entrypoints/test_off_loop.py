@@ -13,8 +13,8 @@ import pytest
 
 from octavo.engine import input_processor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
-from octavo.entrypoints.openai import chat, route
-from octavo.entrypoints.openai.route import MAX_INLINE_BYTES
+from octavo.entrypoints.openai import chat, routes
+from octavo.entrypoints.openai.routes import MAX_INLINE_BYTES
 from tests.entrypoints.fake_engine import FakeEngine, wait_until
 
 LONG = "x" * (MAX_INLINE_LENGTH + 1)
@@ -173,6 +173,6 @@ def test_long_bodies_are_checked_like_short_ones(
 def test_others_go_on_while_a_long_body_is_checked(
     http: httpx.Client, engine: FakeEngine, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(route, "_read", hold.around(route._read))
+    monkeypatch.setattr(routes, "_parse", hold.around(routes._parse))
     body = {**SHORT, "user": LONG * 8}
     assert meanwhile(http, hold, "/v1/completions", body).status_code == 200

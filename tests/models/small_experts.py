@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.models.small_models import MIXED, MULTIPLIERS, NARROW, ROPE, SIZES, YARN, SmallModel
+from tests.models.small_models import MIXED, MODELS, MULTIPLIERS, NARROW, ROPE, SIZES, YARN, SmallModel
 
 _EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2}
 _LOCAL: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
@@ -80,3 +80,4 @@ EXPERT_MODELS: dict[str, SmallModel] = {
         },
     ),
 }  # fmt: skip
+ALL_MODELS = MODELS | EXPERT_MODELS

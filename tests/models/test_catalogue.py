@@ -9,7 +9,7 @@ import pytest
 from octavo.entrypoints.cli.main import main
 from octavo.models import catalogue
 from octavo.models.registry import architectures
-from tests.models.small_models import MODELS
+from tests.models.small_experts import ALL_MODELS
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -23,7 +23,7 @@ def test_the_documentation_has_the_table_that_the_program_makes() -> None:
 def test_the_table_has_every_architecture_and_each_is_tested() -> None:
     names = [entry.architecture for entry in catalogue.entries()]
     assert names == [name for name in architectures() if name in names]
-    assert set(names) == {model.architecture for model in MODELS.values()}
+    assert set(names) == {model.architecture for model in ALL_MODELS.values()}
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

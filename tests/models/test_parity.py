@@ -21,11 +21,9 @@ from octavo.models.inventory import required_tensors
 from octavo.models.registry import build, describe
 from octavo.ops import Ops
 from tests.models.driving import ArrayWeights, all_logits
-from tests.models.small_experts import EXPERT_MODELS
-from tests.models.small_models import MODELS as DENSE_MODELS
+from tests.models.small_experts import ALL_MODELS as MODELS
 from tests.models.small_models import VOCAB
 
-MODELS = DENSE_MODELS | EXPERT_MODELS
 PROMPT_LENGTHS = (1, 7, 33, 70)
 NUM_TOKENS = 8
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.ops import LayerKVCache, cpu, torch_ref
+from octavo.ops import LayerKVCache, cpu, cpu_logits, torch_ref
 from octavo.ops.torch_arrays import to_torch
 from tests.ops.kernel_cases import generated
 from tests.ops.tensors import to_numpy
@@ -64,46 +64,84 @@ def test_biases_are_added(ops: ModuleType) -> None:
     assert np.array_equal(on_host(logits), expected)
 
 
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
 @pytest.mark.parametrize("ops", BACKENDS)
-def test_log_probabilities_ranks_and_the_likeliest(ops: ModuleType) -> None:
-    logits, tokens = logits_of(2), np.array([0, 1, -1, 699, 3])
-    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
+@generated
+@given(
+    vocab=st.one_of(st.integers(1, 40), st.integers(500, 700)),
+    count=st.integers(0, 45),
+    has_ties=st.booleans(),
+    has_masked=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_log_probabilities_ranks_and_the_likeliest_equal_a_sort_of_each_row(
+    ops: ModuleType, vocab: int, count: int, has_ties: bool, has_masked: bool, seed: int
+) -> None:
+    rng, logits = np.random.default_rng(seed), logits_of(seed, ROWS, vocab)
+    logits = np.round(logits) if has_ties else logits
+    if has_masked:
+        logits[:, rng.permutation(vocab)[1:5]] = -np.inf
+    tokens = rng.integers(-1, vocab, ROWS)
     given = placed(ops, logits)
-    found = [on_host(x) for x in ops.logprobs(given, placed(ops, tokens), 4)]
-    values, ranks, ids, top = found
-    chosen = exact[np.arange(ROWS), np.maximum(tokens, 0)]
-    assert np.allclose(values, chosen, atol=1e-5)
-    assert ranks.tolist() == ((exact > chosen[:, None]).sum(1) + 1).tolist()
-    assert np.array_equal(ids, np.argsort(-exact, 1)[:, :4])
-    assert np.allclose(top, -np.sort(-exact, 1)[:, :4], atol=1e-5)
+    values, ranks, ids, top = found = [on_host(x) for x in ops.logprobs(given, placed(ops, tokens), count)]
     assert [x.dtype.name for x in found] == ["float32", "int64", "int64", "float32"]
     assert np.array_equal(on_host(given), logits)
-    assert ops.logprobs(given, placed(ops, tokens), 0)[2].shape == (ROWS, 0)
-    assert ops.logprobs(placed(ops, logits[:, :3]), placed(ops, np.zeros(ROWS, np.int64)), 4)[2].shape == (ROWS, 3)
+    exact, rows = log_softmax(logits), np.arange(ROWS)
+    chosen = np.maximum(tokens, 0)
+    np.testing.assert_allclose(values, exact[rows, chosen], rtol=3e-7, atol=1e-6)
+    assert np.array_equal(ranks, (logits > logits[rows, chosen][:, None]).sum(1) + 1)
+    assert np.array_equal(ids, np.argsort(-logits, 1, kind="stable")[:, :count])
+    np.testing.assert_allclose(top, np.take_along_axis(exact, ids, 1), rtol=3e-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("ops", BACKENDS)
-def test_which_of_equal_tokens_are_likeliest_does_not_depend_on_how_many_are_asked_for(ops: ModuleType) -> None:
-    logits, tokens = placed(ops, np.zeros((1, 5000), np.float32)), placed(ops, np.zeros(1, np.int64))
-    many, few = (on_host(ops.logprobs(logits, tokens, count)[2]) for count in (20, 3))
-    assert np.array_equal(few, many[:, :3])
+def test_every_instruction_set_measures_rows(isa: str) -> None:
+    logits, tokens = logits_of(7, 3, 4_001), np.array([4_000, 0, 17])
+    values, ranks, ids, _ = cpu.logprobs(logits, tokens, 21)
+    exact = log_softmax(logits)
+    np.testing.assert_allclose(values, exact[np.arange(3), tokens], rtol=3e-7, atol=1e-6)
+    assert np.array_equal(ranks, (exact > exact[np.arange(3), tokens][:, None]).sum(1) + 1)
+    assert np.array_equal(ids, np.argsort(-logits, 1)[:, :21])
+
+
+def test_ranks_of_tokens_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(IndexError, match="token id 700 at index 1"):
+        cpu.logprobs(logits_of(0, 2), np.array([0, VOCAB]), 1)
 
 
 @pytest.mark.parametrize("ops", BACKENDS)
 def test_rows_are_normalized_ranked_copied_and_processed(ops: ModuleType) -> None:
     logits, samples = placed(ops, logits_of(3)), np.array([3, 1])
     ops.normalize(logits, samples, np.array([2.0, 1.0]))
-    expected = torch.from_numpy(logits_of(3))
-    expected[[3, 1]] = (expected[[3, 1]] / torch.tensor([[2.0], [1.0]])).log_softmax(-1)
-    assert np.array_equal(on_host(logits), expected.numpy())
+    expected = logits_of(3)
+    exact = log_softmax(expected[samples] / np.array([[2.0], [1.0]], np.float32))
+    normalized = on_host(logits)
+    np.testing.assert_allclose(normalized[samples], exact, rtol=3e-7, atol=1e-6)
+    expected[samples] = normalized[samples]
+    assert np.array_equal(normalized, expected)
     ids, values = (on_host(x) for x in ops.top_tokens(logits, samples, 6))
-    assert np.array_equal(ids, np.argsort(-expected.numpy()[samples], 1)[:, :6])
-    assert np.array_equal(values, np.take_along_axis(expected.numpy()[samples], ids, 1))
+    assert np.array_equal(ids, np.argsort(-expected[samples], 1)[:, :6])
+    assert np.array_equal(values, np.take_along_axis(expected[samples], ids, 1))
     copied = ops.rows_of(logits, samples)
     assert not ops.process_row(logits, 1, lambda row: row * 2)
-    assert np.array_equal(on_host(copied), expected.numpy()[samples])
-    assert np.array_equal(on_host(logits)[1], expected.numpy()[1] * 2)
+    assert np.array_equal(on_host(copied), expected[samples])
+    assert np.array_equal(on_host(logits)[1], expected[1] * 2)
     assert ops.process_row(logits, 0, lambda row: row * float("nan"))
+
+
+def test_callers_get_torch_tensors_where_torch_is_installed_and_numpys_arrays_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits, seen = logits_of(4), []
+    for is_installed in (True, False):
+        monkeypatch.setattr(cpu_logits, "_torch_is_installed", lambda answer=is_installed: answer)
+        cpu_logits.process_row(logits, 2, lambda row: seen.append(type(row)) or row + 1)
+    assert seen == [torch.Tensor, np.ndarray]
+    assert np.array_equal(logits[2], logits_of(4)[2] + 1 + 1)
 
 
 @pytest.mark.parametrize("ops", BACKENDS)

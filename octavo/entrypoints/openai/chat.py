@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.entrypoints.chat_template import render_chat
@@ -20,7 +20,7 @@ from octavo.entrypoints.openai.answer import (
 from octavo.entrypoints.openai.job import Job
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
 from octavo.entrypoints.openai.responses import ChatChoice, ChatCompletionResponse, ChatLogprobs
-from octavo.entrypoints.openai.route import BodyRoute
+from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import Asked
 from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
 from octavo.outputs import CompletionOutput, RequestOutput
@@ -28,7 +28,7 @@ from octavo.outputs import CompletionOutput, RequestOutput
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
 
-router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
+router = Router(tags=["OpenAI"])
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletionResponse)

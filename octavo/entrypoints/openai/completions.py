@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.openai.job import Job
 from octavo.entrypoints.openai.protocol import CompletionRequest
 from octavo.entrypoints.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
-from octavo.entrypoints.openai.route import BodyRoute
+from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import Asked
 from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
 from octavo.errors import RequestError
@@ -27,7 +27,7 @@ from octavo.request import Prompt
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
 
-router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
+router = Router(tags=["OpenAI"])
 
 MAX_PROMPTS = 2048  # in one request
 

@@ -1,20 +1,26 @@
 """The API's description: what /openapi.json says beyond the routes' types (examples, streams, errors), and GET /docs.
 
-FastAPI makes the description from routes and models; `complete` adds the rest to it, once, when it is first asked for.
-/docs shows it, to read and to try, from files that come with a package: it works offline.
+FastAPI makes the description from routes and models, once, when it is first asked for, and is imported then. /docs
+shows it, to read and to try, from files that come with a package: it works offline.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-router = APIRouter(include_in_schema=False)
+from octavo.entrypoints.openai.responses import ErrorResponse
+from octavo.entrypoints.openai.routes import Declared, Router
+from octavo.version import __version__
+
+router = Router(include_in_schema=False)
 
 PAGE_FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 
@@ -91,7 +97,25 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
-def complete(schema: dict[str, Any]) -> dict[str, Any]:
+class Description:
+    """What /openapi.json says of routes."""
+
+    def __init__(self, declared: Sequence[Declared]) -> None:
+        self._declared = declared
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """Made when it is first asked for."""
+        from fastapi import FastAPI
+
+        bug = {"model": ErrorResponse, "description": "A bug; the server's log has the traceback."}
+        app = FastAPI(title="Octavo", version=__version__, description=OVERVIEW, responses={500: bug})
+        for one in self._declared:
+            app.add_api_route(one.path, one.handler, methods=[one.method], **one.description)
+        return _complete(app.openapi())
+
+
+def _complete(schema: dict[str, Any]) -> dict[str, Any]:
     """Add to FastAPI's description, in place, what it does not know."""
     for path, operations in schema["paths"].items():
         for operation in operations.values():
@@ -124,9 +148,18 @@ def _add_errors(operation: dict[str, Any]) -> None:
             responses[status] = {"description": meaning, "content": error}
 
 
+@router.get("/openapi.json")
+async def openapi(request: Request) -> dict[str, Any]:
+    """The description."""
+    description: Description = request.app.state.openapi
+    return await asyncio.to_thread(lambda: description.schema)
+
+
 @router.get("/docs")
 async def docs(request: Request) -> Response:
     """Swagger UI over /openapi.json."""
+    from fastapi.openapi.docs import get_swagger_ui_html
+
     root = request.scope.get("root_path", "")
     script, style, icon = (f"{root}/docs/{name}" for name in PAGE_FILES)
     return get_swagger_ui_html(

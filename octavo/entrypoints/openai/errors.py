@@ -12,9 +12,9 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
@@ -73,30 +73,25 @@ def stream_error_event(error: Exception) -> bytes:
     return b"data: " + error_body(**describe(error)) + b"\n\n"
 
 
-def validation_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """One sentence, and the field, for the first of pydantic's errors."""
-    error = errors[0]
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
+    """The first of pydantic's errors in one sentence that names the field."""
+    error, location = errors[0], errors[0]["loc"]
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, RequestError):
-        return str(cause), cause.param
-    if error["type"] == "json_invalid":
-        return f"The body is not valid JSON: {cause} at character {error['loc'][-1]}.", None
-    location = [part for part in error["loc"] if part != "body"]
+        return cause
     if not location:
-        if error["type"] == "missing":
-            return "The request has no body; send a JSON object.", None
-        return "The body must be a JSON object.", None
+        return RequestError("The body must be a JSON object.")
     param = str(location[0])
     for part in location[1:]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}"
     if error["type"] == "extra_forbidden":
-        return f"Unrecognized request argument supplied: {param}", param
+        return RequestError(f"Unrecognized request argument supplied: {param}", param=param)
     if error["type"] == "missing":
-        return f"{param} is required.", param
+        return RequestError(f"{param} is required.", param=param)
     message = str(error["msg"]).removeprefix("Value error, ")
     if " should " in message:  # as in "Input should be a valid integer": the field's name is the better subject
         message = message[message.index(" should ") + 1 :]
-    return f"{param} {message}, got {reprlib.repr(error.get('input'))}.", param
+    return RequestError(f"{param} {message}, got {reprlib.repr(error.get('input'))}.", param=param)
 
 
 async def _on_octavo_error(request: Request, error: Exception) -> Response:
@@ -108,12 +103,6 @@ async def _on_unexpected_error(request: Request, error: Exception) -> Response:
     return error_response("Internal error.", 500, code="internal_error")
 
 
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    message, param = validation_message(error.errors())
-    return error_response(message, 400, param=param)
-
-
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
@@ -121,19 +110,12 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         message = f"Invalid URL ({request.method} {request.url.path})"
     elif error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path}"
-    elif isinstance(error.__cause__, UnicodeDecodeError):
-        message = "The body is not valid UTF-8."
-    elif isinstance(error.__cause__, RecursionError):
-        message = "The body is nested too deeply."
-    elif isinstance(error.__cause__, ValueError):
-        message = "The body is not valid JSON: a number has too many digits."
     return error_response(message, error.status_code, headers=error.headers)
 
 
-def add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: Starlette) -> None:
     """Make every error of `app` an OpenAI error."""
     app.add_exception_handler(RequestError, _on_octavo_error)
     app.add_exception_handler(EngineDeadError, _on_octavo_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected_error)

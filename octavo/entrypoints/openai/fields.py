@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from octavo.errors import RequestError
 
@@ -146,6 +146,8 @@ def _check_content(value: Any) -> str:
 
 class TextPart(BaseModel):
     """A part of a message."""
+
+    model_config = ConfigDict(defer_build=True)
 
     type: Literal["text"]
     text: str

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.entrypoints.openai.completions import prompt_text
 from octavo.entrypoints.openai.errors import describe, error_body
 from octavo.entrypoints.openai.protocol import GenerateRequest
 from octavo.entrypoints.openai.responses import GenerateResponse
-from octavo.entrypoints.openai.route import BodyRoute
+from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import Asked, state_of
 from octavo.entrypoints.openai.streaming import EventStream, encode_json, respond
 from octavo.outputs import RequestOutput
 
-router = APIRouter(tags=["vLLM"], route_class=BodyRoute)
+router = Router(tags=["vLLM"])
 
 
 class LineStream(EventStream):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
-from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from octavo.entrypoints.openai.errors import RETRY_AFTER_S
+from octavo.entrypoints.openai.responses import Body
+from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import state_of
 from octavo.version import __version__
 
-router = APIRouter(tags=["operations"])
+router = Router(tags=["operations"])
 
 
-class Health(BaseModel):
+class Health(Body):
     """`ok`, or the state that keeps the server from taking requests, and why."""
 
     status: str
@@ -21,7 +22,6 @@ class Health(BaseModel):
 
 
 @router.get("/health", response_model=Health, responses={503: {"model": Health}})
-@router.head("/health", include_in_schema=False)
 @router.get("/ping", response_model=Health, responses={503: {"model": Health}})
 @router.post("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from typing import Any, Generic, TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.entrypoints.openai.logprobs import LogprobsFormatter

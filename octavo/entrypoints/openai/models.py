@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 
 from octavo.entrypoints.openai.responses import ModelCard, ModelList
+from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import ServerState, state_of
 
-router = APIRouter(tags=["OpenAI"])
+router = Router(tags=["OpenAI"])
 
 
 @router.get("/v1/models")

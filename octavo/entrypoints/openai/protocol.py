@@ -37,7 +37,8 @@ _IGNORED = "Taken and without effect, as OpenAI documents it."
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    # Pydantic makes a class's validator with the first body of its kind, not while the server starts.
+    model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)
 
 
 class StreamOptions(_Request):
@@ -119,7 +120,7 @@ class ChatMessage(_Request):
 class StructuredOutputs(_Request):
     """What an answer must be: one of `json`, `regex`, `choice`, `grammar` and `json_object`, with vLLM's options."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", serialize_by_alias=True)
+    model_config = ConfigDict(serialize_by_alias=True)
 
     json_: Text | dict[str, Any] | None = Field(None, alias="json")
     regex: Text | None = None

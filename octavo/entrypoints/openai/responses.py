@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 
-class ErrorInfo(BaseModel):
+class Body(BaseModel):
+    """Pydantic makes a class's serializer when the first object of it is made, not while the server starts."""
+
+    model_config = ConfigDict(defer_build=True)
+
+
+class ErrorInfo(Body):
     message: str
     type: str
     param: str | None = None
     code: str | None = None
 
 
-class ErrorResponse(BaseModel):
+class ErrorResponse(Body):
     """Body of every answer that is not 2xx."""
 
     error: ErrorInfo
 
 
-class ModelCard(BaseModel):
+class ModelCard(Body):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -31,23 +37,23 @@ class ModelCard(BaseModel):
     max_model_len: int
 
 
-class ModelList(BaseModel):
+class ModelList(Body):
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(Body):
     cached_tokens: int = 0
 
 
-class Usage(BaseModel):
+class Usage(Body):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails = Field(default_factory=PromptTokensDetails)
 
 
-class PromptLogprob(BaseModel):
+class PromptLogprob(Body):
     logprob: float
     rank: int | None
     decoded_token: str | None
@@ -56,7 +62,7 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[Mapping[int, PromptLogprob] | None]
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(Body):
     """One entry a token in each list; a prompt's first token has no log-probability."""
 
     tokens: list[str] = Field(default_factory=list)
@@ -65,7 +71,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int] = Field(default_factory=list)
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(Body):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -76,7 +82,7 @@ class CompletionChoice(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionResponse(BaseModel):
+class CompletionResponse(Body):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -86,7 +92,7 @@ class CompletionResponse(BaseModel):
     usage: Usage
 
 
-class ChatTopLogprob(BaseModel):
+class ChatTopLogprob(Body):
     token: str
     logprob: float
     bytes: list[int]
@@ -96,23 +102,23 @@ class ChatTokenLogprob(ChatTopLogprob):
     top_logprobs: list[ChatTopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(Body):
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Body):
     name: str
     arguments: str
 
 
-class ToolCall(BaseModel):
+class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class AssistantMessage(BaseModel):
+class AssistantMessage(Body):
     """`reasoning` is a newer name of `reasoning_content`. What there is none of is left out."""
 
     role: str
@@ -129,7 +135,7 @@ class AssistantMessage(BaseModel):
         return {name: value for name, value in fields.items() if value is not None or name not in optional}
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Body):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
@@ -138,7 +144,7 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None  # with return_token_ids
 
 
-class ChatCompletionResponse(BaseModel):
+class ChatCompletionResponse(Body):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -150,18 +156,18 @@ class ChatCompletionResponse(BaseModel):
     prompt_token_ids: list[int] | None = None  # with return_token_ids; all choices have the same
 
 
-class GenerateResponse(BaseModel):
+class GenerateResponse(Body):
     """Each text is the prompt and what continues it. A stream's lines are the same, as far as they have come."""
 
     text: list[str]
 
 
-class TokenizeResponse(BaseModel):
+class TokenizeResponse(Body):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
-class DetokenizeResponse(BaseModel):
+class DetokenizeResponse(Body):
     prompt: str

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
-from fastapi import Request
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.openai.errors import RETRY_AFTER_S

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.openai.chat import render_messages
 from octavo.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 from octavo.entrypoints.openai.responses import DetokenizeResponse, TokenizeResponse
-from octavo.entrypoints.openai.route import BodyRoute
+from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import ARRIVAL, ServerState, state_of
 from octavo.errors import RequestError
 
-router = APIRouter(tags=["vLLM"], route_class=BodyRoute)
+router = Router(tags=["vLLM"])
 
 
 @router.post("/tokenize")

@@ -8,19 +8,20 @@ change with it; dashboards read /metrics.
 from __future__ import annotations
 
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 
+from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import state_of
 from octavo.errors import EngineDeadError
 from octavo.metrics.prometheus import Histogram
 
-router = APIRouter(include_in_schema=False)
+router = Router(include_in_schema=False)
 
 STATIC = Path(__file__).parent / "static"
 # Every file of the page, and its type. They hold no secrets: who has no key gets a page that can do nothing.
@@ -102,11 +103,7 @@ def _file(name: str) -> Response:
 
 def _runs(states: bytes) -> list[list[int]]:
     """Runs of equal blocks, [state, length] one after the other: most maps are a few runs."""
-    array = np.frombuffer(states, np.uint8)
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(array)) + 1))
-    lengths = np.diff(starts, append=len(array))
-    runs: list[list[int]] = np.stack((array[starts], lengths), 1).tolist()
-    return runs
+    return [[state, sum(1 for _ in run)] for state, run in groupby(states)]
 
 
 def _count_and_sum(histogram: Histogram) -> list[float]:

@@ -97,9 +97,9 @@ def _rotary_and_cache_kernel(
             turned_a, turned_b = turned_a * scale, turned_b * scale
             if R < D:
                 rest = R + tl.arange(0, REST_P2)
-                at = query + token * query_stride + head[:, None] * D + rest[None, :]
-                mask_rest = (head < HEADS)[:, None] & (rest < D)[None, :]
-                tl.store(at, tl.load(at, mask=mask_rest, other=0.0).to(tl.float32) * scale, mask=mask_rest)
+                others = query + token * query_stride + head[:, None] * D + rest[None, :]
+                is_other = (head < HEADS)[:, None] & (rest < D)[None, :]
+                tl.store(others, tl.load(others, mask=is_other, other=0.0).to(tl.float32) * scale, mask=is_other)
         tl.store(first, turned_a, mask=mask)
         tl.store(first + R // 2, turned_b, mask=mask)
     elif slot >= 0:
