@@ -171,7 +171,7 @@ def _pt_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFil
 def _gguf_tensors(path: str, quantization: str | None) -> tuple[dict[str, FileTensor], list[MappedFile]]:
     file = read_gguf(path)
     tensors = {
-        t.hf_name: FileTensor(t.info.type.name, t.info.shape, partial(stored_tensor, file, t))
+        t.hf_name: FileTensor(t.info.type.name, t.shape, partial(stored_tensor, file, t))
         for t in named_tensors(file)
     }
     quantized = {tensor.format for tensor in tensors.values()} - set(PLAIN)

@@ -1,6 +1,6 @@
 """What a GGUF file says in Hugging Face's words: its metadata as config.json, and its tensors under their HF names.
 
-Architectures llama, qwen2 and qwen3 are read; the rest is refused by name.
+Architectures llama, qwen2, qwen3 and olmoe are read, with experts too; the rest is refused by name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,15 @@ from octavo.errors import LoadError
 from octavo.loading.gguf import GGUFFile, TensorInfo
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Of files that have experts.
+_EXPERT_ARCHITECTURES = {
+    "llama": "MixtralForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+}
+# Those whose weights of experts are divided by their sum, where the file does not say (llama.cpp has it in its code).
+_NORMALIZING = ("llama", "qwen3moe")
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -33,6 +42,14 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 ROPE_FREQS = "rope_freqs.weight"
 
@@ -45,6 +62,12 @@ class NamedTensor:
     hf_name: str
     info: TensorInfo
     rotary_heads: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In Hugging Face's words."""
+        is_row = self.hf_name.endswith("shared_expert_gate.weight") and len(self.info.shape) == 1
+        return (1, *self.info.shape) if is_row else self.info.shape
 
 
 def named_tensors(file: GGUFFile) -> Iterator[NamedTensor]:
@@ -69,8 +92,7 @@ def named_tensors(file: GGUFFile) -> Iterator[NamedTensor]:
 def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """The file's config.json and generation_config.json. Raises `LoadError` where it cannot say them."""
     architecture = _architecture(file)
-    if _number(file, f"{architecture}.expert_count", 0):
-        raise LoadError(f"{file.path}: mixture-of-experts models of architecture {architecture} are not built yet.")
+    num_experts = _number(file, f"{architecture}.expert_count", 0)
     tensors = file.tensors
     if "token_embd.weight" not in tensors:
         raise LoadError(f"{file.path} has no tensor token_embd.weight: it is not a whole model.")
@@ -86,11 +108,11 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     rotary_dim = _number(file, f"{architecture}.rope.dimension_count", head_dim)
     num_layers = _number(file, f"{architecture}.block_count")
     config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[architecture]],
+        "architectures": [(_EXPERT_ARCHITECTURES if num_experts else _ARCHITECTURES)[architecture]],
         "model_type": architecture,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": _number(file, f"{architecture}.feed_forward_length"),
+        "intermediate_size": _number(file, f"{architecture}.feed_forward_length", 0 if num_experts else None),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
@@ -105,8 +127,27 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     if architecture == "llama":
         config["attention_bias"] = _bias(file, num_layers, ("attn_q", "attn_k", "attn_v", "attn_output"))
         config["mlp_bias"] = _bias(file, num_layers, ("ffn_gate", "ffn_up", "ffn_down"))
+    if num_experts:
+        config |= _experts(file, architecture, num_experts, num_layers)
     ids = _token_ids(file)
     return config | ids, ids
+
+
+def _experts(file: GGUFFile, architecture: str, num_experts: int, num_layers: int) -> dict[str, Any]:
+    """A layer without a router is dense."""
+    config = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": _number(file, f"{architecture}.expert_used_count"),
+        "norm_topk_prob": bool(file.metadata.get(f"{architecture}.expert_weights_norm", architecture in _NORMALIZING)),
+        "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors],
+    }
+    for key, setting in (
+        ("expert_feed_forward_length", "moe_intermediate_size"),
+        ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+    ):
+        if f"{architecture}.{key}" in file.metadata:
+            config[setting] = _number(file, f"{architecture}.{key}")
+    return config
 
 
 def _token_ids(file: GGUFFile) -> dict[str, Any]:
@@ -124,10 +165,14 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
 
 
 def _architecture(file: GGUFFile) -> str:
+    """One that is read, with experts or without as the file has it."""
     architecture = file.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
+    has_experts = bool(file.metadata.get(f"{architecture}.expert_count"))
+    read = _EXPERT_ARCHITECTURES if has_experts else _ARCHITECTURES
+    if not isinstance(architecture, str) or architecture not in read:
         raise LoadError(
-            f"{file.path}: GGUF architecture {architecture!r} is not built yet; these are: {', '.join(_ARCHITECTURES)}."
+            f"{file.path}: GGUF architecture {architecture!r}{' with experts' if has_experts else ''} is not built "
+            f"yet; these are: {', '.join(read)}."
         )
     return architecture
 
@@ -219,4 +264,4 @@ def _llama3_rope(file: GGUFFile, architecture: str, divisors: tuple[float, ...],
 
 def architectures() -> set[str]:
     """Names of the architectures, as config.json has them, of which GGUF files are read."""
-    return set(_ARCHITECTURES.values())
+    return {*_ARCHITECTURES.values(), *_EXPERT_ARCHITECTURES.values()}

@@ -129,7 +129,7 @@ def test_divisors_of_another_rope_scaling_are_refused(tmp_path: Path, write_gguf
     ("metadata", "message"),
     [
         ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not built"),
-        ({"llama.expert_count": 8}, "mixture-of-experts"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count is absent"),
         ({"llama.context_length": None}, "llama.context_length is absent"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is absent"),
         ({"llama.attention.head_count": [4, 8]}, r"head_count is \[4, 8\], which is not one whole number"),
