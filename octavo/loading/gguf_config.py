@@ -1,6 +1,7 @@
 """What a GGUF file says in Hugging Face's words: its metadata as config.json, and its tensors under their HF names.
 
-Architectures llama, qwen2, qwen3 and olmoe are read, with experts too; the rest is refused by name.
+Architectures llama (with experts too), qwen2, qwen2moe, qwen3, qwen3moe and olmoe are read; the rest is refused by
+name.
 """
 
 from __future__ import annotations
