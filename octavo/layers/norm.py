@@ -52,7 +52,7 @@ class Norm:
                 host = np.stack([weights.take(f"{name.format(head=i)}.{part}", (size,)) for i in range(heads)])
             else:
                 host = weights.take(f"{name}.{part}", shape)
-            if offset or divisor != 1.0:
+            if description.offset or divisor != 1.0:  # weight and bias are of one type
                 host = (host.astype(np.float32) + np.float32(offset)) / np.float32(divisor)
             return self._ops.place(host if order is None else host[..., order])
 

@@ -6,12 +6,13 @@ have, and those that `transformers` writes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from octavo.layers.norm import NormDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.models.description import HeadDescription
-from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, per_layer, rms
+from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, layer_norm, per_layer, rms
 
 _ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
 _MLP_BIAS = {"bias": key("mlp_bias")}
@@ -30,17 +31,31 @@ _AROUND = {
 _AFTER = _AROUND | {"attention_norm": None, "feed_forward_norm": None}
 _GEMMA_RMS = rms(offset=1.0)
 _ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
-_GEMMA_2 = {
-    "max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}  # fmt: skip
 _GEMMA_SCORES = {
     "scale": lambda c, _: c["query_pre_attn_scalar"] ** -0.5,
     "softcap": lambda c, _: c["attn_logit_softcapping"] or 0.0,
 }
 _GEMMA_LOGITS = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}
-_GELU_TANH = {"hidden_act": "gelu_new"}
+
+
+_SHORT = {
+    "eps": "norm_eps", "kv_heads": "num_key_value_heads", "head_size": "head_dim", "act": "hidden_act",
+    "tied": "tie_word_embeddings", "theta": "rope_theta", "partial": "partial_rotary_factor",
+    "window": "sliding_window",
+}  # fmt: skip
+
+
+def _defaults(max_positions: int | None = None, /, **settings: Any) -> dict[str, Any]:
+    """Of a configuration class, some by short names."""
+    found = {_SHORT.get(name, name): value for name, value in settings.items()}
+    return found if max_positions is None else found | {"max_position_embeddings": max_positions}
+
+
+_GELU_TANH = _defaults(act="gelu_new")
+_GEMMA_2 = _defaults(
+    8192, kv_heads=4, head_size=256, act="gelu_pytorch_tanh", tied=True, query_pre_attn_scalar=256, window=4096,
+    final_logit_softcapping=30.0, attn_logit_softcapping=50.0,
+)  # fmt: skip
 
 
 def _ungated(up: str, down: str, **more: Any) -> dict[str, Any]:
@@ -110,7 +125,7 @@ def _mpt(setting: str, default: Any = None) -> Setting:
 
 
 def _mpt_scale(config: Config, i: int) -> float:
-    return float(_mpt("softmax_scale")(config, i) or (config["hidden_size"] / config["num_attention_heads"]) ** -0.5)
+    return float(_mpt("softmax_scale")(config, i) or head_size(config) ** -0.5)
 
 
 def _falcon_kv_heads(config: Config, _: int) -> int:
@@ -136,7 +151,7 @@ def _falcon_norms(before_attention: bool) -> Setting:
 
 
 def _gpt2_scale(config: Config, i: int) -> float:
-    scale = (config["hidden_size"] / config["num_attention_heads"]) ** -0.5 if config["scale_attn_weights"] else 1.0
+    scale = head_size(config) ** -0.5 if config["scale_attn_weights"] else 1.0
     return float(scale / (i + 1) if config["scale_attn_by_inverse_layer_idx"] else scale)
 
 
@@ -175,6 +190,11 @@ def _opt_norm(config: Config, i: int) -> NormDescription:
     return NormDescription(1e-5, "layer", bias=has_weight, has_weight=has_weight)
 
 
+def _opt_final_norm(config: Config, i: int) -> NormDescription | None:
+    has_norm = config["do_layer_norm_before"] and not config["_remove_final_layer_norm"]
+    return _opt_norm(config, i) if has_norm else None
+
+
 _BART = {"qkv_bias": True, "output_bias": True, "output_name": "self_attn.out_proj"}
 _BART_NORMS = {"attention_norm": "self_attn_layer_norm", "feed_forward_norm": "final_layer_norm"}
 _GPT2_MODEL = {
@@ -184,130 +204,100 @@ _GPT2_NORMS = {"attention_norm": "ln_1", "feed_forward_norm": "ln_2"}
 _GPT2_ATTENTION = {
     "qkv_names": ("attn.c_attn",), "output_name": "attn.c_proj", "qkv_bias": True, "output_bias": True,
 }  # fmt: skip
-_GPT2_DEFAULTS = {
-    "max_position_embeddings": 1024, "intermediate_size": None, "norm_eps": 1e-5, "tie_word_embeddings": True,
-    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-}  # fmt: skip
-_GPTJ = {"max_position_embeddings": 2048, "intermediate_size": None, "norm_eps": 1e-5, "rotary_dim": 64} | _GELU_TANH
-_GPTJ_ROPE = {"interleaved": True, "theta": 10000.0, "rotary_dim": key("rotary_dim")}
+_GPT2_DEFAULTS = _defaults(
+    1024, intermediate_size=None, eps=1e-5, tied=True, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False
+)
 _NEOX_ATTENTION = {"qkv_names": ("attention.query_key_value",), "output_name": "attention.dense"} | _PER_HEAD
 
+_MISTRAL = Family(defaults=_defaults(131072, kv_heads=8, window=4096), slides=_all_slide)
+_GLM = Family(
+    defaults=_defaults(131072, kv_heads=2, head_size=128, eps=1.5625e-7, attention_bias=True, partial=0.5),
+    attention={"qkv_bias": key("attention_bias")}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
+)  # fmt: skip
+_GEMMA2 = Family(
+    defaults=_GEMMA_2, norm=_GEMMA_RMS, attention=_ATTENTION_BIAS | _GEMMA_SCORES, layer=_AROUND,
+    model=_ROOT | _GEMMA_LOGITS, slides=_all_but_every("", 2), refuses=("use_bidirectional_attention",),
+)  # fmt: skip
+_GPTJ = Family(
+    defaults=_defaults(2048, intermediate_size=None, eps=1e-5, rotary_dim=64) | _GELU_TANH, norm=layer_norm(),
+    attention={"qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.out_proj"},
+    rope={"interleaved": True, "theta": 10000.0, "rotary_dim": key("rotary_dim")},
+    feed_forward=_ungated("mlp.fc_in", "mlp.fc_out", bias=True),
+    layer=_PARALLEL | {"attention_norm": "ln_1"}, model=_GPT2_MODEL | {"output_bias": True},
+)  # fmt: skip
+
 FAMILIES = {
-    "LlamaForCausalLM": Family(
-        defaults={"max_position_embeddings": 2048}, attention=_ATTENTION_BIAS, feed_forward=_MLP_BIAS,
-    ),
-    "MistralForCausalLM": Family(
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        slides=_all_slide,
-    ),
-    "MinistralForCausalLM": Family(
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        slides=_all_slide,
-    ),
+    "LlamaForCausalLM": Family(defaults=_defaults(2048), attention=_ATTENTION_BIAS, feed_forward=_MLP_BIAS),
+    "MistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": _MISTRAL,
     "Ministral3ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "norm_eps": 1e-5,
-            "rope_parameters": {
+        defaults=_defaults(
+            262144, kv_heads=8, head_size=128, eps=1e-5,
+            rope_parameters={
                 "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
                 "original_max_position_embeddings": 16384, "mscale_all_dim": 1.0, "mscale": 1.0,
                 "llama_4_scaling_beta": 0.1,
             },
-        },
+        ),
         attention={"query_growth": _query_growth}, slides=_all_slide,
     ),
     "CwmForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "norm_eps": 1e-5,
-            "sliding_window": 8192, "rope_theta": 1000000.0,
-            "rope_parameters": {
+        defaults=_defaults(
+            131072, kv_heads=8, head_size=128, eps=1e-5, window=8192, theta=1e6,
+            rope_parameters={
                 "rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, "high_freq_factor": 4.0,
                 "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
             },
-        },
+        ),
         slides=_all_but_every("window_pattern", 4, first=0),
     ),
     "SeedOssForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True,
-            "attention_out_bias": False,
-        },
+        defaults=_defaults(524288, kv_heads=8, head_size=128, attention_bias=True, attention_out_bias=False),
         attention={"qkv_bias": key("attention_bias"), "output_bias": key("attention_out_bias")}, feed_forward=_MLP_BIAS,
     ),
     "Emu3ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 9216, "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0
-        },
-        attention=_ATTENTION_BIAS, feed_forward=_MLP_BIAS,
+        defaults=_defaults(9216, kv_heads=8, eps=1e-5, theta=1e6), attention=_ATTENTION_BIAS,
+        feed_forward=_MLP_BIAS,
     ),
     "Qwen2ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
-        attention={"qkv_bias": True}, slides=_late_layers_slide, window_switch="use_sliding_window",
+        defaults=_defaults(32768, kv_heads=32, window=4096, max_window_layers=28), attention={"qkv_bias": True},
+        slides=_late_layers_slide, window_switch="use_sliding_window",
     ),
     "Qwen3ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
-        attention=_ATTENTION_BIAS | {"qk_norm": rms()}, slides=_late_layers_slide,
-        window_switch="use_sliding_window",
+        defaults=_defaults(32768, kv_heads=32, head_size=128, window=4096, max_window_layers=28),
+        attention=_ATTENTION_BIAS | {"qk_norm": rms()}, slides=_late_layers_slide, window_switch="use_sliding_window",
     ),
     "Phi3ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "norm_eps": 1e-5,
-        },
-        attention=_STACKED, feed_forward=_STACKED_UP, slides=_all_slide,
+        defaults=_defaults(4096, original_max_position_embeddings=4096, eps=1e-5), attention=_STACKED,
+        feed_forward=_STACKED_UP, slides=_all_slide,
     ),
     "SmolLM3ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
-            "rope_theta": 2000000.0, "no_rope_layers": None, "no_rope_layer_interval": 4,
-        },
+        defaults=_defaults(
+            32768, kv_heads=4, tied=True, theta=2e6, no_rope_layers=None, no_rope_layer_interval=4,
+        ),
         attention=_ATTENTION_BIAS, feed_forward=_MLP_BIAS, rotates=_smollm3_rotates,
         slides=lambda c, i: not _smollm3_rotates(c, i), window_switch="use_sliding_window",
     ),
     "HeliumForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 4096, "num_key_value_heads": 20, "head_dim": 128, "norm_eps": 1e-8,
-            "rope_theta": 100000.0,
-        },
+        defaults=_defaults(4096, kv_heads=20, head_size=128, eps=1e-8, theta=1e5),
         attention={"qkv_bias": key("attention_bias")}, feed_forward=_MLP_BIAS, rope={"interleaved": True},
     ),
     "Ernie4_5ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "norm_eps": 1e-5,
-            "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False,
-        },
+        defaults=_defaults(131072, kv_heads=2, head_size=128, eps=1e-5, theta=5e5, tied=True, use_bias=False),
         attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
         feed_forward={"bias": key("use_bias")},
     ),
-    "GlmForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "norm_eps": 1.5625e-7,
-            "attention_bias": True, "partial_rotary_factor": 0.5,
-        },
-        attention={"qkv_bias": key("attention_bias")}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
-    ),
-    "Glm4ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "norm_eps": 1.5625e-7,
-            "attention_bias": True, "partial_rotary_factor": 0.5,
-        },
-        attention={"qkv_bias": key("attention_bias")}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(
+        _GLM,
         layer={"attention_post_norm": "post_self_attn_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"},
     ),
     "GraniteForCausalLM": Family(
-        defaults={"max_position_embeddings": 2048} | _NO_MULTIPLIERS,
-        attention=_ATTENTION_BIAS | {"scale": key("attention_multiplier")}, feed_forward=_MLP_BIAS,
-        layer={"residual_multiplier": key("residual_multiplier")}, model=_MULTIPLIERS,
+        defaults=_defaults(2048) | _NO_MULTIPLIERS, attention=_ATTENTION_BIAS | {"scale": key("attention_multiplier")},
+        feed_forward=_MLP_BIAS, layer={"residual_multiplier": key("residual_multiplier")}, model=_MULTIPLIERS,
     ),
     "GraniteSWAForCausalLM": Family(
-        defaults=_NO_MULTIPLIERS | {
-            "max_position_embeddings": 8192, "num_key_value_heads": 4, "norm_eps": 1e-5, "tie_word_embeddings": True,
-            "sliding_window": 128, "layer_rope_theta": None,
-        },
+        defaults=_NO_MULTIPLIERS | _defaults(8192, kv_heads=4, eps=1e-5, tied=True, window=128, layer_rope_theta=None),
         attention=_ATTENTION_BIAS | {"scale": key("attention_multiplier"), "sinks": "self_attn.sinks"},
         rope={"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])},
         feed_forward=_MLP_BIAS, layer={"residual_multiplier": key("residual_multiplier")}, model=_MULTIPLIERS,
@@ -315,13 +305,8 @@ FAMILIES = {
         rotates=lambda c, i: bool((c["layer_rope_theta"] or [1] * (i + 1))[i]),
     ),
     "HyperCLOVAXForCausalLM": Family(
-        defaults=_NO_MULTIPLIERS | {
-            "max_position_embeddings": 2048, "head_dim": None, "attention_multiplier": None, "use_post_norm": True
-        },
-        attention=_ATTENTION_BIAS | {
-            "scale": lambda c, _: c["attention_multiplier"]
-            or (c["head_dim"] or c["hidden_size"] // c["num_attention_heads"]) ** -0.5
-        },
+        defaults=_NO_MULTIPLIERS | _defaults(2048, head_size=None, attention_multiplier=None, use_post_norm=True),
+        attention=_ATTENTION_BIAS | {"scale": lambda c, _: c["attention_multiplier"] or head_size(c) ** -0.5},
         feed_forward=_MLP_BIAS,
         layer={
             "residual_multiplier": key("residual_multiplier"),
@@ -329,23 +314,22 @@ FAMILIES = {
             "feed_forward_post_norm": _where("use_post_norm", "post_norm2", None),
         },
         model={
-            "embedding_multiplier": key("embedding_multiplier"),
-            "logits_divisor": lambda c, _: 1 / c["logits_scaling"],
+            "embedding_multiplier": key("embedding_multiplier"), "logits_divisor": lambda c, _: 1 / c["logits_scaling"],
         },
     ),
     "ApertusForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 65536, "norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12000000.0,
-            "rope_parameters": {
+        defaults=_defaults(
+            65536, eps=1e-5, act="xielu", theta=1.2e7,
+            rope_parameters={
                 "rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0,
                 "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             },
-        },
+        ),
         attention=_ATTENTION_BIAS | {"qk_norm": rms()}, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj"),
         layer={"attention_norm": "attention_layernorm", "feed_forward_norm": "feedforward_layernorm"},
     ),
     "HunYuanDenseV1ForCausalLM": Family(
-        defaults={"max_position_embeddings": 2048, "norm_eps": 1e-5},
+        defaults=_defaults(2048, eps=1e-5),
         attention=_ATTENTION_BIAS | {
             "qk_norm": rms(), "norms_after_rotation": True,
             "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
@@ -353,95 +337,61 @@ FAMILIES = {
     ),
     # A norm without weights of a rotated head is the norm of the head, rotated.
     "NanoChatForCausalLM": Family(
-        defaults={"max_position_embeddings": 2048, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
-        norm=rms(has_weight=False), attention=_ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)},
-        rope={"reversed": True}, feed_forward=_ungated("mlp.fc1", "mlp.fc2"),
-        model=_GEMMA_LOGITS | {"embedding_norm": rms(has_weight=False)},
+        defaults=_defaults(2048, act="relu2", final_logit_softcapping=15.0), norm=rms(has_weight=False),
+        attention=_ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)}, rope={"reversed": True},
+        feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=_GEMMA_LOGITS | {"embedding_norm": rms(has_weight=False)},
     ),
     "BitNetForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "num_key_value_heads": 5, "norm_eps": 1e-5, "hidden_act": "relu2",
-            "rope_theta": 500000.0,
-        },
+        defaults=_defaults(2048, kv_heads=5, eps=1e-5, act="relu2", theta=5e5),
         attention=_ATTENTION_BIAS | {"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
         feed_forward={"inner_norm": rms(), "inner_norm_name": "mlp.ffn_sub_norm"},
     ),
     "Olmo2ForCausalLM": Family(
-        defaults={"max_position_embeddings": 2048, "norm_eps": 1e-5},
-        attention=_ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=_AFTER,
+        defaults=_defaults(2048, eps=1e-5), attention=_ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"},
+        layer=_AFTER,
     ),
     "Olmo3ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0,
-            "rope_local_base_freq": 500000.0,
-        },
+        defaults=_defaults(2048, eps=1e-5, window=4096, theta=5e5, rope_local_base_freq=500000.0),
         attention=_ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=_AFTER, slides=_EVERY_4TH_FULL,
     ),
     "Exaone4ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "num_key_value_heads": 32, "norm_eps": 1e-5, "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-        },
+        defaults=_defaults(2048, kv_heads=32, eps=1e-5, window=4096, sliding_window_pattern=4),
         attention={"qk_norm": rms()}, layer=_AFTER, slides=_EVERY_4TH_FULL, rotates=_exaone4_rotates,
     ),
     "GemmaForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 8192, "num_key_value_heads": 16, "head_dim": 256,
-            "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-        },
-        norm=_GEMMA_RMS, attention=_ATTENTION_BIAS, model=_ROOT, refuses=("use_bidirectional_attention",),
+        defaults=_defaults(8192, kv_heads=16, head_size=256, act="gelu_pytorch_tanh", tied=True), norm=_GEMMA_RMS,
+        attention=_ATTENTION_BIAS, model=_ROOT, refuses=("use_bidirectional_attention",),
     ),
-    "Gemma2ForCausalLM": Family(
-        defaults=_GEMMA_2, norm=_GEMMA_RMS, attention=_ATTENTION_BIAS | _GEMMA_SCORES, layer=_AROUND,
-        model=_ROOT | _GEMMA_LOGITS, slides=_all_but_every("", 2), refuses=("use_bidirectional_attention",),
-    ),
+    "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": Family(
-        defaults=_GEMMA_2 | {
-            "max_position_embeddings": 131072, "final_logit_softcapping": None, "attn_logit_softcapping": None,
-            "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
-        },
+        defaults=_GEMMA_2 | _defaults(
+            131072, final_logit_softcapping=None, attn_logit_softcapping=None, theta=1e6,
+            rope_local_base_freq=10000.0,
+        ),
         norm=_GEMMA_RMS, attention=_ATTENTION_BIAS | _GEMMA_SCORES | {"qk_norm": _GEMMA_RMS}, layer=_AROUND,
         model=_ROOT | _GEMMA_LOGITS, slides=_all_but_every("sliding_window_pattern", 6),
         refuses=("use_bidirectional_attention",),
     ),
-    "VaultGemmaForCausalLM": Family(
-        defaults=_GEMMA_2, norm=_GEMMA_RMS, attention=_ATTENTION_BIAS | _GEMMA_SCORES,
-        layer={"feed_forward_norm": "pre_feedforward_layernorm"}, model=_ROOT | _GEMMA_LOGITS,
-        slides=_all_but_every("", 2),
-    ),
+    "VaultGemmaForCausalLM": replace(_GEMMA2, layer={"feed_forward_norm": "pre_feedforward_layernorm"}, refuses=()),
     "ArceeForCausalLM": Family(
-        defaults={"max_position_embeddings": 4096, "norm_eps": 1e-5, "hidden_act": "relu2"},
-        attention=_ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
+        defaults=_defaults(4096, eps=1e-5, act="relu2"), attention=_ATTENTION_BIAS,
+        feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
     ),
     "NemotronForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 4096, "norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5,
-        },
-        norm=layer_norm(offset=1.0), attention=_ATTENTION_BIAS,
-        feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
+        defaults=_defaults(4096, eps=1e-5, act="relu2", partial=0.5), norm=layer_norm(offset=1.0),
+        attention=_ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
     ),
     "Jais2ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 8192, "norm_eps": 1e-5, "hidden_act": "relu2", "attention_bias": True,
-            "mlp_bias": True,
-        },
-        norm=layer_norm(), attention=_ATTENTION_BIAS,
-        feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
+        defaults=_defaults(8192, eps=1e-5, act="relu2", attention_bias=True, mlp_bias=True), norm=layer_norm(),
+        attention=_ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
     ),
     "Starcoder2ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 4096, "num_key_value_heads": 2, "norm_eps": 1e-5, "tie_word_embeddings": True,
-            "hidden_act": "gelu_pytorch_tanh", "use_bias": True,
-        },
+        defaults=_defaults(4096, kv_heads=2, eps=1e-5, tied=True, act="gelu_pytorch_tanh", use_bias=True),
         norm=layer_norm(), attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")},
         feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=key("use_bias")), slides=_all_slide,
     ),
     "PersimmonForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 16384, "norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5,
-            "qk_layernorm": True,
-        },
-        norm=layer_norm(),
+        defaults=_defaults(16384, eps=1e-5, act="relu2", partial=0.5, qk_layernorm=True), norm=layer_norm(),
         attention=_PER_HEAD | {
             "qkv_names": ("self_attn.query_key_value",), "output_name": "self_attn.dense", "qkv_bias": True,
             "output_bias": True, "qk_norm": _when("qk_layernorm", layer_norm()),
@@ -451,10 +401,7 @@ FAMILIES = {
         model={"norm_name": "model.final_layernorm"},
     ),
     "PhiForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "norm_eps": 1e-5, "partial_rotary_factor": 0.5, "qk_layernorm": False,
-        } | _GELU_TANH,
-        norm=layer_norm(),
+        defaults=_defaults(2048, eps=1e-5, partial=0.5, qk_layernorm=False) | _GELU_TANH, norm=layer_norm(),
         attention={
             "output_name": "self_attn.dense", "qkv_bias": True, "output_bias": True,
             "qk_norm": _when("qk_layernorm", layer_norm()),
@@ -464,10 +411,7 @@ FAMILIES = {
         model={"norm_name": "model.final_layernorm", "output_bias": True},
     ),
     "GPTNeoXForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "norm_eps": 1e-5, "hidden_act": "gelu", "partial_rotary_factor": 0.25,
-            "attention_bias": True, "use_parallel_residual": True,
-        },
+        defaults=_defaults(2048, eps=1e-5, act="gelu", partial=0.25, attention_bias=True, use_parallel_residual=True),
         norm=layer_norm(), attention=_NEOX_ATTENTION | _ATTENTION_BIAS,
         feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True),
         layer={"is_parallel": key("use_parallel_residual")},
@@ -477,62 +421,44 @@ FAMILIES = {
         },
     ),
     "GPTNeoXJapaneseForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "norm_eps": 1e-5, "hidden_act": "gelu", "tie_word_embeddings": True,
-            "intermediate_multiple_size": 4, "intermediate_size": None,
-        },
+        defaults=_defaults(
+            2048, eps=1e-5, act="gelu", tied=True, intermediate_multiple_size=4, intermediate_size=None,
+        ),
         norm=layer_norm(),
         attention=_NEOX_ATTENTION | {
             "output_bias": lambda c, i: "attention.dense_bias" if i == c["num_hidden_layers"] - 1 else False,
         },
         feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h") | {
-            "intermediate_size": lambda c, _: int(c["hidden_size"] * c["intermediate_multiple_size"])
+            "intermediate_size": lambda c, _: int(c["hidden_size"] * c["intermediate_multiple_size"]),
         },
         model={
             "embedding_name": "gpt_neox_japanese.embed_in", "layer_prefix": "gpt_neox_japanese.layers.",
             "norm_name": "gpt_neox_japanese.final_layer_norm", "output_name": "embed_out",
         },
     ),
-    "GPTJForCausalLM": Family(
-        defaults=_GPTJ, norm=layer_norm(),
-        attention={"qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.out_proj"},
-        rope=_GPTJ_ROPE, feed_forward=_ungated("mlp.fc_in", "mlp.fc_out", bias=True),
-        layer=_PARALLEL | {"attention_norm": "ln_1"}, model=_GPT2_MODEL | {"output_bias": True},
-    ),
-    "CodeGenForCausalLM": Family(
-        defaults=_GPTJ, norm=layer_norm(),
-        attention={
+    "GPTJForCausalLM": _GPTJ,
+    "CodeGenForCausalLM": replace(
+        _GPTJ, attention={
             "qkv_names": ("attn.qkv_proj",), "output_name": "attn.out_proj", "qkv_blocks": 4, "qkv_order": "qvk",
         },
-        rope=_GPTJ_ROPE, feed_forward=_ungated("mlp.fc_in", "mlp.fc_out", bias=True),
-        layer=_PARALLEL | {"attention_norm": "ln_1"}, model=_GPT2_MODEL | {"output_bias": True},
     ),
     "CohereForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 8192, "norm_eps": 1e-5, "tie_word_embeddings": True, "logit_scale": 0.0625,
-            "use_qk_norm": False, "rope_theta": 500000.0,
-        },
+        defaults=_defaults(8192, eps=1e-5, tied=True, logit_scale=0.0625, use_qk_norm=False, theta=5e5),
         norm=layer_norm(bias=False),
-        attention=_ATTENTION_BIAS | {
-            "qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"
-        },
+        attention=_ATTENTION_BIAS | {"qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"},
         rope={"interleaved": True}, layer=_PARALLEL, model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]},
     ),
     "Cohere2ForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 8192, "norm_eps": 1e-5, "tie_word_embeddings": True, "logit_scale": 0.0625,
-            "sliding_window": 4096,
-        },
-        norm=layer_norm(bias=False), attention=_ATTENTION_BIAS, rope={"interleaved": True}, layer=_PARALLEL,
-        model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]},
-        slides=_EVERY_4TH_FULL, rotates=_slides(_EVERY_4TH_FULL),
+        defaults=_defaults(8192, eps=1e-5, tied=True, logit_scale=0.0625, window=4096), norm=layer_norm(bias=False),
+        attention=_ATTENTION_BIAS, rope={"interleaved": True}, layer=_PARALLEL,
+        model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]}, slides=_EVERY_4TH_FULL,
+        rotates=_slides(_EVERY_4TH_FULL),
     ),
     "StableLmForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 4096, "num_key_value_heads": 32, "norm_eps": 1e-5,
-            "partial_rotary_factor": 0.25, "use_qkv_bias": False, "qk_layernorm": False,
-            "use_parallel_residual": False,
-        },
+        defaults=_defaults(
+            4096, kv_heads=32, eps=1e-5, partial=0.25, use_qkv_bias=False, qk_layernorm=False,
+            use_parallel_residual=False,
+        ),
         norm=layer_norm(),
         attention={
             "qkv_bias": key("use_qkv_bias"), "qk_norm": _when("qk_layernorm", layer_norm(bias=False)),
@@ -545,17 +471,16 @@ FAMILIES = {
         },
     ),
     "FalconForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "intermediate_size": None, "norm_eps": 1e-5, "hidden_act": "gelu",
-            "tie_word_embeddings": True, "bias": False, "alibi": False, "parallel_attn": True, "multi_query": True,
-            "new_decoder_architecture": False, "num_ln_in_parallel_attn": None,
-        },
+        defaults=_defaults(
+            2048, intermediate_size=None, eps=1e-5, act="gelu", tied=True, bias=False, alibi=False, parallel_attn=True,
+            multi_query=True, new_decoder_architecture=False, num_ln_in_parallel_attn=None,
+        ),
         norm=layer_norm(),
         attention={
             "num_kv_heads": _falcon_kv_heads, "qkv_names": ("self_attention.query_key_value",),
             "qkv_blocks": _falcon_blocks, "output_name": "self_attention.dense", "qkv_bias": key("bias"),
             "output_bias": key("bias"), "alibi_max": _where("alibi", 8.0, 0.0),
-            "alibi_scale": lambda c, _: (c["hidden_size"] // c["num_attention_heads"]) ** -0.5,
+            "alibi_scale": lambda c, _: head_size(c) ** -0.5,
         },
         feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=key("bias")),
         layer={
@@ -565,10 +490,8 @@ FAMILIES = {
         model=_GPT2_MODEL | {"embedding_name": "transformer.word_embeddings"}, rotates=_where("alibi", False, True),
     ),
     "BloomForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "intermediate_size": None, "norm_eps": 1e-5, "tie_word_embeddings": True,
-        } | _GELU_TANH,
-        norm=layer_norm(), rope=None,
+        defaults=_defaults(2048, intermediate_size=None, eps=1e-5, tied=True) | _GELU_TANH, norm=layer_norm(),
+        rope=None,
         attention=_PER_HEAD | {
             "qkv_names": ("self_attention.query_key_value",), "output_name": "self_attention.dense", "qkv_bias": True,
             "output_bias": True, "alibi_max": 8.0,
@@ -581,11 +504,8 @@ FAMILIES = {
         refuses=("apply_residual_connection_post_layernorm",),
     ),
     "MptForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "intermediate_size": None, "norm_eps": 1e-5, "hidden_act": "gelu",
-            "tie_word_embeddings": True,
-        },
-        norm=layer_norm(bias=False), rope=None,
+        defaults=_defaults(2048, intermediate_size=None, eps=1e-5, act="gelu", tied=True), norm=layer_norm(bias=False),
+        rope=None,
         attention={
             "qkv_names": ("attn.Wqkv",), "output_name": "attn.out_proj", "qkv_clip": _mpt("clip_qkv", 0.0),
             "alibi_max": _mpt("alibi_bias_max", 8.0), "scale": _mpt_scale,
@@ -604,8 +524,7 @@ FAMILIES = {
         model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, refuses=("add_cross_attention",),
     ),
     "GPTBigCodeForCausalLM": Family(
-        defaults=_GPT2_DEFAULTS | {"hidden_act": "gelu_pytorch_tanh", "multi_query": True},
-        norm=layer_norm(), rope=None,
+        defaults=_GPT2_DEFAULTS | _defaults(act="gelu_pytorch_tanh", multi_query=True), norm=layer_norm(), rope=None,
         attention=_GPT2_ATTENTION | {
             "scale": _gpt2_scale, "num_kv_heads": lambda c, _: 1 if c["multi_query"] else c["num_attention_heads"],
             "qkv_blocks": lambda c, _: 1 if c["multi_query"] else c["num_attention_heads"],
@@ -614,11 +533,10 @@ FAMILIES = {
         model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, refuses=("add_cross_attention",),
     ),
     "OPTForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "hidden_act": "relu", "tie_word_embeddings": True, "enable_bias": True,
-            "do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True,
-            "word_embed_proj_dim": None,
-        },
+        defaults=_defaults(
+            2048, act="relu", tied=True, enable_bias=True, do_layer_norm_before=True, _remove_final_layer_norm=False,
+            layer_norm_elementwise_affine=True, word_embed_proj_dim=None,
+        ),
         norm=_opt_norm, rope=None,
         attention=_BART | {"qkv_bias": key("enable_bias"), "output_bias": key("enable_bias")},
         feed_forward=_ungated("fc1", "fc2", bias=key("enable_bias")),
@@ -632,17 +550,15 @@ FAMILIES = {
         model={
             "embedding_name": "model.decoder.embed_tokens", "layer_prefix": "model.decoder.layers.",
             "positions": _learned("model.decoder.embed_positions.weight", 2),
-            "norm": lambda c, i: _opt_norm(c, i)
-            if c["do_layer_norm_before"] and not c["_remove_final_layer_norm"] else None,
-            "norm_name": "model.decoder.final_layer_norm", "head": _opt_head,
-            "embedding_size": _opt_size, "embedding_projection_name": "model.decoder.project_in",
+            "norm": _opt_final_norm,
+            "norm_name": "model.decoder.final_layer_norm", "head": _opt_head, "embedding_size": _opt_size,
+            "embedding_projection_name": "model.decoder.project_in",
         },
     ),
     "GPTNeoForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "intermediate_size": None, "norm_eps": 1e-5, "tie_word_embeddings": True,
-            "sliding_window": 256, "attention_types": [[["global", "local"], 12]],
-        } | _GELU_TANH,
+        defaults=_defaults(
+            2048, intermediate_size=None, eps=1e-5, tied=True, window=256, attention_types=[[["global", "local"], 12]],
+        ) | _GELU_TANH,
         norm=layer_norm(), rope=None,
         attention={
             "qkv_names": ("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
@@ -652,12 +568,8 @@ FAMILIES = {
         model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, slides=_gpt_neo_slides,
     ),
     "BioGptForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 1024, "hidden_act": "gelu", "norm_eps": 1e-12, "tie_word_embeddings": True,
-            "scale_embedding": True,
-        },
-        norm=layer_norm(), rope=None, attention=_BART, feed_forward=_ungated("fc1", "fc2", bias=True),
-        layer=_BART_NORMS,
+        defaults=_defaults(1024, act="gelu", eps=1e-12, tied=True, scale_embedding=True), norm=layer_norm(), rope=None,
+        attention=_BART, feed_forward=_ungated("fc1", "fc2", bias=True), layer=_BART_NORMS,
         model={
             "embedding_name": "biogpt.embed_tokens", "layer_prefix": "biogpt.layers.", "norm_name": "biogpt.layer_norm",
             "output_name": "output_projection", "positions": _learned("biogpt.embed_positions.weight", 2),
@@ -665,12 +577,8 @@ FAMILIES = {
         },
     ),
     "XGLMForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 2048, "hidden_act": "gelu", "tie_word_embeddings": True,
-            "scale_embedding": True,
-        },
-        norm=layer_norm(eps=1e-5), rope=None, attention=_BART, feed_forward=_ungated("fc1", "fc2", bias=True),
-        layer=_BART_NORMS,
+        defaults=_defaults(2048, act="gelu", tied=True, scale_embedding=True), norm=layer_norm(eps=1e-5), rope=None,
+        attention=_BART, feed_forward=_ungated("fc1", "fc2", bias=True), layer=_BART_NORMS,
         model={
             "norm_name": "model.layer_norm",
             "positions": lambda c, _: PositionsDescription(offset=2, steps=c["hidden_size"] // 2 - 1),
@@ -678,13 +586,10 @@ FAMILIES = {
         },
     ),
     "OpenAIGPTLMHeadModel": Family(
-        defaults={
-            "max_position_embeddings": 512, "intermediate_size": None, "hidden_act": "gelu", "norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-        },
-        norm=layer_norm(), rope=None, attention=_GPT2_ATTENTION | {"is_transposed": True},
+        defaults=_defaults(512, intermediate_size=None, act="gelu", eps=1e-5, tied=True), norm=layer_norm(), rope=None,
+        attention=_GPT2_ATTENTION | {"is_transposed": True},
         feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=True, is_transposed=True) | {
-            "activation": lambda c, _: {"gelu": "gelu_tanh", "swish": "silu"}.get(c["hidden_act"], c["hidden_act"])
+            "activation": lambda c, _: {"gelu": "gelu_tanh", "swish": "silu"}.get(c["hidden_act"], c["hidden_act"]),
         },
         layer={
             "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": "ln_1",
@@ -696,8 +601,7 @@ FAMILIES = {
         },
     ),
     "CTRLLMHeadModel": Family(
-        defaults={"max_position_embeddings": 256, "hidden_act": "relu", "tie_word_embeddings": True},
-        norm=layer_norm(eps=1e-6), rope=None,
+        defaults=_defaults(256, act="relu", tied=True), norm=layer_norm(eps=1e-6), rope=None,
         attention={
             "qkv_names": ("multi_head_attention.Wq", "multi_head_attention.Wk", "multi_head_attention.Wv"),
             "output_name": "multi_head_attention.dense", "qkv_bias": True, "output_bias": True,
@@ -710,18 +614,15 @@ FAMILIES = {
         },
     ),
     "OlmoForCausalLM": Family(
-        defaults={"max_position_embeddings": 2048, "clip_qkv": None}, norm=layer_norm(
-            eps=1e-5, bias=False, has_weight=False
-        ),
+        defaults=_defaults(2048, clip_qkv=None), norm=layer_norm(eps=1e-5, bias=False, has_weight=False),
         attention=_ATTENTION_BIAS | {"qkv_clip": lambda c, _: c["clip_qkv"] or 0.0},
     ),
     "ModernBertDecoderForCausalLM": Family(
-        defaults={
-            "max_position_embeddings": 8192, "norm_eps": 1e-5, "hidden_act": "gelu", "tie_word_embeddings": True,
-            "norm_bias": False, "decoder_bias": True, "classifier_bias": False, "classifier_activation": "gelu",
-            "local_attention": 128, "rope_theta": 160000.0, "rope_local_base_freq": 10000.0,
-            "global_attn_every_n_layers": 3,
-        },
+        defaults=_defaults(
+            8192, eps=1e-5, act="gelu", tied=True, norm_bias=False, decoder_bias=True, classifier_bias=False,
+            classifier_activation="gelu", local_attention=128, theta=160000.0, rope_local_base_freq=10000.0,
+            global_attn_every_n_layers=3,
+        ),
         norm=lambda c, _: NormDescription(c["norm_eps"], "layer", c["norm_bias"]),
         attention=_ATTENTION_BIAS | {
             "qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.Wo",

@@ -128,15 +128,15 @@ def _values(settings: Mapping[str, Any], config: Config, layer: int) -> dict[str
 
 def _layer(family: Family, config: Config, i: int) -> LayerDescription:
     num_heads, norm = config["num_attention_heads"], family.norm(config, i)
-    head_size = config["head_dim"] or config["hidden_size"] // num_heads
+    size = head_size(config)
     layer_type = _layer_type(family, config, i)
     turns = family.rope is not None and family.rotates(config, i)
     attention = {
         "num_heads": num_heads,
         "num_kv_heads": config["num_key_value_heads"] or num_heads,
-        "head_size": head_size,
-        "scale": head_size**-0.5,
-        "rope": _rope(family, config, i, layer_type, head_size) if turns else None,
+        "head_size": size,
+        "scale": size**-0.5,
+        "rope": _rope(family, config, i, layer_type, size) if turns else None,
         "window": (config["sliding_window"] or 0) if layer_type == "sliding_attention" else 0,
     } | _values(family.attention, config, i)
     num_heads, num_kv_heads = attention["num_heads"], attention["num_kv_heads"]
@@ -159,6 +159,10 @@ def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescript
     size = config["intermediate_size"] or 4 * config["hidden_size"]
     settings = {"intermediate_size": size, "activation": activation}
     return FeedForwardDescription(**settings | _values(family.feed_forward, config, i))
+
+
+def head_size(config: Config) -> int:
+    return int(config["head_dim"] or config["hidden_size"] // config["num_attention_heads"])
 
 
 def activation_of(name: str) -> str:
@@ -193,7 +197,7 @@ def per_layer(setting: str) -> Setting:
     return find
 
 
-def _rope(family: Family, config: Config, i: int, layer_type: str, head_size: int) -> RopeConfig:
+def _rope(family: Family, config: Config, i: int, layer_type: str, size: int) -> RopeConfig:
     # transformers 5 writes rope_parameters, for each type of layer where they differ; earlier versions wrote rope_theta
     # and rope_scaling, which it prefers.
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -207,7 +211,7 @@ def _rope(family: Family, config: Config, i: int, layer_type: str, head_size: in
     if kind not in ROPE_KINDS:
         raise LoadError(f"rope scaling {kind!r} is not built yet; {', '.join(ROPE_KINDS)} are.")
     partial = scaling.get("partial_rotary_factor") or config["partial_rotary_factor"]
-    rotary_dim = head_size if kind == "proportional" else int(head_size * partial)
+    rotary_dim = size if kind == "proportional" else int(size * partial)
     if kind == "dynamic" and scaling.get("alpha"):  # HunYuan's, which depends on no length
         kind, theta = "default", theta * float(scaling["alpha"]) ** (rotary_dim / (rotary_dim - 2))
     longest = config["max_position_embeddings"]
@@ -227,7 +231,7 @@ def _rope(family: Family, config: Config, i: int, layer_type: str, head_size: in
         "truncate": bool(scaling.get("truncate", True)),
         "short_factors": tuple(scaling.get("short_factor") or ()),
         "long_factors": tuple(scaling.get("long_factor") or ()),
-        "num_turning": 2 * int(partial * head_size // 2) if kind == "proportional" else 0,
+        "num_turning": 2 * int(partial * size // 2) if kind == "proportional" else 0,
         "attention_factor": _attention_factor(kind, factor, original, scaling),
     }
     return RopeConfig(**settings | _values(family.rope or {}, config, i))

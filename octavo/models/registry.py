@@ -66,7 +66,7 @@ def describe(config: Mapping[str, Any]) -> ModelDescription:
     """Read config.json. Raises `LoadError` for an architecture or a setting that is not built."""
     name = (config.get("architectures") or ["(none)"])[0]
     if name not in _ARCHITECTURES:
-        raise LoadError(f"architecture {name} is not built yet; Octavo runs {', '.join(architectures())}.")
+        raise LoadError(f"architecture {name} is not built yet; `octavo models` lists those that are.")
     try:
         reader, _ = _ARCHITECTURES[name]
         return reader(config)

@@ -310,6 +310,28 @@ def test_a_share_of_a_matrix_is_that_share(
                 assert np.array_equal(dequantize(both), whole[:16, 32:64])
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_matrix_may_be_stored_transposed(quantization: str | None, hf_folder: Path, hf_tensors: HfTensors) -> None:
+    weights, name = _open(resolve(str(hf_folder)), "bfloat16", quantization), "model.layers.0.mlp.up_proj.weight"
+    whole = hf_tensors()[name].bfloat16().float().numpy().T
+    taken = weights.take_matrix(name, (whole.shape[1], whole.shape[0]), (8, 24), is_transposed=True)
+    assert taken.shape == (16, whole.shape[1])
+    np.testing.assert_allclose(dequantize(taken, "float32"), whole[8:24], atol=0.02 if quantization else 0)
+
+
+def test_names_may_lack_the_first_module(hf_folder: Path, hf_tensors: HfTensors) -> None:
+    """As those of GPT-2's and Bloom's checkpoints do."""
+    tensors = {name.removeprefix("model."): tensor for name, tensor in hf_tensors().items()}
+    save_file(tensors | {"layers.0.attn.bias": torch.ones(1, 1, 8, 8)}, hf_folder / "model.safetensors")
+    weights = _open(resolve(str(hf_folder)))
+    for name, tensor in hf_tensors().items():
+        assert name in weights
+        assert np.array_equal(weights.take(name, tuple(tensor.shape)), tensor.numpy())
+    weights.check_all_taken()
+    with pytest.raises(LoadError, match=r"no tensor model\.layers\.9\.weight"):
+        weights.take("model.layers.9.weight", (8,))
+
+
 def test_a_share_that_divides_blocks_is_refused(mixed_gguf: Path) -> None:
     weights = _open(resolve(str(mixed_gguf)), "bfloat16")
     name = "model.layers.0.mlp.up_proj.weight"

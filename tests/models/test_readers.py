@@ -75,10 +75,51 @@ def test_theta_comes_from_wherever_a_version_of_transformers_has_written_it() ->
         assert rope.theta == 5.0
 
 
+def ropes(description: ModelDescription) -> list[tuple[float, str] | None]:
+    """Theta and kind of each layer."""
+    found = [layer.attention.rope for layer in description.layers]
+    return [None if rope is None else (rope.theta, rope.kind) for rope in found]
+
+
+def test_layer_types_may_have_rotations_of_their_own_in_old_and_new_form() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": linear}
+    new = {
+        "rope_parameters": {"full_attention": linear | {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    }
+    for given in (old, new):
+        description = described("Gemma3ForCausalLM", **given)
+        assert ropes(description) == ([(1e4, "default")] * 5 + [(1e6, "linear")]) * 5
+        assert windows(description) == ([4096] * 5 + [0]) * 5
+
+
+def test_layers_that_do_not_rotate() -> None:
+    for architecture in ("Cohere2ForCausalLM", "Exaone4ForCausalLM"):
+        description = described(architecture)
+        assert [rope is None for rope in ropes(description)] == [window == 0 for window in windows(description)]
+    assert None not in ropes(described("Exaone4ForCausalLM", sliding_window=None))
+    assert ropes(described("BloomForCausalLM")) == [None] * 30
+
+
+def test_sizes_have_the_names_of_each_configuration_class() -> None:
+    sizes = {"vocab_size": 128, "n_embd": 96, "n_layer": 3, "n_head": 4, "n_inner": 50, "n_positions": 70}
+    description = describe(sizes | {"architectures": ["GPT2LMHeadModel"]})
+    assert (description.hidden_size, len(description.layers), description.max_position_embeddings) == (96, 3, 70)
+    layer = description.layers[0]
+    assert (layer.attention.num_heads, layer.attention.head_size) == (4, 24)
+    assert layer.feed_forward.intermediate_size == 50
+    assert (
+        describe(sizes | {"n_inner": None, "architectures": ["GPT2LMHeadModel"]})
+        .layers[0]
+        .feed_forward.intermediate_size
+        == 384
+    )
+
+
 @pytest.mark.parametrize(
     ("architecture", "given", "message"),
     [
-        ("NoSuchForCausalLM", {}, "architecture NoSuchForCausalLM is not built yet; Octavo runs Apertus"),
+        ("NoSuchForCausalLM", {}, "architecture NoSuchForCausalLM is not built yet; `octavo models`"),
         (
             "LlamaForCausalLM",
             {"hidden_act": "gelu_10"},
@@ -89,6 +130,7 @@ def test_theta_comes_from_wherever_a_version_of_transformers_has_written_it() ->
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "ntk"}}, "rope scaling 'ntk' is not built yet"),
         ("MistralForCausalLM", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 30 layers"),
         ("MistralForCausalLM", {"layer_types": ["mamba"] * 30}, "layer type 'mamba' is not built yet"),
+        ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not built"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(architecture: str, given: dict[str, Any], message: str) -> None:

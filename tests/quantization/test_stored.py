@@ -44,6 +44,18 @@ def _matrix(name: str) -> StoredWeight:
     return gptq_matrix(*tensors, bits=bits, less_one=name != "GPTQ_V2")
 
 
+@pytest.mark.parametrize("name", UNITS)
+def test_rows_can_be_put_in_another_order_where_they_stand_alone(name: str) -> None:
+    matrix, order = _matrix(name), np.random.default_rng(1).permutation(N)[:40]
+    if UNITS[name][0] > 1:
+        with pytest.raises(ConfigError, match="cannot be put in another order"):
+            matrix.take_rows(order)
+        return
+    taken = matrix.take_rows(order)
+    assert (taken.format, taken.shape) == (matrix.format, (40, K))
+    assert np.array_equal(dequantize(taken), dequantize(matrix)[order])
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", UNITS)
