@@ -32,7 +32,8 @@ inline Vec with_bias(const LinearArgs& a, const Products& p, int64_t r, int64_t 
 
 // Element i of the gated outputs of these products.
 template <class Activation>
-inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i, Activation activation) {
+__attribute__((always_inline)) inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i,
+                                                Activation activation) {
     const int64_t gate_at = i / kPanel * 2 * kPanel + i % kPanel;
     return mul(activation(with_bias(a, p, r, gate_at)), with_bias(a, p, r, gate_at + kPanel));
 }
