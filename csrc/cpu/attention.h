@@ -167,7 +167,7 @@ void attention_task(const AttentionArgs& a, int64_t task_number) {
         const int64_t head = static_cast<int64_t>(kv_head) * ratio + (task.row_begin + r) % ratio;
         rows.last[r] = task.first_position + token;
         rows.first[r] = first_key(a, task, token);
-        rows.slope[r] = a.slopes ? a.slopes[head] : 0.0f;
+        if (rows.adjusts) rows.slope[r] = a.slopes ? a.slopes[head] : 0.0f;
         rows.query[r] =
             static_cast<const T*>(a.query) + (task.first_token + token) * a.query_stride + head * a.head_size;
     }

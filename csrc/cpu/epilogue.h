@@ -34,10 +34,11 @@ inline Vec with_bias(const LinearArgs& a, const Products& p, int64_t r, int64_t 
 template <class F>
 inline void with_gate(const LinearArgs& a, F f) {
     if (a.activation != kClamped) {
-        return with_activation(
-            a.activation, [&](auto activation) { f([=](Vec gate, Vec up) { return mul(activation(gate), up); }); });
+        return with_activation(a.activation, [&](auto activation) {
+            f([=](Vec gate, Vec up) __attribute__((always_inline)) { return mul(activation(gate), up); });
+        });
     }
-    f([&](Vec gate, Vec up) {
+    f([&](Vec gate, Vec up) __attribute__((always_inline)) {
         const Vec limit = set1(a.clamp.limit);
         const Vec low = min(limit, gate);  // NaN for NaN, as here
         const Vec shifted = add(max(negated(limit), min(limit, up)), set1(1.0f));
@@ -47,7 +48,8 @@ inline void with_gate(const LinearArgs& a, F f) {
 
 // Element i of the gated outputs of these products.
 template <class Gate>
-inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i, Gate gate) {
+__attribute__((always_inline)) inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i,
+                                                Gate gate) {
     const int64_t gate_at = i / kPanel * 2 * kPanel + i % kPanel;
     return gate(with_bias(a, p, r, gate_at), with_bias(a, p, r, gate_at + kPanel));
 }

@@ -70,15 +70,15 @@ template <class F>
 inline void with_activation(int32_t kind, F f) {
     switch (kind) {
         case kGelu:
-            return f([](Vec x) { return gelu(x); });
+            return f([](Vec x) __attribute__((always_inline)) { return gelu(x); });
         case kGeluTanh:
-            return f([](Vec x) { return gelu_tanh(x); });
+            return f([](Vec x) __attribute__((always_inline)) { return gelu_tanh(x); });
         case kRelu:
-            return f([](Vec x) { return relu(x); });
+            return f([](Vec x) __attribute__((always_inline)) { return relu(x); });
         case kRelu2:
-            return f([](Vec x) { return mul(relu(x), relu(x)); });
+            return f([](Vec x) __attribute__((always_inline)) { return mul(relu(x), relu(x)); });
         default:
-            return f([](Vec x) { return gated_by(x, x); });
+            return f([](Vec x) __attribute__((always_inline)) { return gated_by(x, x); });
     }
 }
 

@@ -207,6 +207,7 @@ def _rope(family: Family, config: Config, i: int, layer_type: str, size: int) ->
     elif layer_type == "sliding_attention" and config.get("rope_local_base_freq"):
         scaling, theta = {}, config["rope_local_base_freq"]
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its first name
     theta = float(scaling.get("rope_theta") or theta)
     if kind not in ROPE_KINDS:
         raise LoadError(f"rope scaling {kind!r} is not built yet; {', '.join(ROPE_KINDS)} are.")
