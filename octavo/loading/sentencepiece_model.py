@@ -53,8 +53,9 @@ def _parse(path: str, data: bytes, prefixes_every_part: bool) -> SentencePieces:
     kind = trainer.get(3, _UNIGRAM)
     if kind not in (_UNIGRAM, _BPE) or trainer.get(24) or not normalizer.get(5, 1):
         raise LoadError(
-            f"{path} is a sentencepiece model of kind {kind!r}, or has blanks elsewhere than in front of words; unigram "
-            "(1) and BPE (2) with blanks in front are built. Pass --tokenizer with a folder that has a tokenizer.json."
+            f"{path} is a sentencepiece model of kind {kind!r}, or has blanks elsewhere than in front of words; "
+            "unigram (1) and BPE (2) with blanks in front are built. Pass --tokenizer with a folder that has a "
+            "tokenizer.json."
         )
     if not pieces or not any(t in (UNKNOWN, BYTE) for t in types):
         raise IndexError(f"{len(pieces)} pieces and none for what is unknown")

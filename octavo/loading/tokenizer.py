@@ -211,15 +211,16 @@ class ModelTokenizer:
 
 
 def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> ModelTokenizer:
-    """The tokenizer. `chat_template`, a file's path or a template's text, takes the place of the checkpoint's own.
+    """The tokenizer. `chat_template`, the name of one of the checkpoint's own, a file's path or a template's text,
+    takes the place of these.
 
     Raises `LoadError` if there is no tokenizer or it cannot be read.
     """
-    template = None if chat_template is None else _read_template(chat_template)
-    if template is not None:
-        _check_template(template, str(chat_template))
     tokenizer = read_tokenizer(checkpoint.tokenizer_path)
-    if template is not None:
+    if chat_template is not None:
+        named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+        template = named.get(chat_template) or _read_template(chat_template, list(named))
+        _check_template(template, chat_template)
         tokenizer.chat_template = template
     return tokenizer
 
@@ -274,7 +275,7 @@ def _from_transformers(folder: str) -> ModelTokenizer:
     return tokenizer
 
 
-def _read_template(chat_template: str) -> str:
+def _read_template(chat_template: str, names: Sequence[str]) -> str:
     if any(mark in chat_template for mark in ("{{", "{%", "\n")):
         return chat_template
     try:
@@ -282,8 +283,8 @@ def _read_template(chat_template: str) -> str:
             return file.read()
     except (OSError, UnicodeDecodeError) as e:
         raise LoadError(
-            f"--chat-template {chat_template} is neither a template (it has no {{{{ or {{%) nor a file that can be "
-            f"read: {e}."
+            f"--chat-template {chat_template} is neither a template (it has no {{{{ or {{%), nor one of the model's "
+            f"({', '.join(names) or 'it names none'}), nor a file that can be read: {e}."
         ) from None
 
 

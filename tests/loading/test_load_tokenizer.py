@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
-from octavo.errors import LoadError
+from octavo.entrypoints.chat_template import render_chat
+from octavo.errors import LoadError, RequestError
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_tokenizer import build_gguf_tokenizer
@@ -306,8 +307,26 @@ def test_a_chat_template_may_be_given_as_text_or_as_a_file(default_checkpoint: C
     for given_template in (template, str(tmp_path / "t.jinja")):
         tokenizer = load_tokenizer(default_checkpoint, chat_template=given_template)
         assert tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "1 messages"
-    with pytest.raises(LoadError, match=r"--chat-template /none\.jinja is neither a template .* nor a file"):
+    with pytest.raises(LoadError, match=r"/none\.jinja is neither a template .* \(it names none\), nor a file"):
         load_tokenizer(default_checkpoint, chat_template="/none.jinja")
+
+
+def test_one_of_several_templates_is_chosen_by_its_name_or_by_the_request(tokenizer_folder: Path) -> None:
+    (tokenizer_folder / "chat_template.jinja").unlink()
+    templates = [{"name": name, "template": f"{name} {{{{ tools }}}}"} for name in ("default", "tool_use", "rag")]
+    (tokenizer_folder / "chat_template.json").write_text(json.dumps({"chat_template": templates}))
+    checkpoint = resolve(str(tokenizer_folder))
+    messages, tools = [{"role": "user", "content": "Hi"}], [{"type": "function"}]
+    tokenizer = load_tokenizer(checkpoint)
+    assert render_chat(tokenizer, messages) == "default None"
+    assert render_chat(tokenizer, messages, tools=tools).startswith("tool_use [")
+    assert render_chat(tokenizer, messages, chat_template="rag") == "rag None"
+    assert render_chat(load_tokenizer(checkpoint, "rag"), messages, tools=tools).startswith("rag [")
+    with pytest.raises(LoadError, match=r"is neither a template .*, nor one of the model's \(default, tool_use, rag\)"):
+        load_tokenizer(checkpoint, "chat")
+    (tokenizer_folder / "chat_template.json").write_text(json.dumps({"chat_template": templates[1:]}))
+    with pytest.raises(RequestError, match="there is no default chat template; name one of"):
+        render_chat(load_tokenizer(resolve(str(tokenizer_folder))), messages)
 
 
 def test_a_folder_without_a_tokenizer_or_with_a_damaged_one_is_refused(hf_folder: Path) -> None:
