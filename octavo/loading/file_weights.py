@@ -1,4 +1,4 @@
-"""Checkpoints, opened: safetensors, PyTorch's .bin, GGUF, and random weights in their place.
+"""Checkpoints, opened: safetensors (Mistral's own too), PyTorch's .bin, GGUF, and random weights in their place.
 
 Each format says which tensors there are and how one is read; names and shapes are checked here. Files stay
 memory-mapped until a tensor is taken, so that loading needs room for the model once.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from octavo.loading.dummy_weights import DummyWeights
 from octavo.loading.gguf import GGUFFile, read_gguf
 from octavo.loading.gguf_config import NamedTensor, named_tensors
 from octavo.loading.mapped_file import MappedFile
+from octavo.loading.mistral_format import mistral_name
 from octavo.loading.safetensors import read_safetensors
 from octavo.loading.torch_archive import read_torch_archive
 from octavo.loading.weights import Weights, floats
@@ -54,6 +55,8 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
         tensors, mapped = _pt_tensors(files)
     else:
         tensors, mapped = _safetensors_tensors(files)
+        if checkpoint.format == "mistral":
+            tensors = _of_mistral(tensors, checkpoint.config)
     source = files[0] if checkpoint.format == "gguf" else os.path.dirname(files[0])
     return FileWeights(tensors, mapped, source, dtype, quantization, tied)
 
@@ -158,6 +161,25 @@ def _safetensors_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[
     return tensors, [file.file for file in opened]
 
 
+def _of_mistral(tensors: dict[str, FileTensor], config: Mapping[str, Any]) -> dict[str, FileTensor]:
+    """The tensors under their Hugging Face names, rows in the order of the model."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        hf_name, heads = mistral_name(name, config)
+        renamed[hf_name] = tensor._replace(read=partial(_halved, tensor.read, heads)) if heads else tensor
+    return renamed
+
+
+def _halved(read: Callable[[], StoredWeight], heads: int) -> StoredWeight:
+    stored = read()
+    return StoredWeight(stored.format, {"data": _in_halves(stored.tensors["data"], heads)}, stored.shape)
+
+
+def _in_halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
+    """From rows that alternate between the two halves of a head to one half after the other."""
+    return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
 def _pt_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:
     opened = [read_torch_archive(path) for path in files]
     tensors = {
@@ -190,9 +212,7 @@ def stored_tensor(file: GGUFFile, tensor: NamedTensor) -> StoredWeight:
     num_rows = info.shape[0] if len(info.shape) > 1 or tensor.rotary_heads else 1
     packed = file.file.array(info.offset, info.num_bytes).reshape(num_rows, -1)
     if tensor.rotary_heads:
-        # From rows that alternate between the two halves of a head to one half after the other.
-        alternating = packed.reshape(tensor.rotary_heads, -1, 2, packed.shape[1])
-        packed = alternating.swapaxes(1, 2).reshape(packed.shape)
+        packed = _in_halves(packed, tensor.rotary_heads)
     plain = PLAIN.get(info.type.name)
     data = packed.view(FLOATS[plain]) if plain else packed
     return StoredWeight(info.type.name, {"data": data}, (num_rows, math.prod(info.shape) // num_rows))
