@@ -15,7 +15,7 @@ from octavo.loading.default_model import DEFAULT_MODEL_NAME, DEFAULT_MODEL_SAMPL
 from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_config import gguf_config
 from octavo.loading.mistral_format import consolidated_files, mistral_config
-from octavo.loading.weight_files import complete_shards, pick_weights, read_json
+from octavo.loading.weight_files import complete_shards, gguf_parts, pick_weights, read_json
 
 # "name", "org/name", or either with ":file" to choose among GGUF files.
 _HUB_ID = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?::([\w.-]+))?")
@@ -166,7 +166,7 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
             names, "gguf" if wanted else "auto" if load_format == "dummy" else load_format
         )
         if weight_format == "gguf" or wanted:
-            return [chosen_gguf(files)]
+            return gguf_parts(chosen_gguf(files), names)
         if not files:
             shown = ", ".join(names[:8])
             raise LoadError(f"{model} has no weights for --load-format {load_format}: its files are {shown}.")
@@ -177,7 +177,7 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
 
     folder = download(repo, revision, download_dir, pick)
     if wanted:
-        files = [f for f in os.listdir(folder) if f.endswith(".gguf")]
+        _, files = pick_weights(os.listdir(folder), "gguf")
         return os.path.join(folder, chosen_gguf(files))
     return folder
 
