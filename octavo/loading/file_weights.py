@@ -99,7 +99,7 @@ class FileWeights(Weights):
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         tensor = self._find(name)
-        if tensor.shape != shape:
+        if tensor.shape != shape and (1, *tensor.shape) != shape:  # GGUF has no matrices of one row
             raise LoadError(
                 f"{self._source}: tensor {name} has the shape {list(tensor.shape)}; the model's configuration makes it "
                 f"{list(shape)}."

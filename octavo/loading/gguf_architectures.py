@@ -23,6 +23,12 @@ _LLAMA_NAMES: dict[str, Any] = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 _LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_EXPERT_NAMES = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
 _AFTER_NAMES = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _AROUND_NAMES = _AFTER_NAMES | {"ffn_norm": "pre_feedforward_layernorm"}
 _UNGATED_NAMES = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
@@ -52,6 +58,7 @@ class Architecture:
     layer_prefix: str = "model.layers."
     rows: Mapping[str, RowOrder] = field(default_factory=dict)  # by the file's module
     norm_offset: float = 0.0  # what files have added to the weights of norms
+    has_experts: bool = False  # or may have
     turned: tuple[str, ...] = ()  # modules whose matrices `transformers` has the other way round
 
 
@@ -153,6 +160,10 @@ def _has_two_norms(m: Metadata) -> bool:
 _LLAMA_BIASES = _biases("attention_bias", "attn_q", "attn_k", "attn_v", "attn_output") | _biases(
     "mlp_bias", "ffn_gate", "ffn_up", "ffn_down"
 )
+_EXPERTS = {
+    "num_experts": lambda m: m.number("expert_count", 0) or None,
+    "num_experts_per_tok": lambda m: m.number("expert_used_count", 0) or None,
+}
 _SILU: dict[str, Setting] = {"hidden_act": lambda m: "silu"}
 _SOFTCAPS = {
     "attn_logit_softcapping": _real("attn_logit_softcapping"),
@@ -162,7 +173,28 @@ _QKV_BIAS = _biases("attention_bias", "attn_q", "attn_k", "attn_v")
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(class_name="LlamaForCausalLM", settings=_SILU | _LLAMA_BIASES, rows=_PERMUTED),
+    "llama": Architecture(
+        class_name="LlamaForCausalLM", variants={"MixtralForCausalLM": lambda m: m.number("expert_count", 0) > 0},
+        names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_SILU | _LLAMA_BIASES | _EXPERTS, rows=_PERMUTED, has_experts=True,
+    ),
+    "qwen2moe": Architecture(
+        class_name="Qwen2MoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, has_experts=True,
+        settings=_EXPERTS | {
+            "moe_intermediate_size": _number("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": _number("expert_shared_feed_forward_length"),
+            "norm_topk_prob": lambda m: bool(m.get("expert_weights_norm", False)),
+        },
+    ),
+    "qwen3moe": Architecture(
+        class_name="Qwen3MoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, has_experts=True,
+        settings=_EXPERTS | {
+            "moe_intermediate_size": _number("expert_feed_forward_length"),
+            "norm_topk_prob": lambda m: bool(m.get("expert_weights_norm", True)),
+        },
+    ),
+    "olmoe": Architecture(
+        class_name="OlmoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_EXPERTS, has_experts=True
+    ),
     "qwen2": Architecture(class_name="Qwen2ForCausalLM", settings=_SILU),
     "qwen3": Architecture(class_name="Qwen3ForCausalLM", settings=_SILU),
     "arcee": Architecture(class_name="ArceeForCausalLM", rows=_PERMUTED),

@@ -21,7 +21,7 @@ def architecture_of(file: GGUFFile) -> tuple[Metadata, Architecture]:
             f"{file.path}: GGUF architecture {name!r} is not built yet; these are: {', '.join(ARCHITECTURES)}."
         )
     metadata = Metadata(file, name)
-    if metadata.number("expert_count", 0):
+    if metadata.number("expert_count", 0) and not ARCHITECTURES[name].has_experts:
         raise LoadError(f"{file.path}: mixture-of-experts models of architecture {name} are not built yet.")
     return metadata, ARCHITECTURES[name]
 

@@ -131,7 +131,6 @@ def test_divisors_of_another_rope_scaling_are_refused(tmp_path: Path, write_gguf
     [
         ({"llama.rope.scaling.type": "su"}, "rope scaling 'su' is not built"),
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.original_context_length is absent"),
-        ({"llama.expert_count": 8}, "mixture-of-experts"),
         ({"llama.context_length": None}, "llama.context_length is absent"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is absent"),
         ({"llama.attention.head_count": [4, 8]}, r"head_count is \[4, 8\], which is not one whole number"),
@@ -148,7 +147,18 @@ def test_what_is_not_built_is_refused_by_name(
 
 def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, write_gguf: Write) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": np.ones((4, 64), np.float32)}, arch="mamba")
-    with pytest.raises(LoadError, match="architecture 'mamba' is not built yet; these are: llama, qwen2, qwen3"):
+    with pytest.raises(LoadError, match="architecture 'mamba' is not built yet; these are: llama, qwen2moe, qwen3moe"):
+        resolve(str(path))
+
+
+def test_experts_are_refused_where_they_are_not_built(tmp_path: Path, write_gguf: Write) -> None:
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        {"token_embd.weight": np.ones((4, 64), np.float32)},
+        {"qwen2.expert_count": 8},
+        arch="qwen2",
+    )
+    with pytest.raises(LoadError, match="mixture-of-experts models of architecture qwen2 are not built"):
         resolve(str(path))
 
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from octavo.loading.checkpoint import resolve
 from octavo.loading.file_weights import open_weights
 from octavo.loading.gguf_architectures import ARCHITECTURES
+from octavo.loading.recording import RecordingWeights
 from octavo.models.registry import build, describe
 from octavo.ops import Ops
 from tests.models.driving import all_logits
@@ -96,6 +97,20 @@ def one_qkv(tensors: Tensors, config: Any) -> Tensors:
     return found
 
 
+def split_experts(tensors: Tensors, config: Any) -> Tensors:
+    """Gate and up of all experts, which `transformers` has side by side, and routers under the names of checkpoints."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                found[name.replace("gate_up_proj", f"{part}_proj.weight")] = half
+        elif name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = tensor
+        else:
+            found[name] = tensor.squeeze(0) if "shared_expert_gate" in name else tensor
+    return found
+
+
 class Case(NamedTuple):
     architecture: str
     config: transformers.PretrainedConfig
@@ -110,6 +125,7 @@ WINDOW = {"attention.sliding_window": 20}
 ROPE_HALF = {"partial_rotary_factor": 0.5, "rope_type": "default", "rope_theta": 10000.0}
 _GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 20}
 _NO_PAD = {key: value for key, value in FULL.items() if key != "head_dim"}
+_NO_HEAD = {key: value for key, value in WIDE.items() if key != "head_dim"}
 _SHORT = {key: value for key, value in _NO_PAD.items() if key != "intermediate_size"}
 _LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
@@ -137,6 +153,28 @@ CASES: dict[str, Case] = {
         ),
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
         (permuted,),
+    ),
+    "mixtral": Case(
+        "llama", transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+        {"expert_count": 4, "expert_used_count": 2}, (permuted, split_experts),
+    ),
+    "qwen2moe": Case(
+        "qwen2moe", transformers.Qwen2MoeConfig(
+            **_NO_HEAD, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+        ),
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24,
+         "expert_shared_feed_forward_length": 40}, (split_experts,),
+    ),
+    "qwen3moe": Case(
+        "qwen3moe", transformers.Qwen3MoeConfig(
+            **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
+        ),
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24}, (split_experts,),
+    ),
+    "olmoe": Case(
+        "olmoe", transformers.OlmoeConfig(**_NO_HEAD, num_experts=4, num_experts_per_tok=2),
+        {"expert_count": 4, "expert_used_count": 2}, (split_experts,),
     ),
     "qwen2": Case("qwen2", transformers.Qwen2Config(**SMALL)),
     "qwen3": Case("qwen3", transformers.Qwen3Config(**SMALL)),
@@ -289,8 +327,8 @@ def common(config: Any) -> dict[str, Any]:
     return keys | ({"rope.freq_base": float(rope["rope_theta"])} if "rope_theta" in rope else {})
 
 
-def write(case: Case, reference: PreTrainedModel, path: Path) -> Path:
-    """The model as llama.cpp's converter would write it, in float32."""
+def write(case: Case, reference: PreTrainedModel, path: Path, quantized: str = " ") -> Path:
+    """The model as llama.cpp's converter would write it, in float32; tensors named `quantized` are Q8_0."""
     config: Any = reference.config
     tensors: Tensors = {n: t for n, t in reference.state_dict().items() if not n.endswith((".attn.bias", "inv_freq"))}
     if config.tie_word_embeddings:
@@ -313,7 +351,8 @@ def write(case: Case, reference: PreTrainedModel, path: Path) -> Path:
         suffixes = (".weight", ".bias")
         gguf_name = names.get_name(name, suffixes) or names.get_name(name.removeprefix("transformer."), suffixes)
         assert gguf_name is not None, name
-        writer.add_tensor(gguf_name, tensor.contiguous().numpy())
+        kind = gguf.GGMLQuantizationType.Q8_0 if quantized in gguf_name else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name, gguf.quantize(tensor.contiguous().numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -339,3 +378,16 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, ops: Ops) -
 
 def test_every_architecture_of_the_table_is_compared() -> None:
     assert {case.architecture for case in CASES.values()} == set(ARCHITECTURES)
+
+
+def test_turned_matrices_keep_their_blocks(tmp_path: Path) -> None:
+    """GPT-2's checkpoints have them [inputs, outputs], its files the other way round."""
+    case = CASES["gpt-2"]
+    reference = random_model(case.config, 0)
+    checkpoint = resolve(str(write(case, reference, tmp_path / "m.gguf", quantized=".ffn_up.weight")))
+    weights = open_weights(checkpoint, "bfloat16", None, None, True)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    shape = tuple(reference.state_dict()[name].shape)
+    for found in (weights, RecordingWeights("bfloat16", weights)):
+        taken = found.take_matrix(name, shape, is_transposed=True)
+        assert (taken.format, taken.shape) == ("Q8_0", shape[::-1])
