@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -90,7 +91,7 @@ def sentencepiece(source: str, model: SentencePieces) -> Tokenizer:
         vocab = {piece: i for i, piece in enumerate(pieces)}
         # Only these can be made by merging: "<0x0A>" in a text is no byte.
         made = {p for p, t in zip(pieces, model.types, strict=True) if t in (NORMAL, USER_DEFINED, UNUSED)}
-        merges = merges_from_scores(vocab, dict(zip(pieces, model.scores, strict=True)), made)
+        merges = merges_from_scores(dict(zip(pieces, model.scores, strict=True)), made)
         unk_token = pieces[model.unk_id] if 0 <= model.unk_id < len(pieces) else None
         options = {"fuse_unk": True, "byte_fallback": True}
         backend = Tokenizer(_bpe(source, vocab, merges, unk_token=unk_token, **options))
@@ -110,24 +111,26 @@ def sentencepiece(source: str, model: SentencePieces) -> Tokenizer:
     return backend
 
 
-def merges_from_scores(
-    vocab: Mapping[str, int], scores: Mapping[str, float], made: Collection[str] | None = None
-) -> list[tuple[str, str]]:
+def merges_from_scores(scores: Mapping[str, float], made: Collection[str] | None = None) -> list[tuple[str, str]]:
     """Every way to make a token (of those that can be `made`) of two others, best score first.
 
     Sentencepiece merges whichever neighbours make the best-scored token, so a ranking of all pairs by what they make is
     the same. Ties go to the longer left part, then the longer right one, then the order of the vocabulary.
     """
-    parts = vocab if made is None else made
-    ranked = []
-    for token in scores if made is None else made:
-        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
-        pairs = [(left, right) for left, right in pairs if left in parts and right in parts]
-        pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-        score = scores[token]
-        ranked += [(score, len(left), len(right), left, right) for left, right in pairs]
-    ranked.sort(key=lambda merge: merge[:3], reverse=True)  # stable, also in reverse
-    return [(left, right) for *_, left, right in ranked]
+    parts = scores if made is None else made
+    tokens = sorted((token for token in scores if token in parts), key=scores.__getitem__, reverse=True)  # stable
+    merges: list[tuple[str, str]] = []
+    for _, group in groupby(tokens, key=scores.__getitem__):
+        pairs = [
+            (token[:i], token[i:])
+            for token in group
+            for i in range(len(token) - 1, 0, -1)
+            if token[:i] in parts and token[i:] in parts
+        ]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)
+        merges += pairs
+    return merges
 
 
 def byte_letters() -> dict[int, str]:

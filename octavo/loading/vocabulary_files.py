@@ -170,7 +170,7 @@ def _ranked(
     """Byte-level BPE where the token of the lowest rank is made first. Ranks are ids from `first` on."""
     letters = byte_letters()
     vocab = {"".join(letters[byte] for byte in token): first + rank for token, rank in ranks.items()}
-    merges = merges_from_scores(vocab, {token: -rank for token, rank in vocab.items()})
+    merges = merges_from_scores({token: -rank for token, rank in vocab.items()})
     vocab |= {token["token_str"]: i for i, token in enumerate(special)}
     return byte_level_bpe(path, vocab, merges, pre)
 
