@@ -160,10 +160,28 @@ def _has_two_norms(m: Metadata) -> bool:
 _LLAMA_BIASES = _biases("attention_bias", "attn_q", "attn_k", "attn_v", "attn_output") | _biases(
     "mlp_bias", "ffn_gate", "ffn_up", "ffn_down"
 )
-_EXPERTS = {
-    "num_experts": lambda m: m.number("expert_count", 0) or None,
-    "num_experts_per_tok": lambda m: m.number("expert_used_count", 0) or None,
-}
+
+
+def _of_experts(setting: Setting) -> Setting:
+    return lambda m: setting(m) if m.number("expert_count", 0) else None
+
+
+def _experts(normalizes: bool = False) -> dict[str, Setting]:
+    """What files with experts say. `normalizes` is llama.cpp's own, where the file does not say."""
+    settings: dict[str, Setting] = {
+        "num_experts": lambda m: m.number("expert_count"),
+        "num_experts_per_tok": lambda m: m.number("expert_used_count"),
+        "norm_topk_prob": lambda m: bool(m.get("expert_weights_norm", normalizes)),
+        "moe_intermediate_size": _number("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": _number("expert_shared_feed_forward_length"),
+        # A layer without a router is dense.
+        "mlp_only_layers": lambda m: [
+            i for i in range(m.number("block_count")) if f"blk.{i}.ffn_gate_inp.weight" not in m.tensors
+        ],
+    }
+    return {name: _of_experts(setting) for name, setting in settings.items()}
+
+
 _SILU: dict[str, Setting] = {"hidden_act": lambda m: "silu"}
 _SOFTCAPS = {
     "attn_logit_softcapping": _real("attn_logit_softcapping"),
@@ -175,25 +193,18 @@ _QKV_BIAS = _biases("attention_bias", "attn_q", "attn_k", "attn_v")
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         class_name="LlamaForCausalLM", variants={"MixtralForCausalLM": lambda m: m.number("expert_count", 0) > 0},
-        names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_SILU | _LLAMA_BIASES | _EXPERTS, rows=_PERMUTED, has_experts=True,
+        names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_SILU | _LLAMA_BIASES | _experts(normalizes=True),
+        rows=_PERMUTED, has_experts=True,
     ),
     "qwen2moe": Architecture(
-        class_name="Qwen2MoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, has_experts=True,
-        settings=_EXPERTS | {
-            "moe_intermediate_size": _number("expert_feed_forward_length"),
-            "shared_expert_intermediate_size": _number("expert_shared_feed_forward_length"),
-            "norm_topk_prob": lambda m: bool(m.get("expert_weights_norm", False)),
-        },
+        class_name="Qwen2MoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_experts(), has_experts=True
     ),
     "qwen3moe": Architecture(
-        class_name="Qwen3MoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, has_experts=True,
-        settings=_EXPERTS | {
-            "moe_intermediate_size": _number("expert_feed_forward_length"),
-            "norm_topk_prob": lambda m: bool(m.get("expert_weights_norm", True)),
-        },
+        class_name="Qwen3MoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_experts(normalizes=True),
+        has_experts=True,
     ),
     "olmoe": Architecture(
-        class_name="OlmoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_EXPERTS, has_experts=True
+        class_name="OlmoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_experts(), has_experts=True
     ),
     "qwen2": Architecture(class_name="Qwen2ForCausalLM", settings=_SILU),
     "qwen3": Architecture(class_name="Qwen3ForCausalLM", settings=_SILU),

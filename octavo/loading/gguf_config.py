@@ -16,14 +16,14 @@ from octavo.loading.gguf_metadata import Metadata
 def architecture_of(file: GGUFFile) -> tuple[Metadata, Architecture]:
     """Raises `LoadError` for one that is not built."""
     name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    has_experts = bool(file.metadata.get(f"{name}.expert_count"))
+    read = [known for known, one in ARCHITECTURES.items() if one.has_experts or not has_experts]
+    if not isinstance(name, str) or name not in read:
         raise LoadError(
-            f"{file.path}: GGUF architecture {name!r} is not built yet; these are: {', '.join(ARCHITECTURES)}."
+            f"{file.path}: GGUF architecture {name!r}{' with experts' if has_experts else ''} is not built yet; these "
+            f"are: {', '.join(read)}."
         )
-    metadata = Metadata(file, name)
-    if metadata.number("expert_count", 0) and not ARCHITECTURES[name].has_experts:
-        raise LoadError(f"{file.path}: mixture-of-experts models of architecture {name} are not built yet.")
-    return metadata, ARCHITECTURES[name]
+    return Metadata(file, name), ARCHITECTURES[name]
 
 
 def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -31,7 +31,7 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     metadata, architecture = architecture_of(file)
     tensors = file.tensors
     if "token_embd.weight" not in tensors:
-        raise LoadError(f"{file.path} has no tensor token_embd.weight: it is no language model, or a part of one.")
+        raise LoadError(f"{file.path} has no tensor token_embd.weight: it is not a whole model.")
     num_heads = metadata.number("attention.head_count")
     num_kv_heads = metadata.number("attention.head_count_kv", num_heads)
     if num_heads <= 0 or num_kv_heads <= 0:
@@ -39,6 +39,8 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     value_dim = metadata.number("attention.value_length", metadata.head_dim)
     if value_dim != metadata.head_dim:
         raise LoadError(f"{file.path}: heads with keys of {metadata.head_dim} and values of {value_dim} are not built.")
+    has_experts = metadata.number("expert_count", 0) > 0
+    feed_forward = metadata.number("feed_forward_length", 0) if has_experts else metadata.number("feed_forward_length")
     variants = [name for name, fits in architecture.variants.items() if fits(metadata)]
     # Files have the one or the other; LayerNorm's is asked for in vain only where there is neither.
     rms_eps, eps = (metadata.real(f"attention.layer_norm_{kind}epsilon", None) for kind in ("rms_", ""))
@@ -49,7 +51,7 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
         "model_type": metadata.architecture,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": metadata.number("embedding_length"),
-        "intermediate_size": metadata.number("feed_forward_length"),
+        "intermediate_size": feed_forward,
         "num_hidden_layers": metadata.number("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,

@@ -131,6 +131,7 @@ def test_divisors_of_another_rope_scaling_are_refused(tmp_path: Path, write_gguf
     [
         ({"llama.rope.scaling.type": "su"}, "rope scaling 'su' is not built"),
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.original_context_length is absent"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count is absent"),
         ({"llama.context_length": None}, "llama.context_length is absent"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is absent"),
         ({"llama.attention.head_count": [4, 8]}, r"head_count is \[4, 8\], which is not one whole number"),
@@ -158,7 +159,7 @@ def test_experts_are_refused_where_they_are_not_built(tmp_path: Path, write_gguf
         {"qwen2.expert_count": 8},
         arch="qwen2",
     )
-    with pytest.raises(LoadError, match="mixture-of-experts models of architecture qwen2 are not built"):
+    with pytest.raises(LoadError, match="architecture 'qwen2' with experts is not built yet; these are: llama,"):
         resolve(str(path))
 
 
