@@ -50,7 +50,8 @@ def main() -> int:
     for output in outputs:
         prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
         with torch.no_grad():
-            logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            ids = torch.tensor([prompt + answer])
+            logits = reference(ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
         best = logits.topk(2, dim=-1)
         for i, token in enumerate(answer):
             if token == int(best.indices[i, 0]):
