@@ -312,3 +312,30 @@ def test_files_of_named_templates(tmp_path: Path, write_gguf: Callable[..., Path
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "plain"
     assert tokenizer.apply_chat_template(messages, tools=[{}], tokenize=False) == "tools"
     assert tokenizer.apply_chat_template(messages, chat_template="rag", tokenize=False) == "documents"
+
+
+def test_files_without_merges_make_the_tokens_of_the_lowest_ids_first(
+    tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "kimi-k2",
+        "tokenizer.ggml.tokens": ["a", "b", "c", "d", "bc", "ab", "abc", "cd"], "tokenizer.ggml.bos_token_id": None,
+        "tokenizer.ggml.eos_token_id": None,
+    }  # fmt: skip
+    embeddings = {"token_embd.weight": np.ones((4, 64), np.float32)}
+    tokenizer = load_tokenizer(resolve(str(write_gguf(tmp_path / "m.gguf", embeddings, metadata))))
+    assert tokenizer.tokenize("abc") == ["abc"]
+    assert tokenizer.tokenize("abcd") == ["abc", "d"]  # bc before ab and cd
+
+
+def test_merges_over_characters_with_bytes_for_the_rest(tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
+    """Gemma 4's: byte-pair merges, but blanks and bytes as sentencepiece has them."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁ab", "\n"]
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["▁ a", "▁a b"],
+        "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.token_type": [2, *[6] * 256, *[1] * 6],
+    }  # fmt: skip
+    embeddings = {"token_embd.weight": np.ones((4, 64), np.float32)}
+    tokenizer = load_tokenizer(resolve(str(write_gguf(tmp_path / "m.gguf", embeddings, metadata))))
+    assert tokenizer.tokenize(" ab\né") == ["▁ab", "\n", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode(" ab\né")) == " ab\né"
