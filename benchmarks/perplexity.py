@@ -25,9 +25,8 @@ import numpy as np
 
 from octavo import LLM, SamplingParams
 from octavo.loading.checkpoint import resolve
-from octavo.loading.file_weights import stored_tensor
 from octavo.loading.gguf import read_gguf
-from octavo.loading.gguf_config import NamedTensor
+from octavo.loading.gguf_tensors import NamedTensor, stored_tensor
 from octavo.quantization import dequantize
 
 TEXT = Path(__file__).parent / "data" / "perplexity.txt"

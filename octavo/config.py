@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from octavo.errors import ConfigError
-from octavo.flags import Flags, flag
+from octavo.flags import Flags, flag, number_with_unit
 from octavo.hardware import why_not_cuda
 from octavo.loading.checkpoint import Checkpoint, resolve
+from octavo.loading.overrides import longest_context, overridden
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "pt", "dummy"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -27,10 +28,17 @@ PreemptionMode = Literal["recompute", "swap"]
 DEFAULT_MAX_BATCHED_TOKENS = 2048
 # What a model's generation_config.json may say for requests that leave it out.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GENERATION_OVERRIDES = (*_SAMPLING_DEFAULTS, "eos_token_id")
+AUTO_LENGTH = -1  # --max-model-len auto
 _QUANTIZATIONS = {"cpu": ("gguf", "int8"), "cuda": ("gguf", "int8", "fp8")}
 _BLOCK_SIZES = {"cpu": (8, 16, 32), "cuda": (8, 16, 32, 64, 128, 256)}
 _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 GIB = 1 << 30
+
+
+def num_tokens(text: str) -> int:
+    """The value of --max-model-len. Raises `ValueError`."""
+    return AUTO_LENGTH if text == "auto" else number_with_unit(text)
 
 
 @dataclass(kw_only=True)
@@ -55,10 +63,22 @@ class EngineArgs(Flags):
     generation_config: Literal["auto", "none", "vllm"] = flag(
         "auto", "Where sampling defaults come from: the model's generation_config, or ('none', 'vllm') Octavo's own."
     )
+    override_generation_config: dict[str, Any] | None = flag(
+        None, "Sampling defaults and eos_token_id in the place of the model's, as JSON or as "
+        "--override-generation-config.temperature 0.5.",
+    )  # fmt: skip
+    hf_overrides: dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]] | None = flag(
+        None, "Settings in the place of config.json's, as JSON or as --hf-overrides.rope_parameters.factor 2; from "
+        "Python also a function that gets and returns all of them.", may_be_function=True,
+    )  # fmt: skip
     kv_cache_dtype: str = flag(
         "auto", "Type of the KV cache; auto is the model's. On GPUs also fp8, which is fp8_e4m3, and fp8_e5m2."
     )
-    max_model_len: int | None = flag(None, "Tokens of prompt and output together; default: the model's.", positive=True)
+    max_model_len: int | None = flag(
+        None, "Tokens of prompt and output together: a number, 32k (32,000), 32K (32,768), or 'auto' (or -1) for the "
+        "model's, or as many as the cache holds if that is less; default: the model's.",
+        parse=num_tokens,
+    )  # fmt: skip
     gpu_memory_utilization: float = flag(0.90, "Share of a GPU's memory for weights, activations and KV cache.")
     cpu_memory_utilization: float = flag(0.30, "Share of the free RAM, after the weights, for the KV cache on CPU.")
     num_gpu_blocks_override: int | None = flag(None, "KV blocks to allocate, whatever the memory.", positive=True)
@@ -72,7 +92,9 @@ class EngineArgs(Flags):
     scheduling_policy: SchedulingPolicy = flag("fcfs", "Who goes first: the first come, or the lowest priority value.")
     enforce_eager: bool = flag(False, "Run the model call by call, without captured graphs.")
     seed: int | None = flag(None, "Seed of requests that bring none, and of dummy weights; default: not repeatable.")
-    chat_template: str | None = flag(None, "File with a Jinja chat template, or the template; default: the model's.")
+    chat_template: str | None = flag(
+        None, "File with a Jinja chat template, the template, or the name of one of the model's; default: the model's."
+    )
     trust_remote_code: bool = flag(False, "Run Python code that comes with a model. Not built yet.")
     device: Device = flag("auto", "Where the model runs; auto takes a CUDA device if there is one.")
     attention_backend: AttentionBackend = flag(
@@ -108,6 +130,14 @@ class EngineArgs(Flags):
     def __post_init__(self) -> None:
         if isinstance(self.served_model_name, str):
             self.served_model_name = [self.served_model_name]
+        if isinstance(self.max_model_len, str):
+            try:
+                self.max_model_len = num_tokens(self.max_model_len)
+            except ValueError:
+                raise ConfigError(
+                    f"--max-model-len must be a number of tokens, such as 32768 or 32K, or auto; got "
+                    f"{self.max_model_len!r}."
+                ) from None
 
     def create_engine_config(self) -> EngineConfig:
         """Find the model, settle the defaults and check every combination.
@@ -125,17 +155,23 @@ class EngineArgs(Flags):
             download_dir=self.download_dir,
             tokenizer=self.tokenizer,
         )
+        checkpoint = replace(
+            checkpoint,
+            config=overridden(checkpoint.config, self.hf_overrides),
+            generation_config=checkpoint.generation_config | (self.override_generation_config or {}),
+        )
         description = describe(checkpoint.config)
         if self.quantization == "gguf" and checkpoint.format != "gguf":
             raise ConfigError(
                 f"--quantization gguf is for GGUF files, but {checkpoint.name} has {checkpoint.format} weights; leave "
                 "it out to serve them in --dtype, or use int8."
             )
-        max_model_len = self.max_model_len or description.max_position_embeddings
-        if max_model_len > description.max_position_embeddings:
+        longest = longest_context(checkpoint.config, description.max_position_embeddings)
+        max_model_len = longest if self.max_model_len in (None, AUTO_LENGTH) else self.max_model_len
+        if max_model_len > longest:
             raise ConfigError(
-                f"--max-model-len {max_model_len} is more than the model's {description.max_position_embeddings} "
-                "positions."
+                f"--max-model-len {max_model_len} is more than the model's {longest} positions; --hf-overrides can "
+                "give it another max_position_embeddings or rope scaling."
             )
         budget = self.max_num_batched_tokens or max(
             DEFAULT_MAX_BATCHED_TOKENS, 0 if self.enable_chunked_prefill else max_model_len
@@ -152,6 +188,7 @@ class EngineArgs(Flags):
                 served_model_names=list(self.served_model_name) or [checkpoint.name],
                 dtype=dtype,
                 max_model_len=max_model_len,
+                may_shorten=self.max_model_len == AUTO_LENGTH,
                 vocab_size=description.vocab_size,
                 seed=self.seed,
                 quantization=self.quantization,
@@ -194,6 +231,14 @@ class EngineArgs(Flags):
         """Refuse what cannot be honoured on the device that is chosen. Returns that."""
         self.check_flags()
         device = self._device()
+        if self.max_model_len is not None and self.max_model_len <= 0 and self.max_model_len != AUTO_LENGTH:
+            raise ConfigError(f"--max-model-len must be greater than 0, got {self.max_model_len}.")
+        unknown = set(self.override_generation_config or {}) - {*_GENERATION_OVERRIDES}
+        if unknown:
+            raise ConfigError(
+                f"--override-generation-config has {', '.join(sorted(unknown))}, which nothing reads; "
+                f"{_listed(_GENERATION_OVERRIDES, 'and')} are read."
+            )
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name must not be empty.")
         if self.block_size not in (sizes := _BLOCK_SIZES[device]):
@@ -247,9 +292,8 @@ class EngineArgs(Flags):
         return cpus
 
     def _default_sampling_params(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        if self.generation_config != "auto":
-            return {}
-        given = checkpoint.generation_config
+        given = checkpoint.generation_config if self.generation_config == "auto" else self.override_generation_config
+        given = given or {}
         return {name: given[name] for name in _SAMPLING_DEFAULTS if isinstance(given.get(name), int | float)}
 
     def _dtype(self, checkpoint: Checkpoint, device: str) -> str:
@@ -290,7 +334,8 @@ class ModelConfig:
     vocab_size: int
     seed: int | None
     quantization: str | None = None  # "gguf", "int8" or "fp8"
-    chat_template: str | None = None  # a file or a template, in the place of the model's own
+    may_shorten: bool = False  # max_model_len, to what the KV cache holds
+    chat_template: str | None = None  # a file, a template or a name of one, in the place of the model's own
     default_sampling_params: dict[str, Any] = field(default_factory=dict)  # for fields that a request leaves out
 
 
@@ -332,3 +377,6 @@ class EngineConfig:
     attention_backend: str = "auto"
     cpu_threads: int | None = None  # None: as many as fit
     cpus: list[int] | None = None  # one for each thread
+
+    def with_max_model_len(self, length: int) -> EngineConfig:
+        return replace(self, model=replace(self.model, max_model_len=length))

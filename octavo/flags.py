@@ -5,25 +5,38 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import sys
 import types
 import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal, Self
 
 from octavo.errors import ConfigError
 
 
-def flag(default: Any, help: str, *, positive: bool = False, built: bool = True, repeat: bool = False) -> Any:
+def flag(
+    default: Any,
+    help: str,
+    *,
+    positive: bool = False,
+    built: bool = True,
+    repeat: bool = False,
+    parse: Callable[[str], Any] | None = None,
+    may_be_function: bool = False,
+) -> Any:
     """A field with the text of its flag. `positive` numbers are greater than zero. A list is given as `--f a b`, or,
-    with `repeat`, as `--f a --f b`.
+    with `repeat`, as `--f a --f b`; an object as JSON, or key by key as `--f.key value`. `parse` reads the text of a
+    value that is not written as its type is, and raises `ValueError`. From Python a value `may_be_function`.
 
     Flags that are not `built` take only their default, which asks for nothing, so that launch scripts which spell it
     out work; any other value is refused.
     """
     if default not in (None, "", []) and "default" not in help:
         help = f"{help} Default: {default}."
-    metadata = {"help": help, "positive": positive, "built": built, "repeat": repeat}
+    metadata = {"help": help, "positive": positive, "built": built, "repeat": repeat, "parse": parse,
+                "may_be_function": may_be_function}  # fmt: skip
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -37,13 +50,34 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """What argparse's does, and `parse_args` through it."""
-        return super().parse_known_args([*map(with_hyphens, sys.argv[1:] if args is None else args)], namespace)
+        words = _with_objects([*map(with_hyphens, sys.argv[1:] if args is None else args)])
+        return super().parse_known_args(words, namespace)
 
 
 def with_hyphens(word: str) -> str:
     """A word of a command line; a flag's name has hyphens."""
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+    flag_name, dot, key = name.partition(".")
+    return flag_name.replace("_", "-") + dot + key + equals + value if word.startswith("--") else word
+
+
+def _with_objects(words: Sequence[str]) -> list[str]:
+    """Words with `--f={"key": value}` for each `--f.key value`. A value that is no JSON is a text."""
+    found: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or "." not in name:
+            found.append(word)
+            continue
+        name, _, key = name.partition(".")
+        text = value if equals else next(left, "")
+        try:
+            parsed = json.loads(text)
+        except ValueError:
+            parsed = text
+        found.append(f"{name}={json.dumps({key: parsed})}")
+    return found
 
 
 class Flags:
@@ -73,6 +107,8 @@ class Flags:
             if value is None and default is None:
                 continue
             kind = _value_type(type(self), f.name)
+            if callable(value) and f.metadata["may_be_function"]:
+                continue
             if typing.get_origin(kind) is Literal:
                 if value not in typing.get_args(kind):
                     choices = ", ".join(str(choice) for choice in typing.get_args(kind))
@@ -83,7 +119,8 @@ class Flags:
                 raise ConfigError(f"{name} must be greater than 0, got {value}.")
 
 
-_TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list of strings"}
+_TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list of strings",
+               dict: "an object"}  # fmt: skip
 
 
 @functools.cache
@@ -102,6 +139,8 @@ def _value_type(cls: type, name: str) -> Any:
 def _is_a(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is list:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) is kind or (kind is str and isinstance(value, str))
@@ -122,5 +161,37 @@ def _add_flag(group: argparse._ArgumentGroup, f: dataclasses.Field[Any], kind: A
         group.add_argument(name, action="extend", nargs="+", **options)
     elif typing.get_origin(kind) is Literal:
         group.add_argument(name, choices=typing.get_args(kind), **options)
+    elif typing.get_origin(kind) is dict:
+        group.add_argument(name, action=_AddKeys, type=_object, metavar="JSON", **options)
+    elif f.metadata["parse"] is not None:
+        group.add_argument(name, type=f.metadata["parse"], metavar=kind.__name__.upper(), **options)
     else:
         group.add_argument(name, type=kind, metavar=kind.__name__.upper(), **options)
+
+
+class _AddKeys(argparse.Action):
+    """An object given several times has the keys of all."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **values})
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"a JSON {type(value).__name__} is no object: {text[:60]}")
+    return value
+
+
+_object.__name__ = "JSON object"  # as argparse's errors call it
+_UNITS = {unit: 1000**i for i, unit in enumerate("kmgt", 1)} | {unit: 1024**i for i, unit in enumerate("KMGT", 1)}
+
+
+def number_with_unit(text: str) -> int:
+    """A whole number, as it is or in units: 32k is 32,000, 32K is 32,768, 25.6k is 25,600. Raises `ValueError`."""
+    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    value = float(number) * unit if "." in number and text[-1:].islower() else int(number) * unit
+    if value != int(value):
+        raise ValueError(f"{text} is not a whole number")
+    return int(value)

@@ -13,6 +13,8 @@ import pytest
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.errors import ConfigError, LoadError
+from octavo.flags import FlagParser
+from octavo.loading.overrides import longest_context, overridden
 
 # The engine flags that launch scripts for vLLM use.
 FLAGS = (
@@ -25,7 +27,7 @@ FLAGS = (
 
 
 def parse(*args: str) -> EngineArgs:
-    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser = FlagParser(exit_on_error=False)
     EngineArgs.add_cli_args(parser)
     return EngineArgs.from_cli_args(parser.parse_args(args))
 
@@ -110,6 +112,14 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
         ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens must be greater than 0"),
         ({"num_gpu_blocks_override": 0}, "--num-gpu-blocks-override must be greater than 0"),
         ({"max_num_seqs": "8"}, "--max-num-seqs must be an integer, got '8'"),
+        ({"max_model_len": -2}, "--max-model-len must be greater than 0, got -2"),
+        ({"max_model_len": "1.5K"}, "--max-model-len must be a number of tokens, .*; got '1.5K'"),
+        ({"max_model_len": "many"}, "--max-model-len must be a number of tokens, .*; got 'many'"),
+        ({"max_model_len": 4096}, "more than the model's 512 positions; --hf-overrides can"),
+        ({"hf_overrides": "a"}, "--hf-overrides must be an object, got 'a'"),
+        ({"hf_overrides": {"vocab_size.x": 1}}, "--hf-overrides vocab_size.x: vocab_size is 100 in the configuration"),
+        ({"hf_overrides": lambda config: None}, "hf_overrides returned a NoneType"),
+        ({"override_generation_config": {"num_beams": 2}}, "has num_beams, which nothing reads; temperature, .* are"),
         ({"max_num_seqs": True}, "--max-num-seqs must be an integer, got True"),
         ({"swap_space": "4"}, "--swap-space must be a number, got '4'"),
         ({"enforce_eager": 1}, "--enforce-eager must be true or false, got 1"),
@@ -224,6 +234,67 @@ def test_sampling_defaults_come_from_the_model_unless_refused(tmp_path: Path) ->
     assert found.default_sampling_params == {"temperature": 0.6, "top_k": 20}
     assert found.checkpoint.eos_token_ids == (1, 2)
     assert config(model=folder, load_format="dummy", generation_config="vllm").model.default_sampling_params == {}
+
+
+def test_settings_of_the_configuration_may_be_overridden(model: dict[str, Any]) -> None:
+    nested = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_parameters.rope_theta": 5e5}
+    found = config(**model, hf_overrides=nested).model
+    assert found.checkpoint.config["rope_parameters"] == {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    assert found.max_model_len == 1024
+
+    def with_more_positions(given: dict[str, Any]) -> dict[str, Any]:
+        assert given["vocab_size"] == 100
+        return {**given, "max_position_embeddings": 2048}
+
+    assert config(**model, hf_overrides=with_more_positions).model.max_model_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "default"}, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"type": "dynamic", "factor": 2.0}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, 512),
+    ],
+)
+def test_rope_scaling_lengthens_what_config_json_has_from_before(rope: dict[str, Any], length: int) -> None:
+    assert longest_context({"rope_scaling": rope}, 512) == length
+    assert longest_context({"rope_parameters": rope}, 512) == length
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("64", 64), ("1k", 1000), ("1K", 1024), ("25.6k", 25600), ("2M", 1 << 21), ("auto", -1), ("-1", -1)],
+)
+def test_lengths_may_have_units(text: str, number: int) -> None:
+    assert parse("--max-model-len", text).max_model_len == number
+    assert EngineArgs(max_model_len=text).max_model_len == number
+
+
+def test_objects_may_be_given_as_json_and_key_by_key() -> None:
+    args = parse(
+        "--hf-overrides", '{"rope_theta": 1e6, "a": {"b": 1}}', "--hf_overrides.rope_parameters.rope_type", "yarn",
+        "--hf-overrides.a.c=[2]", "--override-generation-config.top_k=5",
+    )  # fmt: skip
+    assert args.hf_overrides == {"rope_theta": 1e6, "a": {"b": 1}, "rope_parameters.rope_type": "yarn", "a.c": [2]}
+    assert args.override_generation_config == {"top_k": 5}
+    assert overridden({"a": {"d": 3}}, args.hf_overrides)["a"] == {"d": 3, "b": 1, "c": [2]}
+    with pytest.raises((argparse.ArgumentError, SystemExit)):
+        parse("--hf-overrides", "[1]")
+
+
+def test_the_model_generates_as_the_overrides_say(tmp_path: Path) -> None:
+    model = {"model": write_model(tmp_path), "load_format": "dummy"}
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": 3}')
+    overrides = {"top_k": 5, "eos_token_id": [3, 4]}
+    found = config(**model, override_generation_config=overrides).model
+    assert found.default_sampling_params == {"temperature": 0.6, "top_k": 5}
+    assert found.checkpoint.eos_token_ids == (3, 4)
+    alone = config(**model, override_generation_config=overrides, generation_config="vllm").model
+    assert alone.default_sampling_params == {"top_k": 5}
 
 
 def test_a_config_crosses_processes_as_json(model: dict[str, Any]) -> None:

@@ -244,3 +244,10 @@ def test_arguments_that_are_unknown_or_not_built_are_refused() -> None:
         LLM(tensor_paralel_size=1)
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2 is not built yet"):
         LLM(tensor_parallel_size=2)
+
+
+def test_the_longest_sequence_is_what_the_cache_holds_where_that_is_left_open() -> None:
+    llm = LLM(max_model_len="auto", num_gpu_blocks_override=10, max_num_batched_tokens=64, block_size=16)
+    assert llm.config.model.max_model_len == 160
+    (output,) = llm.generate({"prompt_token_ids": [5] * 150}, greedy(99, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 10

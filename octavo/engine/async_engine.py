@@ -339,6 +339,8 @@ class AsyncLLMEngine:
                         "the engine core takes requests again, %.1f s after its start", sum(message.startup.values())
                     )
                 self._ready, self._outage = message, None
+                self.config = self.config.with_max_model_len(message.max_model_len)
+                self.inputs.model = self.config.model
                 self._restarts.record_ready(time.monotonic())
                 if self.metrics is not None:
                     self.metrics.record_startup("core", message.startup)

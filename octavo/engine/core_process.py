@@ -75,6 +75,7 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
     gc.enable()
     executor = core.executor
     ready = Ready(
+        max_model_len=executor.max_model_len,
         num_blocks=sum(executor.num_blocks),
         num_host_blocks=sum(executor.num_host_blocks),
         block_size=args.config.cache.block_size,

@@ -43,6 +43,7 @@ class StepOutputs(msgspec.Struct, tag="step"):
 class Ready(msgspec.Struct, tag="ready"):
     """The core has loaded its model and takes requests."""
 
+    max_model_len: int  # the configuration's, or less with --max-model-len auto
     num_blocks: int
     num_host_blocks: int
     block_size: int

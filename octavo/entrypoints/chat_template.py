@@ -33,9 +33,8 @@ For each function call return a JSON object with the function's name and argumen
 
 def compile_chat_template(tokenizer: ModelTokenizer) -> None:
     """Import Jinja and compile the model's own template, so that the first chat waits for neither."""
-    if isinstance(tokenizer.chat_template, str):
-        with suppress(Exception):  # a wrong template is the chats' error, not the server's
-            compile_template(tokenizer.chat_template)
+    with suppress(Exception):  # a wrong template is the chats' error, not the server's
+        compile_template(tokenizer.get_chat_template())
 
 
 def render_chat(
@@ -48,18 +47,21 @@ def render_chat(
     template_options: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """The prompt of a conversation. `chat_template` takes the place of the model's own; `template_options` are
-    variables that the template may read. `tools`, in OpenAI's form, are the template's to describe; if it does not know
-    of any, they are described in the system's message.
+    """The prompt of a conversation. `chat_template`, a template or the name of one of the model's, takes the place of
+    the model's own; `template_options` are variables that the template may read. `tools`, in OpenAI's form, are the
+    template's to describe; if it does not know of any, they are described in the system's message.
 
     Raises `RequestError` when there is no template or the template refuses the messages.
     """
-    template = chat_template or tokenizer.chat_template
-    if not template:
+    if not (chat_template or tokenizer.chat_template):
         raise RequestError(
             "This model has no chat template: start the server with --chat-template FILE, or use completions.",
             param="messages",
         )
+    try:
+        template = tokenizer.get_chat_template(chat_template, tools or None)
+    except ValueError as error:
+        raise RequestError(str(error), param="messages") from None
     options = dict(template_options or {})
     reserved = options.keys() & (inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"kwargs"})
     if reserved:
@@ -67,12 +69,12 @@ def render_chat(
             f"chat_template_kwargs must not set {', '.join(sorted(reserved))}.", param="chat_template_kwargs"
         )
     conversation = [_with_objects(message) for message in messages]
-    if tools and "tools" not in str(template):
+    if tools and "tools" not in template:
         conversation, tools = _describe_tools(conversation, tools), None
-    if "tool_calls" not in str(template):
+    if "tool_calls" not in template:
         conversation = [_without_tool_roles(message) for message in conversation]
     # OpenAI's "developer" is what models know as "system"; a template that knows it by name gets it as it is.
-    if "developer" not in str(template):
+    if "developer" not in template:
         for message in conversation:
             if message.get("role") == "developer":
                 message["role"] = "system"
@@ -80,7 +82,7 @@ def render_chat(
         prompt = tokenizer.apply_chat_template(
             conversation,
             tools=[dict(tool) for tool in tools] if tools else None,
-            chat_template=chat_template,
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -36,8 +36,9 @@ class LLM:
             raise TypeError(f"LLM() got unknown or not yet built arguments: {', '.join(sorted(unknown))}")
         self.config = EngineArgs(model=model, **engine_args).create_engine_config()
         self.tokenizer = load_tokenizer(self.config.model.checkpoint, self.config.model.chat_template)
-        self.inputs = InputProcessor(self.config, self.tokenizer)
         self.core = EngineCore(self.config)
+        self.config = self.config.with_max_model_len(self.core.executor.max_model_len)
+        self.inputs = InputProcessor(self.config, self.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` use when they are given no parameters: the model's own recommendations."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from octavo.config import EngineConfig
@@ -44,6 +45,28 @@ def num_blocks(
             f"--max-model-len to at most {holds}, or give more memory."
         )
     return found
+
+
+def shortened(
+    config: EngineConfig, groups: Sequence[CacheGroup], block_bytes: Sequence[int], budget_bytes: int
+) -> EngineConfig:
+    """`config` with a `max_model_len` that the cache holds, where --max-model-len auto lets it be less. At least a
+    block is left: what does not even hold that is refused by `num_blocks`."""
+    override, block_size = config.cache.num_blocks_override, config.cache.block_size
+
+    def excess(length: int) -> int:
+        counts = _longest_request(config.with_max_model_len(length), groups)
+        if override is not None:
+            return counts[0] - override
+        return sum(count * size for count, size in zip(counts, block_bytes, strict=True)) - budget_bytes
+
+    longest = config.model.max_model_len
+    if not config.model.may_shorten or excess(longest) <= 0:
+        return config
+    lengths = range(block_size, longest + 1, block_size)
+    length = lengths[max(0, bisect_right(lengths, 0, key=excess) - 1)] if lengths else longest
+    logger.info("--max-model-len auto is %d: the cache does not hold the model's %d tokens", length, longest)
+    return config.with_max_model_len(length)
 
 
 def _longest_request(config: EngineConfig, groups: Sequence[CacheGroup]) -> list[int]:

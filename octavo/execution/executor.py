@@ -31,6 +31,7 @@ class Executor(Protocol):
 
     runs_ahead: bool  # a step may be submitted before the tokens of the last one are known
     cache_groups: tuple[CacheGroup, ...]
+    max_model_len: int  # the configuration's, or less with --max-model-len auto
     num_blocks: list[int]  # by pool
     num_host_blocks: list[int]
     weight_bytes: int  # of the packed matrices
@@ -61,6 +62,7 @@ class LocalExecutor:
         self.worker = worker = Worker(config, device, ops, phases)
         self.runs_ahead = device.runs_ahead
         self.cache_groups = worker.groups
+        self.max_model_len = worker.max_model_len
         self.num_blocks, self.num_host_blocks = worker.num_blocks, worker.num_host_blocks
         self.weight_bytes, self.cache_bytes = worker.weight_bytes, worker.cache_bytes
         self.startup = phases.seconds

@@ -105,6 +105,8 @@ class Worker:
             config.cache, self.runner.run_largest_step, 0 if config.enforce_eager else self.runner.captured_bytes
         )
         del small
+        config = capacity.shortened(config, self.groups, sizes, budget)
+        self.max_model_len = config.model.max_model_len
         self.num_blocks = capacity.num_blocks(config, self.groups, sizes, budget, source)
         self.cache_bytes = sum(n * size for n, size in zip(self.num_blocks, sizes, strict=True))
         on_host = self.cache_bytes if device.shares_memory else 0

@@ -14,7 +14,8 @@ from octavo.errors import LoadError
 from octavo.loading.default_model import DEFAULT_MODEL_NAME, DEFAULT_MODEL_SAMPLING, fetch_default_model
 from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_config import gguf_config
-from octavo.loading.weight_files import complete_shards, pick_weights, read_json
+from octavo.loading.mistral_format import consolidated_files, mistral_config
+from octavo.loading.weight_files import complete_shards, gguf_parts, pick_weights, read_json
 
 # "name", "org/name", or either with ":file" to choose among GGUF files.
 _HUB_ID = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?::([\w.-]+))?")
@@ -29,7 +30,7 @@ class Checkpoint:
     """
 
     name: str  # what the user asked for: hub id, path, or the default model's name
-    format: str  # "safetensors", "pt", "gguf" or "dummy"
+    format: str  # "safetensors", "mistral", "pt", "gguf" or "dummy"
     path: str  # the folder, or the .gguf file
     weight_files: list[str]  # absolute, in load order; empty for dummy
     tokenizer_path: str  # a folder with tokenizer files, or a .gguf file
@@ -82,7 +83,13 @@ def _from_gguf(name: str, path: str, load_format: str, tokenizer_path: str) -> C
 
 
 def _from_folder(name: str, folder: str, load_format: str, tokenizer_path: str) -> Checkpoint:
-    config = read_json(os.path.join(folder, "config.json"))
+    names = os.listdir(folder)
+    is_mistral = _is_mistral(names)
+    if is_mistral:
+        path = os.path.join(folder, "params.json")
+        config = mistral_config(path, read_json(path))
+    else:
+        config = read_json(os.path.join(folder, "config.json"))
     generation_path = os.path.join(folder, "generation_config.json")
     generation_config = read_json(generation_path) if os.path.exists(generation_path) else {}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -90,8 +97,9 @@ def _from_folder(name: str, folder: str, load_format: str, tokenizer_path: str) 
             generation_config[key] = config[key]
     weight_format = "dummy"
     files: list[str] = []
-    if load_format != "dummy":
-        names = os.listdir(folder)
+    if is_mistral and load_format in ("auto", "safetensors"):
+        weight_format, files = "mistral", consolidated_files(names)
+    elif load_format != "dummy":
         weight_format, files = pick_weights(names, load_format)
         if not files:
             raise LoadError(
@@ -103,9 +111,16 @@ def _from_folder(name: str, folder: str, load_format: str, tokenizer_path: str) 
     return Checkpoint(name, weight_format, folder, paths, tokenizer_path, config, generation_config)
 
 
+def _is_mistral(names: list[str]) -> bool:
+    """Whether a model's files are in Mistral's own format only."""
+    return "params.json" in names and bool(consolidated_files(names)) and not pick_weights(names, "auto")[0]
+
+
 def _choose_in_folder(name: str, folder: str, load_format: str) -> str:
     """The folder itself where config.json describes its weights, else the one GGUF file in it."""
     names = os.listdir(folder)
+    if _is_mistral(names):
+        return folder
     weight_format, files = pick_weights(names, "auto" if load_format == "dummy" else load_format)
     has_config = "config.json" in names
     if has_config and (weight_format != "gguf" or load_format == "dummy"):
@@ -145,11 +160,13 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
     def pick(names: list[str]) -> list[str]:
         if load_format == "dummy" and "config.json" in names and not wanted:
             return []
+        if _is_mistral(names) and not wanted:
+            return consolidated_files(names)
         weight_format, files = pick_weights(
             names, "gguf" if wanted else "auto" if load_format == "dummy" else load_format
         )
         if weight_format == "gguf" or wanted:
-            return [chosen_gguf(files)]
+            return gguf_parts(chosen_gguf(files), names)
         if not files:
             shown = ", ".join(names[:8])
             raise LoadError(f"{model} has no weights for --load-format {load_format}: its files are {shown}.")
@@ -160,7 +177,7 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
 
     folder = download(repo, revision, download_dir, pick)
     if wanted:
-        files = [f for f in os.listdir(folder) if f.endswith(".gguf")]
+        _, files = pick_weights(os.listdir(folder), "gguf")
         return os.path.join(folder, chosen_gguf(files))
     return folder
 

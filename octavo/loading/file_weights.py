@@ -1,4 +1,4 @@
-"""Checkpoints, opened: safetensors, PyTorch's .bin, GGUF, and random weights in their place.
+"""Checkpoints, opened: safetensors (Mistral's own too), PyTorch's .bin, GGUF, and random weights in their place.
 
 Each format says which tensors there are and how one is read; names and shapes are checked here. Files stay
 memory-mapped until a tensor is taken, so that loading needs room for the model once.
@@ -6,10 +6,9 @@ memory-mapped until a tensor is taken, so that loading needs room for the model 
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,14 +18,14 @@ from numpy.typing import NDArray
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.dummy_weights import DummyWeights
-from octavo.loading.gguf import GGUFFile, read_gguf
-from octavo.loading.gguf_config import NamedTensor, named_tensors
+from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf_tensors import named_tensors, stored_tensor
 from octavo.loading.mapped_file import MappedFile
+from octavo.loading.mistral_format import mistral_name
 from octavo.loading.safetensors import read_safetensors
 from octavo.loading.torch_archive import read_torch_archive
 from octavo.loading.weights import Weights, floats
 from octavo.quantization import StoredWeight
-from octavo.quantization.arrays import FLOATS
 from octavo.quantization.formats import PLAIN, PLAIN_OF_DTYPE, QUANTIZED_AT_LOAD, TENSOR_TYPES
 
 # In checkpoints but not part of a model here: rotary frequencies and masks are computed from the configuration.
@@ -49,11 +48,13 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
     if checkpoint.format == "dummy":
         return DummyWeights(dtype, seed, quantization)
     if checkpoint.format == "gguf":
-        tensors, mapped = _gguf_tensors(files[0], quantization)
+        tensors, mapped = _gguf_tensors(checkpoint, quantization)
     elif checkpoint.format == "pt":
         tensors, mapped = _pt_tensors(files)
     else:
         tensors, mapped = _safetensors_tensors(files)
+        if checkpoint.format == "mistral":
+            tensors = _of_mistral(tensors, checkpoint.config)
     source = files[0] if checkpoint.format == "gguf" else os.path.dirname(files[0])
     return FileWeights(tensors, mapped, source, dtype, quantization, tied)
 
@@ -64,6 +65,7 @@ class FileTensor(NamedTuple):
     format: str  # a `StoredWeight.format`, or the name of an element type that is not read
     shape: tuple[int, ...]
     read: Callable[[], StoredWeight]
+    is_turned: bool = False  # a matrix [outputs, inputs] that checkpoints of its class have the other way round
 
 
 class FileWeights(Weights):
@@ -97,7 +99,7 @@ class FileWeights(Weights):
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         tensor = self._find(name)
-        if tensor.shape != shape:
+        if tensor.shape != shape and (1, *tensor.shape) != shape:  # GGUF has no matrices of one row
             raise LoadError(
                 f"{self._source}: tensor {name} has the shape {list(tensor.shape)}; the model's configuration makes it "
                 f"{list(shape)}."
@@ -105,6 +107,9 @@ class FileWeights(Weights):
         self.stored_format(name)
         self._left.pop(self._stored_name(name), None)
         return tensor.read()
+
+    def is_turned(self, name: str) -> bool:
+        return self._find(name).is_turned
 
     def _stored_name(self, name: str) -> str:
         """Older checkpoints were written from within a model's first module, which their names do not have."""
@@ -158,6 +163,25 @@ def _safetensors_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[
     return tensors, [file.file for file in opened]
 
 
+def _of_mistral(tensors: dict[str, FileTensor], config: Mapping[str, Any]) -> dict[str, FileTensor]:
+    """The tensors under their Hugging Face names, rows in the order of the model."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        hf_name, heads = mistral_name(name, config)
+        renamed[hf_name] = tensor._replace(read=partial(_halved, tensor.read, heads)) if heads else tensor
+    return renamed
+
+
+def _halved(read: Callable[[], StoredWeight], heads: int) -> StoredWeight:
+    stored = read()
+    return StoredWeight(stored.format, {"data": _in_halves(stored.tensors["data"], heads)}, stored.shape)
+
+
+def _in_halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
+    """From rows that alternate between the two halves of a head to one half after the other."""
+    return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
 def _pt_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:
     opened = [read_torch_archive(path) for path in files]
     tensors = {
@@ -168,11 +192,12 @@ def _pt_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFil
     return tensors, [file.file for file in opened]
 
 
-def _gguf_tensors(path: str, quantization: str | None) -> tuple[dict[str, FileTensor], list[MappedFile]]:
+def _gguf_tensors(checkpoint: Checkpoint, quantization: str | None) -> tuple[dict[str, FileTensor], list[MappedFile]]:
+    path = checkpoint.weight_files[0]
     file = read_gguf(path)
     tensors = {
-        t.hf_name: FileTensor(t.info.type.name, t.shape, partial(stored_tensor, file, t))
-        for t in named_tensors(file)
+        t.hf_name: FileTensor(t.info.type.name, t.shape, partial(stored_tensor, file, t), t.is_turned)
+        for t in named_tensors(file, checkpoint.config)
     }
     quantized = {tensor.format for tensor in tensors.values()} - set(PLAIN)
     if quantization in QUANTIZED_AT_LOAD and quantized:
@@ -180,19 +205,4 @@ def _gguf_tensors(path: str, quantization: str | None) -> tuple[dict[str, FileTe
             f"--quantization {quantization} quantizes weights of floats, but {path} is quantized already "
             f"({', '.join(sorted(quantized))}); leave the flag out to serve it as it is."
         )
-    return tensors, [file.file]
-
-
-def stored_tensor(file: GGUFFile, tensor: NamedTensor) -> StoredWeight:
-    """The tensor [rows, elements of a row] as the file stores it, rows in the order of the model; one of one dimension
-    is a row. It aliases the mapped file unless rows had to be moved."""
-    info = tensor.info
-    num_rows = info.shape[0] if len(info.shape) > 1 or tensor.rotary_heads else 1
-    packed = file.file.array(info.offset, info.num_bytes).reshape(num_rows, -1)
-    if tensor.rotary_heads:
-        # From rows that alternate between the two halves of a head to one half after the other.
-        alternating = packed.reshape(tensor.rotary_heads, -1, 2, packed.shape[1])
-        packed = alternating.swapaxes(1, 2).reshape(packed.shape)
-    plain = PLAIN.get(info.type.name)
-    data = packed.view(FLOATS[plain]) if plain else packed
-    return StoredWeight(info.type.name, {"data": data}, (num_rows, math.prod(info.shape) // num_rows))
+    return tensors, [*file.parts]

@@ -1,4 +1,4 @@
-"""The GGUF file format: metadata and tensor positions out of a memory-mapped file, versions 2 and 3, little-endian.
+"""The GGUF file format: metadata and tensor positions out of memory-mapped files, versions 2 and 3, little-endian.
 
 What the metadata means is `gguf_config`'s business, what the bytes of a tensor mean `octavo.quantization`'s.
 The layout is specified at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import LoadError
 from octavo.loading.mapped_file import MappedFile
 from octavo.quantization.formats import TENSOR_TYPES, TensorType
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Types that exist but are not built: named so that the error says more than a number.
 _OTHER_TYPES = {
@@ -39,27 +44,50 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
     num_bytes: int
+    part: int = 0  # which of a split model's files
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """An open file."""
+    """An open file, or the files of a split model."""
 
-    file: MappedFile
-    metadata: dict[str, Any]
+    parts: tuple[MappedFile, ...]
+    metadata: dict[str, Any]  # of the first one
     tensors: dict[str, TensorInfo]
 
     @property
     def path(self) -> str:
-        return self.file.path
+        return self.parts[0].path
 
-    @property
-    def data(self) -> mmap.mmap:
-        return self.file.data
+    def array(self, info: TensorInfo) -> NDArray[np.uint8]:
+        """The bytes of a tensor, aliasing the file."""
+        return self.parts[info.part].array(info.offset, info.num_bytes)
 
 
 def read_gguf(path: str) -> GGUFFile:
-    """Map the file and read its header, which costs milliseconds whatever its size. Raises `LoadError`."""
+    """Map a file, or the first of a split model and those that belong to it, and read the headers, which costs
+    milliseconds whatever their size. Raises `LoadError`."""
+    first = _read_one(path)
+    count, number = (first.metadata.get(f"split.{name}", 0) for name in ("count", "no"))
+    if count in (0, 1):
+        return first
+    match = re.fullmatch(r"(.*-)00001-of-(\d{5})\.gguf", path)
+    if number != 0 or match is None or int(match[2]) != count:
+        raise LoadError(
+            f"{path} is part {number} of {count} of a split model; pass the first part, by the name that ends in "
+            f"-00001-of-{count:05}.gguf."
+        )
+    parts, tensors = [*first.parts], dict(first.tensors)
+    for i in range(1, count):
+        other = _read_one(f"{match[1]}{i + 1:05}-of-{match[2]}.gguf")
+        if other.metadata.get("split.no") != i or tensors.keys() & other.tensors.keys():
+            raise LoadError(f"{other.path} is damaged, or a part of another model than {path}; fetch it again.")
+        parts += other.parts
+        tensors |= {name: replace(info, part=i) for name, info in other.tensors.items()}
+    return GGUFFile(tuple(parts), first.metadata, tensors)
+
+
+def _read_one(path: str) -> GGUFFile:
     file = MappedFile(path)
     size = len(file.data)
     if size < 24:
@@ -97,12 +125,6 @@ def _parse(file: MappedFile) -> GGUFFile:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
         raise LoadError(f"{path} is damaged: general.alignment is {alignment!r}, not a multiple of 8.")
-    if metadata.get("split.count", 0) not in (0, 1):
-        raise LoadError(
-            f"{path} is one of {metadata['split.count']} parts of a split model; join them with llama-gguf-split "
-            "--merge."
-        )
-
     unplaced = []
     for _ in range(num_tensors):
         name, position = _read_string(data, position)
@@ -122,7 +144,7 @@ def _parse(file: MappedFile) -> GGUFFile:
     }
     if len(tensors) != num_tensors:
         raise LoadError(f"{path} is damaged: {num_tensors} tensors have {len(tensors)} different names.")
-    return GGUFFile(file, metadata, tensors)
+    return GGUFFile((file,), metadata, tensors)
 
 
 def _place(path: str, file_bytes: int, name: str, dims: tuple[int, ...], kind: int, offset: int) -> TensorInfo:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from octavo.errors import LoadError
 
 # Configurations, tokenizers, chat templates and shard indexes, wherever they stand in the list of a repository's files.
-_SMALL_SUFFIXES = (".json", ".jinja", ".tiktoken", "tokenizer.model", "merges.txt", "vocab.txt")
+_SMALL_SUFFIXES = (".json", ".jinja", ".tiktoken", "tokenizer.model", "tiktoken.model", "merges.txt", "vocab.txt")
 _TIMEOUT_S = 10.0
 
 
@@ -26,12 +26,14 @@ def download(
         try:
             # Not list_repo_files: it tries again for half a minute before it admits that there is no network.
             info = HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_S)
-            names = [s.rfilename for s in info.siblings or [] if "/" not in s.rfilename]
+            paths = [s.rfilename for s in info.siblings or []]
+            names = [path for path in paths if "/" not in path]
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
             raise
         except Exception as unreachable:
             return _cached(repo, revision, download_dir, unreachable)
-        wanted = [n for n in names if n.endswith(_SMALL_SUFFIXES)]
+        wanted = [n for n in names if n.endswith(_SMALL_SUFFIXES) or n.startswith("tokenizer.model.v")]
+        wanted += [path for path in paths if path.startswith("additional_chat_templates/")]
         wanted += pick(names) if pick else []
         if not wanted:
             raise LoadError(

@@ -46,6 +46,9 @@ class RecordingWeights(Weights):
     def __contains__(self, name: str) -> bool:
         return self._weights is None or name in self._weights
 
+    def is_turned(self, name: str) -> bool:
+        return self._weights is not None and self._weights.is_turned(name)
+
     def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
         self.tensors.append(RecordedTensor(name, shape, None))
         return _zeros(shape, FLOATS[dtype or self._dtype])
@@ -59,6 +62,8 @@ class RecordingWeights(Weights):
         *,
         is_transposed: bool = False,
     ) -> StoredWeight:
+        if is_transposed and self.is_turned(name):
+            shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
         stored_format = self.matrix_format(name)
         block = BLOCK_TYPES.get(stored_format)
         num_rows, num_columns = math.prod(shape[:-1]), shape[-1]

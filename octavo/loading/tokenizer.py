@@ -1,30 +1,25 @@
 """The tokenizer of a checkpoint, with its chat template: text to token ids and back, and conversations to text.
 
 `ModelTokenizer` stands on the `tokenizers` package and has the names and results of `transformers`' tokenizers, for a
-tokenizer.json or a GGUF file. Other forms go the slow way through `AutoTokenizer`. Decoding is incremental elsewhere,
-on the `backend_tokenizer` of what is returned here.
+folder (`tokenizer_folder`) or a GGUF file (`gguf_tokenizer`). What those do not read goes the slow way through
+`AutoTokenizer`. Decoding is incremental elsewhere, on the `backend_tokenizer` of what is returned here.
 """
 
 from __future__ import annotations
 
-import glob
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.gguf import read_gguf
 from octavo.loading.jinja_template import compile_template, render_template
-
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_WHAT_TO_DO = "pass --tokenizer with a folder that has one, a .gguf file or a Hugging Face id"
-# Settings of tokenizer_config.json that only `transformers` follows.
-_UNUSUAL = ("fix_mistral_regex", "fast_tokenizer_files")
+from octavo.loading.tokenizer_folder import WHAT_TO_DO, read_tokenizer_folder
+from octavo.loading.tokenizer_parts import ROLES, TokenizerParts
 
 
 class Encoding(dict[str, list[Any]]):
@@ -56,8 +51,8 @@ class ModelTokenizer:
         backend.no_padding()
         backend.no_truncation()
         self.backend_tokenizer = backend
-        ordered = [role for role in _ROLES if role in special_tokens]
-        ordered += [role for role in special_tokens if role not in _ROLES]
+        ordered = [role for role in ROLES if role in special_tokens]
+        ordered += [role for role in special_tokens if role not in ROLES]
         self.special_tokens_map = {role: str(special_tokens[role]) for role in ordered}
         self.extra_special_tokens = [str(token) for token in extra_special_tokens]
         self.chat_template = chat_template
@@ -77,7 +72,7 @@ class ModelTokenizer:
     def __getattr__(self, name: str) -> Any:
         role = name.removesuffix("_id")
         special: dict[str, str] = self.__dict__.get("special_tokens_map", {})
-        if role not in special and role not in _ROLES:
+        if role not in special and role not in ROLES:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         token = special.get(role)
         return token if name == role or token is None else self.convert_tokens_to_ids(token)
@@ -216,15 +211,16 @@ class ModelTokenizer:
 
 
 def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> ModelTokenizer:
-    """The tokenizer. `chat_template`, a file's path or a template's text, takes the place of the checkpoint's own.
+    """The tokenizer. `chat_template`, the name of one of the checkpoint's own, a file's path or a template's text,
+    takes the place of these.
 
     Raises `LoadError` if there is no tokenizer or it cannot be read.
     """
-    template = None if chat_template is None else _read_template(chat_template)
-    if template is not None:
-        _check_template(template, str(chat_template))
     tokenizer = read_tokenizer(checkpoint.tokenizer_path)
-    if template is not None:
+    if chat_template is not None:
+        named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+        template = named.get(chat_template) or _read_template(chat_template, list(named))
+        _check_template(template, chat_template)
         tokenizer.chat_template = template
     return tokenizer
 
@@ -242,38 +238,28 @@ def read_tokenizer_json(checkpoint: Checkpoint) -> str:
 def _from_gguf(path: str) -> ModelTokenizer:
     from octavo.loading.gguf_tokenizer import build_gguf_tokenizer
 
-    built = build_gguf_tokenizer(read_gguf(path))
-    options = built.options
-    special = {role: token for role, token in options.items() if role in _ROLES and token is not None}
-    tokenizer = ModelTokenizer(built.backend, special, chat_template=options["chat_template"])
-    start = [special["bos_token"]] if options["add_bos_token"] and "bos_token" in special else []
-    end = [special["eos_token"]] if options["add_eos_token"] and "eos_token" in special else []
-    built.backend.post_processor = processors.TemplateProcessing(
-        single=[*start, "$A", *end],
-        special_tokens=[(token, built.backend.token_to_id(token)) for token in {*start, *end}],
-    )
-    return tokenizer
+    return _of_parts(build_gguf_tokenizer(read_gguf(path)))
+
+
+def _of_parts(parts: TokenizerParts) -> ModelTokenizer:
+    return ModelTokenizer(
+        parts.backend, parts.special_tokens, parts.extra_special_tokens, parts.added_tokens, parts.chat_template,
+        parts.cleans_up_spaces,
+    )  # fmt: skip
 
 
 def _from_folder(folder: str) -> ModelTokenizer:
-    has_json = os.path.exists(os.path.join(folder, "tokenizer.json"))
-    if not has_json and not any(
-        name.endswith((".model", ".tiktoken")) or name.startswith("vocab.") for name in os.listdir(folder)
-    ):
-        raise LoadError(f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); {_WHAT_TO_DO}.")
     try:
-        config = _read_json(folder, "tokenizer_config.json")
-        if has_json and not any(config.get(name) for name in _UNUSUAL):
-            return _from_tokenizer_json(folder, config)
-        return _from_transformers(folder, "PreTrainedTokenizerFast" if has_json else "AutoTokenizer")
+        parts = read_tokenizer_folder(folder)
+        return _from_transformers(folder) if parts is None else _of_parts(parts)
     except LoadError:
         raise
     except Exception as e:  # a damaged file fails in any of a dozen ways, some of them bare Exceptions from Rust
         reason = str(e).strip().splitlines()[0].rstrip(".") if str(e).strip() else type(e).__name__
-        raise LoadError(f"the tokenizer in {folder} cannot be read ({reason}); {_WHAT_TO_DO}.") from None
+        raise LoadError(f"the tokenizer in {folder} cannot be read ({reason}); {WHAT_TO_DO}.") from None
 
 
-def _from_transformers(folder: str, class_name: str) -> ModelTokenizer:
+def _from_transformers(folder: str) -> ModelTokenizer:
     try:
         import transformers  # which imports torch and takes seconds
     except ImportError:
@@ -281,89 +267,15 @@ def _from_transformers(folder: str, class_name: str) -> ModelTokenizer:
             f"the tokenizer in {folder} can only be read by transformers, which is not installed: "
             "pip install octavo[transformers]."
         ) from None
-    tokenizer: ModelTokenizer = getattr(transformers, class_name).from_pretrained(folder, local_files_only=True)
+    has_json = os.path.exists(os.path.join(folder, "tokenizer.json"))
+    reader = transformers.PreTrainedTokenizerFast if has_json else transformers.AutoTokenizer
+    tokenizer: ModelTokenizer = reader.from_pretrained(folder, local_files_only=True)
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
     return tokenizer
 
 
-def _from_tokenizer_json(folder: str, config: dict[str, Any]) -> ModelTokenizer:
-    """The rules are those of `PreTrainedTokenizerFast.from_pretrained`: tokenizer.json says what is added to a text
-    (add_bos_token and its like are not read), and the other files which tokens are special, in which role."""
-    backend = Backend.from_file(os.path.join(folder, "tokenizer.json"))
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
-    added: dict[int, AddedToken] = {}
-    if "added_tokens_decoder" in config:
-        added = {int(index): AddedToken(**token) for index, token in config["added_tokens_decoder"].items()}
-    else:  # as versions before 4.34 wrote folders
-        for key, value in _read_json(folder, "special_tokens_map.json").items():
-            if key == "extra_special_tokens" and isinstance(value, list):
-                extra = [*(extra or []), *value]
-            elif key == "additional_special_tokens":
-                extra = value if extra is None else extra
-            else:
-                config[key] = value | {"special": True} if isinstance(value, dict) else value
-        special_texts = {str(_token(key, value)) for key, value in config.items() if key in _ROLES and value}
-        special_texts |= {str(_token("extra_special_tokens", token)) for token in extra or []}
-        for text, index in _read_json(folder, "added_tokens.json").items():
-            is_special = text in special_texts
-            added[index] = AddedToken(text, normalized=not is_special, special=is_special)
-        added |= backend.get_added_tokens_decoder()
-    if backend.padding is not None:
-        config.setdefault("pad_token", backend.padding["pad_token"])
-    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    special = {
-        key: _token(key, value)
-        for key, value in config.items()
-        if (key in _ROLES and value is not None) or (key.endswith("_token") and isinstance(value, str | dict))
-    }
-    if isinstance(extra, dict):  # tokens with roles of their own, such as "image_token"
-        special |= {key: _token(key, value) for key, value in extra.items()}
-        extra = None
-    return ModelTokenizer(
-        backend,
-        special,
-        [_token("extra_special_tokens", token) for token in extra or []],
-        [token for _, token in sorted(added.items())],
-        _chat_template(folder, config),
-        bool(config.get("clean_up_tokenization_spaces", False)),
-    )
-
-
-def _token(name: str, value: Any) -> str | AddedToken:
-    if isinstance(value, dict):
-        return AddedToken(**{key: item for key, item in value.items() if key != "__type"})
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {value!r}, not a token")
-    return value
-
-
-def _chat_template(folder: str, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Files of templates come before the one in tokenizer_config.json; several are by name."""
-    paths = {"default": os.path.join(folder, "chat_template.jinja")}
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "additional_chat_templates", "*.jinja"))):
-        paths[os.path.basename(path).removesuffix(".jinja")] = path
-    templates = {}
-    for name, path in paths.items():
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                templates[name] = file.read()
-    if templates:
-        return templates["default"] if list(templates) == ["default"] else templates
-    template = config.get("chat_template")
-    return {one["name"]: one["template"] for one in template} if isinstance(template, list) else template
-
-
-def _read_json(folder: str, name: str) -> dict[str, Any]:
-    path = os.path.join(folder, name)
-    if not os.path.exists(path):
-        return {}
-    with open(path, encoding="utf-8") as file:
-        content: dict[str, Any] = json.load(file)
-    return content
-
-
-def _read_template(chat_template: str) -> str:
+def _read_template(chat_template: str, names: Sequence[str]) -> str:
     if any(mark in chat_template for mark in ("{{", "{%", "\n")):
         return chat_template
     try:
@@ -371,8 +283,8 @@ def _read_template(chat_template: str) -> str:
             return file.read()
     except (OSError, UnicodeDecodeError) as e:
         raise LoadError(
-            f"--chat-template {chat_template} is neither a template (it has no {{{{ or {{%) nor a file that can be "
-            f"read: {e}."
+            f"--chat-template {chat_template} is neither a template (it has no {{{{ or {{%), nor one of the model's "
+            f"({', '.join(names) or 'it names none'}), nor a file that can be read: {e}."
         ) from None
 
 

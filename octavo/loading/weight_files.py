@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 from octavo.errors import LoadError
 
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # of a split model
 _SINGLE = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
 
 
@@ -18,20 +20,26 @@ def pick_weights(names: list[str], load_format: str) -> tuple[str, list[str]]:
     """The format and the weight files among `names` (of one folder); ("", []) where there are none that fit.
 
     `load_format` "auto" prefers safetensors, then pt, then gguf. Several GGUF files are all returned: each is a whole
-    model, so the caller must choose.
+    model, or the first part of one, so the caller must choose.
     """
     found = {
         "safetensors": [
             n for n in names if n.endswith(".safetensors") and not n.startswith(("consolidated", "adapter_"))
         ],
         "pt": [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")],
-        "gguf": [n for n in names if n.endswith(".gguf")],
+        "gguf": [n for n in names if n.endswith(".gguf") and not _LATER_PART.search(n)],
     }
     for file_format in found if load_format == "auto" else [load_format]:
         if files := sorted(found[file_format]):
             single = _SINGLE.get(file_format)
             return file_format, [single] if single in files else files
     return "", []
+
+
+def gguf_parts(name: str, names: list[str]) -> list[str]:
+    """The files, among `names`, of the model whose first or only file is `name`."""
+    match = re.fullmatch(r"(.*-)00001(-of-\d{5}\.gguf)", name)
+    return [name] if match is None else [n for n in names if n.startswith(match[1]) and n.endswith(match[2])]
 
 
 def complete_shards(folder: str, file_format: str, files: list[str]) -> list[str]:

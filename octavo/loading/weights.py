@@ -41,6 +41,10 @@ class Weights:
         is absent, not read, or not of this shape."""
         raise NotImplementedError
 
+    def is_turned(self, name: str) -> bool:
+        """Whether a matrix is stored [N, K] though checkpoints of its class have it transposed."""
+        return False
+
     def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
         """The tensor in the model's type, or in `dtype`. Raises `LoadError` if it is absent or of another shape."""
         return dequantize(self.stored(name, shape), dtype or self._dtype).reshape(shape)
@@ -60,6 +64,8 @@ class Weights:
 
         Raises `LoadError` as `take` does, and `ConfigError` for a share that cannot be cut.
         """
+        if is_transposed and self.is_turned(name):
+            shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
         stored = self.stored(name, shape)
         if len(shape) != 2:
             num_rows = math.prod(shape[:-1])

@@ -31,7 +31,7 @@ def main() -> None:
     sender.connect(args.output_address)
     if Path(sys.argv[1]).exists():
         time.sleep(1000)
-    sender.send(encode_message(Ready(10, 0, 16, 0, 0, {})))
+    sender.send(encode_message(Ready(args.config.model.max_model_len, 10, 0, 16, 0, 0, {})))
     while True:
         message = decode_frontend_message(receiver.recv())
         if not isinstance(message, EngineRequest):

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.gguf import read_gguf
-from octavo.loading.gguf_config import gguf_config, named_tensors
+from octavo.loading.gguf_config import gguf_config
+from octavo.loading.gguf_tensors import named_tensors
+from octavo.loading.weight_files import gguf_parts, pick_weights
 from octavo.quantization.formats import TENSOR_TYPES
 
 Write = Callable[..., Path]
@@ -91,7 +93,7 @@ def test_changed_bytes_are_read_or_refused_but_never_crash(
     with contextlib.suppress(LoadError):
         file = read_gguf(str(changed))
         gguf_config(file)
-        list(named_tensors(file))
+        list(named_tensors(file, gguf_config(file)[0]))
 
 
 @pytest.mark.parametrize(
@@ -148,10 +150,41 @@ def test_tensors_that_cannot_be_are_named(
         read_gguf(_with_tensor(tmp_path, dims, kind, offset))
 
 
-def test_a_part_of_a_split_model_is_refused(tmp_path: Path, write_gguf: Write) -> None:
-    path = write_gguf(tmp_path / "p.gguf", {"token_embd.weight": np.ones((4, 8), np.float32)}, {"split.count": 3})
-    with pytest.raises(LoadError, match="one of 3 parts of a split model"):
-        read_gguf(str(path))
+def _write_parts(folder: Path, write_gguf: Write) -> list[Path]:
+    parts = []
+    for i in range(3):
+        metadata = {"split.no": i, "split.count": 3}
+        tensors = {f"blk.{i}.{name}.weight": np.full((4, 8), i, np.float32) for name in ("attn_q", "attn_k")}
+        parts.append(write_gguf(folder / f"m-{i + 1:05}-of-00003.gguf", tensors, metadata))
+    return parts
+
+
+def test_the_parts_of_a_split_model_are_read_together(tmp_path: Path, write_gguf: Write) -> None:
+    parts = _write_parts(tmp_path, write_gguf)
+    file = read_gguf(str(parts[0]))
+    assert file.path == str(parts[0])
+    assert list(file.tensors) == [f"blk.{i}.{name}.weight" for i in range(3) for name in ("attn_q", "attn_k")]
+    for name, info in file.tensors.items():
+        assert (file.array(info).view(np.float32) == int(name[4])).all()
+    names = sorted(part.name for part in parts)
+    assert pick_weights(names, "auto") == ("gguf", names[:1])
+    assert gguf_parts(names[0], ["other.gguf", *names]) == names
+
+
+def test_a_split_model_that_is_not_whole_is_refused(tmp_path: Path, write_gguf: Write) -> None:
+    parts = _write_parts(tmp_path, write_gguf)
+    with pytest.raises(LoadError, match=r"is part 1 of 3 of a split model; pass the first part"):
+        read_gguf(str(parts[1]))
+    parts[0].rename(tmp_path / "first.gguf")
+    with pytest.raises(LoadError, match=r"by the name that ends in -00001-of-00003\.gguf"):
+        read_gguf(str(tmp_path / "first.gguf"))
+    (tmp_path / "first.gguf").rename(parts[0])
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(LoadError, match=r"00003-of-00003\.gguf is damaged, or a part of another model"):
+        read_gguf(str(parts[0]))
+    parts[2].unlink()
+    with pytest.raises(LoadError, match=r"cannot read .*00003-of-00003\.gguf"):
+        read_gguf(str(parts[0]))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -162,8 +195,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_writing_to_the_mapping_does_not_reach_the_file(small_file: Path) -> None:
     before = small_file.read_bytes()
     file = read_gguf(str(small_file))
-    assert isinstance(file.data, mmap.mmap)
-    file.data[0:4] = b"xxxx"
+    assert isinstance(file.parts[0].data, mmap.mmap)
+    file.parts[0].data[0:4] = b"xxxx"
     assert small_file.read_bytes() == before
 
 

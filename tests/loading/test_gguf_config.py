@@ -11,7 +11,7 @@ import pytest
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.gguf import read_gguf
-from octavo.loading.gguf_config import named_tensors
+from octavo.loading.gguf_tensors import named_tensors
 
 Write = Callable[..., Path]
 Tensors = Callable[..., dict[str, np.ndarray]]
@@ -56,8 +56,9 @@ def test_each_architecture_is_described_and_its_tensors_carry_their_hugging_face
     gguf_tensors: Tensors, hf_shapes: Callable[..., dict[str, tuple[int, ...]]],
 ) -> None:  # fmt: skip
     path = write_gguf(tmp_path / "m.gguf", gguf_tensors(arch, **options), arch=arch)
-    assert resolve(str(path)).config == _TINY | {"model_type": arch} | expected
-    assert {t.hf_name: t.info.shape for t in named_tensors(read_gguf(str(path)))} == hf_shapes(**options)
+    config = resolve(str(path)).config
+    assert config == _TINY | {"model_type": arch} | expected
+    assert {t.hf_name: t.shape for t in named_tensors(read_gguf(str(path)), config)} == hf_shapes(**options)
 
 
 def test_head_size_comes_from_key_length_where_it_is_given(tmp_path: Path, write_gguf: Write) -> None:
@@ -128,7 +129,8 @@ def test_divisors_of_another_rope_scaling_are_refused(tmp_path: Path, write_gguf
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not built"),
+        ({"llama.rope.scaling.type": "su"}, "rope scaling 'su' is not built"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.original_context_length is absent"),
         ({"llama.expert_count": 8}, "llama.expert_used_count is absent"),
         ({"llama.context_length": None}, "llama.context_length is absent"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is absent"),
@@ -145,14 +147,26 @@ def test_what_is_not_built_is_refused_by_name(
 
 
 def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, write_gguf: Write) -> None:
-    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": np.ones((4, 64), np.float32)}, arch="gemma2")
-    with pytest.raises(LoadError, match="architecture 'gemma2' is not built yet; these are: llama, qwen2, qwen3"):
+    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": np.ones((4, 64), np.float32)}, arch="mamba")
+    with pytest.raises(LoadError, match="architecture 'mamba' is not built yet; these are: llama, qwen2moe, qwen3moe"):
+        resolve(str(path))
+
+
+def test_experts_are_refused_where_they_are_not_built(tmp_path: Path, write_gguf: Write) -> None:
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        {"token_embd.weight": np.ones((4, 64), np.float32)},
+        {"qwen2.expert_count": 8},
+        arch="qwen2",
+    )
+    with pytest.raises(LoadError, match="architecture 'qwen2' with experts is not built yet; these are: llama,"):
         resolve(str(path))
 
 
 def test_biases_on_some_projections_only_are_refused(tmp_path: Path, write_gguf: Write) -> None:
+    biased = {"blk.0.attn_q.bias": np.ones(64, np.float32), "blk.0.attn_k.weight": np.ones((32, 64), np.float32)}
     with pytest.raises(LoadError, match="biases on attn_q but not on all of"):
-        _config(tmp_path, write_gguf, {}, {"blk.0.attn_q.bias": np.ones(64, np.float32)})
+        _config(tmp_path, write_gguf, {}, biased)
 
 
 def test_a_file_without_embeddings_is_no_model(tmp_path: Path, write_gguf: Write) -> None:

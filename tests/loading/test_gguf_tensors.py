@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.file_weights import stored_tensor
 from octavo.loading.gguf import GGUFFile, read_gguf
-from octavo.loading.gguf_config import NamedTensor, named_tensors
+from octavo.loading.gguf_architectures import ARCHITECTURES
+from octavo.loading.gguf_config import gguf_config
+from octavo.loading.gguf_tensors import NamedTensor, named_tensors, stored_tensor
 from octavo.quantization import dequantize, unpacking
 from octavo.quantization.arrays import FLOATS
 from octavo.quantization.formats import TENSOR_TYPES
@@ -22,7 +23,7 @@ _QUANTIZED = [name for name, n in _NUMBERS.items() if TENSOR_TYPES[n].block_size
 
 
 def _dequantized(file: GGUFFile, tensor: NamedTensor, dtype: str = "float32") -> np.ndarray:
-    return dequantize(stored_tensor(file, tensor), dtype).reshape(tensor.info.shape)
+    return dequantize(stored_tensor(file, tensor), dtype).reshape(tensor.shape)
 
 
 def _written(tmp_path: Path, write_gguf: Write, name: str, packed: np.ndarray) -> tuple[str, np.ndarray]:
@@ -81,13 +82,21 @@ def test_unquantized_tensors_are_read(name: str, tmp_path: Path, write_gguf: Wri
         assert np.array_equal(read, expected.astype(np.float32).astype(FLOATS[dtype]))
 
 
-def test_rows_of_rotary_heads_are_put_back_in_halves_whatever_the_format(tmp_path: Path, write_gguf: Write) -> None:
+def test_rows_are_moved_and_taken_whatever_the_format(tmp_path: Path, write_gguf: Write) -> None:
     path, expected = _written(tmp_path, write_gguf, "Q8_0", _random_blocks("Q8_0", 16, 2))
     file = read_gguf(path)
-    read = _dequantized(file, NamedTensor("t", file.tensors["t"], rotary_heads=2))
     # Of each head of eight rows: first the even ones, then the odd ones.
-    order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
-    assert np.array_equal(read, expected[order])
+    order = ARCHITECTURES["llama"].rows["attn_q"]({"num_attention_heads": 2}, 16)
+    assert order == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
+    for rows in (order, slice(4, 8), 3):
+        assert np.array_equal(_dequantized(file, NamedTensor("t", file.tensors["t"], rows)), expected[rows])
+
+
+def test_weights_of_norms_are_taken_back(tmp_path: Path, write_gguf: Write) -> None:
+    values = np.array([1.5, 0.25, 1.0, 2.0], np.float32)
+    path = write_gguf(tmp_path / "t.gguf", {"t": values})
+    file = read_gguf(str(path))
+    assert np.array_equal(_dequantized(file, NamedTensor("t", file.tensors["t"], offset=1.0)), values - 1)
 
 
 def test_the_whole_default_model_is_unpacked_in_a_second(default_checkpoint: Checkpoint) -> None:
@@ -95,7 +104,7 @@ def test_the_whole_default_model_is_unpacked_in_a_second(default_checkpoint: Che
     best = 1e9
     for _ in range(3):
         start = time.perf_counter()
-        for tensor in named_tensors(file):
+        for tensor in named_tensors(file, gguf_config(file)[0]):
             _dequantized(file, tensor, "bfloat16")
         best = min(best, time.perf_counter() - start)
     assert best < 2.0  # 0.3 s on an idle core; a loaded machine needs room
@@ -105,6 +114,6 @@ def test_the_default_model_is_bit_equal_to_the_gguf_package(default_checkpoint: 
     file = read_gguf(default_checkpoint.path)
     for name in ("blk.7.ffn_down.weight", "blk.7.attn_v.weight", "blk.0.attn_norm.weight"):
         info = file.tensors[name]
-        packed = np.frombuffer(file.data, np.uint8, info.num_bytes, info.offset).reshape(info.shape[0], -1)
+        packed = file.array(info).reshape(info.shape[0], -1)
         expected = gguf.dequantize(packed, gguf.GGMLQuantizationType[info.type.name]).reshape(info.shape)
         assert np.array_equal(_dequantized(file, NamedTensor("", info)), expected)

@@ -76,6 +76,12 @@ def hub(
     config = json.dumps(hf_config).encode()
     index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}).encode()
     shards = {"model-1.safetensors": b"1", "model-2.safetensors": b"2", "model.safetensors.index.json": index}
+    parts = []
+    for i, tensor in enumerate(("token_embd.weight", "output.weight")):
+        metadata = {"split.no": i, "split.count": 2}
+        parts.append(write_gguf(path, {tensor: np.ones((4, 64), np.float32)}, metadata).read_bytes())
+    sizes = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "norm_eps", "vocab_size")
+    params = json.dumps(dict.fromkeys(sizes, 1)).encode()
     common = {"config.json": config, "tokenizer.json": b"{}", "README.md": b"hello", "onnx/model.bin": b"x"}
     repos = {
         "org/both": common | {"model.safetensors": b"s", "pytorch_model.bin": b"p", "consolidated.safetensors": b"c"},
@@ -83,6 +89,11 @@ def hub(
         "org/pt": common | {"pytorch_model.bin": b"p"},
         "org/gguf": {"M-Q4_0.gguf": gguf_file, "M-Q8_0.gguf": gguf_file},
         "org/one": {"M-Q4_0.gguf": gguf_file},
+        "org/split": {"M-00001-of-00002.gguf": parts[0], "M-00002-of-00002.gguf": parts[1], "N.gguf": gguf_file},
+        "org/mistral": {
+            "params.json": params, "consolidated.safetensors": b"c", "tekken.json": b"{}", "README.md": b"hello",
+            "additional_chat_templates/rag.jinja": b"rag",
+        },
         "org/empty": {"README.md": b"hello"},
     }  # fmt: skip
     server = _Hub(repos)
@@ -125,17 +136,24 @@ def test_only_the_needed_files_are_fetched_and_the_cache_serves_without_a_networ
         {"model": "org/one"},
         {"model": "org/gguf:q8_0"},
         {"model": "org/gguf:M-Q4_0.gguf"},
+        {"model": "org/split:M-"},
+        {"model": "org/mistral"},
     ]
     found = _resolve(calls, **env)
     assert [f.get("files") for f in found] == [
         ["model.safetensors"], ["model-1.safetensors", "model-2.safetensors"], ["pytorch_model.bin"],
-        ["M-Q4_0.gguf"], ["M-Q8_0.gguf"], ["M-Q4_0.gguf"],
+        ["M-Q4_0.gguf"], ["M-Q8_0.gguf"], ["M-Q4_0.gguf"], ["M-00001-of-00002.gguf"], ["consolidated.safetensors"],
     ]  # fmt: skip
-    assert [f["format"] for f in found] == ["safetensors", "safetensors", "pt", "gguf", "gguf", "gguf"]
+    formats = [f["format"] for f in found]
+    assert formats == ["safetensors", "safetensors", "pt", "gguf", "gguf", "gguf", "gguf", "mistral"]
+    assert found[6]["folder"] == ["M-00001-of-00002.gguf", "M-00002-of-00002.gguf"]
+    assert found[7]["folder"] == [
+        "additional_chat_templates", "consolidated.safetensors", "params.json", "tekken.json"
+    ]  # fmt: skip
     assert found[0]["folder"] == ["config.json", "model.safetensors", "tokenizer.json"]
     assert found[2]["tokenizer"] == found[0]["path"]
-    for unwanted in ("README.md", "onnx/model.bin", "consolidated.safetensors"):
-        assert unwanted not in hub.fetched
+    assert {"README.md", "onnx/model.bin", "N.gguf"}.isdisjoint(hub.fetched)
+    assert hub.fetched.count("consolidated.safetensors") == 1  # of the one model that has nothing else
 
     for offline in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
         again = _resolve(calls, **(env | offline))

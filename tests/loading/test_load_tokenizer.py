@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
-from octavo.errors import LoadError
+from octavo.entrypoints.chat_template import render_chat
+from octavo.errors import LoadError, RequestError
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_tokenizer import build_gguf_tokenizer
+from octavo.loading.pre_tokenizers import PRE_TOKENIZERS, byte_level_split
 from octavo.loading.tokenizer import load_tokenizer
 
 Write = Callable[..., Path]
@@ -169,6 +171,8 @@ def test_sentencepiece_without_a_space_in_front(tmp_path: Path, write_gguf: Writ
 
 # Byte-level BPE of other families, over the default model's vocabulary
 
+SPLIT = "don't  1234\n\n xYz (a<=b) 你好，x"
+
 
 def _with_pre(default_checkpoint: Checkpoint, pre: str | None, **more: Any) -> Any:
     file = read_gguf(default_checkpoint.path)
@@ -186,28 +190,52 @@ def _with_pre(default_checkpoint: Checkpoint, pre: str | None, **more: Any) -> A
 @pytest.mark.parametrize(
     ("pre", "expected"),
     [
-        ("smollm", ["don", "'t", "  ", "1", "2", "3", "4", "\n\n", " x"]),
-        ("starcoder", ["don", "'t", "  ", "1", "2", "3", "4", "\n\n", " x"]),
-        ("gpt-2", ["don", "'t", " ", " 1234", "\n\n", " x"]),
-        ("default", ["don", "'t", " ", " 1234", "\n\n", " x"]),
-        (None, ["don", "'t", " ", " 1234", "\n\n", " x"]),
-        ("llama-bpe", ["don", "'t", " ", " ", "123", "4", "\n\n", " x"]),
-        ("qwen2", ["don", "'t", " ", " ", "1", "2", "3", "4", "\n\n", " x"]),
+        ("smollm", "don|'t|  |1|2|3|4|\\n\\n| xYz| (|a|<=|b|)| 你好|，|x"),
+        ("gpt-2", "don|'t| | 1234|\\n\\n| xYz| (|a|<=|b|)| 你好|，|x"),
+        ("default", "don|'t| | 1234|\\n\\n| xYz| (|a|<=|b|)| 你好|，|x"),
+        (None, "don|'t| | 1234|\\n\\n| xYz| (|a|<=|b|)| 你好|，|x"),
+        ("llama-bpe", "don|'t| | |123|4|\\n\\n| xYz| (|a|<=|b|)| 你好|，x"),
+        ("qwen2", "don|'t| | |1|2|3|4|\\n\\n| xYz| (|a|<=|b|)| 你好|，x"),
+        ("minicpm5", "don|'t|  |123|4|\\n\\n| xYz| (|a|<=|b|)| 你好|，x"),
+        ("ufakzeka", "don|'t| | |1|2|3|4|\\n\\n| xYz| (|a|<=|b|)| 你好|，x"),
+        ("gpt-4o", "don't| | |123|4|\\n\\n| x|Yz| (|a|<=|b|)| 你好|，x"),
+        ("tekken", "don|'t| | |1|2|3|4|\\n\\n| x|Yz| (|a|<=|b|)| 你好|，x"),
+        ("kimi-k2", "don't| | |123|4|\\n\\n| x|Yz| (|a|<=|b|)| |你好|，x"),
+        ("tiny_aya", "don't|  |1|234|\\n\\n| x|Yz| (|a|<=|b|)| 你好|，x"),
+        ("afmoe", "don|'t|  |1|234|\\n\\n| xYz| (|a|<=|b|)| |你好|，|x"),
+        ("superbpe", "don't  |1|234|\\n\\n xYz (a<=b) 你好，x"),
+        ("deepseek-v3", "don|'t|  |123|4|\\n\\n| xYz| (|a|<=|b|)| |你好|，|x"),
+        ("deepseek-llm", "don|'|t|  |1234|\\n|\\n| xYz| (|a|<=|b|)| |你好|，|x"),
+        ("deepseek-coder", "don|'|t|  |1|2|3|4|\\n|\\n| xYz| (|a|<=|b|)| |你好|，|x"),
+        ("falcon", "don|'|t| | |123|4|\\n\\n| xYz| |(|a|<=|b|)| 你好|，|x"),
+        ("bloom", "don't| | 1234|\\n\\n| xYz| (|a<=b|)| 你好|，|x"),
+        ("viking", "don't| | |1|2|3|4|\\n\\n| xYz| (|a<=b|)| 你好|，|x"),
+        ("laguna", "don|'t| | |1|2|3|4|\\n\\n| xYz| (|a|<=|b|)| 你好|，x"),
+        ("spark2_5", "don|'t|  |1|2|3|4|\\n|\\n| xYz| (|a|<=|b|)| |你好|，|x"),
+        ("chameleon", "don|'|t|  |1|2|3|4|\\n|\\n| xYz| |(|a|<|=|b|)| 你好|，|x"),
     ],
 )
 def test_text_is_split_as_the_models_family_does(
-    pre: str | None, expected: list[str], default_checkpoint: Checkpoint
+    pre: str | None, expected: str, default_checkpoint: Checkpoint
 ) -> None:
     backend = _with_pre(default_checkpoint, pre).backend
-    pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("don't  1234\n\n x")]
-    assert [p.replace("Ġ", " ").replace("Ċ", "\n") for p in pieces] == expected
+    pieces = [text[a:b] for text in [SPLIT] for _, (a, b) in backend.pre_tokenizer.pre_tokenize_str(text)]
+    assert "|".join(pieces).replace("\n", "\\n") == expected
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_every_pre_tokenizer_keeps_the_text(pre: str, default_checkpoint: Checkpoint) -> None:
+    split = byte_level_split(PRE_TOKENIZERS[pre].patterns)
+    for text in CORPUS:
+        pieces = [piece for piece, _ in split.pre_tokenize_str(text)]
+        assert decoders.ByteLevel().decode(["".join(pieces)]) == text
 
 
 def test_llama3_takes_whole_words_from_the_vocabulary_and_starts_with_bos(default_checkpoint: Checkpoint) -> None:
-    built = _with_pre(default_checkpoint, "llama-bpe", add_bos_token=None)
-    assert built.options["add_bos_token"]
-    assert built.backend.model.ignore_merges
-    assert not _with_pre(default_checkpoint, "llama-bpe", add_bos_token=False).options["add_bos_token"]
+    backend = _with_pre(default_checkpoint, "llama-bpe", add_bos_token=None).backend
+    assert backend.model.ignore_merges
+    assert backend.encode("a").tokens == ["<|im_start|>", "a"]
+    assert _with_pre(default_checkpoint, "llama-bpe", add_bos_token=False).backend.encode("a").tokens == ["a"]
 
 
 def test_qwen_normalizes_its_input(default_checkpoint: Checkpoint) -> None:
@@ -222,7 +250,7 @@ def test_qwen_normalizes_its_input(default_checkpoint: Checkpoint) -> None:
     ("metadata", "message"),
     [
         ({}, "carries no tokenizer; pass --tokenizer"),
-        ({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"]}, "kind 'bert', which is not built"),
+        ({"tokenizer.ggml.model": "rwkv", "tokenizer.ggml.tokens": ["a"]}, "kind 'rwkv', which is not built"),
         ({"tokenizer.ggml.model": "gpt2"}, r"tokenizer\.ggml\.tokens is no list"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}, r"tokenizer\.ggml\.merges is no list"),
         (
@@ -236,11 +264,11 @@ def test_qwen_normalizes_its_input(default_checkpoint: Checkpoint) -> None:
         (
             {
                 "tokenizer.ggml.model": "gpt2",
-                "tokenizer.ggml.pre": "viking",
+                "tokenizer.ggml.pre": "no-such",
                 "tokenizer.ggml.tokens": ["a", "b", "ab"],
                 "tokenizer.ggml.merges": ["a b"],
             },
-            "pre-tokenizer 'viking' is not built yet",
+            "pre-tokenizer 'no-such' is not built",
         ),
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a"]}, "has none"),
     ],
@@ -279,17 +307,26 @@ def test_a_chat_template_may_be_given_as_text_or_as_a_file(default_checkpoint: C
     for given_template in (template, str(tmp_path / "t.jinja")):
         tokenizer = load_tokenizer(default_checkpoint, chat_template=given_template)
         assert tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "1 messages"
-    with pytest.raises(LoadError, match=r"--chat-template /none\.jinja is neither a template .* nor a file"):
+    with pytest.raises(LoadError, match=r"/none\.jinja is neither a template .* \(it names none\), nor a file"):
         load_tokenizer(default_checkpoint, chat_template="/none.jinja")
 
 
-def test_a_folder_with_a_vocabulary_only_goes_through_transformers(hf_folder: Path, default_tokenizer: Any) -> None:
-    spec = json.loads(default_tokenizer.backend_tokenizer.to_str())["model"]
-    (hf_folder / "vocab.json").write_text(json.dumps(spec["vocab"]))
-    (hf_folder / "merges.txt").write_text("\n".join(" ".join(m) for m in spec["merges"]))
-    (hf_folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    tokenizer = load_tokenizer(resolve(str(hf_folder)))
-    assert tokenizer("Hello, world!").input_ids == default_tokenizer("Hello, world!").input_ids
+def test_one_of_several_templates_is_chosen_by_its_name_or_by_the_request(tokenizer_folder: Path) -> None:
+    (tokenizer_folder / "chat_template.jinja").unlink()
+    templates = [{"name": name, "template": f"{name} {{{{ tools }}}}"} for name in ("default", "tool_use", "rag")]
+    (tokenizer_folder / "chat_template.json").write_text(json.dumps({"chat_template": templates}))
+    checkpoint = resolve(str(tokenizer_folder))
+    messages, tools = [{"role": "user", "content": "Hi"}], [{"type": "function"}]
+    tokenizer = load_tokenizer(checkpoint)
+    assert render_chat(tokenizer, messages) == "default None"
+    assert render_chat(tokenizer, messages, tools=tools).startswith("tool_use [")
+    assert render_chat(tokenizer, messages, chat_template="rag") == "rag None"
+    assert render_chat(load_tokenizer(checkpoint, "rag"), messages, tools=tools).startswith("rag [")
+    with pytest.raises(LoadError, match=r"is neither a template .*, nor one of the model's \(default, tool_use, rag\)"):
+        load_tokenizer(checkpoint, "chat")
+    (tokenizer_folder / "chat_template.json").write_text(json.dumps({"chat_template": templates[1:]}))
+    with pytest.raises(RequestError, match="there is no default chat template; name one of"):
+        render_chat(load_tokenizer(resolve(str(tokenizer_folder))), messages)
 
 
 def test_a_folder_without_a_tokenizer_or_with_a_damaged_one_is_refused(hf_folder: Path) -> None:

@@ -240,7 +240,8 @@ def test_a_role_that_is_no_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_needs_transformers_says_so_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CTRLTokenizer"}')
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(LoadError, match=r"only be read by transformers, .*pip install octavo\[transformers\]"):
         read_tokenizer(str(tmp_path))

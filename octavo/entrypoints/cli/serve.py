@@ -5,6 +5,7 @@ The file is turned into the words of a command line, so that argparse checks bot
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import typing
@@ -100,6 +101,8 @@ def _config_words(flag: str, value: Any, hint: Any, where: str) -> list[str]:
         if not isinstance(value, bool):
             raise ConfigError(f"{where} must be true or false, got {value!r}.")
         return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, dict) and any(typing.get_origin(kind) is dict for kind in typing.get_args(hint)):
+        return [f"{flag}={json.dumps(value)}"]
     items = value if isinstance(value, list) and typing.get_origin(hint) is list else [value]
     for item in items:
         if isinstance(item, bool) or not isinstance(item, str | int | float):

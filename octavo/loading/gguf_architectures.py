@@ -1,0 +1,360 @@
+"""The GGUF architectures: for each the class of `transformers` that its files are of, what its metadata says in
+config.json's words, and how its tensors are called and laid out. `gguf_config` and `gguf_tensors` read files by it.
+
+An architecture has a line here once a test has compared its logits with those of `transformers`; the others are refused
+by name. What files leave unsaid is what llama.cpp assumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.loading.gguf_metadata import Metadata
+
+# Of config.json and the number of rows in the file: the file's rows in the order of `transformers`.
+RowOrder = Callable[[Mapping[str, Any], int], list[int]]
+
+_LLAMA_NAMES: dict[str, Any] = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_EXPERT_NAMES = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+_AFTER_NAMES = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_AROUND_NAMES = _AFTER_NAMES | {"ffn_norm": "pre_feedforward_layernorm"}
+_UNGATED_NAMES = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_GPT2_NAMES = {
+    "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+}  # fmt: skip
+_GPT2_TOP = {
+    "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}  # fmt: skip
+
+Setting = Callable[[Metadata], Any]
+Names = Mapping[str, str | tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Names are those of modules: in a file after "blk.N.", in a checkpoint after the layer's prefix and number. A
+    tuple of names is a stack of matrices of equally many rows, or, with "{}" in its one name, of one for each row."""
+
+    class_name: str
+    variants: Mapping[str, Callable[[Metadata], bool]] = field(default_factory=dict)  # classes of some of the files
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # None is not said
+    names: Names | Callable[[Metadata], Names] = field(default_factory=lambda: _LLAMA_NAMES)
+    top_names: Mapping[str, str] = field(default_factory=lambda: _LLAMA_TOP)
+    layer_prefix: str = "model.layers."
+    rows: Mapping[str, RowOrder] = field(default_factory=dict)  # by the file's module
+    norm_offset: float = 0.0  # what files have added to the weights of norms
+    has_experts: bool = False  # or may have
+    turned: tuple[str, ...] = ()  # modules whose matrices `transformers` has the other way round
+
+
+def _pairs(heads: str) -> RowOrder:
+    """From rows that alternate between the two halves of a head, for ggml's rotary kernel, to one half after the
+    other."""
+
+    def order(config: Mapping[str, Any], n: int) -> list[int]:
+        size = n // config[heads]
+        return [row for head in range(0, n, size) for half in (0, 1) for row in range(head + half, head + size, 2)]
+
+    return order
+
+
+def _per_head(config: Mapping[str, Any], n: int) -> list[int]:
+    """From all queries, all keys, all values to those of one head after the other."""
+    size = n // (3 * config["num_attention_heads"])
+    return [part + row for head in range(0, n // 3, size) for part in range(0, n, n // 3) for row in _run(head, size)]
+
+
+def _per_group(config: Mapping[str, Any], n: int) -> list[int]:
+    """From all queries, all keys, all values to those of one key/value head after the other."""
+    groups, heads = config["num_key_value_heads"], config["num_attention_heads"]
+    size = n // (heads + 2 * groups)
+    queries = heads // groups * size
+    runs = [
+        run
+        for i in range(groups)
+        for run in (_run(i * queries, queries), _run((heads + i) * size, size), _run((heads + groups + i) * size, size))
+    ]
+    return [row for run in runs for row in run]
+
+
+def _run(begin: int, count: int) -> range:
+    return range(begin, begin + count)
+
+
+_PERMUTED = {"attn_q": _pairs("num_attention_heads"), "attn_k": _pairs("num_key_value_heads")}
+
+
+def _biases(setting: str, *modules: str) -> dict[str, Setting]:
+    return {setting: lambda m: m.has_biases(modules)}
+
+
+def _number(key: str) -> Setting:
+    return lambda m: m.number(key, None)
+
+
+def _real(key: str) -> Setting:
+    return lambda m: m.real(key, None)
+
+
+def _layer_types(period: int) -> Setting:
+    """All layers but every n-th slide, unless the file lists them."""
+
+    def find(m: Metadata) -> list[str] | None:
+        if not m.number("attention.sliding_window", 0):
+            return None
+        listed = m.get("attention.sliding_window_pattern")
+        count = m.number("block_count")
+        if not isinstance(listed, list):
+            step = listed if isinstance(listed, int) and listed > 0 else period
+            listed = [(i + 1) % step != 0 for i in range(count)]
+        return ["sliding_attention" if slides else "full_attention" for slides in listed[:count]]
+
+    return find
+
+
+def _window(period: int) -> dict[str, Setting]:
+    return {
+        "sliding_window": lambda m: m.number("attention.sliding_window", 0) or None,
+        "layer_types": _layer_types(period),
+    }
+
+
+def _gemma_scalar(num_layers_of_27b: int) -> Setting:
+    """Queries are scaled by the size of a head, but in the model of 27B by hidden size over heads."""
+
+    def find(m: Metadata) -> float:
+        if m.number("block_count") == num_layers_of_27b:
+            return m.number("embedding_length") / m.number("attention.head_count")
+        return m.head_dim
+
+    return find
+
+
+def _by_layer_type(local_theta: float) -> Setting:
+    """The file's rotary embedding is that of layers without a window."""
+    return lambda m: {
+        "full_attention": m.rope(),
+        "sliding_attention": {"rope_type": "default", "rope_theta": m.real("rope.freq_base_swa", local_theta)},
+    }
+
+
+def _has_two_norms(m: Metadata) -> bool:
+    return "blk.0.attn_norm_2.weight" in m.tensors
+
+
+_LLAMA_BIASES = _biases("attention_bias", "attn_q", "attn_k", "attn_v", "attn_output") | _biases(
+    "mlp_bias", "ffn_gate", "ffn_up", "ffn_down"
+)
+
+
+def _of_experts(setting: Setting) -> Setting:
+    return lambda m: setting(m) if m.number("expert_count", 0) else None
+
+
+def _experts(normalizes: bool = False) -> dict[str, Setting]:
+    """What files with experts say. `normalizes` is llama.cpp's own, where the file does not say."""
+    settings: dict[str, Setting] = {
+        "num_experts": lambda m: m.number("expert_count"),
+        "num_experts_per_tok": lambda m: m.number("expert_used_count"),
+        "norm_topk_prob": lambda m: bool(m.get("expert_weights_norm", normalizes)),
+        "moe_intermediate_size": _number("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": _number("expert_shared_feed_forward_length"),
+        # A layer without a router is dense.
+        "mlp_only_layers": lambda m: [
+            i for i in range(m.number("block_count")) if f"blk.{i}.ffn_gate_inp.weight" not in m.tensors
+        ],
+    }
+    return {name: _of_experts(setting) for name, setting in settings.items()}
+
+
+_SILU: dict[str, Setting] = {"hidden_act": lambda m: "silu"}
+_SOFTCAPS = {
+    "attn_logit_softcapping": _real("attn_logit_softcapping"),
+    "final_logit_softcapping": _real("final_logit_softcapping"),
+}
+_QKV_BIAS = _biases("attention_bias", "attn_q", "attn_k", "attn_v")
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(
+        class_name="LlamaForCausalLM", variants={"MixtralForCausalLM": lambda m: m.number("expert_count", 0) > 0},
+        names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_SILU | _LLAMA_BIASES | _experts(normalizes=True),
+        rows=_PERMUTED, has_experts=True,
+    ),
+    "qwen2moe": Architecture(
+        class_name="Qwen2MoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_experts(), has_experts=True
+    ),
+    "qwen3moe": Architecture(
+        class_name="Qwen3MoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_experts(normalizes=True),
+        has_experts=True,
+    ),
+    "olmoe": Architecture(
+        class_name="OlmoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_experts(), has_experts=True
+    ),
+    "qwen2": Architecture(class_name="Qwen2ForCausalLM", settings=_SILU),
+    "qwen3": Architecture(class_name="Qwen3ForCausalLM", settings=_SILU),
+    "arcee": Architecture(class_name="ArceeForCausalLM", rows=_PERMUTED),
+    "seed_oss": Architecture(
+        class_name="SeedOssForCausalLM", settings=_QKV_BIAS,
+        names=_LLAMA_NAMES | {"post_attention_norm": "post_attention_layernorm"},
+    ),
+    "smollm3": Architecture(class_name="SmolLM3ForCausalLM", rows=_PERMUTED),
+    "ernie4_5": Architecture(
+        class_name="Ernie4_5ForCausalLM", settings=_biases("use_bias", "attn_q", "attn_k", "attn_v", "attn_output"),
+    ),
+    "granite": Architecture(
+        class_name="GraniteForCausalLM", rows=_PERMUTED,
+        settings=_LLAMA_BIASES | {
+            "attention_multiplier": _real("attention.scale"), "embedding_multiplier": _real("embedding_scale"),
+            "residual_multiplier": _real("residual_scale"), "logits_scaling": _real("logit_scale"),
+        },
+    ),
+    "gemma": Architecture(class_name="GemmaForCausalLM", norm_offset=1.0),
+    "gemma2": Architecture(
+        class_name="Gemma2ForCausalLM", names=_LLAMA_NAMES | _AROUND_NAMES, norm_offset=1.0,
+        settings=_SOFTCAPS | _window(2) | {"query_pre_attn_scalar": _gemma_scalar(46)},
+    ),
+    "gemma3": Architecture(
+        class_name="Gemma3ForCausalLM", names=_LLAMA_NAMES | _AROUND_NAMES, norm_offset=1.0,
+        settings=_SOFTCAPS | _window(6) | {
+            "query_pre_attn_scalar": _gemma_scalar(62), "rope_parameters": _by_layer_type(10000.0)
+        },
+    ),
+    "olmo": Architecture(
+        class_name="OlmoForCausalLM", settings={"clip_qkv": _real("attention.clamp_kqv")}, rows=_PERMUTED
+    ),
+    "olmo2": Architecture(
+        class_name="Olmo2ForCausalLM",
+        variants={"Olmo3ForCausalLM": lambda m: m.number("attention.sliding_window", 0) > 0},
+        names=_LLAMA_NAMES | _AFTER_NAMES,
+        settings=_window(4) | {
+            "rope_parameters": lambda m: _by_layer_type(m.real("rope.freq_base", 10000.0))(m)
+            if m.number("attention.sliding_window", 0) else m.rope(),
+        },
+    ),
+    "exaone4": Architecture(
+        class_name="Exaone4ForCausalLM", names=_LLAMA_NAMES | _AFTER_NAMES,
+        settings=_window(4) | {"sliding_window": lambda m: m.number("attention.sliding_window", 0)},
+    ),
+    "glm4": Architecture(
+        class_name="Glm4ForCausalLM", settings=_QKV_BIAS,
+        names=_LLAMA_NAMES | {
+            "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+    ),
+    "phi3": Architecture(
+        class_name="Phi3ForCausalLM", names=_LLAMA_NAMES | {
+            "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"
+        },
+        settings={
+            "sliding_window": lambda m: m.number("attention.sliding_window", 0) or None,
+            "original_max_position_embeddings": _number("rope.scaling.original_context_length"),
+        },
+    ),
+    "command-r": Architecture(
+        class_name="CohereForCausalLM",
+        settings={
+            "logit_scale": _real("logit_scale"), "use_qk_norm": lambda m: "blk.0.attn_q_norm.weight" in m.tensors
+        },
+    ),
+    "cohere2": Architecture(
+        class_name="Cohere2ForCausalLM", settings=_window(4) | {"logit_scale": _real("logit_scale")}
+    ),
+    "nemotron": Architecture(class_name="NemotronForCausalLM", settings=_LLAMA_BIASES, norm_offset=1.0),
+    "starcoder2": Architecture(
+        class_name="Starcoder2ForCausalLM", names=_LLAMA_NAMES | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        settings=_biases("use_bias", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down"),
+    ),
+    "stablelm": Architecture(
+        class_name="StableLmForCausalLM",
+        names=_LLAMA_NAMES | {
+            "attn_q_norm": ("self_attn.q_layernorm.norms.{}",), "attn_k_norm": ("self_attn.k_layernorm.norms.{}",)
+        },
+        settings=_biases("use_qkv_bias", "attn_q", "attn_k", "attn_v") | {
+            "use_parallel_residual": lambda m: "blk.0.ffn_norm.weight" not in m.tensors,
+            "qk_layernorm": lambda m: "blk.0.attn_q_norm.weight" in m.tensors,
+        },
+    ),
+    "phi2": Architecture(
+        class_name="PhiForCausalLM",
+        names=_LLAMA_NAMES | {
+            "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
+        },
+        top_names=_LLAMA_TOP | {"output_norm": "model.final_layernorm"},
+    ),
+    "gptneox": Architecture(
+        class_name="GPTNeoXForCausalLM",
+        names=_LLAMA_NAMES | _UNGATED_NAMES | {
+            "attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"
+        },
+        top_names={
+            "token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"
+        },
+        layer_prefix="gpt_neox.layers.", rows={"attn_qkv": _per_head},
+        settings={
+            "use_parallel_residual": lambda m: bool(m.get("use_parallel_residual", True)),
+            "attention_bias": lambda m: m.has_biases(("attn_qkv", "attn_output")),
+        },
+    ),
+    # Those of 40B and more have a second norm, for attention.
+    "falcon": Architecture(
+        class_name="FalconForCausalLM",
+        names=lambda m: _LLAMA_NAMES | _UNGATED_NAMES | {
+            "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense",
+            "attn_norm": "ln_mlp" if _has_two_norms(m) else "input_layernorm", "attn_norm_2": "ln_attn",
+        },
+        top_names=_GPT2_TOP | {"token_embd": "transformer.word_embeddings"}, layer_prefix="transformer.h.",
+        rows={"attn_qkv": _per_group},
+        settings=_biases("bias", "attn_qkv", "attn_output", "ffn_up", "ffn_down") | {
+            "multi_query": lambda m: m.number("attention.head_count_kv", 1) == 1,
+            "new_decoder_architecture": lambda m: m.number("attention.head_count_kv", 1) > 1,
+            "num_ln_in_parallel_attn": lambda m: 2 if _has_two_norms(m) else 1,
+        },
+    ),
+    "bloom": Architecture(
+        class_name="BloomForCausalLM",
+        names=_LLAMA_NAMES | _UNGATED_NAMES | {
+            "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"
+        },
+        top_names=_GPT2_TOP | {
+            "token_embd": "transformer.word_embeddings", "token_embd_norm": "transformer.word_embeddings_layernorm"
+        },
+        layer_prefix="transformer.h.", rows={"attn_qkv": _per_head},
+    ),
+    "mpt": Architecture(
+        class_name="MptForCausalLM",
+        names={
+            "attn_norm": "norm_1", "attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj", "ffn_norm": "norm_2",
+            "ffn_up": "ffn.up_proj", "ffn_down": "ffn.down_proj",
+        },
+        top_names=_GPT2_TOP | {"output_norm": "transformer.norm_f"}, layer_prefix="transformer.blocks.",
+        settings={"attn_config": lambda m: {
+            "alibi_bias_max": m.real("attention.max_alibi_bias", 8.0), "clip_qkv": m.real("attention.clamp_kqv", None)
+        }},
+    ),
+    "gpt2": Architecture(
+        class_name="GPT2LMHeadModel", names=_GPT2_NAMES, top_names=_GPT2_TOP, layer_prefix="transformer.h.",
+        turned=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    ),
+    "starcoder": Architecture(
+        class_name="GPTBigCodeForCausalLM", names=_GPT2_NAMES, top_names=_GPT2_TOP, layer_prefix="transformer.h.",
+        settings={"multi_query": lambda m: m.number("attention.head_count_kv", 1) == 1},
+    ),
+}  # fmt: skip

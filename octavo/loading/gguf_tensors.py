@@ -1,0 +1,91 @@
+"""A GGUF file's tensors as a checkpoint of `transformers` has them: their names, and which rows are whose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from octavo.errors import LoadError
+from octavo.loading.gguf import GGUFFile, TensorInfo
+from octavo.loading.gguf_config import architecture_of
+from octavo.loading.gguf_metadata import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from octavo.quantization import StoredWeight
+from octavo.quantization.arrays import FLOATS
+from octavo.quantization.formats import PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor under its Hugging Face name: all of a tensor of the file, or these of its rows (of its first dimension)
+    in this order. The file has `offset` added to it."""
+
+    hf_name: str
+    info: TensorInfo
+    rows: list[int] | slice | int | None = None
+    offset: float = 0.0
+    is_turned: bool = False  # a matrix that checkpoints have the other way round
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, *rest = self.info.shape
+        if isinstance(self.rows, int):
+            return tuple(rest)
+        if isinstance(self.rows, slice):
+            first = len(range(first)[self.rows])
+        return (first, *rest)
+
+
+def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTensor]:
+    """The tensors of the file that a model reads, in file order. Names that are not known pass as they are. `config` is
+    what `gguf_config` has read."""
+    metadata, architecture = architecture_of(file)
+    names = architecture.names(metadata) if callable(architecture.names) else architecture.names
+    for info in file.tensors.values():
+        if info.name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT):
+            continue  # part of the configuration
+        parts = info.name.split(".")
+        if parts[0] == "blk" and len(parts) == 4 and parts[2] in names:
+            _, layer, module, kind = parts
+            name, prefix = names[module], f"{architecture.layer_prefix}{layer}."
+        elif parts[0] in architecture.top_names and len(parts) == 2:
+            module, kind = parts
+            name, prefix = architecture.top_names[module], ""
+        else:
+            yield NamedTensor(info.name, info)
+            continue
+        is_norm = module.endswith("norm") and kind == "weight"
+        offset = architecture.norm_offset if is_norm else 0.0
+        if isinstance(name, str):
+            order = architecture.rows.get(module)
+            rows = order(config, info.shape[0]) if order else None
+            is_turned = module in architecture.turned and kind == "weight"
+            yield NamedTensor(f"{prefix}{name}.{kind}", info, rows, offset, is_turned)
+        elif len(name) == 1:
+            for i in range(info.shape[0]):
+                yield NamedTensor(f"{prefix}{name[0].format(i)}.{kind}", info, i, offset)
+        else:
+            size = info.shape[0] // len(name)
+            for i, one in enumerate(name):
+                yield NamedTensor(f"{prefix}{one}.{kind}", info, slice(i * size, (i + 1) * size), offset)
+
+
+def stored_tensor(file: GGUFFile, tensor: NamedTensor) -> StoredWeight:
+    """The tensor [rows, elements of a row] as the file stores it, rows in the order of the model; one of one dimension
+    is a row. It aliases the mapped file unless rows had to be moved."""
+    info, shape = tensor.info, tensor.shape
+    packed = file.array(info)
+    if tensor.rows is not None:
+        packed = packed.reshape(info.shape[0], -1)[tensor.rows]
+    num_rows = shape[0] if len(shape) > 1 else 1
+    packed = packed.reshape(num_rows, -1)
+    plain = PLAIN.get(info.type.name)
+    data = packed.view(FLOATS[plain]) if plain else packed
+    if tensor.offset:
+        if plain is None:
+            raise LoadError(f"{file.path}: {info.name} is a norm of type {info.type.name}, which is not built.")
+        data = (data.astype(np.float32) - np.float32(tensor.offset)).astype(data.dtype)
+    return StoredWeight(info.type.name, {"data": data}, (num_rows, math.prod(shape) // num_rows))

@@ -1,0 +1,118 @@
+"""The tokenizer of a model's folder: tokenizer.json or a vocabulary file, and the small files beside it that say which
+tokens are special and how chats are written. The rules are those of `transformers` (5.23).
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from octavo.errors import LoadError
+from octavo.loading.tokenizer_parts import ROLES, TokenizerParts
+from octavo.loading.vocabulary_files import find_vocabulary, read_vocabulary
+
+WHAT_TO_DO = "pass --tokenizer with a folder that has one, a .gguf file or a Hugging Face id"
+# Settings of tokenizer_config.json that only `transformers` follows.
+_UNUSUAL = ("fix_mistral_regex", "fast_tokenizer_files")
+
+
+def read_tokenizer_folder(folder: str) -> TokenizerParts | None:
+    """None for a tokenizer that only `transformers` reads.
+
+    Raises `LoadError` where there is none; a damaged file may raise anything.
+    """
+    names = os.listdir(folder)
+    config = _read_json(folder, "tokenizer_config.json")
+    if "tokenizer.json" in names:
+        if any(config.get(name) for name in _UNUSUAL):
+            return None
+        return _with_special_tokens(folder, Backend.from_file(os.path.join(folder, "tokenizer.json")), config)
+    name = find_vocabulary(names)
+    if name is None and not any(n.endswith(".model") or n.startswith("vocab.") for n in names):
+        raise LoadError(
+            f"{folder} has no tokenizer (tokenizer.json, tokenizer.model, tekken.json, *.tiktoken, vocab.json or "
+            f"vocab.txt); {WHAT_TO_DO}."
+        )
+    found = read_vocabulary(folder, name, config) if name else None
+    return None if found is None else _with_special_tokens(folder, found.backend, {**found.roles, **config})
+
+
+def _with_special_tokens(folder: str, backend: Backend, config: dict[str, Any]) -> TokenizerParts:
+    """The rules are those of `PreTrainedTokenizerFast.from_pretrained`: tokenizer.json says what is added to a text
+    (add_bos_token and its like are not read), and the other files which tokens are special, in which role."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    added: dict[int, AddedToken] = {}
+    if "added_tokens_decoder" in config:
+        added = {int(index): AddedToken(**token) for index, token in config["added_tokens_decoder"].items()}
+    else:  # as versions before 4.34 wrote folders
+        for key, value in _read_json(folder, "special_tokens_map.json").items():
+            if key == "extra_special_tokens" and isinstance(value, list):
+                extra = [*(extra or []), *value]
+            elif key == "additional_special_tokens":
+                extra = value if extra is None else extra
+            else:
+                config[key] = value | {"special": True} if isinstance(value, dict) else value
+        special_texts = {str(_token(key, value)) for key, value in config.items() if key in ROLES and value}
+        special_texts |= {str(_token("extra_special_tokens", token)) for token in extra or []}
+        for text, index in _read_json(folder, "added_tokens.json").items():
+            is_special = text in special_texts
+            added[index] = AddedToken(text, normalized=not is_special, special=is_special)
+        added |= backend.get_added_tokens_decoder()
+    if backend.padding is not None:
+        config.setdefault("pad_token", backend.padding["pad_token"])
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    special = {
+        key: _token(key, value)
+        for key, value in config.items()
+        if (key in ROLES and value is not None) or (key.endswith("_token") and isinstance(value, str | dict))
+    }
+    if isinstance(extra, dict):  # tokens with roles of their own, such as "image_token"
+        special |= {key: _token(key, value) for key, value in extra.items()}
+        extra = None
+    return TokenizerParts(
+        backend,
+        special,
+        [_token("extra_special_tokens", token) for token in extra or []],
+        [token for _, token in sorted(added.items())],
+        _chat_template(folder, config),
+        bool(config.get("clean_up_tokenization_spaces", False)),
+    )
+
+
+def _token(name: str, value: Any) -> str | AddedToken:
+    if isinstance(value, dict):
+        return AddedToken(**{key: item for key, item in value.items() if key != "__type"})
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}, not a token")
+    return value
+
+
+def _chat_template(folder: str, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Files of templates come before chat_template.json, and that before tokenizer_config.json; several are by name."""
+    paths = {"default": os.path.join(folder, "chat_template.jinja")}
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "additional_chat_templates", "*.jinja"))):
+        paths[os.path.basename(path).removesuffix(".jinja")] = path
+    templates = {}
+    for name, path in paths.items():
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                templates[name] = file.read()
+    if templates:
+        return templates["default"] if list(templates) == ["default"] else templates
+    template = _read_json(folder, "chat_template.json").get("chat_template") or config.get("chat_template")
+    return {one["name"]: one["template"] for one in template} if isinstance(template, list) else template
+
+
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        content: dict[str, Any] = json.load(file)
+    return content

@@ -1,0 +1,156 @@
+"""Tokenizers of the `tokenizers` library, built out of vocabularies: what GGUF files and the many kinds of vocabulary
+files have in common. `gguf_tokenizer` and `vocabulary_files` read those, `tokenizer` makes a `ModelTokenizer` of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from octavo.errors import LoadError
+from octavo.loading.pre_tokenizers import PreTokenizer, byte_level_split
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """A tokenizer and what stands beside it, in `transformers`' words. Added tokens are in the order of their ids."""
+
+    backend: Tokenizer
+    special_tokens: Mapping[str, str | AddedToken]  # by role
+    extra_special_tokens: Sequence[str | AddedToken] = ()
+    added_tokens: Sequence[AddedToken] = ()
+    chat_template: str | dict[str, str] | None = None
+    cleans_up_spaces: bool = False
+
+
+def byte_level_bpe(
+    source: str, vocab: dict[str, int], merges: Iterable[tuple[str, str]], pre: PreTokenizer
+) -> Tokenizer:
+    """`source` is what errors call the file."""
+    if not pre.is_byte_level:
+        backend = Tokenizer(_bpe(source, vocab, merges, fuse_unk=True, byte_fallback=True))
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        return backend
+    backend = Tokenizer(_bpe(source, vocab, merges, ignore_merges=pre.ignores_merges))
+    if pre.normalizes:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = byte_level_split(pre.patterns)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def word_piece(
+    vocab: dict[str, int], unk_token: str, *, lowercase: bool, strips_accents: bool | None, splits_chinese: bool = True
+) -> Tokenizer:
+    """BERT's. Accents go with lower case where `strips_accents` is None."""
+    backend = Tokenizer(models.WordPiece(vocab, unk_token=unk_token))
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strips_accents, handle_chinese_chars=splits_chinese
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+@dataclass(frozen=True, slots=True)
+class SentencePieces:
+    """A sentencepiece model. Types of pieces are those of its protocol buffer, which GGUF files share."""
+
+    pieces: list[str]
+    scores: list[float]
+    types: list[int]
+    is_unigram: bool
+    unk_id: int = 0
+    charsmap: bytes = b""  # the normalization, compiled
+    adds_prefix: bool = True  # a blank in front of the text
+    prefixes_every_part: bool = False  # also after each special token
+    collapses_blanks: bool = False
+    ids: dict[str, int] = field(default_factory=dict)  # of special tokens by role
+
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+def sentencepiece(source: str, model: SentencePieces) -> Tokenizer:
+    """BPE or unigram as sentencepiece computes it, with its special and user-defined pieces as added tokens.
+
+    Kudo and Richardson, "SentencePiece" (2018); Kudo, "Subword Regularization" (2018) for the unigram model.
+    """
+    # User-defined pieces are looked for in the text as it is, where a blank is a blank.
+    pieces = [p.replace("▁", " ") if t == USER_DEFINED else p for p, t in zip(model.pieces, model.types, strict=True)]
+    if model.is_unigram:
+        scored = list(zip(pieces, model.scores, strict=True))
+        backend = Tokenizer(models.Unigram(scored, unk_id=model.unk_id, byte_fallback=BYTE in model.types))
+    else:
+        vocab = {piece: i for i, piece in enumerate(pieces)}
+        # Only these can be made by merging: "<0x0A>" in a text is no byte.
+        made = {p for p, t in zip(pieces, model.types, strict=True) if t in (NORMAL, USER_DEFINED, UNUSED)}
+        merges = merges_from_scores(dict(zip(pieces, model.scores, strict=True)), made)
+        unk_token = pieces[model.unk_id] if 0 <= model.unk_id < len(pieces) else None
+        options = {"fuse_unk": True, "byte_fallback": True}
+        backend = Tokenizer(_bpe(source, vocab, merges, unk_token=unk_token, **options))
+    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    if model.collapses_blanks:
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    # Metaspace knows the first part by its place in the text, which stripping changes.
+    if model.adds_prefix and (model.prefixes_every_part or model.collapses_blanks):
+        steps += [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    else:
+        scheme = "first" if model.adds_prefix else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    if steps:
+        backend.normalizer = normalizers.Sequence(steps)
+    strip = [decoders.Strip(content=" ", left=1)] if model.adds_prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend
+
+
+def merges_from_scores(scores: Mapping[str, float], made: Collection[str] | None = None) -> list[tuple[str, str]]:
+    """Every way to make a token (of those that can be `made`) of two others, best score first.
+
+    Sentencepiece merges whichever neighbours make the best-scored token, so a ranking of all pairs by what they make is
+    the same. Ties go to the longer left part, then the longer right one, then the order of the vocabulary.
+    """
+    parts = scores if made is None else made
+    tokens = sorted((token for token in scores if token in parts), key=scores.__getitem__, reverse=True)  # stable
+    merges: list[tuple[str, str]] = []
+    for _, group in groupby(tokens, key=scores.__getitem__):
+        pairs = [
+            (token[:i], token[i:])
+            for token in group
+            for i in range(len(token) - 1, 0, -1)
+            if token[:i] in parts and token[i:] in parts
+        ]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)
+        merges += pairs
+    return merges
+
+
+def byte_letters() -> dict[int, str]:
+    """The letter that GPT-2's byte-level BPE writes for each byte: printable ones stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in set(printable)]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
+
+
+def frame(backend: Tokenizer, start: Sequence[str], end: Sequence[str]) -> None:
+    """Let these special tokens stand before and after each text."""
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*start, "$A", *end], special_tokens=[(token, backend.token_to_id(token)) for token in {*start, *end}]
+    )
+
+
+def _bpe(
+    source: str, vocab: dict[str, int], merges: Iterable[tuple[str, str]], **options: bool | str | None
+) -> models.BPE:
+    try:
+        return models.BPE(vocab=vocab, merges=list(merges), **options)
+    except Exception as e:  # the Rust side raises a bare Exception for merges whose tokens are unknown
+        raise LoadError(f"{source} is damaged: its merges do not fit its vocabulary ({e}).") from None

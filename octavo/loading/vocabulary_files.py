@@ -1,0 +1,222 @@
+"""Tokenizers of folders that have no tokenizer.json, built out of their vocabulary files: Mistral's tekken.json,
+tiktoken's ranks, sentencepiece models, GPT-2's vocab.json with merges.txt, BERT's vocab.txt.
+
+Such files leave things unsaid that the model's tokenizer class knows, so the classes are named here; folders of others
+are left to `transformers`. Called by `tokenizer_folder`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Tokenizer
+
+from octavo.errors import LoadError
+from octavo.loading.pre_tokenizers import GPT2, GPT4O, KIMI_K2, LLAMA3, QWEN2, PreTokenizer
+from octavo.loading.sentencepiece_model import is_sentencepiece, read_sentencepiece
+from octavo.loading.tokenizer_parts import (
+    CONTROL,
+    ROLES,
+    USER_DEFINED,
+    byte_letters,
+    byte_level_bpe,
+    frame,
+    merges_from_scores,
+    sentencepiece,
+    word_piece,
+)  # fmt: skip
+
+_SENTENCEPIECE_CLASSES = ("", "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "MistralTokenizer")
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+# Llama 3's, in the order of their ids (github.com/meta-llama/llama3, llama/tokenizer.py).
+_LLAMA3_SPECIAL = [
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
+    "<|python_tag|>", *(f"<|reserved_special_token_{i}|>" for i in range(2, 247)),
+]  # fmt: skip
+# Qwen's first version (huggingface.co/Qwen/Qwen-7B, tokenization_qwen.py).
+_QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
+
+
+class _Tiktoken(NamedTuple):
+    """What a tiktoken file leaves unsaid."""
+
+    pre: PreTokenizer
+    special: Sequence[str] = ()  # after the last rank
+    roles: Mapping[str, str] = {}
+
+
+# Words that are in the vocabulary are taken as they are.
+_LLAMA3_FILE = _Tiktoken(
+    PreTokenizer((LLAMA3,), ignores_merges=True, adds_bos=True), _LLAMA3_SPECIAL,
+    {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+)  # fmt: skip
+_QWEN_FILE = _Tiktoken(
+    PreTokenizer((QWEN2,), ignores_merges=True, normalizes=True), _QWEN_SPECIAL, {"eos_token": "<|endoftext|>"}
+)
+# By the class of tokenizer_config.json, else by the name of the file, else Llama 3's: its file is a tokenizer.model.
+_TIKTOKEN_FILES = {
+    "QWenTokenizer": _QWEN_FILE,
+    "qwen.tiktoken": _QWEN_FILE,
+    "TikTokenTokenizer": _Tiktoken(PreTokenizer((KIMI_K2,), ignores_merges=True)),
+    "cl100k_base.tiktoken": _Tiktoken(PreTokenizer((LLAMA3,), ignores_merges=True), ["<|endoftext|>"]),
+    "o200k_base.tiktoken": _Tiktoken(PreTokenizer((GPT4O,), ignores_merges=True), ["<|endoftext|>"]),
+}
+
+# What tekken.json files before version 11 leave out (mistral-common, Tekkenizer).
+_TEKKEN_SPECIAL = [
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+]  # fmt: skip
+
+
+class Vocabulary(NamedTuple):
+    """A tokenizer with its special tokens by role, where tokenizer_config.json does not name others."""
+
+    backend: Tokenizer
+    roles: dict[str, str]
+
+
+def find_vocabulary(names: Sequence[str]) -> str | None:
+    """The file of these, in a folder, that holds the vocabulary."""
+    models = sorted(n for n in names if re.fullmatch(r"tokenizer\.model(\.v\w+)?|tiktoken\.model|.*\.tiktoken", n))
+    known = ["tekken.json", "tokenizer.model", *reversed(models), "vocab.json", "vocab.txt"]
+    return next((name for name in known if name in names), None)
+
+
+def read_vocabulary(folder: str, name: str, config: Mapping[str, Any]) -> Vocabulary | None:
+    """The tokenizer of a file of `folder`; None where only `transformers` knows what its class makes of it. `config` is
+    tokenizer_config.json.
+
+    Raises `LoadError` or `ValueError` for damage.
+    """
+    path = os.path.join(folder, name)
+    class_name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    if name == "tekken.json":
+        return _tekken(path, config)
+    if name == "vocab.json":
+        return _gpt2(folder, class_name, config)
+    if name == "vocab.txt":
+        return _bert(path, config) if class_name in ("", "BertTokenizer") else None
+    with open(path, "rb") as file:
+        start = file.read(4096)
+    if _TIKTOKEN_LINE.match(start):
+        return _tiktoken(path, class_name, config)
+    if class_name not in _SENTENCEPIECE_CLASSES:
+        return None
+    if not is_sentencepiece(start):
+        raise LoadError(f"{path} is neither a sentencepiece model nor a tiktoken file; fetch it again.")
+    return _sentencepiece(path, config)
+
+
+def _sentencepiece(path: str, config: Mapping[str, Any]) -> Vocabulary:
+    # `legacy` is sentencepiece's own way: each part between special tokens is a text of its own.
+    model = read_sentencepiece(path, prefixes_every_part=config.get("legacy") is not False)
+    backend = sentencepiece(path, model)
+    roles = {role: model.pieces[index] for role, index in model.ids.items()}
+    special = [p for p, t in zip(model.pieces, model.types, strict=True) if t == CONTROL or p == roles.get("unk_token")]
+    backend.add_special_tokens([AddedToken(piece, normalized=False) for piece in special])
+    shown = [p.replace("▁", " ") for p, t in zip(model.pieces, model.types, strict=True) if t == USER_DEFINED]
+    backend.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in shown])
+    return _framed(backend, roles, config, adds_bos=True)
+
+
+def _tiktoken(path: str, class_name: str, config: Mapping[str, Any]) -> Vocabulary:
+    kind = _TIKTOKEN_FILES.get(class_name) or _TIKTOKEN_FILES.get(os.path.basename(path)) or _LLAMA3_FILE
+    with open(path, "rb") as file:
+        lines = [line.split() for line in file.read().splitlines() if line]
+    try:
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except (ValueError, binascii.Error) as e:
+        raise LoadError(f"{path} is damaged: not every line is a token and its rank ({e}); fetch it again.") from None
+    backend = _ranked(path, ranks, 0, kind.pre)
+    named = {int(index): token["content"] for index, token in (config.get("added_tokens_decoder") or {}).items()}
+    special = [named[index] for index in sorted(named)] or list(kind.special)
+    if named and min(named) == len(ranks):  # ids that no token has are kept free
+        special = [named.get(i, f"<|reserved_token_{i}|>") for i in range(len(ranks), max(named) + 1)]
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    return _framed(backend, {} if named else dict(kind.roles), config, adds_bos=kind.pre.adds_bos and not named)
+
+
+def _tekken(path: str, config: Mapping[str, Any]) -> Vocabulary:
+    with open(path, encoding="utf-8") as file:
+        content = json.load(file)
+    settings = content["config"]
+    num_special = settings["default_num_special_tokens"]
+    listed = content.get("special_tokens") or [{"rank": i, "token_str": t} for i, t in enumerate(_TEKKEN_SPECIAL)]
+    by_rank = {token["rank"]: token for token in listed}
+    special = [by_rank.get(i, {"token_str": f"<SPECIAL_{i}>"}) for i in range(num_special)]
+    num_words = settings["default_vocab_size"] - num_special
+    ranks = {base64.b64decode(word["token_bytes"]): word["rank"] for word in content["vocab"][:num_words]}
+    backend = _ranked(path, ranks, num_special, PreTokenizer((settings["pattern"],), ignores_merges=True), special)
+    for token in special:
+        is_control = token.get("is_control", True)
+        backend.add_tokens([AddedToken(token["token_str"], normalized=False, special=is_control)])
+    texts = {token["token_str"] for token in special}
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return _framed(backend, {r: t for r, t in roles.items() if t in texts}, config, adds_bos=True)
+
+
+def _ranked(
+    path: str, ranks: Mapping[bytes, int], first: int, pre: PreTokenizer, special: Sequence[Mapping[str, Any]] = ()
+) -> Tokenizer:
+    """Byte-level BPE where the token of the lowest rank is made first. Ranks are ids from `first` on."""
+    letters = byte_letters()
+    vocab = {"".join(letters[byte] for byte in token): first + rank for token, rank in ranks.items()}
+    merges = merges_from_scores({token: -rank for token, rank in vocab.items()})
+    vocab |= {token["token_str"]: i for i, token in enumerate(special)}
+    return byte_level_bpe(path, vocab, merges, pre)
+
+
+def _gpt2(folder: str, class_name: str, config: Mapping[str, Any]) -> Vocabulary | None:
+    merges_path = os.path.join(folder, "merges.txt")
+    if class_name not in ("", "GPT2Tokenizer", "Qwen2Tokenizer") or not os.path.exists(merges_path):
+        return None
+    vocab_path = os.path.join(folder, "vocab.json")
+    with open(vocab_path, encoding="utf-8") as file:
+        vocab = json.load(file)
+    with open(merges_path, encoding="utf-8") as file:
+        lines = [line.rstrip("\n") for line in file if not line.startswith("#version")]
+    merges: list[Any] = [tuple(line.split(" ")) for line in lines if line]
+    is_qwen = class_name == "Qwen2Tokenizer"
+    pre = PreTokenizer((QWEN2,), normalizes=True) if is_qwen else PreTokenizer((GPT2,))
+    backend = byte_level_bpe(vocab_path, vocab, merges, pre)
+    roles = ("eos_token", "unk_token", "pad_token") if is_qwen else ("bos_token", "eos_token", "unk_token")
+    return _framed(backend, dict.fromkeys(roles, "<|endoftext|>"), config)
+
+
+def _bert(path: str, config: Mapping[str, Any]) -> Vocabulary:
+    with open(path, encoding="utf-8") as file:
+        vocab = {line.rstrip("\n"): i for i, line in enumerate(file)}
+    roles = {role: f"[{role.removesuffix('_token').upper()}]" for role in ROLES[2:]}
+    backend = word_piece(
+        vocab, str(_text(config.get("unk_token", roles["unk_token"]))),
+        lowercase=bool(config.get("do_lower_case", True)), strips_accents=config.get("strip_accents"),
+        splits_chinese=bool(config.get("tokenize_chinese_chars", True)),
+    )  # fmt: skip
+    backend.add_special_tokens([token for token in roles.values() if token in vocab])
+    frame(backend, [roles["cls_token"]], [roles["sep_token"]])
+    return Vocabulary(backend, roles)
+
+
+def _framed(backend: Tokenizer, roles: dict[str, str], config: Mapping[str, Any], adds_bos: bool = False) -> Vocabulary:
+    given = {role: _text(config[role]) for role in ("bos_token", "eos_token") if config.get(role)}
+    bos, eos = given.get("bos_token", roles.get("bos_token")), given.get("eos_token", roles.get("eos_token"))
+    start = [bos] if bos and config.get("add_bos_token", adds_bos) else []
+    end = [eos] if eos and config.get("add_eos_token", False) else []
+    missing = [token for token in (*start, *end) if backend.token_to_id(token) is None]
+    if missing:
+        raise ValueError(f"{missing[0]}, which starts or ends its texts, is not in the vocabulary")
+    frame(backend, start, end)
+    return Vocabulary(backend, roles)
+
+
+def _text(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)

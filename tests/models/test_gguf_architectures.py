@@ -1,0 +1,393 @@
+"""Every GGUF architecture: a small model of `transformers`, written as llama.cpp's converter writes it, has its logits.
+
+Names of tensors are those of the `gguf` package; what the converter does to them besides is said in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from octavo.loading.checkpoint import resolve
+from octavo.loading.file_weights import open_weights
+from octavo.loading.gguf_architectures import ARCHITECTURES
+from octavo.loading.recording import RecordingWeights
+from octavo.models.registry import build, describe
+from octavo.ops import Ops
+from tests.models.driving import all_logits
+from tests.models.small_models import SIZES, SPECIAL_TOKENS, VOCAB
+
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Tensors, Any], Tensors]  # of tensors by their Hugging Face names, and config.json
+
+
+def permuted(tensors: Tensors, config: Any) -> Tensors:
+    """Rows of q and k alternate between the halves of a head."""
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        part = next((p for p in ("q_proj", "k_proj") if f".{p}." in name), None)
+        if part is None:
+            return tensor
+        heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
+        halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+        return halves.transpose(1, 2).reshape(tensor.shape)
+
+    return {name: change(name, tensor) for name, tensor in tensors.items()}
+
+
+def one_more(tensors: Tensors, config: Any) -> Tensors:
+    """Weights of norms are stored as they are multiplied."""
+    return {n: t + 1 if "norm" in n and n.endswith("weight") else t for n, t in tensors.items()}
+
+
+def turned(tensors: Tensors, config: Any) -> Tensors:
+    ends = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+    return {n: t.T if n.endswith(ends) else t for n, t in tensors.items()}
+
+
+def by_part(tensors: Tensors, config: Any) -> Tensors:
+    """All queries, all keys, all values, where the model has those of a head together."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        by_head = tensor.reshape(config.num_attention_heads, 3, -1, *tensor.shape[1:])
+        return by_head.transpose(0, 1).reshape(tensor.shape)
+
+    return {n: change(t) if "query_key_value" in n else t for n, t in tensors.items()}
+
+
+def by_part_of_groups(tensors: Tensors, config: Any) -> Tensors:
+    heads, groups = config.num_attention_heads, config.num_kv_heads if config.new_decoder_architecture else 1
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        grouped = tensor.reshape(groups, heads // groups + 2, -1, *tensor.shape[1:])
+        parts = grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:]
+        return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+
+    return {n: change(t) if "query_key_value" in n else t for n, t in tensors.items()}
+
+
+def stacked_norms(tensors: Tensors, config: Any) -> Tensors:
+    """One tensor of the norms of all heads."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        head, dot, rest = name.partition("norms.")
+        if not dot:
+            found[name] = tensor
+        elif rest.startswith("0."):
+            count = config.num_attention_heads if "q_layernorm" in name else config.num_key_value_heads
+            found[f"{head}weight"] = torch.stack([tensors[f"{head}norms.{i}.weight"] for i in range(count)])
+    return found
+
+
+def one_qkv(tensors: Tensors, config: Any) -> Tensors:
+    """As files of Phi 2 from before its code was in transformers have it."""
+    found = {n: t for n, t in tensors.items() if not any(f".{p}_proj." in n for p in "qkv")}
+    for i in range(config.num_hidden_layers):
+        for kind in ("weight", "bias"):
+            parts = [tensors[f"model.layers.{i}.self_attn.{p}_proj.{kind}"] for p in "qkv"]
+            found[f"transformer.h.{i}.mixer.Wqkv.{kind}"] = torch.cat(parts)
+    return found
+
+
+def split_experts(tensors: Tensors, config: Any) -> Tensors:
+    """Gate and up of all experts, which `transformers` has side by side, and routers under the names of checkpoints."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                found[name.replace("gate_up_proj", f"{part}_proj.weight")] = half
+        elif name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = tensor
+        else:
+            found[name] = tensor.squeeze(0) if "shared_expert_gate" in name else tensor
+    return found
+
+
+class Case(NamedTuple):
+    architecture: str
+    config: transformers.PretrainedConfig
+    metadata: dict[str, Any] = {}  # beyond what most have  # noqa: RUF012
+    changes: tuple[Change, ...] = ()
+
+
+SMALL = SIZES | SPECIAL_TOKENS
+FULL = SMALL | {"num_key_value_heads": 4, "head_dim": 16, "hidden_size": 64}
+WIDE = SMALL | {"hidden_size": 64}
+WINDOW = {"attention.sliding_window": 20}
+ROPE_HALF = {"partial_rotary_factor": 0.5, "rope_type": "default", "rope_theta": 10000.0}
+_GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 20}
+_NO_PAD = {key: value for key, value in FULL.items() if key != "head_dim"}
+_NO_HEAD = {key: value for key, value in WIDE.items() if key != "head_dim"}
+_SHORT = {key: value for key, value in _NO_PAD.items() if key != "intermediate_size"}
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.5 + 0.5 * i for i in range(8)],
+}  # fmt: skip
+
+
+def _gpt2(**more: Any) -> dict[str, Any]:
+    return {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "bos_token_id": 1,
+            "eos_token_id": 2} | more  # fmt: skip
+
+
+CASES: dict[str, Case] = {
+    "llama": Case("llama", transformers.LlamaConfig(**SMALL), {}, (permuted,)),
+    "llama with biases": Case(
+        "llama", transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True), {}, (permuted,)
+    ),
+    "llama with yarn": Case(
+        "llama",
+        transformers.LlamaConfig(
+            **SMALL,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64
+            },
+        ),
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+        (permuted,),
+    ),
+    "mixtral": Case(
+        "llama", transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+        {"expert_count": 4, "expert_used_count": 2}, (permuted, split_experts),
+    ),
+    "qwen2moe": Case(
+        "qwen2moe", transformers.Qwen2MoeConfig(
+            **_NO_HEAD, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+        ),
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24,
+         "expert_shared_feed_forward_length": 40}, (split_experts,),
+    ),
+    "qwen3moe": Case(
+        "qwen3moe", transformers.Qwen3MoeConfig(
+            **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
+        ),
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24}, (split_experts,),
+    ),
+    "olmoe": Case(
+        "olmoe", transformers.OlmoeConfig(**_NO_HEAD, num_experts=4, num_experts_per_tok=2),
+        {"expert_count": 4, "expert_used_count": 2}, (split_experts,),
+    ),
+    "qwen2": Case("qwen2", transformers.Qwen2Config(**SMALL)),
+    "qwen3": Case("qwen3", transformers.Qwen3Config(**SMALL)),
+    "arcee": Case("arcee", transformers.ArceeConfig(**SMALL), {}, (permuted,)),
+    "seed-oss": Case("seed_oss", transformers.SeedOssConfig(**SMALL, attention_bias=True, attention_out_bias=False)),
+    "smollm3": Case(
+        "smollm3", transformers.SmolLM3Config(**SMALL | {"num_hidden_layers": 4}), {}, (permuted,)
+    ),
+    "ernie": Case("ernie4_5", transformers.Ernie4_5Config(**SMALL, use_bias=False)),
+    "granite": Case(
+        "granite",
+        transformers.GraniteConfig(
+            **SMALL, embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=2.0
+        ),
+        {"embedding_scale": 3.0, "residual_scale": 0.6, "attention.scale": 0.2, "logit_scale": 2.0},
+        (permuted,),
+    ),
+    "gemma": Case("gemma", transformers.GemmaConfig(**SMALL), {}, (one_more,)),
+    "gemma 2": Case(
+        "gemma2", transformers.Gemma2Config(**SMALL, **_GEMMA),
+        WINDOW | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, (one_more,),
+    ),
+    "gemma 3": Case(
+        "gemma3", transformers.Gemma3TextConfig(
+            **SMALL | {"num_hidden_layers": 7}, **_GEMMA, rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+        WINDOW | {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, (one_more,),
+    ),
+    "olmo": Case("olmo", transformers.OlmoConfig(**SMALL, clip_qkv=0.5), {
+        "attention.clamp_kqv": 0.5, "attention.layer_norm_epsilon": 1e-5
+    }, (permuted,)),
+    "olmo 2": Case("olmo2", transformers.Olmo2Config(**SMALL)),
+    "olmo 3": Case(
+        "olmo2", transformers.Olmo3Config(**SMALL | {"num_hidden_layers": 5}, sliding_window=20), WINDOW
+    ),
+    "exaone 4": Case(
+        "exaone4", transformers.Exaone4Config(
+            **SMALL | {"num_hidden_layers": 5}, sliding_window=20, sliding_window_pattern=4
+        ),
+        WINDOW,
+    ),
+    "exaone 4 without windows": Case(
+        "exaone4", transformers.Exaone4Config(**SMALL, sliding_window=None, layer_types=["full_attention"] * 2)
+    ),
+    "glm 4": Case("glm4", transformers.Glm4Config(**SMALL, attention_bias=True), {"rope.dimension_count": 8}),
+    "phi 3": Case("phi3", transformers.Phi3Config(**WIDE, sliding_window=20), WINDOW),
+    "phi 3 of long contexts": Case(
+        "phi3", transformers.Phi3Config(**WIDE, original_max_position_embeddings=64, rope_parameters=_LONG),
+        {"rope.scaling.original_context_length": 64, "attention.sliding_window": 0},
+    ),
+    "command-r": Case("command-r", transformers.CohereConfig(**SMALL, logit_scale=0.25, use_qk_norm=True), {
+        "logit_scale": 0.25
+    }),
+    "cohere 2": Case(
+        "cohere2", transformers.Cohere2Config(
+            **SMALL | {"num_hidden_layers": 5}, logit_scale=0.25, sliding_window=20
+        ),
+        WINDOW | {"logit_scale": 0.25},
+    ),
+    "nemotron": Case(
+        "nemotron", transformers.NemotronConfig(**SMALL, partial_rotary_factor=0.5), {"rope.dimension_count": 8},
+        (one_more,),
+    ),
+    "starcoder 2": Case("starcoder2", transformers.Starcoder2Config(**SMALL, sliding_window=None)),
+    "stablelm": Case(
+        "stablelm", transformers.StableLmConfig(**WIDE, use_qkv_bias=True, rope_parameters=ROPE_HALF),
+        {"rope.dimension_count": 8},
+    ),
+    "stablelm in parallel, with norms": Case(
+        "stablelm", transformers.StableLmConfig(
+            **WIDE, use_parallel_residual=True, qk_layernorm=True, rope_parameters=ROPE_HALF
+        ),
+        {"rope.dimension_count": 8}, (stacked_norms,),
+    ),
+    "phi 2": Case("phi2", transformers.PhiConfig(**FULL, rope_parameters=ROPE_HALF), {"rope.dimension_count": 8}),
+    "phi 2, stacked": Case(
+        "phi2", transformers.PhiConfig(**FULL, rope_parameters=ROPE_HALF), {"rope.dimension_count": 8}, (one_qkv,)
+    ),
+    "gpt-neox": Case(
+        "gptneox", transformers.GPTNeoXConfig(**_NO_PAD, rope_parameters=ROPE_HALF),
+        {"rope.dimension_count": 8, "use_parallel_residual": True}, (by_part,),
+    ),
+    "gpt-neox, one after the other": Case(
+        "gptneox", transformers.GPTNeoXConfig(
+            **_NO_PAD, rope_parameters=ROPE_HALF, use_parallel_residual=False
+        ),
+        {"rope.dimension_count": 8, "use_parallel_residual": False}, (by_part,),
+    ),
+    "falcon": Case(
+        "falcon", transformers.FalconConfig(**_SHORT, multi_query=True, num_kv_heads=1),
+        {"attention.head_count_kv": 1}, (by_part_of_groups,),
+    ),
+    "falcon with two norms": Case(
+        "falcon", transformers.FalconConfig(**_SHORT, new_decoder_architecture=True, num_kv_heads=2),
+        {"attention.head_count_kv": 2}, (by_part_of_groups,),
+    ),
+    "bloom": Case("bloom", transformers.BloomConfig(
+        vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
+    ), {}, (by_part,)),
+    "mpt": Case(
+        "mpt", transformers.MptConfig(
+            vocab_size=VOCAB, d_model=64, n_layers=2, n_heads=4, max_seq_len=256, attn_config={"clip_qkv": 0.5}
+        ),
+        {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.5},
+    ),
+    "gpt-2": Case("gpt2", transformers.GPT2Config(**_gpt2()), {}, (turned,)),
+    "starcoder": Case(
+        "starcoder", transformers.GPTBigCodeConfig(**_gpt2(multi_query=True)), {"attention.head_count_kv": 1}
+    ),
+}  # fmt: skip
+
+
+def random_model(config: Any, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or name.endswith("bias"):
+                parameter.normal_(std=0.12)
+            else:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def first_of(config: Any, names: Iterable[str], default: Any = None) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+
+
+def common(config: Any) -> dict[str, Any]:
+    """The metadata that most files have."""
+    hidden = first_of(config, ["hidden_size", "n_embd", "d_model"])
+    heads = first_of(config, ["num_attention_heads", "n_head", "n_heads"])
+    head_dim = first_of(config, ["head_dim"], hidden // heads)
+    rms = first_of(config, ["rms_norm_eps"])
+    eps = first_of(config, ["layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"], 1e-5)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    keys = {
+        "block_count": first_of(config, ["num_hidden_layers", "n_layer", "n_layers"]), "embedding_length": hidden,
+        "context_length": first_of(config, ["max_position_embeddings", "n_positions", "max_seq_len"], 2048),
+        "feed_forward_length": first_of(config, ["intermediate_size", "n_inner", "ffn_hidden_size"], 4 * hidden),
+        "attention.head_count": heads,
+        "attention.head_count_kv": first_of(config, ["num_key_value_heads"], heads),
+        "attention.layer_norm_rms_epsilon" if rms is not None else "attention.layer_norm_epsilon": rms or eps,
+        "attention.key_length": head_dim, "attention.value_length": head_dim,
+    }  # fmt: skip
+    return keys | ({"rope.freq_base": float(rope["rope_theta"])} if "rope_theta" in rope else {})
+
+
+def write(case: Case, reference: PreTrainedModel, path: Path, quantized: str = " ") -> Path:
+    """The model as llama.cpp's converter would write it, in float32; tensors named `quantized` are Q8_0."""
+    config: Any = reference.config
+    tensors: Tensors = {n: t for n, t in reference.state_dict().items() if not n.endswith((".attn.bias", "inv_freq"))}
+    if config.tie_word_embeddings:
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(("lm_head", "embed_out"))}
+    for change in case.changes:
+        tensors = change(tensors, config)
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture)
+    metadata = common(config) | case.metadata
+    names = gguf.get_tensor_name_map(arch, metadata["block_count"])
+    writer = gguf.GGUFWriter(path, case.architecture)
+    for key, value in metadata.items():
+        key = f"{case.architecture}.{key}"
+        kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}[type(value)]
+        getattr(writer, f"add_{kind}")(key, value)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        for kind in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+    for name, tensor in tensors.items():
+        suffixes = (".weight", ".bias")
+        gguf_name = names.get_name(name, suffixes) or names.get_name(name.removeprefix("transformer."), suffixes)
+        assert gguf_name is not None, name
+        kind = gguf.GGMLQuantizationType.Q8_0 if quantized in gguf_name else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name, gguf.quantize(tensor.contiguous().numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path, ops: Ops) -> None:
+    case = CASES[name]
+    reference = random_model(case.config, seed=list(CASES).index(name))
+    checkpoint = resolve(str(write(case, reference, tmp_path / "m.gguf")))
+    description = describe(checkpoint.config)
+    weights = open_weights(checkpoint, "float32", None, None, description.tie_word_embeddings)
+    model = build(description, weights, ops, 64, "float32")
+    weights.check_all_taken()
+    sequences = [torch.randint(3, VOCAB, (length,)).tolist() for length in (9, 50)]
+    for tokens, found in zip(sequences, all_logits(model, ops, sequences), strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([tokens])).logits[0]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_every_architecture_of_the_table_is_compared() -> None:
+    assert {case.architecture for case in CASES.values()} == set(ARCHITECTURES)
+
+
+def test_turned_matrices_keep_their_blocks(tmp_path: Path) -> None:
+    """GPT-2's checkpoints have them [inputs, outputs], its files the other way round."""
+    case = CASES["gpt-2"]
+    reference = random_model(case.config, 0)
+    checkpoint = resolve(str(write(case, reference, tmp_path / "m.gguf", quantized=".ffn_up.weight")))
+    weights = open_weights(checkpoint, "bfloat16", None, None, True)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    shape = tuple(reference.state_dict()[name].shape)
+    for found in (weights, RecordingWeights("bfloat16", weights)):
+        taken = found.take_matrix(name, shape, is_transposed=True)
+        assert (taken.format, taken.shape) == ("Q8_0", shape[::-1])
