@@ -6,6 +6,7 @@ in what was left open and refuses what cannot be honoured. Nothing here imports 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ from octavo.flags import Flags, flag, number_with_unit
 from octavo.hardware import why_not_cuda
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.overrides import longest_context, overridden
+
+logger = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "pt", "dummy"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -95,7 +98,12 @@ class EngineArgs(Flags):
     chat_template: str | None = flag(
         None, "File with a Jinja chat template, the template, or the name of one of the model's; default: the model's."
     )
-    trust_remote_code: bool = flag(False, "Run Python code that comes with a model. Not built yet.")
+    model_impl: Literal["auto", "octavo", "transformers"] = flag(
+        "auto", "Who computes the model: Octavo itself, or its modules of transformers; auto is Octavo where it can."
+    )
+    trust_remote_code: bool = flag(
+        False, "Run Python code that comes with a model. Only models that transformers computes ever do."
+    )
     device: Device = flag("auto", "Where the model runs; auto takes a CUDA device if there is one.")
     attention_backend: AttentionBackend = flag(
         "auto", "Attention on GPUs: Octavo's kernel in Triton, FlashAttention, or whichever is faster at start and as "
@@ -160,7 +168,8 @@ class EngineArgs(Flags):
             config=overridden(checkpoint.config, self.hf_overrides),
             generation_config=checkpoint.generation_config | (self.override_generation_config or {}),
         )
-        description = describe(checkpoint.config)
+        code_folder = self._code_folder(checkpoint)
+        description = describe(checkpoint.config, self.model_impl, code_folder)
         if self.quantization == "gguf" and checkpoint.format != "gguf":
             raise ConfigError(
                 f"--quantization gguf is for GGUF files, but {checkpoint.name} has {checkpoint.format} weights; leave "
@@ -192,6 +201,8 @@ class EngineArgs(Flags):
                 vocab_size=description.vocab_size,
                 seed=self.seed,
                 quantization=self.quantization,
+                impl=description.impl,
+                code_folder=code_folder,
                 chat_template=self.chat_template,
                 default_sampling_params=self._default_sampling_params(checkpoint),
             ),
@@ -268,9 +279,14 @@ class EngineArgs(Flags):
             )
         if self.kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16", *(_FP8 if device == "cuda" else ())):
             raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not built yet{_on(device)}; use auto.")
-        if self.trust_remote_code:
-            raise ConfigError("--trust-remote-code is not built yet: Octavo runs no code from checkpoints.")
         return device
+
+    def _code_folder(self, checkpoint: Checkpoint) -> str | None:
+        """The folder whose Python code may be run."""
+        if not self.trust_remote_code or "auto_map" not in checkpoint.config or self.model_impl == "octavo":
+            return None
+        logger.warning("--trust-remote-code: Python code of %s runs in this server", checkpoint.path)
+        return checkpoint.path
 
     def _cpus(self) -> list[int] | None:
         """The processors of --cpu-threads-bind, in order."""
@@ -336,6 +352,8 @@ class ModelConfig:
     quantization: str | None = None  # "gguf", "int8" or "fp8"
     may_shorten: bool = False  # max_model_len, to what the KV cache holds
     chat_template: str | None = None  # a file, a template or a name of one, in the place of the model's own
+    impl: str = "auto"  # "octavo" or "transformers": who computes it
+    code_folder: str | None = None  # whose own Python code may be run
     default_sampling_params: dict[str, Any] = field(default_factory=dict)  # for fields that a request leaves out
 
 

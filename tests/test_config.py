@@ -136,7 +136,6 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
         ({"dtype": "float16"}, "--dtype float16 is not built for CPUs"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not built yet"),
         ({"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "both must be the same"),
-        ({"trust_remote_code": True}, "--trust-remote-code is not built yet"),
         ({"quantization": "awq"}, "--quantization awq is not built yet on CPUs; gguf and int8 are"),
         ({"quantization": "gguf"}, "--quantization gguf is for GGUF files, but .* has dummy weights"),
         ({"max_model_len": 513}, "--max-model-len 513 is more than the model's 512 positions"),

@@ -43,7 +43,7 @@ class Worker:
         self._config, self._device, self._ops = config, device, ops
         model_config, limits = config.model, config.scheduler
         checkpoint = model_config.checkpoint
-        description = describe(checkpoint.config)
+        description = describe(checkpoint.config, model_config.impl, model_config.code_folder)
         ops = self._with_attention(description, phases)
         weights = open_weights(
             checkpoint, model_config.dtype, model_config.seed, model_config.quantization,
@@ -61,7 +61,7 @@ class Worker:
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(model, ops, device, table, limits.max_num_batched_tokens, self.grammars)
         self._allocate(phases)
-        if not config.enforce_eager:
+        if model.is_recordable and not config.enforce_eager:
             self.runner.capture()
         phases.end("program")
         logger.info(

@@ -11,7 +11,16 @@ from collections.abc import Callable
 from octavo.errors import LoadError
 
 # Configurations, tokenizers, chat templates and shard indexes, wherever they stand in the list of a repository's files.
-_SMALL_SUFFIXES = (".json", ".jinja", ".tiktoken", "tokenizer.model", "tiktoken.model", "merges.txt", "vocab.txt")
+_SMALL_SUFFIXES = (
+    ".json",
+    ".jinja",
+    ".tiktoken",
+    "tokenizer.model",
+    "tiktoken.model",
+    "merges.txt",
+    "vocab.txt",
+    ".py",
+)
 _TIMEOUT_S = 10.0
 
 

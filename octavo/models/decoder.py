@@ -118,6 +118,8 @@ class _Head:
 class Decoder:
     """token ids -> hidden states -> logits."""
 
+    is_recordable = True
+
     def __init__(
         self,
         description: ModelDescription,

@@ -67,6 +67,7 @@ class ModelDescription:
     logits_softcap: float = 0.0  # 0 is none
     output_bias: bool = False
     num_unused_layers: int = 0  # in the checkpoint after those of the model: they guess tokens
+    impl: str = "octavo"  # or "transformers": who computes it
     embedding_name: str = "model.embed_tokens"
     embedding_norm_name: str = ""
     embedding_projection_name: str = ""

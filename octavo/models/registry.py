@@ -31,6 +31,10 @@ class Model(Protocol):
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
         """What each layer keeps of a sequence; `group_layers` of them gives the order of `StepBatch.groups`."""
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether it computes by operations of `Ops` only, so that a step can be captured."""
+
     def num_weight_bytes(self) -> int:
         """Bytes of the packed matrices."""
 
@@ -62,11 +66,20 @@ def architectures() -> list[str]:
     return sorted(_ARCHITECTURES)
 
 
-def describe(config: Mapping[str, Any]) -> ModelDescription:
-    """Read config.json. Raises `LoadError` for an architecture or a setting that is not built."""
+def describe(config: Mapping[str, Any], impl: str = "auto", code_folder: str | None = None) -> ModelDescription:
+    """Read config.json. Raises `LoadError` for an architecture or a setting that is not built.
+
+    `impl` "octavo" and "transformers" say who computes the model; "auto" is Octavo where it can. `code_folder` is the
+    checkpoint whose own Python code transformers may run.
+    """
     name = (config.get("architectures") or ["(none)"])[0]
+    if impl == "transformers" or (impl == "auto" and name not in _ARCHITECTURES):
+        return _describe_by_transformers(name, config, code_folder)
     if name not in _ARCHITECTURES:
-        raise LoadError(f"architecture {name} is not built yet; `octavo models` lists those that are.")
+        raise LoadError(
+            f"architecture {name} is not built; `octavo models` lists those that are, and --model-impl transformers runs "
+            "many more."
+        )
     try:
         reader, _ = _ARCHITECTURES[name]
         return reader(config)
@@ -78,5 +91,25 @@ def describe(config: Mapping[str, Any]) -> ModelDescription:
 
 def build(description: ModelDescription, weights: Weights, ops: Ops, max_positions: int, dtype: str) -> Model:
     """The model that `describe` has described."""
+    if description.impl == "transformers":
+        from octavo.models.transformers_model import TransformersDescription, TransformersModel
+
+        assert isinstance(description, TransformersDescription)
+        return TransformersModel(description, weights, ops, max_positions, dtype)
     _, builder = _ARCHITECTURES[description.architecture]
     return builder(description, weights, ops, max_positions, dtype)
+
+
+def _describe_by_transformers(name: str, config: Mapping[str, Any], code_folder: str | None) -> ModelDescription:
+    about = "" if name in _ARCHITECTURES else " is not built in Octavo itself, and"
+    try:
+        from octavo.models.transformers_model import describe
+    except ImportError:
+        raise LoadError(
+            f"architecture {name}{about} runs through transformers only if that is installed: "
+            "pip install octavo[transformers]."
+        ) from None
+    try:
+        return describe(config, code_folder)
+    except LoadError as e:
+        raise LoadError(f"architecture {name}{about} cannot run through transformers: {e}") from None
