@@ -77,8 +77,8 @@ def describe(config: Mapping[str, Any], impl: str = "auto", code_folder: str | N
         return _describe_by_transformers(name, config, code_folder)
     if name not in _ARCHITECTURES:
         raise LoadError(
-            f"architecture {name} is not built; `octavo models` lists those that are, and --model-impl transformers runs "
-            "many more."
+            f"architecture {name} is not built; `octavo models` lists those that are, and --model-impl transformers "
+            "runs many more."
         )
     try:
         reader, _ = _ARCHITECTURES[name]

@@ -149,7 +149,7 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
             known.name_or_path = code_folder  # where the network's code is looked for
         else:
             given = {key: value for key, value in config.items() if key != "model_type"}
-            known = AutoConfig.for_model(config["model_type"], **given)
+            known = AutoConfig.for_model(str(config.get("model_type")), **given)
     except ValueError as e:
         own = " Its own Python code is run with --trust-remote-code." if "auto_map" in config else ""
         raise LoadError(

@@ -119,7 +119,7 @@ def test_sizes_have_the_names_of_each_configuration_class() -> None:
 @pytest.mark.parametrize(
     ("architecture", "given", "message"),
     [
-        ("NoSuchForCausalLM", {}, "architecture NoSuchForCausalLM is not built yet; `octavo models`"),
+        ("NoSuchForCausalLM", {}, "architecture NoSuchForCausalLM is not built in Octavo itself, and cannot run"),
         (
             "LlamaForCausalLM",
             {"hidden_act": "gelu_10"},

@@ -75,7 +75,7 @@ def test_the_engine_serves_a_registered_architecture(tmp_path: Path, tiny_tokeni
 
 
 def test_an_architecture_that_nobody_registered_is_refused() -> None:
-    with pytest.raises(LoadError, match="architecture ToyForCausalLM is not built yet"):
+    with pytest.raises(LoadError, match="architecture ToyForCausalLM is not built in Octavo itself"):
         describe(toy.CONFIG)
 
 
