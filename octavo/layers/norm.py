@@ -54,7 +54,7 @@ class Norm:
                 host = weights.take(f"{name}.{part}", shape)
             if description.offset or divisor != 1.0:  # weight and bias are of one type
                 host = (host.astype(np.float32) + np.float32(offset)) / np.float32(divisor)
-            return self._ops.place(host if order is None else host[..., order])
+            return self._ops.place(host if order is None else np.take(host, order, -1))
 
         self._weight = take("weight", description.offset)
         self._bias = take("bias", 0.0) if description.bias else None

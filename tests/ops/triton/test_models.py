@@ -1,0 +1,28 @@
+"""Architectures on Triton's kernels: those that need what no other has."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from octavo.models.registry import build, describe
+from octavo.ops import Ops, cuda
+from tests.models.driving import ArrayWeights, all_logits
+from tests.models.small_models import MODELS, VOCAB
+from tests.ops.triton.conftest import DEVICE
+
+NAMES = ("gemma 2", "granite swa", "bloom", "hunyuan dense", "apertus", "cohere", "ministral 3")
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="batches are made in the host's memory")
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    reference: Any = MODELS[name].reference(0)
+    description = describe(reference.config.to_dict() | {"architectures": [MODELS[name].architecture]})
+    model = build(description, ArrayWeights.of(reference), cast(Ops, cuda), 64, "float32")
+    sequences = [torch.randint(3, VOCAB, (length,)).tolist() for length in (2, 11)]
+    for tokens, found in zip(sequences, all_logits(model, cast(Ops, cuda), sequences), strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(found, reference(torch.tensor([tokens])).logits[0], atol=1e-4, rtol=0)
