@@ -130,7 +130,7 @@ def write_gguf(path: Path, kind: str) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list([f"{i}" for i in range(VOCAB)])
-    writer.add_token_merges([])
+    writer.add_token_merges(["1 2"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 
