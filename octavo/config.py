@@ -25,7 +25,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "pt", "dummy"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 AttentionBackend = Literal["auto", "triton", "flash_attn"]
-SchedulingPolicy = Literal["fcfs", "priority"]
+SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
 PreemptionMode = Literal["recompute", "swap"]
 
 DEFAULT_MAX_BATCHED_TOKENS = 2048
@@ -42,6 +42,11 @@ GIB = 1 << 30
 def num_tokens(text: str) -> int:
     """The value of --max-model-len. Raises `ValueError`."""
     return AUTO_LENGTH if text == "auto" else number_with_unit(text)
+
+
+def milliseconds(text: str) -> float | None:
+    """The value of --target-step-time. Raises `ValueError`."""
+    return None if text == "auto" else float(text)
 
 
 @dataclass(kw_only=True)
@@ -92,7 +97,15 @@ class EngineArgs(Flags):
     enable_chunked_prefill: bool = flag(True, "Let a prompt be computed over several steps.")
     enable_prefix_caching: bool = flag(True, "Reuse the blocks of prompts that start alike.")
     preemption_mode: PreemptionMode = flag("recompute", "What happens to a request that must give its blocks back.")
-    scheduling_policy: SchedulingPolicy = flag("fcfs", "Who goes first: the first come, or the lowest priority value.")
+    scheduling_policy: SchedulingPolicy = flag(
+        "fcfs", "Who goes first: the first come, the lowest priority value, or whose first token is due first, which is "
+        "what the request says or in proportion to its prompt.",
+    )  # fmt: skip
+    target_step_time: float | None = flag(
+        None, "Milliseconds that a step may take while somebody waits for a stream: prompts are cut to it. 'auto' is "
+        "100, or more where the streams alone take long; 0 bounds steps by tokens only. Default: auto.",
+        parse=milliseconds,
+    )  # fmt: skip
     enforce_eager: bool = flag(False, "Run the model call by call, without captured graphs.")
     seed: int | None = flag(None, "Seed of requests that bring none, and of dummy weights; default: not repeatable.")
     chat_template: str | None = flag(
@@ -146,6 +159,8 @@ class EngineArgs(Flags):
                     f"--max-model-len must be a number of tokens, such as 32768 or 32K, or auto; got "
                     f"{self.max_model_len!r}."
                 ) from None
+        if isinstance(self.target_step_time, str) and self.target_step_time == "auto":
+            self.target_step_time = None
 
     def create_engine_config(self) -> EngineConfig:
         """Find the model, settle the defaults and check every combination.
@@ -222,6 +237,7 @@ class EngineArgs(Flags):
                 policy=self.scheduling_policy,
                 preemption_mode=self.preemption_mode,
                 check_invariants=self.check_invariants,
+                target_step_s=self.target_step_time and self.target_step_time / 1e3,
             ),
             device=device,
             enforce_eager=self.enforce_eager,
@@ -250,6 +266,11 @@ class EngineArgs(Flags):
                 f"--override-generation-config has {', '.join(sorted(unknown))}, which nothing reads; "
                 f"{_listed(_GENERATION_OVERRIDES, 'and')} are read."
             )
+        if self.target_step_time is not None:
+            if not 0 <= self.target_step_time < math.inf:
+                raise ConfigError(f"--target-step-time must be 0 or more milliseconds, got {self.target_step_time}.")
+            if self.target_step_time > 0 and not self.enable_chunked_prefill:
+                raise ConfigError("--target-step-time cuts prompts, which --no-enable-chunked-prefill forbids.")
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name must not be empty.")
         if self.block_size not in (sizes := _BLOCK_SIZES[device]):
@@ -380,6 +401,7 @@ class SchedulerConfig:
     policy: str
     preemption_mode: str
     check_invariants: bool = False
+    target_step_s: float | None = None  # that a step may take while streams wait for it; None: auto, 0: any
 
 
 @dataclass(frozen=True, slots=True)

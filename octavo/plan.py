@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from octavo.request import TokenLogprobs
 from octavo.sampling_params import SamplingParams
+from octavo.step_cost import StepWork
 
 
 @dataclass(slots=True)
@@ -67,6 +68,7 @@ class StepPlan:
     new_blocks: list[NewBlock] = field(default_factory=list)
     new_tokens: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position, token) that the core chose
     rows: list[PlannedRow] = field(default_factory=list)
+    work: StepWork = field(default_factory=StepWork)  # of these rows
 
     # The next step may be planned before the tokens of this one are known: each sampled row goes on with its own.
     runs_ahead: bool = False

@@ -40,6 +40,8 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True):
     max_tokens: int  # output tokens at most, `max_model_len` already considered
     arrival_time: float  # seconds of time.monotonic, which processes of one machine share
     priority: int = 0  # lower goes first
+    max_ttft_s: float | None = None  # in which its first token is wanted
+    deadline: float | None = None  # `time.monotonic` at which it ends with what it has
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

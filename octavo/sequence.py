@@ -27,7 +27,7 @@ class Sequence:
     """Tokens, and how many of them have been computed. `num_computed_tokens` ≤ `num_tokens` always."""
 
     request: EngineRequest
-    key: tuple[int, int]  # scheduling order: smaller goes first and is preempted last
+    key: tuple[float, int]  # scheduling order: smaller goes first and is preempted last
     seed: int
     index: int = 0  # which completion of its request
     token_ids: list[int] = field(default_factory=list)  # prompt, then output

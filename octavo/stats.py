@@ -17,9 +17,13 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_host_blocks_used: int = 0
     num_slots_allocated: int = 0  # token slots of referenced blocks
     num_slots_filled: int = 0  # those that hold a token
+    num_chunked_tokens: int = 0  # computed of prompts of which more is to be computed
+    prompt_token_s: float = 0.0  # how long a token of a prompt takes, beside what else runs; 0: not known yet
     num_preemptions: int = 0  # from here on: increments
     num_prompt_tokens: int = 0  # of the prompts that were started, found in the cache or not
     num_computed_tokens: int = 0  # prompt and output tokens that went through the model
     num_generation_tokens: int = 0
     num_prefix_queries: int = 0  # prompt tokens looked up in the prefix index
     num_prefix_hits: int = 0  # prompt tokens found there
+    step_s: float = 0.0  # what the steps took
+    predicted_step_s: float = 0.0  # and what they were expected to take

@@ -7,8 +7,10 @@ own for servers.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
@@ -18,6 +20,7 @@ from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import StepPlan
 from octavo.request import EngineRequest, SequenceOutput
 from octavo.scheduling.scheduler import Proposer, Scheduler
+from octavo.step_cost import StepCostModel
 
 if TYPE_CHECKING:
     from octavo.execution.executor import Executor, PendingStep
@@ -25,6 +28,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PREPARE_WAIT_S = 0.01  # messages are looked for between two waits
+
+
+# What devices read and compute in a second: roughly, for the time of the first steps (`StepCostModel.derived`).
+_MACHINES = {"cpu": (10e9, 300e9), "cuda": (2e12, 2e14)}
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A step that the device has been given."""
+
+    plan: StepPlan
+    pending: PendingStep
+    begin: float  # time.monotonic, before it was planned
+    predicted_s: float
 
 
 class EngineCore:
@@ -42,8 +59,13 @@ class EngineCore:
             executor.cache_groups, executor.num_blocks, config.cache.block_size, executor.num_host_blocks,
             config.cache.enable_prefix_caching,
         )  # fmt: skip
-        self.scheduler = Scheduler(config.scheduler, cache, config.model.seed, executor.runs_ahead, proposer)
-        self._under_way: deque[tuple[StepPlan, PendingStep]] = deque()
+        num_slots = max(1, sum(executor.num_blocks) * config.cache.block_size)
+        self.cost = StepCostModel.derived(
+            executor.weight_bytes, executor.cache_bytes // num_slots, *_MACHINES[config.device]
+        )
+        self.scheduler = Scheduler(config.scheduler, cache, config.model.seed, executor.runs_ahead, proposer, self.cost)
+        self._under_way: deque[_UnderWay] = deque()
+        self._last_end = 0.0  # time.monotonic, of the last step
         self._refused: list[SequenceOutput] = []
         self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}  # their grammars are being compiled
 
@@ -77,20 +99,39 @@ class EngineCore:
                 wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
             self._queue_prepared()
         outputs, self._refused = self._refused, []
+        begin = time.monotonic()
         plan = self.scheduler.schedule()
         num_ahead = 0
         if plan.rows:
+            predicted_s = self.cost.seconds(plan.work)
             try:
-                self._under_way.append((plan, self.executor.submit(plan)))
+                self._under_way.append(_UnderWay(plan, self.executor.submit(plan), begin, predicted_s))
                 num_ahead = 1 if plan.runs_ahead else 0
             except DeviceMemoryError as e:
                 outputs += self.scheduler.withdraw(plan, str(e))
+        step_s = predicted_step_s = 0.0
         while len(self._under_way) > num_ahead:
-            plan, pending = self._under_way.popleft()
-            outputs += self.scheduler.update(plan, pending.result())
+            ended = self._under_way.popleft()
+            result = ended.pending.result()
+            took_s = self._measure(ended)
+            step_s, predicted_step_s = step_s + took_s, predicted_step_s + ended.predicted_s
+            outputs += self.scheduler.update(ended.plan, result)
         stats = self.scheduler.take_stats()
+        stats.step_s, stats.predicted_step_s = step_s, predicted_step_s
+        stats.num_chunked_tokens = sum(
+            [row.num_computed + row.num_tokens for row in plan.rows if not row.num_positions]
+        )
         stats.num_waiting += len(self._preparing)
         return StepOutputs(outputs, stats)
+
+    def _measure(self, step: _UnderWay) -> float:
+        """Seconds of a step that has just ended, from which the next ones are predicted. While steps run ahead, one
+        begins when the one before ends."""
+        now = time.monotonic()
+        seconds = now - max(step.begin, self._last_end)
+        self._last_end = now
+        self.cost.observe(step.plan.work, seconds)
+        return seconds
 
     def _queue(self, request: EngineRequest) -> None:
         try:

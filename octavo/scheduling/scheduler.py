@@ -23,16 +23,20 @@ from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import StepPlan, StepResult
 from octavo.request import EngineRequest, SequenceOutput
 from octavo.scheduling.beams import BeamSearch
+from octavo.scheduling.budget import StepCost, TimeLimit, prompt_token_s, time_limit
 from octavo.scheduling.limits import check_request
 from octavo.scheduling.live_sequences import LiveSequences, scheduling_order
+from octavo.scheduling.order import order_number
 from octavo.scheduling.results import Logprobs, extend, offer, start_forks, take_standing
 from octavo.scheduling.statistics import set_gauges
 from octavo.scheduling.step import Step
 from octavo.sequence import Sequence, stop_reasons
 from octavo.stats import EngineStats
+from octavo.step_cost import StepWork
 
 # Guesses up to so many of the tokens that follow a sequence, which may be wrong.
 Proposer = Callable[[Sequence, int], tuple[int, ...]]
+_TOKEN_S = 1e-3  # of a prompt, where no cost is known
 
 
 class Scheduler:
@@ -49,7 +53,9 @@ class Scheduler:
         seed: int | None = None,
         runs_ahead: bool = False,
         proposer: Proposer | None = None,
+        cost: StepCost | None = None,
     ) -> None:
+        """Without a `cost` steps are bounded by tokens alone."""
         self.config = config
         self.cache = cache
         self.live = LiveSequences(config.max_num_seqs, cache)
@@ -57,6 +63,8 @@ class Scheduler:
         self._arrivals = 0
         self._runs_ahead = runs_ahead and proposer is None
         self._proposer = proposer
+        self._cost = cost
+        self._prompt_token_s = 0.0
         self._random = random.Random(seed)
         self._stats = EngineStats()
 
@@ -73,12 +81,14 @@ class Scheduler:
         seed = request.params.seed
         seq = Sequence(
             request=request,
-            key=(request.priority if self.config.policy == "priority" else 0, self._arrivals),
+            key=(0, self._arrivals),
             seed=self._random.getrandbits(64) if seed is None else seed % 2**64,
             stop_reasons=stop_reasons(request),
             token_ids=list(request.prompt.token_ids),
             num_pending_forks=request.params.num_sequences - 1,
         )
+        if self.config.policy != "fcfs":
+            seq.key = (order_number(self.config.policy, request, self._prompt_s(seq)), self._arrivals)
         if request.params.use_beam_search:
             seq.chooser = BeamSearch(seq, self.live)
         self.live.add(seq)
@@ -93,7 +103,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Decide the next step. The plan may be empty of rows only if nothing can run."""
-        step = Step(self.config.max_num_batched_tokens)
+        limit = time_limit(self._cost, self.config.target_step_s, self.live.running, bool(self.live.waiting))
+        step = Step(self.config.max_num_batched_tokens, limit)
         if self._schedule_running(step):
             self._add_guesses(step)
             self._schedule_waiting(step)
@@ -106,6 +117,9 @@ class Scheduler:
         # A plan without rows is not executed. The first sequence always gets its blocks: the pools hold any one alone.
         assert plan.rows or not any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves)
         if plan.rows:
+            plan.work = StepWork.of(plan.rows)
+            if plan.work.num_chunks and self._cost is not None:
+                self._prompt_token_s = prompt_token_s(self._cost, plan, self.config.max_num_batched_tokens, limit)
             step.set_off(self._runs_ahead)
             self._under_way.append(step)
         return plan
@@ -122,8 +136,10 @@ class Scheduler:
             if num_tokens == 0 or (seq.num_awaited_tokens and seq.num_remaining_tokens <= 0):
                 continue  # it is held; or its last token is under way
             if num_tokens > 1:
+                if not has_preempted:
+                    i += self._schedule_waiting(step, before=seq, num_behind=len(running) - i + 1)
                 # One token is kept back for each sequence behind, so that a long prompt never stalls the decodes.
-                num_tokens = self._chunk(seq, max(1, step.budget - (len(running) - i)))
+                num_tokens = self._chunk(seq, max(1, step.budget - (len(running) - i)), step.limit)
             while (changed := self.cache.grow(seq, seq.num_computed_tokens + num_tokens)) is None:
                 if self._under_way and not step.sequences:
                     return False  # what is under way may end sequences: nobody loses blocks before that is known
@@ -150,23 +166,30 @@ class Scheduler:
             if guesses and (changed := self.cache.grow(seq, end)) is not None:
                 step.add_guesses(place, guesses, changed)
 
-    def _schedule_waiting(self, step: Step) -> None:
+    def _schedule_waiting(self, step: Step, before: Sequence | None = None, num_behind: int = 0) -> int:
+        """Admit waiting sequences in their order: all that there is room for, or those that come `before` a prompt that
+        is being computed. Each of the running ones that are `num_behind` keeps a token. Returns how many have come."""
         waiting = self.live.waiting
-        i = 0
-        while i < len(waiting) and step.budget > 0:
+        i = num_admitted = 0
+        while i < len(waiting) and step.budget > num_behind and step.has_room:
             seq = waiting[i]
+            if before is not None and scheduling_order(before) < scheduling_order(seq):
+                break
             if seq.is_held:
                 i += 1
                 continue
-            num_tokens = self._admit(seq, step.budget) if seq.num_rows <= self.live.num_rows_left else 0
+            has_row = seq.num_rows <= self.live.num_rows_left
+            num_tokens = self._admit(seq, step.budget - num_behind, step.limit) if has_row else 0
             if num_tokens == 0:
-                return
+                break
             self.live.start(seq)
+            num_admitted += 1
             if seq.first_scheduled_time == 0.0:
                 seq.first_scheduled_time = time.monotonic()
             step.add(seq, num_tokens, [])
+        return num_admitted
 
-    def _admit(self, seq: Sequence, budget: int) -> int:
+    def _admit(self, seq: Sequence, budget: int, limit: TimeLimit | None) -> int:
         """Give a waiting sequence its blocks. Returns the tokens to compute, or 0 if it must go on waiting.
 
         Blocks for all its tokens must be free, so that a prompt which cannot finish does not push others out. One that
@@ -188,17 +211,19 @@ class Scheduler:
                 self._stats.num_prompt_tokens += seq.num_tokens
                 self._stats.num_prefix_queries += seq.num_tokens
                 self._stats.num_prefix_hits += prefix.num_tokens
-        num_tokens = self._chunk(seq, budget)
+        num_tokens = self._chunk(seq, budget, limit)
         changed = self.cache.grow(seq, seq.num_computed_tokens + num_tokens)
         assert changed is not None, "blocks were counted before"
         return num_tokens
 
-    def _chunk(self, seq: Sequence, most: int) -> int:
+    def _chunk(self, seq: Sequence, most: int, limit: TimeLimit | None) -> int:
         """The tokens that a sequence lacks, or as many as a step can have of them."""
         num_tokens = min(seq.num_lacking_tokens, most)
         if num_tokens == 1 or not self.config.enable_chunked_prefill:
             return num_tokens
         num_computed = seq.num_computed_tokens
+        if limit is not None:
+            num_tokens = limit.chunk(num_computed, num_tokens)
         return self.cache.step_end(num_computed, num_computed + num_tokens) - num_computed
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
@@ -270,12 +295,21 @@ class Scheduler:
     def take_stats(self) -> EngineStats:
         """Gauges of now, and the increments since the last call."""
         stats, self._stats = self._stats, EngineStats()
+        stats.prompt_token_s = self._prompt_token_s
         set_gauges(stats, self.live, self.cache)
         return stats
 
     def check(self) -> None:
         """Assert the invariants of scheduler and cache; for tests and `--check-invariants`."""
         self.live.check([seq for step in self._under_way for seq in step.sequences])
+
+    def _prompt_s(self, seq: Sequence) -> float:
+        """How long the prompt of a new sequence takes alone, apart from what is cached of it."""
+        num_cached = self.cache.find_prefix(seq).num_tokens
+        num_tokens = seq.num_tokens - num_cached
+        if self._cost is None:
+            return num_tokens * _TOKEN_S
+        return self._cost.seconds(StepWork().plus(num_cached, num_tokens, 1))
 
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
         self._stats.num_preemptions += 1

@@ -6,14 +6,21 @@ from dataclasses import dataclass, field
 
 from octavo.kv_cache.manager import Changes
 from octavo.plan import Admission, NewBlock, PlannedRow, StepPlan
+from octavo.scheduling.budget import TimeLimit
 from octavo.sequence import Sequence
 
 
 @dataclass(slots=True)
 class Step:
     budget: int  # tokens that may still be added
+    limit: TimeLimit | None = None  # where streams wait for it
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)  # parallel to plan.rows
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more of a prompt may be added than the least."""
+        return self.budget > 0 and not (self.limit is not None and self.limit.is_spent)
 
     def add(self, seq: Sequence, num_tokens: int, changed: Changes) -> None:
         """Compute the next tokens of a sequence; `changed` are the entries of its block tables that are new."""
@@ -34,6 +41,8 @@ class Step:
         plan.rows.append(planned)
         self.sequences.append(seq)
         self.budget -= num_tokens
+        if num_tokens > 1 and self.limit is not None:
+            self.limit.take(seq.num_computed_tokens, num_tokens)
 
     def add_guesses(self, place: int, guesses: tuple[int, ...], changed: Changes) -> None:
         """Compute guesses behind the one token of the sequence at `place`."""

@@ -25,6 +25,7 @@ class StubExecutor:
 
     def __init__(self) -> None:
         self.num_blocks, self.num_host_blocks = [20], [0]
+        self.weight_bytes = self.cache_bytes = 1 << 20
         self.grammars: dict[str, Future[None]] = {}
 
     def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
@@ -42,7 +43,7 @@ def core() -> tuple[EngineCore, dict[str, Future[None]]]:
         preemption_mode="recompute", check_invariants=True,
     )  # fmt: skip
     cache = SimpleNamespace(block_size=4, enable_prefix_caching=True)
-    config = SimpleNamespace(scheduler=scheduler, cache=cache, model=SimpleNamespace(seed=0))
+    config = SimpleNamespace(scheduler=scheduler, cache=cache, model=SimpleNamespace(seed=0), device="cpu")
     executor = StubExecutor()
     return EngineCore(cast(Any, config), cast(Any, executor)), executor.grammars
 

@@ -1,0 +1,125 @@
+"""What a step costs in time: `StepWork` says what it computes, `StepCostModel` how long that takes, fitted as steps happen.
+
+Nothing here knows a scheduler or a clock: whoever runs steps measures them and calls `observe`, and whoever plans them,
+predicts a wait or chooses between machines asks `seconds`. The same calls give the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+_MEMORY_STEPS = 200  # older steps of a kind count e times less
+_SPEED_STEPS = 15  # whose median is the machine's present speed: as many again may be disturbed without a trace
+_LARGEST_SURPRISE = 1.5  # a step that took more times longer, or shorter, than was foreseen counts as if it had not
+_FIRST_SURPRISE = 20.0  # the same of the first step of a kind; of the second half of that, and so on
+_TRUST = 0.1  # in the proportions of the start: as much as in so many steps that were all one feature
+_BENDS = (8, 64)  # tokens at which a further one may begin to cost more, or less
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What a step computes. Empty steps cost what every step does."""
+
+    num_tokens: int = 0
+    num_samples: int = 0  # rows of logits
+    num_chunks: int = 0  # rows of several tokens: parts of prompts, and guesses
+    num_decode_keys: int = 0  # that rows of one token attend to
+    num_chunk_pairs: int = 0  # of a query and a key, in rows of several tokens
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, int, int, int, int, tuple[int, ...]]]) -> StepWork:
+        """Of a plan's rows (`octavo.plan.PlannedRow`)."""
+        work = cls()
+        for _, num_computed, num_tokens, num_positions, _, _ in rows:
+            work.add(num_computed, num_tokens, num_positions)
+        return work
+
+    def add(self, num_computed: int, num_tokens: int, num_samples: int) -> None:
+        """A row that computes `num_tokens` behind `num_computed`."""
+        self.num_tokens += num_tokens
+        self.num_samples += num_samples
+        if num_tokens == 1:
+            self.num_decode_keys += num_computed
+        else:
+            self.num_chunks += 1
+            self.num_chunk_pairs += num_tokens * num_computed + num_tokens * (num_tokens + 1) // 2
+
+    def plus(self, num_computed: int, num_tokens: int, num_samples: int) -> StepWork:
+        """This, and a row more."""
+        work = replace(self)
+        work.add(num_computed, num_tokens, num_samples)
+        return work
+
+    def features(self) -> tuple[float, ...]:
+        """What the time is linear in, with coefficients that are not negative. Over the tokens it is bent: the first of
+        them cost little where reading the weights takes longer than multiplying by them."""
+        few, many = _BENDS
+        tokens = self.num_tokens
+        return (
+            1.0, min(tokens, few), min(max(tokens - few, 0), many - few), max(tokens - many, 0), self.num_samples,
+            self.num_chunks, self.num_decode_keys, self.num_chunk_pairs,
+        )  # fmt: skip
+
+
+class StepCostModel:
+    """Seconds of a step: a linear function of its features, which is fitted slowly, times the machine's present speed,
+    which is followed quickly, as neighbours and frequencies change it.
+
+    The function minimizes the squares of the relative errors, by coordinate descent from where it is (Lawson-Hanson's
+    problem, kept up to date as in recursive least squares with forgetting). Steps with and without rows of several
+    tokens are forgotten each by steps of their kind, so that hours of decoding do not make it forget what prompts cost.
+    What steps do not tell apart stays as it was.
+    """
+
+    def __init__(self, start: Iterable[float]) -> None:
+        """`start` are seconds for each of `StepWork.features`; one that is 0 stays 0."""
+        self._start = np.array(list(start))
+        self._shares = np.ones(len(self._start))  # of `_start`: what is fitted
+        self._coefficients = self._start.tolist()
+        num = len(self._start)
+        self._moments = np.zeros((2, num, num))
+        self._targets = np.zeros((2, num))
+        self._ratios = deque[float](maxlen=_SPEED_STEPS)  # measured to predicted without the factor
+        self.slowness = 1.0  # a factor
+        self._num_steps = [0, 0]  # by kind
+
+    @classmethod
+    def derived(cls, weight_bytes: int, key_bytes: int, bytes_per_s: float, operations_per_s: float) -> StepCostModel:
+        """Start from what a step must read and compute: `weight_bytes` once, `key_bytes` for each key. The figures
+        of the machine may be rough: the first steps correct the speed, and only proportions matter until then."""
+        num_weights = weight_bytes  # about one byte each
+        read_s, token_s = weight_bytes / bytes_per_s, 2 * num_weights / operations_per_s
+        key_s, pair_s = key_bytes / bytes_per_s, key_bytes / operations_per_s
+        return cls((read_s, token_s / 2, token_s, token_s, token_s / 4, token_s, key_s, pair_s))
+
+    def seconds(self, work: StepWork) -> float:
+        """What a step is expected to take now."""
+        base = sum(map(float.__mul__, self._coefficients, map(float, work.features())))
+        return base * self.slowness
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step has taken so long."""
+        features = np.array(work.features())
+        base = float(features @ self._coefficients)
+        kind = 1 if work.num_chunks else 0
+        self._num_steps[kind] += 1
+        ratio = seconds / base
+        self._ratios.append(ratio)
+        self.slowness = median(self._ratios)
+        largest = max(_LARGEST_SURPRISE, _FIRST_SURPRISE / self._num_steps[kind])
+        surprise = min(max(ratio / self.slowness, 1 / largest), largest)
+        parts = features * self._start / base
+        decay = 1 - 1 / _MEMORY_STEPS
+        self._moments[kind] = decay * self._moments[kind] + np.outer(parts, parts)
+        self._targets[kind] = decay * self._targets[kind] + surprise * parts
+        moments, targets = self._moments[0] + self._moments[1], self._targets[0] + self._targets[1]
+        shares = self._shares
+        for i in range(len(shares)):
+            residual = targets[i] - moments[i] @ shares + _TRUST * (1 - shares[i])
+            shares[i] = max(0.0, shares[i] + residual / (moments[i, i] + _TRUST))
+        self._coefficients = (self._start * shares).tolist()
