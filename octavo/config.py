@@ -98,8 +98,8 @@ class EngineArgs(Flags):
     enable_prefix_caching: bool = flag(True, "Reuse the blocks of prompts that start alike.")
     preemption_mode: PreemptionMode = flag("recompute", "What happens to a request that must give its blocks back.")
     scheduling_policy: SchedulingPolicy = flag(
-        "fcfs", "Who goes first: the first come, the lowest priority value, or whose first token is due first, which is "
-        "what the request says or in proportion to its prompt.",
+        "fcfs", "Who goes first: the first come; the lowest priority value; or whose first token is due first, which "
+        "the request says or its prompt's length.",
     )  # fmt: skip
     target_step_time: float | None = flag(
         None, "Milliseconds that a step may take while somebody waits for a stream: prompts are cut to it. 'auto' is "

@@ -20,13 +20,23 @@ class RequestError(OctavoError, ValueError):
     """A request that is refused at the door; it fails alone.
 
     `param` names the field at fault, `status` is the HTTP status and `code` the OpenAI error code, where there is one.
+    After `retry_after_s` the same request may be taken.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class DeviceMemoryError(OctavoError):

@@ -1,4 +1,4 @@
-"""What a step costs in time: `StepWork` says what it computes, `StepCostModel` how long that takes, fitted as steps happen.
+"""What a step costs: `StepWork` says what it computes, `StepCostModel` how long that takes, fitted as steps happen.
 
 Nothing here knows a scheduler or a clock: whoever runs steps measures them and calls `observe`, and whoever plans them,
 predicts a wait or chooses between machines asks `seconds`. The same calls give the same numbers.
@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import mul
 from statistics import median
 
 import numpy as np
 
 _MEMORY_STEPS = 200  # older steps of a kind count e times less
-_SPEED_STEPS = 15  # whose median is the machine's present speed: as many again may be disturbed without a trace
-_LARGEST_SURPRISE = 1.5  # a step that took more times longer, or shorter, than was foreseen counts as if it had not
-_FIRST_SURPRISE = 20.0  # the same of the first step of a kind; of the second half of that, and so on
-_TRUST = 0.1  # in the proportions of the start: as much as in so many steps that were all one feature
+_SPEED_STEPS = 15  # their median is the machine's present speed: seven of them may be disturbed without a trace
+_LARGEST_SURPRISE = 1.5  # times longer or shorter than predicted: what is measured beyond that is cut off
+_FIRST_SURPRISE = 20.0  # the same for the first step of a kind; for the second it is half of that, and so on
+_TRUST = 0.1  # weight of the start's proportions, in steps that were all one feature
+_FIRST_STEPS = (
+    50  # of a kind: everything is fitted in each; later one coefficient a step, which takes a tenth of the time
+)
 _BENDS = (8, 64)  # tokens at which a further one may begin to cost more, or less
 
 
@@ -73,7 +77,7 @@ class StepCostModel:
     The function minimizes the squares of the relative errors, by coordinate descent from where it is (Lawson-Hanson's
     problem, kept up to date as in recursive least squares with forgetting). Steps with and without rows of several
     tokens are forgotten each by steps of their kind, so that hours of decoding do not make it forget what prompts cost.
-    What steps do not tell apart stays as it was.
+    What steps do not tell apart stays in the proportions of the start.
     """
 
     def __init__(self, start: Iterable[float]) -> None:
@@ -87,6 +91,8 @@ class StepCostModel:
         self._ratios = deque[float](maxlen=_SPEED_STEPS)  # measured to predicted without the factor
         self.slowness = 1.0  # a factor
         self._num_steps = [0, 0]  # by kind
+        self._mean_surprise = 1.0
+        self._next = 0  # share to be fitted
 
     @classmethod
     def derived(cls, weight_bytes: int, key_bytes: int, bytes_per_s: float, operations_per_s: float) -> StepCostModel:
@@ -99,8 +105,8 @@ class StepCostModel:
 
     def seconds(self, work: StepWork) -> float:
         """What a step is expected to take now."""
-        base = sum(map(float.__mul__, self._coefficients, map(float, work.features())))
-        return base * self.slowness
+        base: float = sum(map(mul, self._coefficients, work.features()))
+        return self.slowness * base
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step has taken so long."""
@@ -112,14 +118,29 @@ class StepCostModel:
         self._ratios.append(ratio)
         self.slowness = median(self._ratios)
         largest = max(_LARGEST_SURPRISE, _FIRST_SURPRISE / self._num_steps[kind])
-        surprise = min(max(ratio / self.slowness, 1 / largest), largest)
+        surprise = _clipped(ratio / self.slowness, largest) / self._mean_surprise
+        # Disturbances make steps longer, never shorter: without this the function would grow as the factor shrinks.
+        self._mean_surprise += (
+            _clipped(ratio / self.slowness, _LARGEST_SURPRISE) - self._mean_surprise
+        ) / _MEMORY_STEPS
         parts = features * self._start / base
         decay = 1 - 1 / _MEMORY_STEPS
-        self._moments[kind] = decay * self._moments[kind] + np.outer(parts, parts)
-        self._targets[kind] = decay * self._targets[kind] + surprise * parts
-        moments, targets = self._moments[0] + self._moments[1], self._targets[0] + self._targets[1]
-        shares = self._shares
-        for i in range(len(shares)):
-            residual = targets[i] - moments[i] @ shares + _TRUST * (1 - shares[i])
-            shares[i] = max(0.0, shares[i] + residual / (moments[i, i] + _TRUST))
-        self._coefficients = (self._start * shares).tolist()
+        self._moments[kind] *= decay
+        self._moments[kind] += np.multiply.outer(parts, parts)
+        self._targets[kind] *= decay
+        self._targets[kind] += surprise * parts
+        for _ in range(len(parts) if self._num_steps[kind] <= _FIRST_STEPS else 1):
+            self._next = (self._next + 1) % len(parts)
+            self._fit(self._next)
+
+    def _fit(self, i: int) -> None:
+        """The best value of one share while the others are as they are."""
+        moments = self._moments[0, i] + self._moments[1, i]
+        target, share = float(self._targets[0, i] + self._targets[1, i]), float(self._shares[i])
+        residual = target - float(moments @ self._shares) + _TRUST * (1 - share)
+        self._shares[i] = share = max(0.0, share + residual / (float(moments[i]) + _TRUST))
+        self._coefficients[i] = float(self._start[i]) * share
+
+
+def _clipped(ratio: float, largest: float) -> float:
+    return min(max(ratio, 1 / largest), largest)

@@ -13,6 +13,7 @@ import msgspec
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.core_client import CoreClient, CoreProcess
+from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import InputProcessor, PromptInput
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
@@ -71,6 +72,7 @@ class AsyncLLMEngine:
         self.config = config
         self.metrics = metrics
         self.stats = EngineStats()  # of the core's last step
+        self.forecast = FirstTokenForecast()
         self._restarts = Restarts(max_restarts)
         self._step_timeout_s = step_timeout_s
         self._ready_timeout_s = ready_timeout_s
@@ -157,11 +159,11 @@ class AsyncLLMEngine:
                 yield output
 
     async def generate_from(
-        self, request: EngineRequest, shown_id: str | None = None, *, deadline: float | None = None
+        self, request: EngineRequest, shown_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """`generate` for a request that `inputs.process` has made. Outputs bear `shown_id`, if that is not its own.
 
-        At `deadline` (of `time.monotonic`) it ends with what it has: finish reason "abort", stop reason "timeout".
+        At the request's `deadline` it ends with what it has: finish reason "abort", stop reason "timeout".
         """
         await self.wait_ready()
         shown_id = shown_id or request.request_id
@@ -176,11 +178,12 @@ class AsyncLLMEngine:
         timer: asyncio.TimerHandle | None = None
         try:
             self._outputs.add(request, shown_id)
-            if deadline is not None:
-                delay_s = max(0.0, deadline - time.monotonic())
+            if request.deadline is not None:
+                delay_s = max(0.0, request.deadline - time.monotonic())
                 timer = asyncio.get_running_loop().call_later(delay_s, self._expire, stream)
             prompt = msgspec.structs.replace(request.prompt, text=None)  # which the core has no use for
             self._core.send(msgspec.structs.replace(request, prompt=prompt))
+            self.forecast.add(request.request_id, len(prompt.token_ids))
             while True:
                 output = await stream.get()
                 if isinstance(output, OctavoError):
@@ -191,6 +194,7 @@ class AsyncLLMEngine:
         finally:
             if timer is not None:
                 timer.cancel()
+            self.forecast.end(request.request_id)
             del self._streams[shown_id]
             self._abort_now(stream)
 
@@ -322,6 +326,7 @@ class AsyncLLMEngine:
         match message:
             case StepOutputs(outputs, stats):
                 self.stats = stats
+                self.forecast.record_step(outputs, stats)
                 results, aborts = self._outputs.process(outputs)
                 for abort in aborts:
                     self._tell(abort)

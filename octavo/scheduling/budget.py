@@ -1,6 +1,6 @@
 """How much a step may hold: how long it may take where streams wait for it, and what part of a prompt fits in that.
 
-The scheduler asks; what a step costs is `octavo.step_cost`'s. A token budget, which is a number, is the scheduler's own.
+The scheduler asks; what a step costs is `octavo.step_cost`'s. The budget of tokens is the scheduler's own.
 """
 
 from __future__ import annotations

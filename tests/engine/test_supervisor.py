@@ -65,7 +65,8 @@ async def ask(engine: AsyncLLMEngine, prompt: list[int], name: str = "r", deadli
     """The finish reason."""
     request = engine.inputs.process({"prompt_token_ids": prompt}, SamplingParams(max_tokens=1))
     reason = None
-    async for output in engine.generate_from(request, name, deadline=deadline):
+    request.deadline = deadline
+    async for output in engine.generate_from(request, name):
         reason = output.outputs[0].finish_reason
     return reason
 

@@ -14,6 +14,7 @@ from typing import Any
 import uvloop
 
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.wire import BlockMap
@@ -66,6 +67,7 @@ class FakeEngine:
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.deadlines: list[float | None] = []
         self.stats = EngineStats()
+        self.forecast = FirstTokenForecast()
 
     def shutdown(self) -> None:
         pass
@@ -78,13 +80,13 @@ class FakeEngine:
         return BlockMap(bytes([3, 2, 2, 1, 0, 0, 0, 0]))
 
     async def generate_from(
-        self, request: EngineRequest, shown_id: str | None = None, *, deadline: float | None = None
+        self, request: EngineRequest, shown_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         params, request_id = request.params, request.request_id
         self.seen.append(
             (request.prompt.token_ids, params, {"priority": request.priority, "salt": request.prompt.cache_salt})
         )
-        self.deadlines.append(deadline)
+        self.deadlines.append(request.deadline)
         outputs = OutputProcessor(self.tokenizer, self.metrics)
         outputs.add(request, shown_id)
         self.active.add(request_id)

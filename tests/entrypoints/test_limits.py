@@ -14,6 +14,7 @@ import pytest
 from octavo.entrypoints.openai import gate, http_server
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
+from octavo.request import SequenceOutput
 from octavo.stats import EngineStats
 from tests.entrypoints.fake_engine import FakeEngine, serving, wait_until
 
@@ -246,6 +247,8 @@ def test_a_timeout_that_is_none_is_refused(http: httpx.Client, timeout: object) 
         {"max_body_bytes": 0},
         {"body_timeout": 0.0},
         {"max_request_time": -1.0},
+        {"max_ttft": 0.0},
+        {"max_ttft": float("inf")},
         {"max_request_time": float("nan")},
         {"shutdown_timeout": float("inf")},
         {"max_engine_restarts": -1},
@@ -259,3 +262,56 @@ def test_limits_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None
     (name,) = wrong
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
         ServerArgs(**wrong).check()  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def prompt_server(shared_engine: FakeEngine) -> Iterator[str]:
+    with serving(shared_engine, disable_log_requests=True, max_ttft=2.0) as url:
+        yield url
+
+
+def post(url: str, **fields: object) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json={"prompt": list(range(1, 101)), **fields})
+
+
+def test_a_first_token_that_would_come_too_late_is_429_and_says_when_it_would_not(
+    prompt_server: str, engine: FakeEngine
+) -> None:
+    assert post(prompt_server).status_code == 200, "nothing is known yet"
+    engine.forecast.record_step([], EngineStats(prompt_token_s=0.01))
+    assert post(prompt_server).status_code == 200, "1 s"
+    engine.forecast.add("other", 450)
+    answer = post(prompt_server)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
+    assert answer.json()["error"] == {
+        "message": "The first token would come in about 5.5 s, and it must in 2 s; try again in about 4 s.",
+        "type": "rate_limit_error", "param": None, "code": "first_token_too_late",
+    }  # fmt: skip
+    assert httpx.get(f"{prompt_server}/v1/models").status_code == 200
+    engine.forecast.record_step([], EngineStats(prompt_token_s=0.01, num_chunked_tokens=360))
+    assert post(prompt_server).status_code == 200, "90 tokens are left, and 100 come"
+    assert post(prompt_server, max_ttft=1.5).status_code == 429
+    engine.forecast.record_step([SequenceOutput("other", 0, [5])], EngineStats(prompt_token_s=0.01))
+    assert post(prompt_server, max_ttft=1.5).status_code == 200
+
+
+def test_a_prompt_that_alone_takes_too_long_is_told_so(prompt_server: str, engine: FakeEngine) -> None:
+    engine.forecast.record_step([], EngineStats(prompt_token_s=0.03))
+    answer = post(prompt_server)
+    assert answer.status_code == 400 and "retry-after" not in answer.headers
+    assert "100 tokens alone take about 3.0 s" in answer.json()["error"]["message"]
+
+
+def test_where_all_slots_are_taken_the_first_token_waits_for_an_end(prompt_server: str, engine: FakeEngine) -> None:
+    engine.metrics.requests_per_s = 0.5
+    engine.stats = EngineStats(num_running=8, num_waiting=1)
+    assert post(prompt_server).headers["retry-after"] == "2", "two requests, 2 s each"
+    engine.metrics.requests_per_s = 0.0
+
+
+def test_what_is_cached_of_prompts_takes_no_time(prompt_server: str, engine: FakeEngine) -> None:
+    hits = EngineStats(prompt_token_s=0.01, num_prefix_queries=1000, num_prefix_hits=900)
+    engine.forecast.record_step([], hits)
+    engine.forecast.add("other", 900)
+    assert engine.forecast.seconds(100) == pytest.approx(1.0)
+    assert post(prompt_server).status_code == 200

@@ -22,11 +22,13 @@ from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import BlockMoves, StepPlan, StepResult
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
+from octavo.scheduling.live_sequences import scheduling_order
+from octavo.scheduling.order import LONGEST_WAIT_S
 from octavo.scheduling.scheduler import Scheduler
 from octavo.sequence import Sequence
 from octavo.stats import EngineStats
 from tests.scheduling.device import Device
-from tests.scheduling.truth import EOS, FAILURE, VOCAB_SIZE, Setup, Watched, searched, standalone
+from tests.scheduling.truth import EOS, FAILURE, STEP_COST, VOCAB_SIZE, Setup, Watched, searched, standalone
 
 
 class Simulation:
@@ -43,9 +45,10 @@ class Simulation:
             enable_chunked_prefill=setup.enable_chunked_prefill,
             policy=setup.policy,
             preemption_mode=setup.preemption_mode,
+            target_step_s=setup.target_step_s,
         )
         proposer = None if setup.guesses == "none" else self._propose
-        self.scheduler = Scheduler(config, self.cache, runs_ahead=setup.runs_ahead, proposer=proposer)
+        self.scheduler = Scheduler(config, self.cache, runs_ahead=setup.runs_ahead, proposer=proposer, cost=STEP_COST)
         self.device = Device(self)
         self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
         self._failures = random.Random(5)
@@ -65,6 +68,7 @@ class Simulation:
         priority: int = 0,
         cache_salt: str | None = None,
         fails_at: int | None = None,
+        max_ttft_s: float | None = None,
     ) -> str:
         """Queue a request that can run. Returns its id."""
         assert params.max_tokens is not None
@@ -76,20 +80,27 @@ class Simulation:
             params=params,
             eos_token_ids=[EOS],
             max_tokens=params.max_tokens,
-            arrival_time=0.0,
+            arrival_time=float(self.num_steps),
             priority=priority,
+            max_ttft_s=max_ttft_s,
         )
         watched = Watched(request, fails_at, None, live=set(range(params.num_completions)))
         self.requests[request_id] = watched
-        if self.setup.policy == "fcfs":
-            # The oldest sequence computes at least one token in each step, so that this is the longest it can take.
-            watched.deadline = self.num_steps + 2 * self.setup.runs_ahead
-            watched.deadline += sum(other.num_most_steps for other in self.requests.values())
-            if self.setup.memory_failures:  # each is a step for nothing
-                watched.deadline = None
         self.scheduler.add(request)
+        if self.setup.policy == "fcfs":
+            self._give_deadline(watched)
+        elif self.setup.policy == "deadline":
+            watched.due = self._sequences(watched)[0].key[0]
+            assert watched.due <= self.num_steps + (max_ttft_s or LONGEST_WAIT_S), "it may have to wait for too long"
         self._count("add")
         return request_id
+
+    def _give_deadline(self, watched: Watched) -> None:
+        """Nobody who comes from now on goes before it. The first sequence in the order computes at least one token in
+        each step, so that this is the longest it can take."""
+        if not self.setup.memory_failures:  # each is a step for nothing
+            watched.deadline = self.num_steps + 2 * self.setup.runs_ahead
+            watched.deadline += sum(other.num_most_steps for other in self.requests.values())
 
     def abort(self, request_id: str) -> None:
         watched = self.requests.pop(request_id)
@@ -123,7 +134,9 @@ class Simulation:
             if not seq.is_held and not (seq.num_awaited_tokens and seq.num_remaining_tokens <= 0)
         ]  # fmt: skip
         held_before = [seq for seq in self.scheduler.live if seq.is_held]
+        waiting_before = [seq for seq in self.scheduler.live.waiting if not seq.is_held]
         plan = self.scheduler.schedule()
+        self._check_order(waiting_before, running_before)
         self.seen["held beam"] += len(held_before)
         self.seen["held beam preempted"] += sum(seq.row is None for seq in held_before)
         self._check_plan(plan)
@@ -156,6 +169,8 @@ class Simulation:
         self.seen["guess"] += sum(len(planned.guesses) for planned in plan.rows)
         self.num_steps += 1
         for watched in self.requests.values():
+            if watched.deadline is None and watched.due <= self.num_steps:
+                self._give_deadline(watched)
             assert watched.deadline is None or self.num_steps <= watched.deadline, (
                 f"{watched.request.request_id} starves"
             )
@@ -255,6 +270,17 @@ class Simulation:
                 watched.live.clear()  # it failed before it forked
         if not watched.live:
             del self.requests[output.request_id]
+
+    def _check_order(self, waiting: list[Sequence], running: list[Sequence]) -> None:
+        """Nobody is admitted who comes behind one that goes on waiting."""
+        admitted = [scheduling_order(seq) for seq in waiting if seq.row is not None]
+        left = [scheduling_order(seq) for seq in waiting if seq.row is None]
+        assert not admitted or not left or max(admitted) < min(left), "somebody was passed over"
+        self.seen["overtaken"] += any(
+            scheduling_order(seq) > min(admitted, default=scheduling_order(seq)) and seq.num_lacking_tokens > 0
+            for seq in running
+            if seq.row is not None
+        )
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert sum(planned.num_tokens for planned in plan.rows) <= self.setup.max_num_batched_tokens

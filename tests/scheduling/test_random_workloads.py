@@ -13,12 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from octavo.errors import RequestError
 from octavo.kv_cache.manager import UNLIMITED
 from octavo.sampling_params import SamplingParams
+from octavo.scheduling import budget
 from tests.scheduling.simulation import Simulation
 from tests.scheduling.truth import MODELS, Setup
 from tests.scheduling.workload import Workload
 
-SWITCHES = list(product(("fcfs", "priority"), ("recompute", "swap"), (True, False), (True, False), (True, False)))
-OPERATIONS_EACH = 4000
+SWITCHES = list(
+    product(("fcfs", "priority", "deadline"), ("recompute", "swap"), (True, False), (True, False), (True, False))
+)
+OPERATIONS_EACH = 3000
 
 # Every kind of memory, and guesses, with which no step runs ahead: a proposer wants to see the last tokens.
 KINDS = [(model, "none", mode, ahead) for model in MODELS if model != "full" for mode, ahead in [
@@ -26,6 +29,12 @@ KINDS = [(model, "none", mode, ahead) for model in MODELS if model != "full" for
 ]]  # fmt: skip
 GUESSES = [("full", guesses, mode, False) for guesses in ("right", "wrong", "random") for mode in ("recompute", "swap")]
 GUESSES += [(model, "random", "swap", False) for model in MODELS if model != "full"]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts of the workloads are short: what they get at least is less, so that time cuts them."""
+    monkeypatch.setattr(budget, "MIN_CHUNK_TOKENS", 2)
 
 
 def test_the_default_run_makes_at_least_50_000_operations() -> None:
@@ -58,8 +67,8 @@ def run(
     rng = random.Random(f"{policy} {preemption_mode} {chunked} {caching}")
     num_operations = 0
     seen: dict[str, int] = {}
-    wanted = wanted_of(preemption_mode, chunked, caching, ahead, model, guesses)
-    while num_operations < num_wanted or (num_operations < 4 * OPERATIONS_EACH and unseen(seen, wanted)):
+    wanted = wanted_of(policy, preemption_mode, chunked, caching, ahead, model, guesses)
+    while num_operations < num_wanted or (num_operations < 8 * OPERATIONS_EACH and unseen(seen, wanted)):
         max_num_seqs = rng.choice([1, 3, 5, 8, 12])
         setup = Setup(
             num_blocks=rng.choice([6, 10, 16, 24, 40]),
@@ -75,6 +84,7 @@ def run(
             memory_failures=rng.choice([0, 0, 2]),
             model=model,
             guesses=guesses,
+            target_step_s=rng.choice([0.0, 10.0, 40.0]),
         )
         simulation = Simulation(setup)
         Workload(simulation, rng.randint).run(400)
@@ -92,7 +102,9 @@ def unseen(seen: dict[str, int], wanted: set[str]) -> set[str]:
     return {what for what in wanted if not seen.get(what)}
 
 
-def wanted_of(preemption_mode: str, chunked: bool, caching: bool, ahead: bool, model: str, guesses: str) -> set[str]:
+def wanted_of(
+    policy: str, preemption_mode: str, chunked: bool, caching: bool, ahead: bool, model: str, guesses: str
+) -> set[str]:
     """What a workload must exercise."""
     wanted = {
         "preemption", "copy on write", "abort waiting", "abort running", "abort one of several", "abort an unborn fork",
@@ -102,6 +114,7 @@ def wanted_of(preemption_mode: str, chunked: bool, caching: bool, ahead: bool, m
     wanted |= {"swap", "swap back", "abort swapped"} if preemption_mode == "swap" else set()
     wanted |= {"chunk of a prompt"} if chunked else set()
     wanted |= {"prefix hit"} if caching else set()
+    wanted |= {"overtaken"} if policy != "fcfs" and chunked else set()
     wanted |= {"ahead"} if ahead else set()
     if guesses != "none" and all(spec.kind != "state" for spec, _ in MODELS[model]):
         wanted |= {"guess"} | ({"right guess"} if guesses != "wrong" else set())
@@ -125,7 +138,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_blocks=st.integers(0, 10),
             max_num_seqs=st.integers(1, 6),
             max_num_batched_tokens=st.integers(6, 30),
-            policy=st.sampled_from(["fcfs", "priority"]),
+            policy=st.sampled_from(["fcfs", "priority", "deadline"]),
+            target_step_s=st.sampled_from([0.0, 1.0, 20.0]),
             preemption_mode=st.sampled_from(["recompute", "swap"]),
             enable_chunked_prefill=st.booleans(),
             enable_prefix_caching=st.booleans(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import StepPlan, StepResult
 from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.scheduling.budget import AUTO_STEP_S, MIN_CHUNK_TOKENS, StepCost
 from octavo.scheduling.scheduler import Proposer, Scheduler
 from octavo.sequence import Sequence
+from octavo.step_cost import StepWork
 
 EOS = 0
 SIZE = 4
@@ -31,6 +34,8 @@ def scheduler(
     chunked: bool = True,
     caching: bool = True,
     proposer: Proposer | None = None,
+    cost: StepCost | None = None,
+    target_step_s: float | None = None,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -39,19 +44,29 @@ def scheduler(
         policy=policy,
         preemption_mode=preemption_mode,
         check_invariants=True,
+        target_step_s=target_step_s,
     )
     full = CacheGroup(LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8), (0,), pool=0)
     cache = KVCacheManager([full], [num_blocks], SIZE, [num_host_blocks], caching)
-    return Scheduler(config, cache, seed=0, proposer=proposer)
+    return Scheduler(config, cache, seed=0, proposer=proposer, cost=cost)
 
 
 def request(
-    name: str, prompt: int | list[int], max_tokens: int = 8, priority: int = 0, salt: str | None = None, **params: Any
+    name: str,
+    prompt: int | list[int],
+    max_tokens: int = 8,
+    priority: int = 0,
+    salt: str | None = None,
+    arrival: float = 0.0,
+    max_ttft_s: float | None = None,
+    deadline: float | None = None,
+    **params: Any,
 ) -> EngineRequest:
     """A request; `prompt` is its tokens, or how many tokens that no other request has."""
     tokens = [hash((name, i)) % 1000 + 1 for i in range(prompt)] if isinstance(prompt, int) else prompt
     sampling = SamplingParams(max_tokens=max_tokens, **params)
-    return EngineRequest(name, Prompt(tokens, cache_salt=salt), sampling, [EOS], max_tokens, 0.0, priority)
+    kept = Prompt(tokens, cache_salt=salt)
+    return EngineRequest(name, kept, sampling, [EOS], max_tokens, arrival, priority, max_ttft_s, deadline)
 
 
 def result_of(plan: StepPlan, token: int = 7) -> StepResult:
@@ -404,3 +419,132 @@ def test_stats_count_slots_and_take_increments_once() -> None:
     assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (9, 3)
     again = s.take_stats()
     assert (again.num_running, again.num_prompt_tokens, again.num_generation_tokens) == (3, 0, 0)
+
+
+class Formula:
+    """A millisecond a token, and as much as it says for a thousand pairs of a query and a key."""
+
+    def __init__(self, pairs_ms: float = 0.0) -> None:
+        self.pairs_ms = pairs_ms
+
+    def seconds(self, work: StepWork) -> float:
+        return 1e-3 * (work.num_tokens + 1e-3 * self.pairs_ms * work.num_chunk_pairs)
+
+
+def streaming(**options: Any) -> Scheduler:
+    """A scheduler with one stream, which has begun."""
+    s = scheduler(**{"num_blocks": 1000, "budget": 256, "cost": Formula(), "target_step_s": 0.0501} | options)
+    s.add(request("stream", 3, max_tokens=500))
+    computed(s)
+    return s
+
+
+def test_a_prompt_is_cut_to_the_time_that_a_stream_may_wait() -> None:
+    s = streaming()
+    s.add(request("long", 110, max_tokens=1))
+    assert [computed(s) for _ in range(4)] == [
+        {"stream": 1, "long": 49}, {"stream": 1, "long": 49}, {"stream": 1, "long": 12}, {"stream": 1}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", ["no target", "no stream", "no chunked prefill"])
+def test_steps_are_bounded_by_tokens_alone_where_nobody_waits_or_nothing_can_be_cut(reason: str) -> None:
+    s = scheduler(
+        num_blocks=1000, budget=256, cost=Formula(), target_step_s=0.0 if reason == "no target" else 0.0501,
+        chunked=reason != "no chunked prefill",
+    )  # fmt: skip
+    kind = RequestOutputKind.FINAL_ONLY if reason == "no stream" else RequestOutputKind.DELTA
+    s.add(request("other", 3, output_kind=kind))
+    assert computed(s) == {"other": 3}
+    s.add(request("long", 110))
+    assert computed(s) == {"other": 1, "long": 110}
+
+
+def test_a_prompt_alone_is_not_cut() -> None:
+    s = scheduler(num_blocks=1000, budget=256, cost=Formula(), target_step_s=0.0501)
+    s.add(request("a", 100))
+    s.add(request("b", 100))
+    assert computed(s) == {"a": 100, "b": 100}
+
+
+def test_longer_contexts_make_shorter_chunks_and_never_less_than_the_least() -> None:
+    s = streaming(cost=Formula(pairs_ms=3.0))
+    s.add(request("long", 800))
+    chunks = [computed(s)["long"] for _ in range(15)]
+    assert chunks[0] == 45 and chunks == sorted(chunks, reverse=True)
+    assert chunks[-1] == MIN_CHUNK_TOKENS
+
+
+def test_streams_that_take_all_the_time_leave_a_prompt_the_least() -> None:
+    s = streaming(target_step_s=0.0005)
+    s.add(request("first", 100))
+    s.add(request("second", 100))
+    assert computed(s) == {"stream": 1, "first": MIN_CHUNK_TOKENS}
+
+
+def test_a_short_rest_of_a_prompt_leaves_its_time_to_the_next_one() -> None:
+    s = streaming(target_step_s=0.1001)
+    for name in ("first", "second", "third"):
+        s.add(request(name, 60))
+    assert computed(s) == {"stream": 1, "first": 60, "second": 39}
+    assert computed(s) == {"stream": 1, "first": 1, "second": 21, "third": 60}
+
+
+def test_the_target_is_by_default_a_time_that_nobody_notices_or_three_times_what_the_streams_take() -> None:
+    s = streaming(target_step_s=None)
+    s.add(request("long", 1000))
+    assert 1 + computed(s)["long"] == pytest.approx(1e3 * AUTO_STEP_S, abs=1)
+    s = scheduler(num_blocks=1000, max_num_seqs=64, budget=256, cost=Formula())
+    for i in range(50):
+        s.add(request(f"stream {i}", 3, max_tokens=50))
+    computed(s)
+    s.add(request("long", 1000))
+    assert computed(s)["long"] == pytest.approx(2 * 50, abs=1)
+
+
+def test_by_deadline_the_shorter_prompt_goes_first_and_one_that_has_waited_in_proportion_before_it() -> None:
+    s = scheduler(max_num_seqs=1, policy="deadline", cost=Formula())
+    s.add(request("long", 40, max_tokens=1, arrival=0.0))  # due at 0.4
+    s.add(request("short", 5, max_tokens=1, arrival=0.1))  # at 0.15
+    s.add(request("late", 5, max_tokens=1, arrival=0.36))  # at 0.41
+    assert [list(computed(s)) for _ in range(3)] == [["short"], ["long"], ["late"]]
+
+
+def test_by_deadline_a_request_says_when_its_first_token_is_due() -> None:
+    s = scheduler(max_num_seqs=1, policy="deadline", cost=Formula())
+    s.add(request("patient", 5, max_tokens=1, max_ttft_s=60.0))
+    s.add(request("usual", 10, max_tokens=1))  # due at 0.1
+    s.add(request("urgent", 40, max_tokens=1, max_ttft_s=0.05))
+    s.add(request("times out", 40, max_tokens=1, max_ttft_s=60.0, deadline=0.07))
+    assert [list(computed(s)) for _ in range(4)] == [["urgent"], ["times out"], ["usual"], ["patient"]]
+
+
+def test_by_deadline_only_what_is_not_cached_of_a_prompt_counts() -> None:
+    s = scheduler(policy="deadline", cost=Formula())
+    shared = list(range(1, 33))
+    s.add(request("first", shared, max_tokens=1))
+    computed(s)
+    s.config = dataclasses.replace(s.config, max_num_batched_tokens=8)
+    s.add(request("short", 6, max_tokens=1))
+    s.add(request("long, but cached", [*shared, 33, 34], max_tokens=1))
+    assert next(iter(computed(s))) == "long, but cached"
+
+
+@pytest.mark.parametrize("policy", ["priority", "deadline"])
+def test_who_goes_first_overtakes_a_prompt_that_is_being_computed_which_still_goes_on(policy: str) -> None:
+    s = scheduler(num_blocks=1000, budget=64, policy=policy, cost=Formula())
+    s.add(request("long", 300, priority=2))
+    assert computed(s) == {"long": 64}
+    s.add(request("short", 20, priority=1))
+    s.add(request("middle", 100, priority=1))
+    s.add(request("longest", 400, priority=3))
+    assert computed(s) == {"short": 20, "middle": 43, "long": 1}
+    assert computed(s) == {"short": 1, "middle": 57, "long": 6}
+
+
+def test_first_come_first_served_overtakes_nobody() -> None:
+    s = scheduler(num_blocks=1000, budget=64, cost=Formula())
+    s.add(request("long", 300))
+    computed(s)
+    s.add(request("short", 20))
+    assert computed(s) == {"long": 64}

@@ -6,13 +6,17 @@ cache group.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.request import EngineRequest
+from octavo.step_cost import StepCostModel
 
 VOCAB_SIZE = 48
 EOS = 0
+# A second each, and so much for the other features of a step.
+STEP_COST = StepCostModel((1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.01, 0.01))
 FAILURE = "a logits processor failed"
 
 FULL = LayerCacheSpec("full", num_kv_heads=1, key_size=1, value_size=1)
@@ -48,6 +52,7 @@ class Setup:
     runs_ahead: bool = False  # steps are planned before the results of the last one are known
     memory_failures: int = 0  # percent of the steps that the device has no memory for
     model: str = "full"
+    target_step_s: float = 0.0  # that steps take where streams wait, at what `STEP_COST` says
     guesses: str = "none"  # "right", "wrong" or "random": what the proposer makes up
 
     @property
@@ -87,6 +92,7 @@ class Watched:
     request: EngineRequest
     fails_at: int | None  # output tokens before a logits processor fails
     deadline: int | None  # the step by which it must have finished
+    due: float = math.inf  # where requests have deadlines: nobody who comes later goes before it
     outputs: dict[int, list[int]] = field(default_factory=dict)  # tokens so far, by sequence
     expected: dict[int, Expected] = field(default_factory=dict)  # by sequence, once it has put out a token
     live: set[int] = field(default_factory=set)  # sequences that the test has neither seen finish nor aborted

@@ -60,6 +60,7 @@ class Workload:
                 logprobs=0 if chance(20) else None,
             ),
             priority=integer(-2, 2),
+            max_ttft_s=float(integer(0, 50)) if chance(20) else None,
             cache_salt="salt" if chance(15) else None,
             fails_at=integer(0, 4) if chance(4) else None,
         )

@@ -95,7 +95,14 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
 
 
 async def _on_octavo_error(request: Request, error: Exception) -> Response:
-    return error_response(**describe(error))
+    return refusal(error)
+
+
+def refusal(error: Exception) -> Response:
+    """The response to a request that is not taken."""
+    retry_after_s = error.retry_after_s if isinstance(error, RequestError) else None
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return error_response(**describe(error), headers=headers)
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:

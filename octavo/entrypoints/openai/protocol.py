@@ -223,6 +223,10 @@ class SamplingRequest(_PromptRequest):
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
         "Seconds after arrival at which the answer ends with what there is."
     )
+    max_ttft: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
+        "Seconds after arrival in which the first token must come: the request is refused (429) if that is not to be "
+        "expected, and goes before those whose first tokens are due later, with --scheduling-policy deadline."
+    )
 
     @property
     def num_choices(self) -> int:

@@ -19,7 +19,14 @@ from octavo.entrypoints.openai.tools import PARSERS
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 
-_SECONDS = ("max_request_time", "body_timeout", "shutdown_timeout", "engine_ready_timeout", "engine_step_timeout")
+_SECONDS = (
+    "max_ttft",
+    "max_request_time",
+    "body_timeout",
+    "shutdown_timeout",
+    "engine_ready_timeout",
+    "engine_step_timeout",
+)
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -47,6 +54,10 @@ class ServerArgs(Flags):
     max_queue_len: int | None = flag(
         None, "Requests that may wait to be scheduled; more are answered with 429 and Retry-After. Default: any number."
     )
+    max_ttft: float | None = flag(
+        None, "Seconds in which a first token must come: a request for which it is predicted later, behind those that "
+        "are here, is answered with 429 and Retry-After. Default: any.", positive=True,
+    )  # fmt: skip
     max_request_time: float | None = flag(
         None, "Seconds from a request's arrival after which it ends with what it has. Default: any.", positive=True
     )

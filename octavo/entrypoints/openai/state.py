@@ -113,6 +113,34 @@ class ServerState:
         rate = 0.0 if self.engine.metrics is None else self.engine.metrics.requests_per_s
         return min(max(math.ceil(num_waiting / rate), 1), MAX_RETRY_AFTER_S) if rate > 0 else RETRY_AFTER_S
 
+    def check_first_token(self, num_tokens: int, wanted_s: float | None = None) -> None:
+        """Raise `RequestError` (429) if a prompt would have its first token later than `wanted_s` and --max-ttft allow,
+        because of those that are before it. What it says of the time to come back holds if no others come."""
+        limits_s = [limit for limit in (wanted_s, self.args.max_ttft) if limit is not None]
+        if not limits_s:
+            return
+        limit_s, forecast, stats = min(limits_s), self.engine.forecast, self.engine.stats
+        predicted_s = forecast.seconds(num_tokens)
+        rate = 0.0 if self.engine.metrics is None else self.engine.metrics.requests_per_s
+        if stats.num_running >= self.engine.config.scheduler.max_num_seqs and rate > 0:  # others must end before it
+            predicted_s = max(predicted_s, (stats.num_waiting + stats.num_swapped + 1) / rate)
+        if predicted_s <= limit_s:
+            return
+        if (alone_s := forecast.seconds_alone(num_tokens)) > limit_s:
+            raise RequestError(
+                f"The prompt's {num_tokens} tokens alone take about {alone_s:.1f} s, and the first token must come in "
+                f"{limit_s:g} s.",
+                code="first_token_too_late",
+            )
+        retry_after_s = min(max(math.ceil(predicted_s - limit_s), 1), MAX_RETRY_AFTER_S)
+        raise RequestError(
+            f"The first token would come in about {predicted_s:.1f} s, and it must in {limit_s:g} s; try again in about "
+            f"{retry_after_s} s.",
+            status=429,
+            code="first_token_too_late",
+            retry_after_s=retry_after_s,
+        )
+
     def resolve_model(self, name: str | None) -> str:
         """The name to answer under. Raises `RequestError` (404) for a model that is not served here."""
         if name is None or name in self.model_names:
@@ -179,7 +207,9 @@ class ServerState:
             self._log_request(name, request.prompt, params)
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
         deadline = request.arrival_time + min(limits_s) if limits_s else None
-        outputs = self.engine.generate_from(request, deadline=deadline)
+        self.check_first_token(len(request.prompt.token_ids), body.max_ttft)
+        request = msgspec.structs.replace(request, deadline=deadline, max_ttft_s=body.max_ttft)
+        outputs = self.engine.generate_from(request)
         if self.tracer is not None:
             named = msgspec.structs.replace(request, request_id=name)
             outputs = self.tracer.trace(named, outputs, {} if arrival is None else arrival.headers)

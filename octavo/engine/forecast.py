@@ -1,0 +1,54 @@
+"""When a prompt that comes now would have its first token: what the front end knows of the prompts before it, times what
+the core says a token of a prompt takes.
+
+`AsyncLLMEngine` keeps it up to date and the server asks it before it takes a request (`--max-ttft`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from octavo.request import SequenceOutput
+from octavo.stats import EngineStats
+
+_MEMORY_TOKENS = 20_000  # of prompts looked up in the prefix index: older ones count e times less
+
+
+class FirstTokenForecast:
+    """The prompts of which no token has come yet, in the front end's count, and the speed of the core."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, int] = {}  # prompt tokens, by request
+        self._num_waiting_tokens = 0
+        self._num_queries = self._num_hits = 0.0  # tokens looked up in the prefix index, and found there, lately
+        self._stats = EngineStats()
+
+    def add(self, request_id: str, num_tokens: int) -> None:
+        """A request goes to the core."""
+        self._waiting[request_id] = num_tokens
+        self._num_waiting_tokens += num_tokens
+
+    def end(self, request_id: str) -> None:
+        """A request has its first token, or none will come."""
+        self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
+
+    def record_step(self, outputs: Iterable[SequenceOutput], stats: EngineStats) -> None:
+        for output in outputs:
+            if output.request_id in self._waiting:
+                self.end(output.request_id)
+        if stats.prompt_token_s:
+            self._stats = stats
+        if stats.num_prefix_queries:
+            kept = max(0.0, 1 - stats.num_prefix_queries / _MEMORY_TOKENS)
+            self._num_queries = kept * self._num_queries + stats.num_prefix_queries
+            self._num_hits = kept * self._num_hits + stats.num_prefix_hits
+
+    def seconds(self, num_tokens: int) -> float:
+        """From now to the first token of a prompt of `num_tokens`, behind all others. 0 while nothing has run."""
+        found = self._num_hits / self._num_queries if self._num_queries else 0.0
+        num_before = max(0, self._num_waiting_tokens - self._stats.num_chunked_tokens)
+        return (num_before + num_tokens) * (1 - found) * self._stats.prompt_token_s
+
+    def seconds_alone(self, num_tokens: int) -> float:
+        """The same if no other prompt were before it."""
+        return num_tokens * self._stats.prompt_token_s
