@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TEXT = "#57606a"
 BLUE, ORANGE, GREEN = "#2f81f7", "#d97706", "#16a36b"
 _RULE = "<style>svg{color:#57606a}@media (prefers-color-scheme:dark){svg{color:#adb8c2}}</style>"
+_SWEPT = {"ttft": "time to first token", "itl": "time between tokens", "tpot": "mean time per token"}
 _KINDS = (".svg", ".png", ".pdf")
 
 
@@ -95,3 +96,35 @@ def plot_serving(file: Path, answers: Sequence[Answer], setting: str) -> None:
     rate.stairs(counts / np.diff(edges), edges, color=GREEN, fill=True, alpha=0.35)
     rate.set(title="throughput", xlabel="s", ylabel="tokens/s", xlim=(0, None))
     save_figure(figure, file, f"{setting}: {len(good)} of {len(answers)} requests answered")
+
+
+def plot_sweep(file: Path, results: Sequence[Mapping[str, Any]], percentile: float) -> None:
+    """Latencies against throughput: a curve for each server, a point for each rate, as `serve` saves it."""
+    curves: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        if result["completed"]:
+            curves.setdefault(result["label"] or result["model_id"], []).append(result)
+    if not curves:
+        return
+    figure, axes = new_figure(3)
+    for axis, (name, title) in zip(axes, _SWEPT.items(), strict=True):
+        for colour, (label, points) in zip(_curve_colours(len(curves)), curves.items(), strict=True):
+            throughput = [point["output_throughput"] for point in points]
+            for key, style in ((f"mean_{name}_ms", "-"), (f"p{percentile:g}_{name}_ms", "--")):
+                axis.plot(throughput, [point[key] for point in points], style, marker="o", ms=3.5, color=colour)
+            axis.plot([], [], color=colour, label=label)
+            for point, x in zip(points, throughput, strict=True):
+                if point["request_rate"] != "inf":
+                    axis.annotate(
+                        f"{point['request_rate']:g}/s", (x, point[f"mean_{name}_ms"]), xytext=(0, -10),
+                        textcoords="offset points", fontsize=7, ha="center", color=TEXT,
+                    )  # fmt: skip
+        axis.set(title=title, xlabel="output tokens/s", ylabel="ms", yscale="log", xlim=(0, None))
+    axes[0].legend(frameon=False, loc="upper left")
+    title = f"{results[0]['model_id']}: means (lines) and {percentile:g}th percentiles (dashed)"
+    save_figure(figure, file, title)
+
+
+def _curve_colours(count: int) -> list[str]:
+    colours = (BLUE, ORANGE, GREEN, "#a855f7", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
+    return [colours[i % len(colours)] for i in range(count)]

@@ -1,8 +1,9 @@
 """`octavo bench serve`: many clients against a running server, and what each of them sees.
 
 Open loop (`--request-rate`): requests come when they come, as users do, whatever the server is busy with. Closed loop
-(`--max-concurrency`): so many are under way at any time. Flags, figures and JSON keys are vLLM's. Prompts are in
-`data`, the HTTP client in `client`, the arithmetic in `results`.
+(`--max-concurrency`): so many are under way at any time. Several rates, or several servers, are measured in turn and
+drawn as curves of throughput against latency. Flags, figures and JSON keys are vLLM's. Prompts are in `data`, the HTTP
+client in `client`, the arithmetic in `results`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def make_parser(prog: str) -> FlagParser:
     parser = FlagParser(prog=prog, description="Measure a running OpenAI-compatible server.")
     server = parser.add_argument_group("server")
     server.add_argument("--backend", "--endpoint-type", choices=[*ENDPOINTS, *_ALIASES], default="openai")
-    server.add_argument("--base-url", help="As http://host:port; default: --host and --port.")
+    server.add_argument(
+        "--base-url", nargs="+", metavar="[LABEL=]URL", help="As http://host:port, or several to compare, as "
+        "octavo=http://host:port; default: --host and --port.",
+    )  # fmt: skip
     server.add_argument("--host", default="127.0.0.1", help="Default: %(default)s.")
     server.add_argument("--port", type=int, default=8000, help="Default: %(default)s.")
     server.add_argument("--endpoint", help="Default: the backend's.")
@@ -53,7 +57,10 @@ def make_parser(prog: str) -> FlagParser:
     add_dataset_args(parser)
     parser.add_argument("--seed", type=int, default=0, help="Of prompts and arrivals (default: %(default)s).")
     load = parser.add_argument_group("load")
-    load.add_argument("--request-rate", type=float, default=math.inf, help="Requests a second; default: all at once.")
+    load.add_argument(
+        "--request-rate", type=float, nargs="+", default=[math.inf], help="Requests a second, or several rates, one "
+        "after the other; default: all at once.",
+    )  # fmt: skip
     load.add_argument(
         "--burstiness",
         type=float,
@@ -93,30 +100,57 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench serve")
     args = make_parser(prog).parse_args(argv)
 
     def bench() -> None:
-        plan = Plan(args)
+        plans = _plans(args)
         _raise_open_files()
         import uvloop
 
+        results = []
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            answers, duration_s, prompts = runner.run(_measure(args, plan))
-        figures = summarize(answers, duration_s, percentiles=plan.percentiles, goodput_ms=plan.goodput_ms)
-        print(table(figures, plan.shown, plan.percentiles, plan.setting()))
-        for message, count in Counter(answer.error for answer in answers if answer.error is not None).items():
-            print(f"{count} failed: {message}", file=sys.stderr)
-        _save(args, plan, figures, answers, prompts)
-        if not figures["completed"]:
-            raise OctavoError(f"not one of {len(answers)} requests succeeded.")
+            for plan in plans:
+                answers, duration_s, prompts = runner.run(_measure(args, plan))
+                results.append(_report(args, plan, answers, duration_s, prompts))
+                if args.plot and len(plans) == 1:
+                    from octavo.bench.plot import plot_serving
+
+                    plot_serving(Path(args.plot), answers, plan.setting())
+        if args.json:
+            write_json(Path(args.json), results if len(plans) > 1 else results[0])
+        if args.plot and len(plans) > 1:
+            from octavo.bench.plot import plot_sweep
+
+            plot_sweep(Path(args.plot), results, plans[0].percentiles[-1])
+        for plan, result in zip(plans, results, strict=True):
+            if not result["completed"]:
+                raise OctavoError(f"not one of {result['num_prompts']} requests succeeded ({plan.setting()}).")
 
     return run_command(bench)
 
 
-class Plan:
-    """The flags, checked. `model` and `tokenizer` are known once the server has been asked."""
+def _plans(args: argparse.Namespace) -> list[Plan]:
+    """A run for each rate and server. Servers take turns, so that they meet the same weather."""
+    servers = [_server(word) for word in args.base_url or [f"http://{args.host}:{args.port}"]]
+    if len(servers) > 1 and len({label for label, _ in servers} - {None}) < len(servers):
+        raise ConfigError("--base-url with several servers needs a label for each, as octavo=http://host:port.")
+    plans = [Plan(args, url, label, rate) for rate in args.request_rate for label, url in servers]
+    if len(plans) > 1 and args.result_filename:
+        raise ConfigError("--result-filename names the file of one run, and there are several; leave it out.")
+    return plans
 
-    def __init__(self, args: argparse.Namespace) -> None:
+
+def _server(word: str) -> tuple[str | None, str]:
+    """The label and the address of a --base-url."""
+    label, equals, url = word.partition("=")
+    return (label, url) if equals and "://" not in label else (None, word)
+
+
+class Plan:
+    """One run: the flags, checked. `model` and `tokenizer` are known once the server has been asked."""
+
+    def __init__(self, args: argparse.Namespace, base: str, label: str | None, rate: float) -> None:
         self.args = args
+        self.label = label or args.label
+        self.rate = rate
         self.backend = _ALIASES.get(args.backend, args.backend)
-        base = args.base_url or f"http://{args.host}:{args.port}"
         headers = dict(_pair(word, "--header") for word in args.header)
         if args.api_key:
             headers["Authorization"] = f"Bearer {args.api_key}"
@@ -132,8 +166,8 @@ class Plan:
         self.goodput_ms = _goodput(args.goodput)
         self.metadata = dict(_pair(word, "--metadata") for word in args.metadata)
         self.extra_body = _json_object(args.extra_body)
-        if not args.request_rate > 0:
-            raise ConfigError(f"--request-rate must be greater than 0, got {args.request_rate}.")
+        if not rate > 0:
+            raise ConfigError(f"--request-rate must be greater than 0, got {rate}.")
         if not args.burstiness > 0:
             raise ConfigError(f"--burstiness must be greater than 0, got {args.burstiness}.")
         if args.plot:
@@ -182,9 +216,10 @@ class Plan:
 
     def setting(self) -> str:
         """One line that says what load this was."""
-        rate = "all at once" if math.isinf(self.args.request_rate) else f"{self.args.request_rate:g} requests/s"
+        rate = "all at once" if math.isinf(self.rate) else f"{self.rate:g} requests/s"
         limit = self.args.max_concurrency
-        return f"{self.model}, {rate}" + (f", at most {limit} under way" if limit else "")
+        name = f"{self.label}: {self.model}" if self.label else self.model
+        return f"{name}, {rate}" + (f", at most {limit} under way" if limit else "")
 
 
 def arrival_times(num_prompts: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -210,7 +245,7 @@ async def _measure(args: argparse.Namespace, plan: Plan) -> tuple[list[Answer], 
         answer = await stream(plan.target, plan.body(BenchPrompt("Hello, who are you?", 6, 8)))
         if answer.error is not None:
             raise OctavoError(f"the first request failed, so the others are not sent: {answer.error}")
-    times = arrival_times(len(prompts), args.request_rate, args.burstiness, args.seed)
+    times = arrival_times(len(prompts), plan.rate, args.burstiness, args.seed)
     gc.collect()
     gc.freeze()
     answers, duration_s = await run_load(plan.target, bodies, times, args.max_concurrency, not args.disable_tqdm)
@@ -253,20 +288,21 @@ async def run_load(
     return answers, duration_s
 
 
-def _save(
-    args: argparse.Namespace,
-    plan: Plan,
-    figures: dict[str, Any],
-    answers: Sequence[Answer],
-    prompts: Sequence[BenchPrompt],
-) -> None:
-    rate = args.request_rate
+def _report(
+    args: argparse.Namespace, plan: Plan, answers: Sequence[Answer], duration_s: float, prompts: Sequence[BenchPrompt]
+) -> dict[str, Any]:
+    """Print the figures of a run, save them if that is wanted, and return what was, or would be, saved."""
+    figures = summarize(answers, duration_s, percentiles=plan.percentiles, goodput_ms=plan.goodput_ms)
+    print(table(figures, plan.shown, plan.percentiles, plan.setting()))
+    for message, count in Counter(answer.error for answer in answers if answer.error is not None).items():
+        print(f"{count} failed: {message}", file=sys.stderr)
+    rate = plan.rate
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     result: dict[str, Any] = {
         "date": now,
         "backend": args.backend,
         "endpoint_type": plan.backend,
-        "label": args.label,
+        "label": plan.label,
         "model_id": plan.model,
         "tokenizer_id": plan.tokenizer or plan.model,
         "num_prompts": len(prompts),
@@ -278,17 +314,11 @@ def _save(
     }
     if args.save_detailed:
         result |= details(answers)
-    files = [Path(args.json)] if args.json else []
     if args.save_result:
         limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
-        name = f"{args.label or args.backend}-{rate}qps{limit}-{plan.model.rpartition('/')[2]}-{now}.json"
-        files.append(Path(args.result_dir or ".") / (args.result_filename or name))
-    for file in files:
-        write_json(file, result)
-    if args.plot:
-        from octavo.bench.plot import plot_serving
-
-        plot_serving(Path(args.plot), answers, plan.setting())
+        name = f"{plan.label or args.backend}-{rate}qps{limit}-{plan.model.rpartition('/')[2]}-{now}.json"
+        write_json(Path(args.result_dir or ".") / (args.result_filename or name), result)
+    return result
 
 
 def _pair(word: str, flag: str) -> tuple[str, str]:

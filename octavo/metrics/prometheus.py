@@ -32,6 +32,10 @@ REQUEST_BOUNDS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )
+STEP_BOUNDS_S = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.125, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+)
+ERROR_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # fmt: on
 PARAMS_N_BOUNDS = (1, 2, 5, 10, 20)
@@ -116,6 +120,12 @@ class EngineMetrics:
         self.params_max_tokens = Histogram(lengths, "request_params_max_tokens", "max_tokens of a request.")
         self.step_tokens = Histogram(STEP_TOKEN_BOUNDS, "iteration_tokens_total", "Tokens computed in a step.")
 
+        self.step_times = {  # vLLM has none of these
+            "taken": Histogram(STEP_BOUNDS_S, "step_time", "Seconds that a step took."),
+            "predicted": Histogram(STEP_BOUNDS_S, "step_time_predicted", "Seconds that it was expected to take."),
+            "error": Histogram(ERROR_BOUNDS, "step_time_error", "Difference of both, as a share of what it took."),
+        }
+
     def record_startup(self, process: str, seconds: dict[str, float]) -> None:
         """How long the phases of a process's start took, in order."""
         self.startup_s |= {(process, phase): value for phase, value in seconds.items()}
@@ -128,6 +138,10 @@ class EngineMetrics:
             self.totals[name] += getattr(stats, name)
         if stats.num_computed_tokens:
             self.step_tokens.observe(stats.num_computed_tokens)
+        if stats.step_s > 0:
+            self.step_times["taken"].observe(stats.step_s)
+            self.step_times["predicted"].observe(stats.predicted_step_s)
+            self.step_times["error"].observe(abs(stats.predicted_step_s / stats.step_s - 1))
 
     def record_finished(
         self,
@@ -178,7 +192,7 @@ class EngineMetrics:
         help = "Requests that ended, by reason."
         yield family(CounterMetricFamily, "vllm:request_success", help, finished, "finished_reason")
         for name, help, values in self._histograms():
-            histogram = HistogramMetricFamily(f"vllm:{name}", help, labels=["model_name"])
+            histogram = HistogramMetricFamily(name, help, labels=["model_name"])
             histogram.add_metric([self.model_name], values.cumulative(), values.sum)
             yield histogram
         if self.cache_config:
@@ -223,6 +237,8 @@ class EngineMetrics:
     def _histograms(self) -> Iterator[tuple[str, str, Histogram]]:
         for histogram in (*vars(self).values(), *self.intervals_s.values()):
             if isinstance(histogram, Histogram):
-                yield histogram.name, histogram.help, histogram
+                yield f"vllm:{histogram.name}", histogram.help, histogram
         help = "The same as inter_token_latency_seconds, under its older name."
-        yield "time_per_output_token_seconds", help, self.inter_token_latency_s
+        yield "vllm:time_per_output_token_seconds", help, self.inter_token_latency_s
+        for histogram in self.step_times.values():
+            yield f"octavo:{histogram.name}", histogram.help, histogram

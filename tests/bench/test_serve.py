@@ -137,11 +137,33 @@ def test_a_plot_is_drawn(address: str, engine: FakeEngine, tiny_tokenizer: Path,
     assert "prefers-color-scheme" in svg
 
 
+def test_several_rates_and_servers_are_measured_in_turn_and_drawn_as_curves(
+    address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'octavo[bench]'")
+    file, plot = tmp_path / "result.json", tmp_path / "sweep.svg"
+    few = ["--num-prompts", "3", "--random-input-len", "8", "--random-output-len", "4", "--ignore-eos"]
+    flags = ["--tokenizer", str(tiny_tokenizer), "--disable-tqdm", "--json", str(file), "--plot", str(plot), *few]
+    servers = ["--base-url", f"first={address}", f"second={address}"]
+    assert main([*servers, "--request-rate", "100", "200", *flags, "--save-result", "--result-dir", str(tmp_path)]) == 0
+    results = json.loads(file.read_text())
+    assert [(result["label"], result["request_rate"]) for result in results] == [
+        ("first", 100), ("second", 100), ("first", 200), ("second", 200)
+    ]  # fmt: skip
+    assert all(result["completed"] == 3 for result in results)
+    assert len(list(tmp_path.glob("*qps*.json"))) == 4
+    svg = plot.read_text()
+    assert all(text in svg for text in ("first", "second", "100/s", "200/s", "time between tokens"))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--port", "1"], "no server names its model for http://127.0.0.1:1/v1/completions (Connection refused)"),
         (["--request-rate", "0"], "--request-rate must be greater than 0"),
+        (["--request-rate", "1", "-1"], "--request-rate must be greater than 0, got -1"),
+        (["--base-url", "http://a:1", "http://b:1"], "--base-url with several servers needs a label for each"),
+        (["--request-rate", "1", "2", "--result-filename", "x.json"], "--result-filename names the file of one run"),
         (["--burstiness", "-1"], "--burstiness must be greater than 0"),
         (["--goodput", "itl:5"], "metrics are ttft, tpot, e2el"),
         (["--goodput", "ttft"], "is not METRIC:MILLISECONDS"),

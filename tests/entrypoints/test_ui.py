@@ -10,6 +10,7 @@ import pytest
 
 from octavo.entrypoints.ui import FILES, STATIC
 from octavo.kv_cache.block_pool import BlockPool, BlockState
+from octavo.stats import EngineStats
 from tests.entrypoints.fake_engine import FakeEngine, serving
 
 
@@ -39,7 +40,9 @@ def test_the_page_asks_for_nothing_from_elsewhere() -> None:
 
 
 def test_stats_are_counters_and_runs_of_blocks(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.metrics.record_step(EngineStats(step_s=0.5, predicted_step_s=0.25))
     before = http.get("/ui/stats").json()
+    assert before["step"][1] - before["predicted_step"][1] == 0.25
     assert before["blocks"] == [[3, 1], [2, 2], [1, 1], [0, 4]]
     assert (before["model"], before["block_size"]) == ("org/fake", 16)
     assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 4}).status_code == 200

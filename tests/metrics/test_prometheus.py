@@ -52,6 +52,19 @@ HISTOGRAMS = {
 }
 
 
+OWN_HISTOGRAMS = {"step_time", "step_time_predicted", "step_time_error"}
+
+
+def test_times_of_steps_are_beside_what_was_predicted() -> None:
+    metrics = EngineMetrics("model", 100)
+    metrics.record_step(EngineStats(step_s=0.04, predicted_step_s=0.05))
+    metrics.record_step(EngineStats())  # nothing ran
+    found = samples(metrics)
+    assert {name: found[f"octavo:{name}_count"] for name in OWN_HISTOGRAMS} == dict.fromkeys(OWN_HISTOGRAMS, 1)
+    assert (found["octavo:step_time_sum"], found["octavo:step_time_predicted_sum"]) == (0.04, 0.05)
+    assert abs(found["octavo:step_time_error_sum"] - 0.25) < 1e-9
+
+
 def samples(metrics: EngineMetrics) -> dict[str, float]:
     """Values by name and labels other than model_name."""
     result = {}

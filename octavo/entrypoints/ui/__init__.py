@@ -85,6 +85,8 @@ async def stats(request: Request) -> Response:
         "finished": metrics.num_finished,
         "ttft": _count_and_sum(metrics.ttft_s),
         "itl": _count_and_sum(metrics.inter_token_latency_s),
+        "step": _count_and_sum(metrics.step_times["taken"]),
+        "predicted_step": _count_and_sum(metrics.step_times["predicted"]),
         "blocks": None if blocks is None else _runs(blocks.states),
     }
     return JSONResponse(body, headers={"Cache-Control": "no-store"})

@@ -58,6 +58,8 @@ function take(stats) {
       waiting: stats.waiting,
       ttft: mean(stats.ttft, before.ttft),
       itl: mean(stats.itl, before.itl),
+      step: mean(stats.step, before.step),
+      predicted: mean(stats.predicted_step, before.predicted_step),
     });
     while (points[0].at < stats.time_s - SPAN_S) points.shift();
   }
@@ -88,6 +90,7 @@ function draw() {
   drawLines($("chart-requests"), points, now, [["waiting", "--line-3", false], ["running", "--line-1", true]]);
   drawLines($("chart-ttft"), points, now, [["ttft", "--line-1", false]]);
   drawLines($("chart-itl"), points, now, [["itl", "--line-1", false]]);
+  drawLines($("chart-step"), points, now, [["predicted", "--line-2", false], ["step", "--line-1", false]]);
   if (last.blocks) drawBlocks();
   const hits = last.prefix_queries ? `${Math.round((100 * last.prefix_hits) / last.prefix_queries)}% of prompt tokens cached · ` : "";
   const ended = Object.values(last.finished).reduce((a, b) => a + b, 0);
