@@ -144,16 +144,18 @@ class Simulation:
         passed_over = [seq for seq in running_before if seq.row is None or seq.row not in rows]
         if not rows and self.under_way:
             passed_over = []  # nobody loses blocks before the results of the last step are known
+        is_withdrawn = False
         if plan.rows:
             result = self.device.execute(plan)
-            if self._failures.randrange(100) < self.setup.memory_failures:
+            is_withdrawn = self._failures.randrange(100) < self.setup.memory_failures
+            if is_withdrawn:  # as the core does, what is under way is waited for before more is planned
                 self._withdraw(plan)
             else:
                 self.under_way.append((plan, result))
         else:
             assert not self.scheduler.has_work or self.under_way, "requests wait and nothing runs"
             assert all(moves == BlockMoves() for moves in plan.moves)
-        num_ahead = 1 if plan.rows and plan.runs_ahead else 0
+        num_ahead = 1 if plan.rows and plan.runs_ahead and not is_withdrawn else 0
         self.seen["ahead"] += num_ahead
         while len(self.under_way) > num_ahead:
             for output in self.scheduler.update(*self.under_way.popleft()):
