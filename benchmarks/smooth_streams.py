@@ -1,12 +1,12 @@
 """How smooth streams are while prompts come in: servers with several bounds of a step, at several rates, over HTTP.
 
     python benchmarks/smooth_streams.py --plot streams.svg     # medians of three rounds; servers take turns
-    python benchmarks/smooth_streams.py --rates 1 --dtype bfloat16 --vllm "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct"
+    python benchmarks/smooth_streams.py --rates 1 --dtype bfloat16 --vllm "vllm serve HuggingFaceTB/SmolLM2-135M"
     python benchmarks/smooth_streams.py --model /path/to/1B --rates 0.25 0.5
 
-The first table is that of docs/performance.md. The second has the longest gap of one stream while a long prompt comes in,
-and that prompt's first token beside and without the stream. The third is how well steps were predicted, out of each
-server's metrics. `benchmarks/scheduling.py` simulates the same loads.
+The first table has the load generator's figures. The second has the longest gap of one stream while a long prompt comes
+in, and that prompt's first token beside and without the stream. The third is how well steps were predicted, out of
+each server's metrics. `benchmarks/scheduling.py` simulates the same loads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import shlex
 import statistics
@@ -102,7 +103,7 @@ def beside_a_long_prompt(server: Server, num_tokens: int) -> tuple[float, float,
         beside_s = next(ask(prompt(2), 1)) - begin
         end = time.perf_counter()
         stream.join()
-        gaps = [b - a for a, b in zip(times, times[1:], strict=False) if begin <= b and a <= end]
+        gaps = [b - a for a, b in itertools.pairwise(times) if begin <= b and a <= end]
     return 1e3 * max(gaps), 1e3 * beside_s, 1e3 * alone_s
 
 
@@ -152,12 +153,13 @@ def main() -> None:
                     if name != "vLLM":
                         errors[name] = prediction_error(server)
     points = [medians(found) for found in runs.values()]
-    print("| load | server | " + " | ".join(FIGURES) + " |\n|---" * 1 + "|---" * (1 + len(FIGURES)) + "|")
+    print("| load | server | " + " | ".join(FIGURES) + " |\n|---" + "|---" * (1 + len(FIGURES)) + "|")
     for (rate, name), point in zip(runs, points, strict=True):
         print(f"| {rate:g} requests/s | {name} | " + " | ".join(f"{point[key]:.0f}" for key in FIGURES.values()) + " |")
     if args.long:
         print(
-            f"\n| a prompt of {args.long} tokens | longest gap of a stream | its first token | alone |\n|---|---|---|---|"
+            f"\n| a prompt of {args.long} tokens | longest gap of a stream | its first token | alone |\n"
+            "|---|---|---|---|"
         )
         for name, found in long_runs.items():
             print(
