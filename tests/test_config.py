@@ -81,6 +81,15 @@ def test_every_promised_flag_is_known() -> None:
     assert set(FLAGS) <= known
 
 
+@pytest.mark.parametrize(("given", "target_step_s"), [("auto", None), ("0", 0.0), ("80", 0.08)])
+def test_the_target_of_a_step_is_in_milliseconds(
+    model: dict[str, Any], given: str, target_step_s: float | None
+) -> None:
+    target = parse("--target-step-time", given).target_step_time
+    assert config(**model, target_step_time=target).scheduler.target_step_s == target_step_s
+    assert config(**model, target_step_time="auto").scheduler.target_step_s is None
+
+
 def test_flags_fill_fields_of_their_types() -> None:
     args = parse(
         "--model", "org/name", "--max-model-len", "1024", "--swap-space", "0.5", "--dtype", "float32", "--seed", "-3",
@@ -106,6 +115,10 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
     [
         ({"dtype": "int4"}, "--dtype must be one of auto, float32, float16, bfloat16, got 'int4'"),
         ({"scheduling_policy": "lifo"}, "--scheduling-policy must be one of fcfs, priority"),
+        ({"target_step_time": -1.0}, "--target-step-time must be 0 or more milliseconds, got -1"),
+        ({"target_step_time": float("nan")}, "--target-step-time must be 0 or more milliseconds, got nan"),
+        ({"target_step_time": "soon"}, "--target-step-time must be a number, got 'soon'"),
+        ({"target_step_time": 50.0, "enable_chunked_prefill": False}, "--target-step-time cuts prompts, which --no-en"),
         ({"load_format": "onnx"}, "--load-format must be one of"),
         ({"max_model_len": 0}, "--max-model-len must be greater than 0, got 0"),
         ({"max_num_seqs": -1}, "--max-num-seqs must be greater than 0"),

@@ -1,5 +1,5 @@
-"""When a prompt that comes now would have its first token: what the front end knows of the prompts before it, times what
-the core says a token of a prompt takes.
+"""When a prompt that comes now would have its first token: the tokens of the prompts before it, which the front end
+knows, times what the core says such a token takes.
 
 `AsyncLLMEngine` keeps it up to date and the server asks it before it takes a request (`--max-ttft`).
 """

@@ -80,6 +80,8 @@ def prompt_token_s(cost: StepCost, plan: StepPlan, num_tokens: int, limit: TimeL
     decodes = StepWork.of([row for row in plan.rows if row.num_tokens == 1])
     decode_s = cost.seconds(decodes)
     token_s = (cost.seconds(plan.work) - decode_s) / (plan.work.num_tokens - decodes.num_tokens)
+    if token_s == 0.0:
+        return 0.0
     prompts_s = num_tokens * token_s
     if limit is not None:
         prompts_s = min(prompts_s, max(limit.seconds - decode_s, MIN_CHUNK_TOKENS * token_s))

@@ -26,7 +26,7 @@ from octavo.scheduling.beams import BeamSearch
 from octavo.scheduling.budget import StepCost, TimeLimit, prompt_token_s, time_limit
 from octavo.scheduling.limits import check_request
 from octavo.scheduling.live_sequences import LiveSequences, scheduling_order
-from octavo.scheduling.order import order_number
+from octavo.scheduling.order import first_token_deadline
 from octavo.scheduling.results import Logprobs, extend, offer, start_forks, take_standing
 from octavo.scheduling.statistics import set_gauges
 from octavo.scheduling.step import Step
@@ -36,7 +36,6 @@ from octavo.step_cost import StepWork
 
 # Guesses up to so many of the tokens that follow a sequence, which may be wrong.
 Proposer = Callable[[Sequence, int], tuple[int, ...]]
-_TOKEN_S = 1e-3  # of a prompt, where no cost is known
 
 
 class Scheduler:
@@ -55,7 +54,7 @@ class Scheduler:
         proposer: Proposer | None = None,
         cost: StepCost | None = None,
     ) -> None:
-        """Without a `cost` steps are bounded by tokens alone."""
+        """Without a `cost` steps are bounded by tokens alone, and there are no deadlines."""
         self.config = config
         self.cache = cache
         self.live = LiveSequences(config.max_num_seqs, cache)
@@ -87,8 +86,7 @@ class Scheduler:
             token_ids=list(request.prompt.token_ids),
             num_pending_forks=request.params.num_sequences - 1,
         )
-        if self.config.policy != "fcfs":
-            seq.key = (order_number(self.config.policy, request, self._prompt_s(seq)), self._arrivals)
+        seq.key = (self._order_number(seq), self._arrivals)
         if request.params.use_beam_search:
             seq.chooser = BeamSearch(seq, self.live)
         self.live.add(seq)
@@ -136,7 +134,7 @@ class Scheduler:
             if num_tokens == 0 or (seq.num_awaited_tokens and seq.num_remaining_tokens <= 0):
                 continue  # it is held; or its last token is under way
             if num_tokens > 1:
-                if not has_preempted:
+                if self.config.enable_chunked_prefill and not has_preempted:
                     i += self._schedule_waiting(step, before=seq, num_behind=len(running) - i + 1)
                 # One token is kept back for each sequence behind, so that a long prompt never stalls the decodes.
                 num_tokens = self._chunk(seq, max(1, step.budget - (len(running) - i)), step.limit)
@@ -303,13 +301,16 @@ class Scheduler:
         """Assert the invariants of scheduler and cache; for tests and `--check-invariants`."""
         self.live.check([seq for step in self._under_way for seq in step.sequences])
 
-    def _prompt_s(self, seq: Sequence) -> float:
-        """How long the prompt of a new sequence takes alone, apart from what is cached of it."""
+    def _order_number(self, seq: Sequence) -> float:
+        """Of a new sequence, by the policy: the smaller goes first, and equals go by arrival."""
+        if self.config.policy == "priority":
+            return seq.request.priority
+        if self.config.policy == "fcfs":
+            return 0
+        assert self._cost is not None, "deadlines follow from how long prompts take"
         num_cached = self.cache.find_prefix(seq).num_tokens
-        num_tokens = seq.num_tokens - num_cached
-        if self._cost is None:
-            return num_tokens * _TOKEN_S
-        return self._cost.seconds(StepWork().plus(num_cached, num_tokens, 1))
+        prompt = StepWork().plus(num_cached, seq.num_tokens - num_cached, 1)
+        return first_token_deadline(seq.request, self._cost.seconds(prompt))
 
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
         self._stats.num_preemptions += 1
