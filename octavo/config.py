@@ -103,7 +103,7 @@ class EngineArgs(Flags):
     )  # fmt: skip
     target_step_time: float | None = flag(
         None, "Milliseconds that a step may take while somebody waits for a stream: prompts are cut to it. 'auto' is "
-        "100, or more where the streams alone take long; 0 bounds steps by tokens only. Default: auto.",
+        "90, or more where the streams alone take long; 0 bounds steps by tokens only. Default: auto.",
         parse=milliseconds,
     )  # fmt: skip
     enforce_eager: bool = flag(False, "Run the model call by call, without captured graphs.")

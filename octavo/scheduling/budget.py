@@ -14,9 +14,10 @@ from octavo.sequence import Sequence
 from octavo.step_cost import StepWork
 
 # `--target-step-time auto`. A tenth of a second is about what one does not notice (R. B. Miller, "Response time in
-# man-computer conversational transactions", 1968). Where the streams alone take longer than a third of that, prompts
-# still get two thirds of the machine, so that many streams do not keep everybody else from a first token.
-AUTO_STEP_S = 0.1
+# man-computer conversational transactions", 1968); a little less, since steps take longer than predicted as often as
+# shorter. Where the streams alone take more than a third of it, prompts still get two thirds of the machine, so that
+# many streams do not keep everybody else from a first token.
+AUTO_STEP_S = 0.09
 AUTO_TIMES_DECODES = 3.0
 # A prompt that is being computed gets so many tokens in each step, whatever they cost.
 MIN_CHUNK_TOKENS = 32
