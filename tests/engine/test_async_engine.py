@@ -65,6 +65,24 @@ def test_output_kinds_agree_and_deltas_add_up() -> None:
     with_engine(use)
 
 
+def test_the_wait_for_a_first_token_is_predicted_from_the_prompts_that_wait() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        assert engine.forecast.seconds(100) == 0.0, "nothing is known yet"
+        await collect(engine, "The sea is wide and " * 20, SamplingParams(max_tokens=2), "first")
+        alone_s = engine.forecast.seconds(100)
+        assert 0.0 < alone_s < 60.0
+        stream = engine.generate("A ship that sails " * 30, LONG, "second")
+        first = asyncio.ensure_future(anext(stream))
+        while engine.forecast.seconds(100) == alone_s:  # noqa: ASYNC110 (until it is on its way)
+            await asyncio.sleep(0)
+        assert engine.forecast.seconds(100) > alone_s
+        await first
+        assert 2 * engine.forecast.seconds(100) == pytest.approx(engine.forecast.seconds(200)), "nobody waits any more"
+        await stream.aclose()
+
+    with_engine(use)
+
+
 def test_the_block_map_follows_requests() -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         assert (await engine.block_map()).states == bytes(256)

@@ -107,3 +107,22 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_runs() ->
     grammars["root ::= x"].set_result(None)
     assert not engine.has_work
     assert engine.step().outputs == []
+
+
+def test_steps_are_measured_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+
+    def monotonic() -> float:
+        nonlocal now
+        now += 0.125  # from the beginning of a step to its end
+        return now
+
+    engine, _ = core()
+    monkeypatch.setattr("octavo.engine.core.time", SimpleNamespace(monotonic=monotonic))
+    engine.add(request("a"))
+    first, second = engine.step().stats, engine.step().stats
+    assert (first.step_s, second.step_s) == (0.125, 0.125)
+    assert first.predicted_step_s > 0
+    assert abs(second.predicted_step_s / 0.125 - 1) < abs(first.predicted_step_s / 0.125 - 1), "it learns"
+    assert first.prompt_token_s > 0
+    assert engine.step().stats.step_s == 0, "nothing ran"
