@@ -33,7 +33,11 @@ DEFAULT_MAX_BATCHED_TOKENS = 2048
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GENERATION_OVERRIDES = (*_SAMPLING_DEFAULTS, "eos_token_id")
 AUTO_LENGTH = -1  # --max-model-len auto
-_QUANTIZATIONS = {"cpu": ("gguf", "int8"), "cuda": ("gguf", "int8", "fp8")}
+# Methods of --quantization: of weights of floats as they are loaded, and those that files have been quantized with.
+_QUANTIZATIONS = {"cpu": ("int8", "int4"), "cuda": ("int8", "int4", "fp8")}
+_FILE_METHODS = (
+    "gguf", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "bitsandbytes",
+)  # fmt: skip
 _BLOCK_SIZES = {"cpu": (8, 16, 32), "cuda": (8, 16, 32, 64, 128, 256)}
 _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 GIB = 1 << 30
@@ -65,8 +69,9 @@ class EngineArgs(Flags):
         "stay as they are in bfloat16; float32 expands them and computes with float32 throughout, for reference.",
     )
     quantization: str | None = flag(
-        None, "How weights are held: 'int8' and, on GPUs, 'fp8' quantize weights of floats as they are loaded; 'gguf' "
-        "is for GGUF files, which need no flag. Default: as the model's files have them.",
+        None, "How weights are held: 'int8', 'int4' and, on GPUs, 'fp8' quantize weights of floats as they are loaded; "
+        "'gguf', 'gptq', 'awq', 'compressed-tensors' and other methods of files insist on files of that method, which "
+        "need no flag. Default: as the model's files have them.",
     )  # fmt: skip
     generation_config: Literal["auto", "none", "vllm"] = flag(
         "auto", "Where sampling defaults come from: the model's generation_config, or ('none', 'vllm') Octavo's own."
@@ -185,11 +190,7 @@ class EngineArgs(Flags):
         )
         code_folder = self._code_folder(checkpoint)
         description = describe(checkpoint.config, self.model_impl, code_folder)
-        if self.quantization == "gguf" and checkpoint.format != "gguf":
-            raise ConfigError(
-                f"--quantization gguf is for GGUF files, but {checkpoint.name} has {checkpoint.format} weights; leave "
-                "it out to serve them in --dtype, or use int8."
-            )
+        quantization = self._quantization(checkpoint, device)
         longest = longest_context(checkpoint.config, description.max_position_embeddings)
         max_model_len = longest if self.max_model_len in (None, AUTO_LENGTH) else self.max_model_len
         if max_model_len > longest:
@@ -215,7 +216,7 @@ class EngineArgs(Flags):
                 may_shorten=self.max_model_len == AUTO_LENGTH,
                 vocab_size=description.vocab_size,
                 seed=self.seed,
-                quantization=self.quantization,
+                quantization=quantization,
                 impl=description.impl,
                 code_folder=code_folder,
                 chat_template=self.chat_template,
@@ -246,6 +247,24 @@ class EngineArgs(Flags):
             cpus=self._cpus(),
             log_stats=not self.disable_log_stats,
         )
+
+    def _quantization(self, checkpoint: Checkpoint, device: str) -> str | None:
+        """The method by which weights of floats are quantized as they are loaded; one of files only has to be theirs."""
+        wanted = self.quantization
+        if wanted is None:
+            return None
+        found = checkpoint.format
+        if found != "gguf":
+            found = (checkpoint.config.get("quantization_config") or {}).get("quant_method") or found
+        if wanted == found:
+            return None
+        if wanted in _FILE_METHODS and wanted not in _QUANTIZATIONS[device]:
+            kind = "GGUF files" if wanted == "gguf" else f"checkpoints quantized with {wanted}"
+            raise ConfigError(
+                f"--quantization {wanted} is for {kind}, but {checkpoint.name} has {found} weights; leave it out to "
+                "serve them as they are."
+            )
+        return wanted
 
     def _device(self) -> str:
         if self.device == "auto":
@@ -293,7 +312,8 @@ class EngineArgs(Flags):
             raise ConfigError(f"--attention-backend {self.attention_backend} is for GPUs, and the device is the CPU.")
         if self.dtype == "float16" and device == "cpu":
             raise ConfigError("--dtype float16 is not built for CPUs; use bfloat16 or float32.")
-        if self.quantization not in (None, *(methods := _QUANTIZATIONS[device])):
+        methods = (*_QUANTIZATIONS[device], *_FILE_METHODS)
+        if self.quantization not in (None, *methods):
             raise ConfigError(
                 f"--quantization {self.quantization} is not built yet{_on(device)}; {_listed(methods, 'and')} are. "
                 "Leave it out to serve the weights as they are."
@@ -370,7 +390,7 @@ class ModelConfig:
     max_model_len: int
     vocab_size: int
     seed: int | None
-    quantization: str | None = None  # "gguf", "int8" or "fp8"
+    quantization: str | None = None  # of weights of floats, as they are loaded: "int8", "int4" or "fp8"
     may_shorten: bool = False  # max_model_len, to what the KV cache holds
     chat_template: str | None = None  # a file, a template or a name of one, in the place of the model's own
     impl: str = "auto"  # "octavo" or "transformers": who computes it

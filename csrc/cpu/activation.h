@@ -18,8 +18,24 @@ void activate(const ActivationArgs& a, int64_t task, Function f) {
     });
 }
 
+// Rows whose elements take another order, for matrices whose inputs have it.
+void reorder(const ActivationArgs& a, int64_t task) {
+    with_element(a.dtype, [&](auto element) {
+        using T = typename decltype(element)::T;
+        for_rows(a, task, a.rows, [&](int64_t row) {
+            const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+            write_row<T>(a.out, a.out_dtype, row, a.width, [&](int64_t i, int lanes) {
+                T gathered[kLanes] = {};
+                for (int lane = 0; lane < lanes; ++lane) gathered[lane] = x[a.order[i + lane]];
+                return load(gathered);
+            });
+        });
+    });
+}
+
 void activation(const void* args, int64_t task) {
     const ActivationArgs& a = *static_cast<const ActivationArgs*>(args);
+    if (a.order) return reorder(a, task);
     switch (a.kind) {
         case kIdentity:
             return activate(a, task, [](Vec x) { return x; });

@@ -150,11 +150,12 @@ struct NormArgs : RowWiseArgs {
 };
 
 // out[r, :] = f(x[r, :]); outputs are dense. kQ8 outputs are quantized from float32, as rows of
-// ceil(width / kQBlock) blocks.
+// ceil(width / kQBlock) blocks. With an `order` [width] element i of f(x) = x is x[order[i]].
 struct ActivationArgs : RowWiseArgs {
     const void* x;
     void* out;
     int64_t x_stride, width;
+    const int32_t* order;
     int32_t dtype, out_dtype, kind;
     float parameter0, parameter1, parameter2, parameter3;  // of the kinds that have some
 };

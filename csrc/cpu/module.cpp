@@ -201,7 +201,7 @@ void define_operations(nb::module_& m) {
     define<ActivationArgs, &ActivationArgs::x, &ActivationArgs::x_stride, &ActivationArgs::rows, &ActivationArgs::width,
            &ActivationArgs::dtype, &ActivationArgs::out, &ActivationArgs::out_dtype, &ActivationArgs::kind,
            &ActivationArgs::parameter0, &ActivationArgs::parameter1, &ActivationArgs::parameter2,
-           &ActivationArgs::parameter3>(m, "activation");
+           &ActivationArgs::parameter3, &ActivationArgs::order>(m, "activation");
     define<AddArgs, &AddArgs::x, &AddArgs::x_stride, &AddArgs::dtype, &AddArgs::out, &AddArgs::out_stride,
            &AddArgs::out_dtype, &AddArgs::rows, &AddArgs::width, &AddArgs::scale>(m, "add");
     define<R, &R::query, &R::query_stride, &R::key, &R::key_stride, &R::value, &R::value_stride, &R::positions,

@@ -175,25 +175,52 @@ struct Q6_K {
     }
 };
 
-// Floats, quantized here: the scale of 32 elements is their largest magnitude over 127. A scale is NaN where there is
-// a NaN or an infinity, so that the output is NaN as well.
-template <class Element>
+// Codes that were unpacked elsewhere, of formats whose bytes are not read here: of 32 elements the scales of both
+// halves and, if there is one, the minimum, as float32, then a byte for each code.
+template <int kCodeBits, bool kMinimum>
+struct Codes {
+    static constexpr bool kHasMinima = kMinimum;
+    static constexpr int kZero = kMinimum ? 0 : 1 << kCodeBits >> 1, kBits = kCodeBits, kElements = 1;
+    static constexpr int kHeader = 12, kBlock = kHeader + 32, kBytes = 1;
+
+    static void read_scales(const uint8_t* row, int64_t block, int valid, float* scales, float* minima) {
+        for (int i = 0; 32 * i < valid; ++i) {
+            const uint8_t* from = row + (2 * block + i) * kBlock;
+            scales[2 * i] = load<float>(from);
+            scales[2 * i + 1] = load<float>(from + 4);
+            if (kMinimum) minima[i] = load<float>(from + 8);
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int valid, const float*, uint8_t* codes) {
+        for (int i = 0; 32 * i < valid; ++i) std::memcpy(codes + 32 * i, row + (2 * block + i) * kBlock + kHeader, 32);
+    }
+};
+
+// Floats, quantized here. Of 8 bits, the scale of 32 elements is their largest magnitude over 127; of 4, the element of
+// the largest magnitude over -8, so that it has a code of its own. A scale is NaN where there is a NaN or an infinity,
+// so that the output is NaN as well.
+template <class Element, int kCodeBits = 8>
 struct Floats {
     static constexpr bool kHasMinima = false;
-    static constexpr int kZero = 128, kBits = 8, kElements = 1, kBytes = sizeof(Element);
+    static constexpr int kZero = 1 << kCodeBits >> 1, kBits = kCodeBits, kElements = 1, kBytes = sizeof(Element);
+    static constexpr int kHighest = kZero - 1, kLowest = kBits == 8 ? -kHighest : -kZero;
 
     static void read_scales(const uint8_t* row, int64_t block, int valid, float* scales, float*) {
         float values[kQBlock];
         read(row, block, valid, values);
         for (int i = 0; i < 2; ++i) {
             int32_t largest = 0;  // magnitudes compare as the integers that their bits are
+            float lowest = 0;
             for (int e = 0; e < 32; ++e) {
                 const int32_t magnitude = load<int32_t>(values + 32 * i + e) & 0x7fffffff;
                 largest = magnitude > largest ? magnitude : largest;
+                lowest = values[32 * i + e] < lowest ? values[32 * i + e] : lowest;
             }
             const bool finite = largest < 0x7f800000;
-            scales[2 * i] = scales[2 * i + 1] =
-                finite ? float_of(static_cast<uint32_t>(largest)) / 127 : float_of(0x7fc00000);
+            const float highest = float_of(static_cast<uint32_t>(largest));
+            const float scale = kBits == 8 ? highest / 127 : (lowest == -highest ? highest : -highest) / 8;
+            scales[2 * i] = scales[2 * i + 1] = finite ? scale : float_of(0x7fc00000);
         }
     }
 
@@ -203,7 +230,7 @@ struct Floats {
         read(row, block, valid, values);
         for (int i = 0; i < 2; ++i) {
             const float scale = scales[2 * i];
-            const float inverse = scale > 0 && scale <= 0x1p127f ? 1 / scale : 0;
+            const float inverse = scale != 0 && std::fabs(scale) <= 0x1p127f ? 1 / scale : 0;
             // The sum rounds to an integer, which is the last bits of the float. Scales that lost bits to float16 are
             // too small by less than half, so the integer is far from overflowing.
             constexpr float kRound = 0x1.8p23f;
@@ -213,8 +240,8 @@ struct Floats {
             std::memcpy(steps, sums, sizeof(steps));
             for (int e = 0; e < 32; ++e) {
                 const int32_t step = steps[e] - static_cast<int32_t>(bits_of(kRound));
-                const int32_t below = step < 127 ? step : 127;
-                codes[32 * i + e] = static_cast<uint8_t>((below > -127 ? below : -127) + kZero);
+                const int32_t below = step < kHighest ? step : kHighest;
+                codes[32 * i + e] = static_cast<uint8_t>((below > kLowest ? below : kLowest) + kZero);
             }
         }
     }
@@ -268,8 +295,8 @@ void read_row(const Matrix& to, const uint8_t* row, int64_t block, int lane, Pan
         int shift = Source::kZero;  // from the source's codes, whose zero is here, to codes whose zero is `zero`
         float minimum = 0;
         if (Source::kHasMinima) {
-            if (to.format == kWeightInt4) {
-                shift = 8;
+            if (to.format == kWeightInt4 || Source::kBits == 8) {
+                shift = zero;
             } else {
                 // Eight bits have room to shift the codes so that hardly any minimum remains to be rounded.
                 const float steps = -minima[i] / scale;
@@ -375,6 +402,14 @@ constexpr Source kSources[] = {
     source_of<Q4_K>("Q4_K", 32),
     source_of<Q5_K>("Q5_K", 32),
     source_of<Q6_K>("Q6_K", 16),
+    source_of<Floats<F32Element, 4>>("F32 4", 32),
+    source_of<Floats<F16Element, 4>>("F16 4", 32),
+    source_of<Floats<BF16Element, 4>>("BF16 4", 32),
+    source_of<Codes<4, false>>("CODES4", 32),
+    source_of<Codes<4, true>>("CODES4 MINIMA", 32),
+    source_of<Codes<8, false>>("CODES8", 32),
+    source_of<Codes<8, true>>("CODES8 MINIMA", 32),
+    source_of<Codes<8, false>>("CODES8 BY 16", 16),
 };
 
 // Checks that rows of k elements can be of the format and `stride` bytes apart.

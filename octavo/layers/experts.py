@@ -178,6 +178,7 @@ def _stacks(
 
     def matrix(name: str, expert: int, rows: int, columns: int, is_transposed: bool) -> StoredWeight:
         """[rows, columns] of an expert, which alone is read."""
+        is_transposed = is_transposed and not weights.is_turned(f"{prefix}{name}")
         stored = (columns, rows) if is_transposed else (rows, columns)
         if "{}" in name:
             found = weights.take_matrix(f"{prefix}{name.format(expert)}", stored)
@@ -191,8 +192,7 @@ def _stacks(
             return [matrix(name, expert, size, hidden_size, names.is_transposed) for name in names.gate_up]
         both = matrix(names.gate_up[0], expert, 2 * size, hidden_size, names.is_transposed)
         if names.is_interleaved:
-            halves = (both.data[side::2] for side in range(2))
-            return [StoredWeight(both.format, {"data": half}, (size, hidden_size)) for half in halves]
+            return [both.every_second_row(side) for side in range(2)]
         return [both.rows(0, size), both.rows(size, 2 * size)]
 
     def gate_ups() -> Iterator[LinearWeight]:

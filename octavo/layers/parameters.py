@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from octavo.layers.rotary import RopeConfig, identity_table, query_growth, rotary_table
 from octavo.loading.weights import Weights
 from octavo.ops import Array, LinearWeight, Ops
+from octavo.quantization import take_rows
 
 
 class Parameters:
@@ -55,7 +56,7 @@ class Parameters:
                 shape = (num_in, size) if is_transposed else (size, num_in)
                 parts.append(self.weights.take_matrix(f"{name}.weight", shape, share, is_transposed=is_transposed))
         if orders is not None:
-            parts = [part.take_rows(order) for part, order in zip(parts, orders, strict=True)]
+            parts = [take_rows(part, order) for part, order in zip(parts, orders, strict=True)]
         biases = None
         if bias:
             bias_names = [bias] if isinstance(bias, str) else [f"{name}.bias" for name in names]

@@ -90,6 +90,7 @@ def _from_folder(name: str, folder: str, load_format: str, tokenizer_path: str) 
         config = mistral_config(path, read_json(path))
     else:
         config = read_json(os.path.join(folder, "config.json"))
+        config = _with_quantization(config, folder, names)
     generation_path = os.path.join(folder, "generation_config.json")
     generation_config = read_json(generation_path) if os.path.exists(generation_path) else {}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -109,6 +110,28 @@ def _from_folder(name: str, folder: str, load_format: str, tokenizer_path: str) 
         files = complete_shards(folder, weight_format, files)
     paths = [os.path.join(folder, file) for file in files]
     return Checkpoint(name, weight_format, folder, paths, tokenizer_path, config, generation_config)
+
+
+# Where tools that leave config.json alone say how they have quantized, and by which method.
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+
+
+def _with_quantization(config: dict[str, Any], folder: str, names: list[str]) -> dict[str, Any]:
+    """config.json with a `quantization_config` that names its method, if the checkpoint is quantized."""
+    settings = config.get("quantization_config") or config.get("compression_config")
+    settings = settings or (config.get("text_config") or {}).get("quantization_config")
+    if not settings:
+        for name, method in _QUANTIZATION_FILES.items():
+            if name in names:
+                settings = {"quant_method": method, **read_json(os.path.join(folder, name))}
+                break
+    if not settings:
+        return config
+    if not isinstance(settings, dict):
+        raise LoadError(f"{folder}: quantization_config is {settings!r}, not an object.")
+    if settings.get("quant_method") is None:
+        settings = {**settings, "quant_method": "compressed-tensors"}
+    return {**config, "quantization_config": settings}
 
 
 def _is_mistral(names: list[str]) -> bool:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +18,17 @@ from numpy.typing import NDArray
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.dummy_weights import DummyWeights
+from octavo.loading.file_tensor import FileTensor, element_tensor
 from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_tensors import named_tensors, stored_tensor
 from octavo.loading.mapped_file import MappedFile
 from octavo.loading.mistral_format import mistral_name
+from octavo.loading.quantized_tensors import method_of, quantized_tensors
 from octavo.loading.safetensors import read_safetensors
 from octavo.loading.torch_archive import read_torch_archive
-from octavo.loading.weights import Weights, floats
-from octavo.quantization import StoredWeight
-from octavo.quantization.formats import PLAIN, PLAIN_OF_DTYPE, QUANTIZED_AT_LOAD, TENSOR_TYPES
+from octavo.loading.weights import Weights
+from octavo.quantization import Layout, StoredWeight
+from octavo.quantization.formats import AXES, PLAIN, QUANTIZED_AT_LOAD, TENSOR_TYPES
 
 # In checkpoints but not part of a model here: rotary frequencies and masks are computed from the configuration.
 _IGNORED = re.compile(
@@ -35,7 +37,7 @@ _IGNORED = re.compile(
 )
 # Output matrices, which some checkpoints have beside the embedding that they are equal to.
 _TIED = {"lm_head.weight", "embed_out.weight", "output_projection.weight", "decoder.weight"}
-_READ_FORMATS = {t.name for t in TENSOR_TYPES.values()}
+_READ_FORMATS = {t.name for t in TENSOR_TYPES.values()} | AXES.keys()
 
 
 def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantization: str | None, tied: bool) -> Weights:
@@ -56,16 +58,14 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
         if checkpoint.format == "mistral":
             tensors = _of_mistral(tensors, checkpoint.config)
     source = files[0] if checkpoint.format == "gguf" else os.path.dirname(files[0])
+    if checkpoint.format != "gguf" and (settings := checkpoint.config.get("quantization_config")):
+        if quantization is not None:
+            raise LoadError(
+                f"--quantization {quantization} quantizes weights of floats, but {source} is quantized already "
+                f"({method_of(settings)}); leave the flag out to serve it as it is."
+            )
+        tensors = quantized_tensors(tensors, settings, source)
     return FileWeights(tensors, mapped, source, dtype, quantization, tied)
-
-
-class FileTensor(NamedTuple):
-    """A tensor of a file, not read yet."""
-
-    format: str  # a `StoredWeight.format`, or the name of an element type that is not read
-    shape: tuple[int, ...]
-    read: Callable[[], StoredWeight]
-    is_turned: bool = False  # a matrix [outputs, inputs] that checkpoints of its class have the other way round
 
 
 class FileWeights(Weights):
@@ -92,10 +92,16 @@ class FileWeights(Weights):
         stored_format = self._find(name).format
         if stored_format not in _READ_FORMATS:
             raise LoadError(
-                f"{self._source}: tensor {name} is stored as {stored_format}; quantized checkpoints of this kind are "
-                "not built yet."
+                f"{self._source}: tensor {name} is stored as {stored_format}, and no quantization_config in config.json "
+                "says what that means."
             )
         return stored_format
+
+    def matrix_layout(self, name: str) -> Layout | None:
+        return self._find(name).layout
+
+    def is_turned(self, name: str) -> bool:
+        return self._find(name).is_turned
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         tensor = self._find(name)
@@ -107,9 +113,6 @@ class FileWeights(Weights):
         self.stored_format(name)
         self._left.pop(self._stored_name(name), None)
         return tensor.read()
-
-    def is_turned(self, name: str) -> bool:
-        return self._find(name).is_turned
 
     def _stored_name(self, name: str) -> str:
         """Older checkpoints were written from within a model's first module, which their names do not have."""
@@ -128,6 +131,7 @@ class FileWeights(Weights):
 
     def check_all_taken(self) -> None:
         left = [n for n in self._left if not _IGNORED.fullmatch(n) and not (self._tied and n in _TIED)]
+        left = [n for n in left if not self._is_zero_bias(n)]
         if left:
             more = f" and {len(left) - 5} more" if len(left) > 5 else ""
             raise LoadError(
@@ -136,6 +140,11 @@ class FileWeights(Weights):
                 "wholly built."
             )
 
+    def _is_zero_bias(self, name: str) -> bool:
+        """Quantizers give biases to modules that have none."""
+        array = self._tensors[name].array
+        return name.endswith(".bias") and array is not None and not array().any()
+
     def close(self) -> None:
         for file in self._mapped:
             file.forget_pages()
@@ -143,20 +152,10 @@ class FileWeights(Weights):
         self._tensors, self._mapped = {}, []
 
 
-def _float_tensor(dtype: str, shape: tuple[int, ...], array: Callable[[], NDArray[Any]]) -> FileTensor:
-    """A tensor of elements of one type. Those of 64 bits, which no packer reads, become float32."""
-
-    def read() -> StoredWeight:
-        found = array()
-        return floats(found.astype(np.float32) if dtype == "float64" else found)
-
-    return FileTensor("F32" if dtype == "float64" else PLAIN_OF_DTYPE.get(dtype, dtype), shape, read)
-
-
 def _safetensors_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:
     opened = [read_safetensors(path) for path in files]
     tensors = {
-        name: _float_tensor(tensor.dtype.name, tensor.shape, partial(file.array, name))
+        name: element_tensor(tensor.dtype.name, tensor.shape, partial(file.array, name))
         for file in opened
         for name, tensor in file.tensors.items()
     }
@@ -185,7 +184,7 @@ def _in_halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
 def _pt_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:
     opened = [read_torch_archive(path) for path in files]
     tensors = {
-        name: _float_tensor(tensor.dtype.name, tensor.shape, partial(file.array, name))
+        name: element_tensor(tensor.dtype.name, tensor.shape, partial(file.array, name))
         for file in opened
         for name, tensor in file.tensors.items()
     }

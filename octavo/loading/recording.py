@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.loading.weights import Bounds, Weights
-from octavo.quantization import StoredWeight, packed_bytes
+from octavo.quantization import Layout, StoredWeight, packed_bytes
 from octavo.quantization.arrays import FLOATS
-from octavo.quantization.formats import BLOCK_TYPES, PLAIN, PLAIN_OF_DTYPE
+from octavo.quantization.formats import AXES, BLOCK_TYPES, PLAIN, PLAIN_OF_DTYPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class RecordedTensor:
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     share: StoredWeight | None  # of a matrix that is going to be packed; None for an array
+    layout: Layout | None = None  # of the matrix, where its format does not say so
 
     @property
     def is_matrix(self) -> bool:
@@ -65,6 +66,8 @@ class RecordingWeights(Weights):
         if is_transposed and self.is_turned(name):
             shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
         stored_format = self.matrix_format(name)
+        if stored_format in AXES:
+            return self._take_quantized(name, stored_format, shape, rows, columns, is_transposed)
         block = BLOCK_TYPES.get(stored_format)
         num_rows, num_columns = math.prod(shape[:-1]), shape[-1]
         if block is None:
@@ -78,6 +81,21 @@ class RecordingWeights(Weights):
         self.tensors.append(RecordedTensor(name, shape, stored))
         return stored
 
+    def _take_quantized(
+        self, name: str, stored_format: str, shape: tuple[int, ...], rows: Bounds, columns: Bounds, is_transposed: bool
+    ) -> StoredWeight:
+        """A matrix without its tensors, which are many and of sizes of their own."""
+        assert self._weights is not None
+        size = (math.prod(shape[:-1]), shape[-1])
+        if is_transposed and not self.is_turned(name):
+            size = size[::-1]
+        stored = StoredWeight(stored_format, {}, size).share(rows, columns)
+        self.tensors.append(RecordedTensor(name, shape, stored, self._weights.matrix_layout(name)))
+        return stored
+
+    def is_turned(self, name: str) -> bool:
+        return self._weights is not None and self._weights.is_turned(name)
+
     def matrix_format(self, name: str) -> str:
         return PLAIN_OF_DTYPE[self._dtype] if self._weights is None else self._weights.matrix_format(name)
 
@@ -87,13 +105,13 @@ class RecordingWeights(Weights):
         num_bytes, kinds = 0, dict[str, None]()
         for tensor in self.tensors:
             if tensor.share is not None:
-                num_bytes += packed_bytes(tensor.share.format, tensor.share.shape)
+                num_bytes += packed_bytes(tensor.share.format, tensor.share.shape, tensor.layout)
                 kinds[_KINDS.get(tensor.share.format, tensor.share.format)] = None
         return num_bytes, " and ".join(kinds)
 
 
 # What users call the formats that are no file's.
-_KINDS = PLAIN | {"INT8": "int8", "FP8": "fp8"}
+_KINDS = PLAIN | {"INT8": "int8", "INT4": "int4", "FP8": "fp8"}
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.quantization import StoredWeight, dequantize
+from octavo.quantization import Layout, StoredWeight, dequantize
 from octavo.quantization.formats import PLAIN, PLAIN_OF_DTYPE, QUANTIZED_AT_LOAD
 
 Bounds = tuple[int, int] | None  # a share (begin, end) of rows or columns, or all of them
@@ -21,7 +21,7 @@ Bounds = tuple[int, int] | None  # a share (begin, end) of rows or columns, or a
 class Weights:
     """An open checkpoint. Tensors that were taken stay valid after `close`, and may alias the files: never write.
 
-    Floats come in `dtype` ("float32", "bfloat16", "float16"), or, with `quantization` "int8" or "fp8", as they are
+    Floats come in `dtype` ("float32", "bfloat16", "float16"), or, with `quantization` "int8", "int4" or "fp8", as they are
     stored where they are matrices: the packer quantizes them. Blocks of few bits stay as they are, unless `dtype` is
     float32: that is the reference, which computes with what they stand for.
     """
@@ -67,8 +67,8 @@ class Weights:
         if is_transposed and self.is_turned(name):
             shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
         stored = self.stored(name, shape)
-        if len(shape) != 2:
-            num_rows = math.prod(shape[:-1])
+        num_rows = math.prod(shape[:-1])
+        if stored.shape != (num_rows, shape[-1]):
             data = stored.data.reshape(num_rows, -1)
             stored = StoredWeight(stored.format, {"data": data}, (num_rows, shape[-1]))
         if is_transposed:
@@ -82,6 +82,14 @@ class Weights:
     def matrix_format(self, name: str) -> str:
         """The `StoredWeight.format` that `take_matrix` gives, without taking. Raises `LoadError` if it is absent."""
         return self._matrix_format(self.stored_format(name))
+
+    def matrix_layout(self, name: str) -> Layout | None:
+        """How a matrix is held once it is packed, where its format does not say so. `LoadError` if it is absent."""
+        return None
+
+    def is_turned(self, name: str) -> bool:
+        """Whether a matrix lies [outputs, inputs] though checkpoints of its class have it the other way round."""
+        return False
 
     def _matrix_format(self, stored_format: str) -> str:
         if stored_format in PLAIN and self._quantization in QUANTIZED_AT_LOAD:

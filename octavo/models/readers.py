@@ -110,9 +110,6 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
 
 
 def _merged(family: Family, given: Config) -> Config:
-    if given.get("quantization_config"):
-        method = given["quantization_config"].get("quant_method", "unknown")
-        raise LoadError(f"checkpoints quantized with {method!r} are not built yet; GGUF files are.")
     renamed = {
         standard: given[name]
         for standard, names in _ALIASES.items()

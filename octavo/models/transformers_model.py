@@ -148,7 +148,9 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
             known = type(AutoConfig.from_pretrained(code_folder, trust_remote_code=True)).from_dict(dict(config))
             known.name_or_path = code_folder  # where the network's code is looked for
         else:
-            given = {key: value for key, value in config.items() if key != "model_type"}
+            # Matrices come through `Weights`, whatever they are quantized with.
+            left_out = ("model_type", "quantization_config")
+            given = {key: value for key, value in config.items() if key not in left_out}
             known = AutoConfig.for_model(str(config.get("model_type")), **given)
     except ValueError as e:
         own = " Its own Python code is run with --trust-remote-code." if "auto_map" in config else ""

@@ -121,7 +121,7 @@ def _output_for(
     consumer: LinearWeight | None, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> tuple[NDArray[Any], int | None]:
     """An output [..., K] of a `dtype` that the consumer may take quantized, and the kernels' name of its type."""
-    if isinstance(consumer, PackedWeight) and consumer.is_quantized:
+    if isinstance(consumer, PackedWeight) and consumer.is_quantized and consumer.order is None:
         assert consumer.in_features == shape[-1]
         return empty((*shape[:-1], consumer.num_blocks * _cpu.QBLOCK_BYTES), UINT8), _cpu.Q8
     return empty(shape, dtype), CODES.get(dtype)
@@ -172,7 +172,7 @@ def activation(
     out, out_code = _output_for(consumer, x.shape, x.dtype)
     assert len(parameters) == PARAMETRIC_ACTIVATIONS.get(kind, 0)
     padded = (*parameters, 0.0, 0.0, 0.0, 0.0)[:4]
-    _cpu.activation(x, stride(x), rows, width, code, out, out_code, _cpu.ACTIVATIONS[kind], *padded)
+    _cpu.activation(x, stride(x), rows, width, code, out, out_code, _cpu.ACTIVATIONS[kind], *padded, 0)
     return out
 
 
@@ -180,6 +180,8 @@ def embedding(
     token_ids: NDArray[Any], weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0
 ) -> NDArray[Any]:
     assert isinstance(weight, PackedWeight) and not weight.gated
+    if weight.order is not None:
+        raise ConfigError("embeddings that were quantized in the order of activations (desc_act) are not built.")
     assert token_ids.dtype == INT32 and is_dense(token_ids)
     check_inputs("embedding", token_ids=token_ids)
     dtype = DTYPES[out_dtype] if out_dtype else _FLOAT_FORMATS.get(weight.format, FLOAT32)

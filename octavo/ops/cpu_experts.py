@@ -54,8 +54,12 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> PackedEx
         assert isinstance(weight, PackedWeight)
         weights.append(weight)
     assert len(weights) == num_experts
-    alike = {(w.out_features, w.in_features, w.gated, w.format) for w in weights}
+    alike = {(w.out_features, w.in_features, w.gated) for w in weights}
     assert len(alike) == 1, f"experts of {alike}"
+    if any(weight.order is not None for weight in weights):
+        raise ConfigError("experts that were quantized in the order of activations (desc_act) are not built.")
+    if len({(weight.format, weight.data.nbytes) for weight in weights}) > 1:
+        raise ConfigError("experts of one layer that are quantized differently are not built.")
     return PackedExperts(tuple(weights), _cpu.Matrices([weight.matrix for weight in weights]))
 
 

@@ -1,13 +1,13 @@
 """Matrices into the panels of the native kernels, once, at load: which layout, how much memory, the calls that fill it.
 
 The packing itself is csrc/cpu/pack.cpp and pack_int.cpp, which read the file's bytes and write the panels, so that a
-matrix is never in memory twice.
+matrix is never in memory twice. Of formats that these do not read they get unpacked codes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,11 @@ import octavo._cpu as _cpu
 from octavo.errors import ConfigError
 from octavo.ops.cpu_arrays import UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_memory import zeros
-from octavo.quantization import Layout, StoredWeight, common_layout, dequantize, layout_of
+from octavo.quantization import Codes, Layout, StoredWeight, common_layout, common_order, dequantize, layout_of, unpack
 
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_QUANTIZED = {"INT8": "", "INT4": " 4"}  # formats of floats that the packer quantizes: how it calls them
 # Formats whose scales are float16 numbers in the file already, and not products of two numbers.
 _PLAIN_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
 
@@ -30,7 +31,8 @@ _PLAIN_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
 class PackedWeight:
     """A matrix in panels of 32 output channels (docs/kernels.md); a bias is kept in float32, padded as the panels are.
 
-    `matrix` is all that as the kernels take it; it points into `data` and `bias`.
+    `matrix` is all that as the kernels take it; it points into `data` and `bias`. With an `order` [in_features] int32
+    input i of the panels is element order[i] of the rows that are multiplied.
     """
 
     out_features: int
@@ -40,10 +42,11 @@ class PackedWeight:
     data: NDArray[np.uint8]
     bias: NDArray[np.float32] | None
     matrix: _cpu.Matrix = field(repr=False)
+    order: NDArray[np.int32] | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return self.data.nbytes + sum(0 if array is None else array.nbytes for array in (self.bias, self.order))
 
     @property
     def is_quantized(self) -> bool:
@@ -57,7 +60,7 @@ class PackedWeight:
 
 def packed_weight(
     data: NDArray[np.uint8], shape: tuple[int, int], format: int, bias: NDArray[Any] | None = None, gated: bool = False,
-    group: int = 0, minima: bool = False, factor: float = 1.0,
+    group: int = 0, minima: bool = False, factor: float = 1.0, order: NDArray[np.int32] | None = None,
 ) -> PackedWeight:  # fmt: skip
     """Wrap a packed matrix of `shape` [N, K]. The bias [N] is not packed yet; with `gated` N counts gate and up."""
     n, k = shape
@@ -72,7 +75,7 @@ def packed_weight(
         rows[:, : n // sides] = bias.reshape(sides, -1)
         padded[:] = rows.reshape(sides, panels, _cpu.PANEL).swapaxes(0, 1).reshape(-1)
     matrix = _cpu.Matrix(data, 0 if padded is None else padded, n, k, factor, format, group, minima, gated)
-    return PackedWeight(n, k, gated, format, data, padded, matrix)
+    return PackedWeight(n, k, gated, format, data, padded, matrix, order)
 
 
 def _num_panels(n: int) -> int:
@@ -95,7 +98,9 @@ def _pack_integers(parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gat
     packed = pack_quantized(parts, gated)
     layout, shape = packed.layout, (packed.num_out, packed.num_in)
     format = _cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8
-    return packed_weight(packed.data, shape, format, bias, gated, layout.group, layout.minima, packed.factor)
+    return packed_weight(
+        packed.data, shape, format, bias, gated, layout.group, layout.minima, packed.factor, packed.order
+    )
 
 
 def _pack_floats(parts: list[NDArray[Any]], bias: NDArray[Any] | None, gated: bool) -> PackedWeight:
@@ -129,6 +134,7 @@ class PackedIntegers:
     layout: Layout
     factor: float
     gated: bool
+    order: NDArray[np.int32] | None = None
 
 
 def pack_quantized(parts: Sequence[StoredWeight], gated: bool = False) -> PackedIntegers:
@@ -137,53 +143,122 @@ def pack_quantized(parts: Sequence[StoredWeight], gated: bool = False) -> Packed
     num_out = sum(part.shape[0] for part in parts)
     assert all(part.shape[1] == num_in for part in parts), f"parts of {[part.shape for part in parts]}"
     assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape)
-    for part in parts:
-        if "data" not in part.tensors:
-            raise ConfigError(f"{part.format} matrices are multiplied by GPUs only; use a GGUF file on a CPU.")
-    layout = common_layout(layout_of(part.format) for part in parts)
     sources = [_source(part) for part in parts]
-    factor = _factor(parts)
+    order = common_order([source.codes for source in sources])
+    layout = common_layout(source.layout for source in sources)
+    factor = _factor(parts, sources)
     format = _cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8
     what = (num_out, num_in, factor, format, layout.group, layout.minima, gated)
     # Zeros stand for weights of 0 where no part writes.
     data = zeros(_cpu.packed_bytes(_cpu.Matrix(0, 0, *what)))
     matrix = _cpu.Matrix(data, 0, *what)
     first_row = 0
-    for part, (array, source_format, stride_bytes) in zip(parts, sources, strict=True):
-        _cpu.pack_part(matrix, first_row, array, source_format, stride_bytes, part.shape[0])
-        first_row += 1 if gated else part.shape[0]
-    return PackedIntegers(data, num_out, num_in, layout, factor, gated)
+    for source in sources:
+        array = source.rows()
+        _cpu.pack_part(matrix, first_row, array, source.format, _stride_bytes(array), source.num_rows)
+        first_row += 1 if gated else source.num_rows
+    return PackedIntegers(data, num_out, num_in, layout, factor, gated, order)
 
 
-def _source(part: StoredWeight) -> tuple[NDArray[Any], int, int]:
-    """The data, format and row stride in bytes of a part, as the native packer takes them."""
-    data = part.tensors["data"]
-    assert data.ndim == 2
-    if not is_dense(data):
-        data = np.ascontiguousarray(data)
-    assert data.shape[0] == part.shape[0], f"{data.shape[0]} rows of data in a matrix {part.shape}"
-    assert is_dense(data)
-    name = part.format
-    if name == "INT8":
-        name = _NAMES[data.dtype.name]
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A part as the native packer takes it: `data` of a format that it reads, or `codes`, which are put into one."""
+
+    layout: Layout
+    format: int  # of SOURCE_FORMATS
+    num_rows: int
+    data: NDArray[Any] | None
+    codes: Codes | None
+
+    def rows(self) -> NDArray[Any]:
+        """[num_rows, bytes or elements]"""
+        if self.data is not None:
+            return self.data
+        assert self.codes is not None
+        return _staged(self.codes)
+
+
+def _source(part: StoredWeight) -> _Source:
+    name, num_rows = part.format, part.shape[0]
+    if name in _QUANTIZED:
+        data = _dense(part.data)
         assert data.shape == part.shape
-    else:
-        assert data.dtype == UINT8
+        format = _cpu.SOURCE_FORMATS[f"{_NAMES[data.dtype.name]}{_QUANTIZED[name]}"]
+        return _Source(layout_of(name), format, num_rows, data, None)
+    if name in _cpu.SOURCE_FORMATS:
+        data = _dense(part.data)
+        assert data.dtype == UINT8 and data.shape[0] == num_rows, f"{data.shape[0]} rows in a matrix {part.shape}"
+        return _Source(layout_of(name), _cpu.SOURCE_FORMATS[name], num_rows, data, None)
+    if name == "FP8":
+        layout_of(name)  # which refuses it
+    codes = unpack(part)
+    layout = codes.layout
+    if codes.group % layout.group or (layout.minima and layout.group != 32):
+        raise ConfigError(
+            f"{name} matrices with groups of {codes.group} are not built for CPUs; multiples of 32 are, and without "
+            "zero points of 16."
+        )
+    format_name = f"CODES{layout.bits}{' MINIMA' if layout.minima else ' BY 16' if layout.group == 16 else ''}"
+    return _Source(
+        layout,
+        _cpu.SOURCE_FORMATS[format_name],
+        num_rows,
+        None,
+        codes.widened(layout.bits, layout.group, layout.minima),
+    )
+
+
+def _stride_bytes(rows: NDArray[Any]) -> int:
     # The stride of a single row means nothing; that many bytes are there.
-    stride_bytes = data.strides[0] if data.shape[0] > 1 else data.shape[1] * data.itemsize
-    return data, _cpu.SOURCE_FORMATS[name], stride_bytes
+    return rows.strides[0] if len(rows) > 1 else rows.shape[1] * rows.itemsize
 
 
-def _factor(parts: Sequence[StoredWeight]) -> float:
+def _dense(data: NDArray[Any]) -> NDArray[Any]:
+    assert data.ndim == 2
+    return data if is_dense(data) else np.ascontiguousarray(data)
+
+
+def _staged(codes: Codes) -> NDArray[np.uint8]:
+    """Rows of blocks as `Codes` in csrc/cpu/pack_int.cpp has them: of 32 elements the scales of both halves and the
+    minimum, float32, then the codes."""
+    num_rows, num_in = codes.shape
+    num_blocks = -(-num_in // 32)
+    staged = np.zeros((num_rows, num_blocks), _BLOCK_OF_CODES)
+    padded = codes.codes if num_in % 32 == 0 else np.pad(codes.codes, ((0, 0), (0, -num_in % 32)))
+    staged["codes"] = padded.reshape(num_rows, num_blocks, 32)
+    scales = codes.scales if codes.group == 16 else codes.scales.repeat(2, 1)
+    staged["scales"] = np.pad(scales, ((0, 0), (0, scales.shape[1] % 2))).reshape(num_rows, num_blocks, 2)
+    if codes.minima is not None:
+        staged["minimum"] = codes.minima
+    return staged.view(np.uint8)
+
+
+_BLOCK_OF_CODES = np.dtype([("scales", np.float32, 2), ("minimum", np.float32), ("codes", np.uint8, 32)])
+
+
+def _factor(parts: Sequence[StoredWeight], sources: Sequence[_Source]) -> float:
     """A power of two that takes the scales into float16's range: 1 if they are float16 already; otherwise the largest
     becomes 2^14 and more, which leaves the others 28 binary orders of magnitude at full precision."""
-    if all(part.format in _PLAIN_SCALES for part in parts):
+    if all(_has_half_scales(part, source) for part, source in zip(parts, sources, strict=True)):
         return 1.0
     largest = 0.0
-    for part in parts:
-        array, source_format, stride_bytes = _source(part)
-        largest = max(largest, _cpu.max_scale(array, source_format, stride_bytes, *part.shape))
+    for source in sources:
+        if source.codes is not None:
+            scales = np.abs(source.codes.scales)
+            found = float(scales[np.isfinite(scales)].max(initial=0))
+        else:
+            array = source.rows()
+            found = _cpu.max_scale(array, source.format, _stride_bytes(array), source.num_rows, parts[0].shape[1])
+        largest = max(largest, found)
     if largest == 0.0:
         return 1.0
     _, exponent = math.frexp(largest)  # largest < 2^exponent
     return math.ldexp(1.0, max(-126, exponent - 15))
+
+
+def _has_half_scales(part: StoredWeight, source: _Source) -> bool:
+    if source.codes is None:
+        return part.format in _PLAIN_SCALES
+    scales = source.codes.scales
+    with np.errstate(over="ignore"):
+        return bool((scales.astype(np.float16) == scales).all())

@@ -2,8 +2,8 @@
 
 `StoredWeight` is a matrix as a file holds it, `Codes` the same unpacked, `Layout` what packers make of it: codes of 4
 or 8 bits with a scale by 16 or 32 elements and, in some, a minimum by 32. One module a family of sources: `gguf`,
-`gptq`, `awq`, `int8` for floats that are quantized at load, and `fp8`, which has no such codes. The reference, mixed
-matrices, and packers without a reader of a format's own bytes all follow from `unpack`. No torch here.
+`gptq`, `awq`, `scaled_integers`, `four_bits`, `fp8`, and `int8` and `int4` for floats that are quantized at load. The
+reference, mixed matrices, and packers without a reader of a format's own bytes all follow from `unpack`. No torch here.
 
 The names below are loaded when they are first used: the server process reads headers of files by `formats`, which
 needs no numpy.
@@ -15,23 +15,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.quantization.codes import Codes
+    from octavo.quantization.codes import Codes, common_order
     from octavo.quantization.layout import Layout, common_layout
     from octavo.quantization.stored import StoredWeight
-    from octavo.quantization.unpacking import dequantize, layout_of, packed_bytes, unpack
+    from octavo.quantization.unpacking import dequantize, layout_of, packed_bytes, take_rows, unpack
 
 _HOMES = {
     "Codes": "codes",
     "Layout": "layout",
     "StoredWeight": "stored",
     "common_layout": "layout",
+    "common_order": "codes",
     "dequantize": "unpacking",
     "layout_of": "unpacking",
     "packed_bytes": "unpacking",
+    "take_rows": "unpacking",
     "unpack": "unpacking",
 }
 
-__all__ = ["Codes", "Layout", "StoredWeight", "common_layout", "dequantize", "layout_of", "packed_bytes", "unpack"]
+__all__ = [
+    "Codes", "Layout", "StoredWeight", "common_layout", "common_order", "dequantize", "layout_of", "packed_bytes",
+    "take_rows", "unpack",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

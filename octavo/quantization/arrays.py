@@ -7,6 +7,7 @@ torch is imported only where a tensor of its own comes in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -56,9 +57,24 @@ def arange(like: Array, stop: int, step: int = 1, dtype: str = "int64") -> Array
     return namespace(like).arange(0, stop, step, dtype=dtype_of(like, dtype), device=like.device)
 
 
+def constant(like: Array, values: Sequence[float], dtype: str) -> Array:
+    """A table, where `like` is."""
+    if namespace(like) is np:
+        return np.array(values, dtype)
+    return namespace(like).tensor(values, dtype=dtype_of(like, dtype), device=like.device)
+
+
 def repeated(x: Array, count: int, length: int) -> Array:
     """x [N, G], each column `count` times, cut to [N, length]."""
     return x[:, arange(x, length) // count]
+
+
+def padded(x: Array, multiple: int) -> Array:
+    """x [N, K] with zeros up to a multiple of columns."""
+    rest = -x.shape[1] % multiple
+    if namespace(x) is np:
+        return np.pad(x, ((0, 0), (0, rest)))
+    return namespace(x).nn.functional.pad(x, (0, rest))
 
 
 def converted(x: NDArray[Any], dtype: str) -> NDArray[Any]:

@@ -1,4 +1,5 @@
-"""AWQ's tensors (Lin et al. 2023), as codes, scales and minima. Four bits; a word holds eight outputs."""
+"""AWQ's tensors (Lin et al. 2023), as codes, scales and minima. Four bits: in the layout "gemm" a word holds eight
+outputs, in the layout "gemv" eight elements of k."""
 
 from __future__ import annotations
 
@@ -15,6 +16,13 @@ def unpack(stored: StoredWeight) -> Codes:
     """Exactly what the file's tensors say."""
     tensors = stored.tensors
     return grouped(4, _nibbles(tensors["qweight"]).T, tensors["scales"].T, _nibbles(tensors["qzeros"]).T)
+
+
+def unpack_gemv(stored: StoredWeight) -> Codes:
+    """Scales and zeros go on beyond the last group."""
+    tensors, num_groups = stored.tensors, stored.shape[1] // stored.tensors["group"].item()
+    zeros = unpack_words(tensors["qzeros"], 4)[:, :num_groups]
+    return grouped(4, unpack_words(tensors["qweight"], 4), tensors["scales"][:, :num_groups], zeros)
 
 
 def _nibbles(words: Array) -> Array:

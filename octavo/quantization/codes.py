@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.quantization.arrays import Array, cast, namespace, repeated
+from octavo.errors import ConfigError
+from octavo.quantization.arrays import Array, arange, cast, namespace, padded, repeated
+from octavo.quantization.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
     """A matrix [N, K], of which an element is scale * code + minimum, or without minima scale * (code - 2^(bits-1)).
 
-    `codes` uint8 [N, K]; `scales` and `minima` float32 [N, ceil(K / group)], all exact. numpy's or torch's.
+    `codes` uint8 [N, K]; `scales` and `minima` float32 [N, ceil(K / group)], all exact. With an `order` int64 [K] column
+    j is that of input order[j]. numpy's or torch's.
     """
 
     bits: int
@@ -22,10 +26,17 @@ class Codes:
     codes: Array
     scales: Array
     minima: Array | None = None
+    order: Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def layout(self) -> Layout:
+        """The least that holds it."""
+        by_32 = self.group % 32 == 0
+        return Layout(self.bits if by_32 else 8, 32 if by_32 else 16, self.minima is not None)
 
     def widened(self, bits: int, group: int, minima: bool) -> Codes:
         """The same matrix with at least as many bits, groups at most as long, and with minima if those are wanted."""
@@ -34,10 +45,10 @@ class Codes:
         num_groups = -(-codes.shape[1] // group)
         scales = repeated(self.scales, repeats, num_groups)
         if self.minima is not None:
-            return Codes(bits, group, codes, scales, repeated(self.minima, repeats, num_groups))
+            return Codes(bits, group, codes, scales, repeated(self.minima, repeats, num_groups), self.order)
         if minima:
-            return Codes(bits, group, codes, scales, scales * -float(1 << self.bits >> 1))
-        return Codes(bits, group, codes + ((1 << bits >> 1) - (1 << self.bits >> 1)), scales)
+            return Codes(bits, group, codes, scales, scales * -float(1 << self.bits >> 1), self.order)
+        return Codes(bits, group, codes + ((1 << bits >> 1) - (1 << self.bits >> 1)), scales, None, self.order)
 
     def dequantize(self) -> Array:
         """float32 [N, K]."""
@@ -53,18 +64,65 @@ class Codes:
         values *= scales[:, :, None]
         if minima is not None:
             values += minima[:, :, None]
-        return values.reshape(num_out, k)
+        values = values.reshape(num_out, k)
+        return values if self.order is None else values[:, namespace(self.order).argsort(self.order)]
 
 
-def grouped(bits: int, codes: Array, scales: Array, zeros: Array) -> Codes:
+def grouped(bits: int, codes: Array, scales: Array, zeros: Array | None, order: Array | None = None) -> Codes:
     """scale * (code - zero), [N, K] with scales and zeros [N, groups], as `Codes`: without minima if all zeros are in
-    the middle. One group for all of a row becomes groups of 128."""
+    the middle, as they are where none are given. One group for all of a row becomes groups of 128."""
     k, num_groups = codes.shape[1], scales.shape[1]
     group = -(-k // num_groups)
     if num_groups == 1:
         group = 128
-        scales, zeros = (repeated(x, -(-k // group), -(-k // group)) for x in (scales, zeros))
-    scales = cast(scales, "float32")
-    if bool(namespace(zeros).all(zeros == 1 << bits >> 1)):
-        return Codes(bits, group, codes, scales)
-    return Codes(bits, group, codes, scales, -scales * cast(zeros, "float32"))
+        scales = repeated(scales, -(-k // group), -(-k // group))
+        zeros = None if zeros is None else repeated(zeros, -(-k // group), -(-k // group))
+    scales, middle = cast(scales, "float32"), 1 << bits >> 1
+    if zeros is not None and bool(namespace(zeros).all(zeros == middle)):
+        zeros = None
+    if bits < 4:
+        # Codes of two and three bits are as far from any zero as codes of four are from theirs.
+        shift = 8 - middle if zeros is None else repeated(8 - cast(zeros, "int16"), group, k)
+        return Codes(4, group, cast(cast(codes, "int16") + shift, "uint8"), scales, None, order)
+    if zeros is None:
+        return Codes(bits, group, codes, scales, None, order)
+    return Codes(bits, group, codes, scales, -scales * cast(zeros, "float32"), order)
+
+
+def common_order(parts: Sequence[Codes | None]) -> Array | None:
+    """The order of the columns of matrices that are stacked, int32; None if they are in the model's. Raises
+    `ConfigError` where they differ. Parts of None are in the model's."""
+    orders = [None if part is None else part.order for part in parts]
+    first = next((order for order in orders if order is not None), None)
+    if first is None:
+        return None
+    if any(order is None or not bool(namespace(order).all(order == first)) for order in orders):
+        raise ConfigError(
+            "matrices of one input that were quantized in the order of activations (desc_act), each in another order, "
+            "cannot be stacked; --dtype float32 can."
+        )
+    return cast(first, "int32")
+
+
+def in_order_of_groups(g_idx: Array | None, num_groups: int) -> Array | None:
+    """The columns, those of group 0 first, where g_idx [K] says which group each belongs to; None if they lie so."""
+    if g_idx is None or num_groups == 1:
+        return None
+    xp, k = namespace(g_idx), g_idx.shape[0]
+    g_idx = cast(g_idx, "int64")
+    if bool(xp.all(g_idx == arange(g_idx, k) // (k // num_groups))):
+        return None
+    order = xp.argsort(g_idx, stable=True)
+    if not bool(xp.all(g_idx[order] == arange(g_idx, k) // (k // num_groups))):
+        raise ConfigError(f"g_idx does not divide {k} columns into {num_groups} groups of {k // num_groups}.")
+    return order
+
+
+def rounded(values: Array, group: int = 32) -> Codes:
+    """Values [N, K] as codes of 8 bits, to nearest: a scale of absmax / 127 by `group`. For formats whose own codes are
+    no integers."""
+    xp, (num_out, k) = namespace(values), values.shape
+    groups = padded(values, group).reshape(num_out, -1, group)
+    scales = xp.amax(abs(groups), axis=-1) / 127
+    codes = xp.round(groups / xp.where(scales > 0, scales, xp.ones_like(scales))[..., None])
+    return Codes(8, group, cast(codes + 128, "uint8").reshape(num_out, -1)[:, :k], scales)

@@ -1,7 +1,7 @@
 """The formats of stored weights by name, as data: how long their blocks are, and which axis of a tensor holds what.
 
-"F32", "F16" and "BF16" are floats, "INT8" and "FP8" are floats that are quantized as they are packed. GGUF's block
-formats carry GGUF's names. "GPTQ", "GPTQ_V2" and "AWQ" are the tensors of those methods.
+"F32", "F16" and "BF16" are floats, "INT8", "INT4" and "FP8" are floats that are quantized as they are packed. GGUF's
+block formats carry GGUF's names. The others are the tensors of a method; the module that unpacks them says which.
 """
 
 from __future__ import annotations
@@ -27,23 +27,39 @@ TENSOR_TYPES = {
     6: TensorType("Q5_0", 32, 22),
     7: TensorType("Q5_1", 32, 24),
     8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
     12: TensorType("Q4_K", 256, 144),
     13: TensorType("Q5_K", 256, 176),
     14: TensorType("Q6_K", 256, 210),
+    20: TensorType("IQ4_NL", 32, 18),
+    23: TensorType("IQ4_XS", 256, 136),
     30: TensorType("BF16", 1, 2),
+    34: TensorType("TQ1_0", 256, 54),
+    35: TensorType("TQ2_0", 256, 66),
+    39: TensorType("MXFP4", 32, 17),
 }
 # format of plain floats -> their element type
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PLAIN_OF_DTYPE = {dtype: name for name, dtype in PLAIN.items()}
 # --quantization -> the format of floats that are to be quantized so
-QUANTIZED_AT_LOAD = {"int8": "INT8", "fp8": "FP8"}
+QUANTIZED_AT_LOAD = {"int8": "INT8", "int4": "INT4", "fp8": "FP8"}
 BLOCK_TYPES = {t.name: t for t in TENSOR_TYPES.values() if t.block_size > 1}
 
 # Elements of a row that lie together and cannot be divided, where that is not 1.
-COLUMN_UNITS = {name: t.block_size for name, t in BLOCK_TYPES.items()} | {"INT8": 32}
+COLUMN_UNITS = {name: t.block_size for name, t in BLOCK_TYPES.items()} | {"INT8": 32, "INT4": 32}
 # Tensors of a format, and which of their axes go over the matrix's rows (outputs) and over its columns (inputs).
-_GPTQ_AXES: dict[str, tuple[int | None, int | None]] = {
-    "qweight": (1, 0), "qzeros": (1, 0), "scales": (1, 0), "g_idx": (None, 0),
+_Axes = dict[str, tuple[int | None, int | None]]
+_BY_INPUTS: _Axes = {"qweight": (1, 0), "qzeros": (1, 0), "scales": (1, 0), "g_idx": (None, 0)}
+_BY_OUTPUTS: _Axes = {
+    "qweight": (0, 1), "codes": (0, 1), "qzeros": (0, 1), "zeros": (0, 1), "scales": (0, 1), "minima": (0, 1),
+    "g_idx": (None, 0), "order": (None, 0), "table": (None, None), "factor": (None, None), "group": (None, None),
 }  # fmt: skip
-AXES = dict.fromkeys(("GPTQ", "GPTQ_V2", "AWQ"), _GPTQ_AXES)
+AXES = dict.fromkeys(("GPTQ", "GPTQ_V2", "AWQ"), _BY_INPUTS) | dict.fromkeys(
+    (
+        "AWQ_GEMV", "INT_PACKED", "INT8_SCALED", "INT4_SCALED", "FP8_SCALED", "FP4_SCALED", "CODEBOOK4",
+        "CODES4", "CODES8",
+    ),
+    _BY_OUTPUTS,
+)  # fmt: skip
 DATA_AXES: dict[str, tuple[int | None, int | None]] = {"data": (0, 1)}  # of every other format

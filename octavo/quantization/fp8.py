@@ -1,11 +1,12 @@
-"""Floats quantized at load to float8_e4m3fn, a row to a scale: x / d with d = absmax / 448.
+"""Eight-bit floats (float8_e4m3fn). "FP8": floats quantized at load, a row to a scale: x / d with d = absmax / 448, for
+GPUs that multiply them. "FP8_SCALED": "codes" [N, K] of a file, with "scales" float32 [N, groups of columns].
 
-For GPUs that multiply them. The activations are quantized too, row by row (octavo/ops/triton/quantize.py).
+On GPUs activations are quantized too, row by row (octavo/ops/triton/quantize.py).
 """
 
 from __future__ import annotations
 
-from octavo.quantization.arrays import Array, cast, namespace
+from octavo.quantization.arrays import Array, cast, namespace, repeated
 from octavo.quantization.stored import StoredWeight
 
 FORMAT = "FP8"
@@ -25,3 +26,12 @@ def dequantize(stored: StoredWeight) -> Array:
     """The values after quantization, float32."""
     codes, scales = quantize(stored.data)
     return cast(codes, "float32") * scales[:, None]
+
+
+def scaled_values(stored: StoredWeight) -> Array:
+    """What a file's tensors stand for, float32."""
+    codes, scales = stored.tensors["codes"], stored.tensors["scales"]
+    num_in, num_groups = stored.shape[1], scales.shape[1]
+    if num_groups > 1:  # of "group" columns, the last perhaps of fewer
+        scales = repeated(scales, int(stored.tensors["group"].item()), num_in)
+    return cast(codes, "float32") * cast(scales, "float32")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from octavo.quantization.arrays import Array, arange, cast, namespace, reinterpret
-from octavo.quantization.codes import Codes
+from octavo.quantization.arrays import Array, arange, cast, constant, namespace, reinterpret
+from octavo.quantization.codes import Codes, rounded
 from octavo.quantization.formats import BLOCK_TYPES
+from octavo.quantization.four_bits import DOUBLED_E2M1, powers_of_two
 from octavo.quantization.layout import Layout
 from octavo.quantization.stored import StoredWeight
 
-# Types of five and six bits take eight. Signed types need no minima.
+Q2_K = "Q2_K"
+# Types of five and six bits take eight, and so do those whose codes are numbers of a table, or have a scale for 16.
+# Signed types need no minima.
 LAYOUTS = {
     "Q4_0": Layout(4, 32, False),
     "Q4_1": Layout(4, 32, True),
@@ -20,12 +23,24 @@ LAYOUTS = {
     "Q4_K": Layout(4, 32, True),
     "Q5_K": Layout(8, 32, True),
     "Q6_K": Layout(8, 16, False),
+    "Q2_K": Layout(8, 16, False),
+    "Q3_K": Layout(8, 16, False),
+    "IQ4_NL": Layout(8, 32, False),
+    "IQ4_XS": Layout(8, 32, False),
+    "MXFP4": Layout(8, 32, False),
+    "TQ1_0": Layout(4, 32, False),
+    "TQ2_0": Layout(4, 32, False),
 }
+# The codes of IQ4_NL and IQ4_XS.
+_IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def unpack(stored: StoredWeight) -> Codes:
-    """What the matrix's bytes say, exactly."""
+    """What the matrix's bytes say, exactly but for Q2_K: its minima are by 16 elements, which no layout has, so that
+    its values are rounded to eight bits."""
     layout = LAYOUTS[stored.format]
+    if stored.format == Q2_K:
+        return rounded(q2_k_values(stored), layout.group)
     num_out, num_in = stored.shape
     blocks = stored.data.reshape(num_out, -1, BLOCK_TYPES[stored.format].block_bytes)
     codes, scales, minima = _UNPACKERS[stored.format](blocks)
@@ -92,6 +107,68 @@ def _q6_k(blocks: Array) -> _Unpacked:
     return codes + (128 - 32), _half(blocks, 208) * reinterpret(blocks[..., 192:208], "int8"), None
 
 
+def _q3_k(blocks: Array) -> _Unpacked:
+    # A third bit for each of 256 elements (32 bytes; bit g of byte i is element i of run g), 64 bytes of two bits in the
+    # order of Q6_K's top bits, and 16 scales of six bits, 32 more than they stand for.
+    concatenate = namespace(blocks).concatenate
+    bits = arange(blocks, 8, 2, dtype="uint8")[:, None]
+    low = ((blocks[..., 32:96].reshape(*blocks.shape[:2], 2, 1, 32) >> bits) & 3).reshape(*blocks.shape[:2], 8, 32)
+    third = (blocks[..., None, :32] >> arange(blocks, 8, dtype="uint8")[:, None]) & 1
+    nibbles, top = blocks[..., 96:104], blocks[..., 104:108]
+    six = concatenate([nibbles & 15, nibbles >> 4], axis=-1) | (
+        concatenate([top & 3, (top >> 2) & 3, (top >> 4) & 3, top >> 6], axis=-1) << 4
+    )
+    return (low | third << 2) + (128 - 4), _half(blocks, 108) * (cast(six, "float32") - 32), None
+
+
+def q2_k_values(stored: StoredWeight) -> Array:
+    """float32 [N, K]. Sixteen bytes are scales (low) and minima of 16 elements, 64 are two bits in the order of Q6_K's
+    top ones; then a float16 for each kind."""
+    blocks = stored.data.reshape(stored.shape[0], -1, BLOCK_TYPES[Q2_K].block_bytes)
+    bits = arange(blocks, 8, 2, dtype="uint8")[:, None]
+    codes = ((blocks[..., 16:80].reshape(*blocks.shape[:2], 2, 1, 32) >> bits) & 3).reshape(*blocks.shape[:2], 16, 16)
+    scales, minima = _half(blocks, 80) * (blocks[..., :16] & 15), _half(blocks, 82) * (blocks[..., :16] >> 4)
+    return (scales[..., None] * codes - minima[..., None]).reshape(stored.shape)
+
+
+def _iq4_xs(blocks: Array) -> _Unpacked:
+    # The float16 unit; eight scales of six bits: the low four in bytes 4 to 7, the top two in 16 bits before.
+    pairs = blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16)
+    low = namespace(blocks).stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], axis=-1).reshape(*blocks.shape[:2], 8)
+    top = ((blocks[..., 2:4, None] >> arange(blocks, 8, 2, dtype="uint8")) & 3).reshape(*blocks.shape[:2], 8)
+    return _from_table(_nibbles(pairs), _IQ4_NUMBERS), _half(blocks, 0) * (cast(low | top << 4, "float32") - 32), None
+
+
+def _tq1_0(blocks: Array) -> _Unpacked:
+    # Five digits of base 3 in a byte, of which the top one is found in the top of byte * 3^n; then four in a byte.
+    def digits(packed: Array, count: int) -> Array:
+        powers = constant(packed, [3**n for n in range(count)], "uint8")[:, None]
+        shifted = cast(packed[..., None, :] * powers, "int32") * 3 >> 8
+        return cast(shifted, "uint8").reshape(*packed.shape[:2], -1)
+
+    parts = [digits(blocks[..., :32], 5), digits(blocks[..., 32:48], 5), digits(blocks[..., 48:52], 4)]
+    return namespace(blocks).concatenate(parts, axis=-1) + 7, _of_all(_half(blocks, 52)), None
+
+
+def _tq2_0(blocks: Array) -> _Unpacked:
+    bits = arange(blocks, 8, 2, dtype="uint8")[:, None]
+    codes = (blocks[..., :64].reshape(*blocks.shape[:2], 2, 1, 32) >> bits) & 3
+    return codes + 7, _of_all(_half(blocks, 64)), None
+
+
+def _of_all(scale: Array) -> Array:
+    """One for 256 elements, [N, B, 1], as eight for 32."""
+    return scale + cast(arange(scale, 8), "float32") * 0
+
+
+def _from_table(codes: Array, numbers: Sequence[int]) -> Array:
+    return constant(codes, [number + 128 for number in numbers], "uint8")[cast(codes, "int64")]
+
+
+def _mxfp4(blocks: Array) -> _Unpacked:
+    return _from_table(_nibbles(blocks[..., 1:]), DOUBLED_E2M1), powers_of_two(blocks[..., :1]) * 0.5, None
+
+
 _UNPACKERS: dict[str, Callable[[Array], _Unpacked]] = {
     "Q4_0": lambda blocks: (_nibbles(blocks[..., 2:]), _half(blocks, 0), None),
     "Q4_1": lambda blocks: (_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)),
@@ -102,4 +179,10 @@ _UNPACKERS: dict[str, Callable[[Array], _Unpacked]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "Q3_K": _q3_k,
+    "IQ4_NL": lambda blocks: (_from_table(_nibbles(blocks[..., 2:]), _IQ4_NUMBERS), _half(blocks, 0), None),
+    "IQ4_XS": _iq4_xs,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+    "MXFP4": _mxfp4,
 }

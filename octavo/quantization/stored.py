@@ -19,10 +19,12 @@ from octavo.quantization.formats import AXES, BLOCK_TYPES, COLUMN_UNITS, DATA_AX
 class StoredWeight:
     """A matrix of `shape` [N, K]. Its tensors may alias a mapped file: never write.
 
-    - "F32", "F16", "BF16": floats "data" [N, K]; "INT8", "FP8": the same, to be quantized as they are packed.
+    - "F32", "F16", "BF16": floats "data" [N, K]; "INT8", "INT4", "FP8": the same, to be quantized as they are packed.
     - GGUF's block formats ("Q4_1", "Q6_K", ...): "data" uint8 [N, bytes of a row]. Rows may be any distance apart.
     - "GPTQ", "GPTQ_V2": "qweight" int32 [K * bits / 32, N], "qzeros" int32 [groups, N * bits / 32], "scales"
       [groups, N] and, in some, "g_idx" int32 [K]. "AWQ": "qweight" int32 [K, N / 8], "qzeros", "scales".
+    - "CODES4", "CODES8": what others are unpacked to (`Codes`): "codes", "scales", and perhaps "minima" and "order".
+    - Others have their tensors in the modules that unpack them.
 
     Tensors are numpy's; packers of a GPU make the same value over torch's.
     """
@@ -40,6 +42,11 @@ class StoredWeight:
     def num_bytes(self) -> int:
         return sum(int(tensor.nbytes) for tensor in self.tensors.values())
 
+    @property
+    def has_single_rows(self) -> bool:
+        """Whether no two outputs share a word."""
+        return self._unit(0) == 1
+
     def rows(self, begin: int, end: int) -> StoredWeight:
         """Rows begin .. end - 1 as a matrix of their own, over the same memory. Raises `ConfigError` if words of
         several outputs would have to be divided."""
@@ -54,13 +61,23 @@ class StoredWeight:
 
     def take_rows(self, order: Any) -> StoredWeight:
         """A copy of rows `order`. Raises `ConfigError` if words of several outputs would have to be divided."""
-        if self._unit(0) != 1:
+        if not self.has_single_rows:
             raise ConfigError(f"rows of a {self.format} matrix {list(self.shape)} cannot be put in another order.")
         tensors = {}
         for name, tensor in self.tensors.items():
             axis = self._axis(name, 0)
             tensors[name] = tensor if axis is None else tensor[order] if axis == 0 else tensor[:, order]
         return StoredWeight(self.format, tensors, (len(order), self.shape[1]))
+
+    def every_second_row(self, first: int) -> StoredWeight:
+        """Rows first, first + 2, ... over the same memory, of formats in which an output lies by itself."""
+        if not self.has_single_rows:
+            raise ConfigError(f"rows of a {self.format} matrix {list(self.shape)} do not lie by themselves.")
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            axis = self._axis(name, 0)
+            tensors[name] = tensor if axis is None else tensor[first::2] if axis == 0 else tensor[:, first::2]
+        return StoredWeight(self.format, tensors, (len(range(first, self.shape[0], 2)), self.shape[1]))
 
     def transposed(self) -> StoredWeight:
         """The matrix [K, N], over the same memory. Raises `ConfigError` where elements do not lie by themselves."""
@@ -92,6 +109,12 @@ class StoredWeight:
             entries = tensor.shape[axis]
             part = slice(begin * entries // size, end * entries // size)
             tensors[name] = tensor[part] if axis == 0 else tensor[:, part]
+        g_idx = tensors.get("g_idx")
+        if side == 1 and ("order" in tensors or (g_idx is not None and bool((g_idx[1:] < g_idx[:-1]).any()))):
+            raise ConfigError(
+                f"columns of a {self.format} matrix {list(self.shape)} that was quantized in the order of activations "
+                "(desc_act) cannot be divided among devices."
+            )
         if side == 1 and "g_idx" in tensors and self._axis("scales", side) is not None:
             first_group = begin * self.tensors["scales"].shape[0] // size
             tensors["g_idx"] = tensors["g_idx"] - first_group
@@ -106,12 +129,14 @@ class StoredWeight:
         for name, tensor in self.tensors.items():
             axis = self._axis(name, side)
             if axis is not None:  # several elements to a word, or to a group
-                per_entry, rest = divmod(size, tensor.shape[axis])
-                unit = math.lcm(unit, size if rest else per_entry)
+                entries = tensor.shape[axis]
+                # Of three bits, 32 elements are three words. A last group that is shorter cannot be counted from.
+                is_whole = size % entries == 0 or 32 * entries % size == 0
+                unit = math.lcm(unit, size // math.gcd(size, entries) if is_whole else size)
         return unit
 
     def _axis(self, name: str, side: int) -> int | None:
         """The axis of a tensor that goes over rows (side 0) or columns (1); None if all of it belongs to every one."""
         axis = AXES.get(self.format, DATA_AXES)[name][side]
-        is_single_group = side == 1 and name in ("qzeros", "scales") and self.tensors[name].shape[0] == 1
+        is_single_group = side == 1 and axis is not None and self.tensors[name].shape[axis] == 1
         return None if is_single_group else axis

@@ -1,0 +1,524 @@
+"""Checkpoints that other tools have quantized: which of their tensors make up a matrix, by the method that their
+configuration names. What the tensors mean is `octavo.quantization`'s business.
+
+A module's matrix gets the name that it has where nothing is quantized, so that models know nothing of this. Shapes and
+scales are checked here; what is wrong is said in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import LoadError
+from octavo.loading.file_tensor import FileTensor
+from octavo.quantization import Layout, StoredWeight
+from octavo.quantization.formats import PLAIN
+
+Tensors = dict[str, FileTensor]
+Settings = Mapping[str, Any]
+
+# What is left of a quantized checkpoint that nothing here computes with: activations are quantized as they come, and
+# the cache is not quantized by a checkpoint's scales.
+_UNUSED = re.compile(
+    r".*\.(input_scale|input_scale_ub|input_zero_point|input_global_scale|output_scale|k_scale|v_scale|kv_scale|q_scale"
+    r"|prob_scale|weight_shape|weight_format)"
+)
+_INT8 = Layout(8, 32, False)
+
+
+def method_of(settings: Settings) -> str:
+    """The name of the method, as --quantization has it."""
+    return str(settings.get("quant_method")).lower()
+
+
+def quantized_tensors(tensors: Tensors, settings: Settings, source: str) -> Tensors:
+    """The tensors of a checkpoint with its quantized matrices put together. Raises `LoadError` for methods that are not
+    built, and for tensors that do not fit each other."""
+    method = method_of(settings)
+    if method not in METHODS:
+        raise LoadError(
+            f"{source} is quantized with {method!r}, which is not built; {', '.join(sorted(METHODS))} are, and GGUF "
+            "files."
+        )
+    files = _Files(tensors, settings, source)
+    try:
+        METHODS[method](files)
+    except (KeyError, TypeError, AttributeError, re.error) as e:
+        raise LoadError(f"{source}: its quantization configuration is damaged ({type(e).__name__}: {e}).") from None
+    return {name: tensor for name, tensor in files.left.items() if not _UNUSED.fullmatch(name)} | files.made
+
+
+@dataclass(slots=True)
+class _Module:
+    """One module's tensors while they are put together. What is wrong with them is raised from here."""
+
+    name: str
+    files: _Files
+
+    def fail(self, why: str) -> LoadError:
+        return LoadError(f"{self.files.source}: {self.name}: {why}.")
+
+    def __contains__(self, part: str) -> bool:
+        return f"{self.name}.{part}" in self.files.left
+
+    def tensor(self, part: str, dtypes: Sequence[str]) -> FileTensor:
+        """One that the matrix needs, which is not for others from now on."""
+        found = self.files.left.pop(f"{self.name}.{part}", None)
+        if found is None or found.array is None:
+            raise self.fail(f"it has no {part}, which its quantization calls for")
+        name = PLAIN.get(found.format, found.format)
+        if name not in dtypes:
+            raise self.fail(f"{part} is {name}, not {' or '.join(dtypes)}")
+        return found
+
+    def expect(self, part: str, found: tuple[int, ...], *expected: tuple[int, ...]) -> None:
+        if found not in expected:
+            shapes = " or ".join(str(list(shape)) for shape in expected)
+            raise self.fail(f"{part} has the shape {list(found)}; the matrix makes it {shapes}")
+
+    def group(self, group: int | None, num_in: int) -> int:
+        """Elements that share a scale: the whole row for -1."""
+        if group in (-1, None):
+            return num_in
+        if type(group) is not int or group <= 0 or num_in % group:
+            raise self.fail(f"groups of {group} do not divide its {num_in} inputs")
+        if group % 32:
+            raise self.fail(f"groups of {group} are not built; multiples of 32 are")
+        return group
+
+    def scales(self, tensor: FileTensor) -> NDArray[Any]:
+        """Read, and finite. bfloat16 becomes float32."""
+        assert tensor.array is not None
+        scales = tensor.array()
+        wide = scales.astype(np.float32)
+        if not np.isfinite(wide).all():
+            raise self.fail("some of its scales are not finite")
+        return scales if scales.dtype == np.float16 else wide
+
+    def make(self, format: str, shape: tuple[int, ...], layout: Layout, read: Callable[[], dict[str, Any]]) -> None:
+        rows = (int(np.prod(shape[:-1])), shape[-1])
+        self.files.made[f"{self.name}.weight"] = FileTensor(
+            format, shape, lambda: StoredWeight(format, read(), rows), is_turned=True, layout=layout
+        )
+
+
+@dataclass(slots=True, init=False)
+class _Files:
+    settings: Settings
+    source: str
+    left: Tensors
+    made: Tensors
+
+    def __init__(self, tensors: Tensors, settings: Settings, source: str) -> None:
+        self.settings, self.source, self.left, self.made = settings, source, dict(tensors), {}
+
+    def modules(self, part: str, *dtypes: str) -> Iterator[_Module]:
+        """Those that have a tensor of that name, of one of these types."""
+        suffix = f".{part}"
+        for name, tensor in list(self.left.items()):
+            if name.endswith(suffix) and (not dtypes or tensor.format in dtypes):
+                yield _Module(name.removesuffix(suffix), self)
+
+    def fail(self, why: str) -> LoadError:
+        return LoadError(f"{self.source}: {why}.")
+
+
+_FLOATS = ("float16", "bfloat16", "float32")
+
+
+def _gptq(files: _Files) -> None:
+    settings = files.settings
+    checkpoint_format = settings.get("checkpoint_format") or "gptq"
+    if checkpoint_format not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
+        raise files.fail(
+            f"GPTQ in the format {checkpoint_format!r} (Marlin's or another) is not built; gptq and gptq_v2 are"
+        )
+    for module in files.modules("qweight"):
+        own = dict(settings)
+        for pattern, changes in (settings.get("dynamic") or {}).items():
+            if re.match(pattern.removeprefix("+:").removeprefix("-:"), module.name):
+                if pattern.startswith("-:"):
+                    raise module.fail(f"the configuration's {pattern!r} leaves it out, but it is quantized")
+                own |= changes
+                break
+        bits = own["bits"]
+        if bits not in (2, 3, 4, 8):
+            raise module.fail(f"GPTQ with {bits} bits is not built; 2, 3, 4 and 8 are")
+        qweight, qzeros = module.tensor("qweight", ("int32",)), module.tensor("qzeros", ("int32",))
+        scales = module.tensor("scales", _FLOATS)
+        if len(qweight.shape) != 2 or qweight.shape[0] * 32 % bits:
+            raise module.fail(f"qweight has the shape {list(qweight.shape)}, which is no matrix of {bits} bits")
+        num_out, num_in = qweight.shape[1], qweight.shape[0] * 32 // bits
+        groups = num_in // module.group(own["group_size"], num_in)
+        module.expect("scales", scales.shape, (groups, num_out))
+        module.expect("qzeros", qzeros.shape, (groups, -(-num_out * bits // 32)))
+        g_idx = module.tensor("g_idx", ("int32", "int64")) if "g_idx" in module else None
+        if g_idx is not None:
+            module.expect("g_idx", g_idx.shape, (num_in,))
+        is_symmetric = own.get("sym", True) or bits < 4
+        format = "GPTQ_V2" if checkpoint_format == "gptq_v2" else "GPTQ"
+        layout = Layout(8 if bits == 8 else 4, 32, not is_symmetric)
+        read = partial(_read_gptq, module, qweight, qzeros, scales, g_idx, groups)
+        module.make(format, (num_out, num_in), layout, read)
+
+
+def _read_gptq(
+    module: _Module, qweight: FileTensor, qzeros: FileTensor, scales: FileTensor, g_idx: FileTensor | None, groups: int
+) -> dict[str, Any]:
+    assert qweight.array is not None and qzeros.array is not None
+    tensors = {"qweight": qweight.array(), "qzeros": qzeros.array(), "scales": module.scales(scales)}
+    if g_idx is not None:
+        assert g_idx.array is not None
+        of_columns = g_idx.array()
+        sizes = np.bincount(of_columns, minlength=groups) if of_columns.min(initial=0) >= 0 else of_columns
+        if len(sizes) != groups or (sizes != len(of_columns) // groups).any():
+            raise module.fail(f"g_idx does not divide {len(of_columns)} inputs into {groups} groups of one size")
+        tensors["g_idx"] = of_columns
+    return tensors
+
+
+def _awq(files: _Files) -> None:
+    settings = files.settings
+    bits, group = settings.get("bits", settings.get("w_bit")), settings.get("group_size", settings.get("q_group_size"))
+    version = str(settings.get("version") or "gemm").lower()
+    if bits != 4:
+        raise files.fail(f"AWQ with {bits} bits is not built; 4 are")
+    if version not in ("gemm", "exllama", "gemv"):
+        raise files.fail(f"AWQ in the layout {version!r} is not built; gemm and gemv are")
+    layout = Layout(4, 32, bool(settings.get("zero_point", True)))
+    for module in files.modules("qweight"):
+        qweight, qzeros = module.tensor("qweight", ("int32",)), module.tensor("qzeros", ("int32",))
+        scales = module.tensor("scales", _FLOATS)
+        if len(qweight.shape) != 2:
+            raise module.fail(f"qweight has the shape {list(qweight.shape)}, which is no matrix")
+        if version == "gemv":
+            num_out, num_in = qweight.shape[0], qweight.shape[1] * 8
+            size = module.group(group, num_in)
+            wide = qzeros.shape[-1] * 8
+            if wide < num_in // size:
+                raise module.fail(f"qzeros has the shape {list(qzeros.shape)}, too narrow for {num_in // size} groups")
+            module.expect("qzeros", qzeros.shape, (num_out, wide // 8))
+            module.expect("scales", scales.shape, (num_out, wide))
+        else:
+            num_out, num_in = qweight.shape[1] * 8, qweight.shape[0]
+            size = module.group(group, num_in)
+            module.expect("scales", scales.shape, (num_in // size, num_out))
+            module.expect("qzeros", qzeros.shape, (num_in // size, num_out // 8))
+
+        def read(
+            module: _Module = module, qweight: FileTensor = qweight, qzeros: FileTensor = qzeros,
+            scales: FileTensor = scales, size: int = size,
+        ) -> dict[str, Any]:  # fmt: skip
+            assert qweight.array is not None and qzeros.array is not None
+            tensors = {"qweight": qweight.array(), "qzeros": qzeros.array(), "scales": module.scales(scales)}
+            return tensors | ({"group": np.array([size])} if version == "gemv" else {})
+
+        module.make("AWQ_GEMV" if version == "gemv" else "AWQ", (num_out, num_in), layout, read)
+
+
+def _compressed_tensors(files: _Files) -> None:
+    settings = files.settings
+    if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise files.fail("sparse matrices of compressed-tensors are not built")
+    if settings.get("transform_config"):
+        raise files.fail("compressed-tensors with transforms (Hadamard's, SpinQuant's) are not built")
+    for module in files.modules("weight_packed", "uint8"):
+        _fp4(module, _group_of(module)["weights"], "weight_packed", "weight_global_scale", is_divisor=True)
+    for module in files.modules("weight_packed"):
+        _packed_integers(module, _group_of(module)["weights"])
+    for module in files.modules("weight", "int8"):
+        weights = _group_of(module)["weights"]
+        _scaled_integers(module, weights["num_bits"], weights.get("strategy"), weights.get("group_size"))
+    for module in files.modules("weight", "float8_e4m3fn"):
+        weights = _group_of(module)["weights"]
+        _fp8_matrix(module, "weight_scale", weights.get("block_structure"))
+
+
+def _group_of(module: _Module) -> Settings:
+    """The configuration's group that the module belongs to."""
+    settings = module.files.settings
+    for name in settings.get("ignore") or ():
+        if _is_target(name, module.name):
+            raise module.fail(f"the configuration's {name!r} leaves it out, but it is quantized")
+    groups = (settings.get("config_groups") or {}).values()
+    for by_class in (False, True):  # a name says more than a class
+        for group in groups:
+            if any(_is_target(t, module.name) or (by_class and t in ("Linear", "FusedMoE")) for t in group["targets"]):
+                if not group.get("weights"):
+                    raise module.fail("the configuration says nothing of its weights")
+                return group
+    raise module.fail("no group of the configuration's config_groups has it as a target")
+
+
+def _is_target(target: str, name: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], name) is not None
+    return name == target or name.endswith(f".{target}")
+
+
+def _packed_integers(module: _Module, weights: Settings) -> None:
+    bits = weights["num_bits"]
+    if bits not in (4, 8) or weights.get("type", "int") != "int":
+        raise module.fail(f"packed {weights.get('type')} of {bits} bits are not built; int of 4 and 8 are")
+    qweight, scales = module.tensor("weight_packed", ("int32",)), module.tensor("weight_scale", _FLOATS)
+    module.files.left.pop(f"{module.name}.weight_shape", None)
+    if len(qweight.shape) != 2:
+        raise module.fail(f"weight_packed has the shape {list(qweight.shape)}, which is no matrix")
+    num_out, num_in = qweight.shape[0], qweight.shape[1] * 32 // bits
+    groups = _num_groups(module, scales, (num_out, num_in), weights.get("strategy"), weights.get("group_size"))
+    zeros = g_idx = None
+    if not weights.get("symmetric", True):
+        zeros = module.tensor("weight_zero_point", ("int32",))
+        module.expect("weight_zero_point", zeros.shape, (-(-num_out * bits // 32), groups))
+    if "weight_g_idx" in module:
+        g_idx = module.tensor("weight_g_idx", ("int32", "int64"))
+        module.expect("weight_g_idx", g_idx.shape, (num_in,))
+
+    def read() -> dict[str, Any]:
+        assert qweight.array is not None
+        tensors = {"qweight": qweight.array(), "scales": _by_output(module.scales(scales), num_out)}
+        if zeros is not None:
+            assert zeros.array is not None
+            tensors["qzeros"] = zeros.array()
+        if g_idx is not None:
+            assert g_idx.array is not None
+            of_columns = g_idx.array()
+            if (of_columns >= 0).all():  # -1 throughout: the columns are in the order of their groups
+                tensors["g_idx"] = of_columns
+        return tensors
+
+    module.make("INT_PACKED", (num_out, num_in), Layout(bits, 32, zeros is not None), read)
+
+
+def _num_groups(
+    module: _Module, scales: FileTensor, shape: tuple[int, int], strategy: str | None, group: int | None
+) -> int:
+    """Scales of a row; those of an output or of all are one."""
+    if strategy == "group" or (strategy is None and group not in (None, -1)):
+        groups = shape[1] // module.group(group, shape[1])
+        module.expect("weight_scale", scales.shape, (shape[0], groups))
+        return groups
+    if strategy not in (None, "channel", "tensor"):
+        raise module.fail(f"scales by {strategy!r} are not built for integers; by group, channel and tensor are")
+    module.expect("weight_scale", scales.shape, (shape[0], 1), (shape[0],), (1,), (1, 1), ())
+    return 1
+
+
+def _by_output(scales: NDArray[Any], num_out: int) -> NDArray[Any]:
+    """[N, groups] of scales that may be one for a row, or one for all."""
+    if scales.ndim < 2:
+        scales = scales.reshape(-1, 1)
+    return np.broadcast_to(scales, (num_out, scales.shape[1]))
+
+
+def _scaled_integers(module: _Module, bits: int, strategy: str | None, group: int | None) -> None:
+    if bits not in (4, 8):
+        raise module.fail(f"integers of {bits} bits are not built; 4 and 8 are")
+    codes, scales = module.tensor("weight", ("int8",)), module.tensor("weight_scale", _FLOATS)
+    if len(codes.shape) != 2:
+        raise module.fail(f"weight has the shape {list(codes.shape)}, which is no matrix")
+    num_out, num_in = codes.shape
+    groups = _num_groups(module, scales, (num_out, num_in), strategy, group)
+    zeros = module.tensor("weight_zero_point", ("int8",)) if "weight_zero_point" in module else None
+    if zeros is not None:
+        module.expect("weight_zero_point", zeros.shape, scales.shape)
+
+    def read() -> dict[str, Any]:
+        assert codes.array is not None
+        found = codes.array()
+        if bits == 4 and (found.min(initial=0) < -8 or found.max(initial=0) > 7):
+            raise module.fail("some of its codes are out of the range of 4 bits, -8 to 7")
+        tensors = {"codes": found, "scales": _by_output(module.scales(scales), num_out)}
+        if zeros is not None:
+            assert zeros.array is not None
+            if zeros.array().any():
+                tensors["zeros"] = _by_output(zeros.array(), num_out)
+        return tensors
+
+    module.make(f"INT{bits}_SCALED", (num_out, num_in), Layout(bits, 32, zeros is not None), read)
+    assert groups
+
+
+def _fp8_matrix(module: _Module, scale_name: str, block: Sequence[int] | None) -> None:
+    codes = module.tensor("weight", ("float8_e4m3fn",))
+    scales = module.tensor(scale_name, (*_FLOATS, "float8_e8m0fnu"))
+    if len(codes.shape) != 2:
+        raise module.fail(f"weight has the shape {list(codes.shape)}, which is no matrix")
+    num_out, num_in = codes.shape
+    if block is None:
+        module.expect(scale_name, scales.shape, (num_out, 1), (num_out,), (1,), (1, 1), ())
+    else:
+        rows, columns = block
+        if type(rows) is not int or type(columns) is not int or rows <= 0 or columns <= 0:
+            raise module.fail(f"blocks of {list(block)} are none")
+        module.expect(scale_name, scales.shape, (-(-num_out // rows), -(-num_in // columns)))
+
+    def read() -> dict[str, Any]:
+        assert codes.array is not None
+        found, factors = codes.array(), module.scales(scales).astype(np.float32)
+        if ((found.view(np.uint8) & 127) == 127).any():
+            raise module.fail("some of its elements are not finite")
+        if block is None:
+            return {"codes": found, "scales": _by_output(factors, num_out)}
+        return {"codes": found, "scales": factors.repeat(block[0], 0)[:num_out], "group": np.array([block[1]])}
+
+    module.make("FP8_SCALED", (num_out, num_in), _INT8, read)
+
+
+def _fp4(module: _Module, weights: Settings, part: str, factor_name: str, *, is_divisor: bool) -> None:
+    """MXFP4, whose scales are powers of two by 32, or NVFP4, with eight-bit floats by 16 and a factor for all."""
+    codes, scales = module.tensor(part, ("uint8",)), module.tensor("weight_scale", ("uint8", "float8_e4m3fn"))
+    if len(codes.shape) != 2:
+        raise module.fail(f"{part} has the shape {list(codes.shape)}, which is no matrix")
+    num_out, num_in = codes.shape[0], codes.shape[1] * 2
+    group = 32 if scales.format == "uint8" else 16
+    if num_in % group or weights.get("group_size", group) != group:
+        raise module.fail(f"groups of {weights.get('group_size', group)} do not fit its {num_in} inputs")
+    module.expect("weight_scale", scales.shape, (num_out, num_in // group))
+    factor = module.tensor(factor_name, ("float32",)) if group == 16 else None
+
+    def read() -> dict[str, Any]:
+        assert codes.array is not None and scales.array is not None
+        found = scales.array()
+        if scales.format == "uint8" and (found == 255).any():
+            raise module.fail("some of its scales are not finite")
+        tensors = {"codes": codes.array(), "scales": found if group == 32 else module.scales(scales)}
+        if factor is not None:
+            whole = module.scales(factor).reshape(-1)
+            if whole.size != 1 or whole[0] == 0:
+                raise module.fail(f"{factor_name} is {whole[:4].tolist()}, not one number")
+            tensors["factor"] = 1 / whole if is_divisor else whole
+        return tensors
+
+    module.make("FP4_SCALED", (num_out, num_in), Layout(8, min(group, 32), False), read)
+
+
+def _fp8(files: _Files) -> None:
+    block = files.settings.get("weight_block_size")
+    for module in files.modules("weight", "float8_e4m3fn"):
+        name = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"
+        _fp8_matrix(module, name, block)
+
+
+def _modelopt(files: _Files) -> None:
+    settings = files.settings.get("quantization", files.settings)
+    algorithm = settings.get("quant_algo")
+    if algorithm == "FP8":
+        _fp8(files)
+    elif algorithm == "NVFP4":
+        for module in files.modules("weight", "uint8"):
+            _fp4(module, {}, "weight", "weight_scale_2", is_divisor=False)
+    else:
+        raise files.fail(f"ModelOpt's {algorithm!r} is not built; FP8 and NVFP4 are")
+
+
+def _mxfp4(files: _Files) -> None:
+    """gpt-oss: experts of a layer in one tensor, [experts, outputs, groups, 16]."""
+    for name in [name for name in files.left if name.endswith("_blocks")]:
+        module = _Module(name.removesuffix("_blocks"), files)
+        codes, scales = files.left.pop(name), files.left.pop(f"{module.name}_scales", None)
+        if scales is None or codes.format != "uint8" or scales.format != "uint8":
+            raise module.fail("its _blocks and _scales are not both there as uint8")
+        if len(codes.shape) != 4 or codes.shape[3] != 16:
+            raise module.fail(f"its _blocks have the shape {list(codes.shape)}, not experts by outputs by groups by 16")
+        module.expect("_scales", scales.shape, codes.shape[:3])
+        num_experts, num_out, groups, _ = codes.shape
+        num_in = groups * 32
+
+        def read(
+            codes: FileTensor = codes, scales: FileTensor = scales, rows: int = num_experts * num_out,
+        ) -> dict[str, Any]:  # fmt: skip
+            assert codes.array is not None and scales.array is not None
+            return {"codes": codes.array().reshape(rows, -1), "scales": scales.array().reshape(rows, -1)}
+
+        stored = (num_experts * num_out, num_in)
+        files.made[module.name] = FileTensor(
+            "FP4_SCALED", (num_experts, num_out, num_in),
+            lambda read=read, stored=stored: StoredWeight("FP4_SCALED", read(), stored),  # type: ignore[misc]
+            is_turned=True, layout=_INT8,
+        )  # fmt: skip
+
+
+def _bitsandbytes(files: _Files) -> None:
+    for module in files.modules("weight", "int8"):
+        codes, scales = module.tensor("weight", ("int8",)), module.tensor("SCB", ("float32",))
+        if len(codes.shape) != 2:
+            raise module.fail(f"weight has the shape {list(codes.shape)}, which is no matrix")
+        module.expect("SCB", scales.shape, codes.shape[:1])
+
+        def read(module: _Module = module, codes: FileTensor = codes, scales: FileTensor = scales) -> dict[str, Any]:
+            assert codes.array is not None
+            return {"codes": codes.array(), "scales": module.scales(scales).reshape(-1, 1) / np.float32(127)}
+
+        module.make("INT8_SCALED", (codes.shape[0], codes.shape[1]), _INT8, read)
+    for module in files.modules("weight", "uint8"):
+        _codebook(module)
+
+
+def _codebook(module: _Module) -> None:
+    """NF4 and FP4: blocks of a matrix that is one long row."""
+    kinds = [kind for kind in ("nf4", "fp4") if f"weight.quant_state.bitsandbytes__{kind}" in module]
+    if not kinds:
+        raise module.fail("it has no weight.quant_state of nf4 or fp4")
+    codes = module.tensor("weight", ("uint8",))
+    state_tensor = module.tensor(f"weight.quant_state.bitsandbytes__{kinds[0]}", ("uint8",))
+    assert state_tensor.array is not None
+    try:
+        state = json.loads(state_tensor.array().tobytes())
+        num_out, num_in = state["shape"]
+        size, nested_size = state["blocksize"], state.get("nested_blocksize")
+        offset = float(state.get("nested_offset", 0))
+        is_sound = all(type(n) is int and n > 0 for n in (num_out, num_in, size))
+    except (ValueError, KeyError, TypeError):
+        raise module.fail("its weight.quant_state is damaged") from None
+    if not is_sound or num_in % size:
+        raise module.fail(f"blocks of {size} do not divide its {num_in} inputs")
+    table, absmax = (
+        module.tensor("weight.quant_map", ("float32",)),
+        module.tensor("weight.absmax", ("uint8", "float32")),
+    )
+    num_blocks = num_out * num_in // size
+    module.expect("weight", codes.shape, (num_out * num_in // 2, 1), (1, num_out * num_in // 2))
+    module.expect("weight.quant_map", table.shape, (16,))
+    module.expect("weight.absmax", absmax.shape, (num_blocks,))
+    nested = None
+    if absmax.format == "uint8":
+        nested = tuple(module.tensor(f"weight.nested_{name}", ("float32",)) for name in ("absmax", "quant_map"))
+        if type(nested_size) is not int or nested_size <= 0:
+            raise module.fail(f"nested blocks of {nested_size} are none")
+        module.expect("weight.nested_absmax", nested[0].shape, (-(-num_blocks // nested_size),))
+        module.expect("weight.nested_quant_map", nested[1].shape, (256,))
+
+    def read() -> dict[str, Any]:
+        assert codes.array is not None and absmax.array is not None
+        if nested is None:
+            scales = module.scales(absmax)
+        else:
+            units = module.scales(nested[0]).repeat(nested_size)[:num_blocks]
+            scales = module.scales(nested[1])[absmax.array()] * units + np.float32(offset)
+        return {
+            "codes": codes.array().reshape(num_out, -1), "scales": scales.reshape(num_out, -1),
+            "table": module.scales(table),
+        }  # fmt: skip
+
+    module.make("CODEBOOK4", (num_out, num_in), _INT8, read)
+
+
+METHODS: dict[str, Callable[[_Files], None]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes,
+}

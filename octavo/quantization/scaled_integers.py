@@ -1,0 +1,36 @@
+"""Integers with scales that lie beside them, as compressed-tensors and bitsandbytes write them.
+
+"INT_PACKED": "qweight" int32 [N, K * bits / 32], lowest bits first, codes more by half their range; "scales" and, packed
+along N likewise, "qzeros" [N, groups]. "INT8_SCALED" and "INT4_SCALED": "codes" int8 [N, K], "scales" and "zeros".
+"""
+
+from __future__ import annotations
+
+from octavo.quantization.arrays import Array, cast
+from octavo.quantization.codes import Codes, grouped, in_order_of_groups
+from octavo.quantization.gptq import unpack_words
+from octavo.quantization.stored import StoredWeight
+
+
+def unpack_packed(stored: StoredWeight) -> Codes:
+    tensors, (num_out, k) = stored.tensors, stored.shape
+    bits = 32 * tensors["qweight"].shape[1] // k
+    codes, zeros = unpack_words(tensors["qweight"], bits), tensors.get("qzeros")
+    if zeros is not None:
+        zeros = cast(unpack_words(zeros.T, bits).T[:num_out], "int16")
+    order = in_order_of_groups(tensors.get("g_idx"), tensors["scales"].shape[1])
+    return grouped(bits, codes if order is None else codes[:, order], tensors["scales"], zeros, order)
+
+
+def unpack_scaled(stored: StoredWeight) -> Codes:
+    bits = 4 if stored.format == "INT4_SCALED" else 8
+    return grouped(bits, _above(stored.tensors["codes"], bits), stored.tensors["scales"], _zeros(stored, bits))
+
+
+def _zeros(stored: StoredWeight, bits: int) -> Array | None:
+    zeros = stored.tensors.get("zeros")
+    return None if zeros is None else cast(zeros, "int16") + (1 << bits >> 1)
+
+
+def _above(codes: Array, bits: int) -> Array:
+    return cast(cast(codes, "int16") + (1 << bits >> 1), "uint8")
