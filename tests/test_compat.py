@@ -18,6 +18,7 @@ WORKING = [
     "--model some/model", "--tokenizer some/model", "--served-model-name a b", "--revision main", "--download-dir /tmp",
     "--load-format auto", "--load-format safetensors", "--load-format gguf", "--load-format pt", "--load-format dummy",
     "--dtype auto", "--dtype float32", "--dtype bfloat16", "--quantization gguf", "--quantization int8",
+    "--quantization int4", "--quantization gptq", "--quantization awq", "--quantization fp8",
     "--kv-cache-dtype auto", "--max-model-len 4096", "--gpu-memory-utilization 0.90", "--block-size 8",
     "--block-size 16", "--block-size 32", "--swap-space 4", "--max-num-seqs 256", "--max-num-batched-tokens 8192",
     "--enable-chunked-prefill", "--no-enable-chunked-prefill", "--enable-prefix-caching", "--no-enable-prefix-caching",
@@ -35,9 +36,6 @@ WORKING = [
 # Flags that are not built, or not for this device, and what is said.
 REFUSED = {
     "--dtype float16": "--dtype float16 is not built for CPUs",
-    "--quantization awq": "--quantization awq is not built yet",
-    "--quantization gptq": "--quantization gptq is not built yet",
-    "--quantization fp8": "--quantization fp8 is not built yet",
     "--quantization squeezellm": "--quantization squeezellm is not built yet",
     "--kv-cache-dtype fp8": "--kv-cache-dtype fp8 is not built yet",
     "--kv-cache-dtype fp8_e4m3": "--kv-cache-dtype fp8_e4m3 is not built yet",

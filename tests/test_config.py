@@ -149,7 +149,8 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
         ({"dtype": "float16"}, "--dtype float16 is not built for CPUs"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not built yet"),
         ({"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "both must be the same"),
-        ({"quantization": "awq"}, "--quantization awq is not built yet on CPUs; gguf and int8 are"),
+        ({"quantization": "squeezellm"}, "--quantization squeezellm is not built yet on CPUs; int8, int4, gguf, gptq"),
+        ({"quantization": "awq"}, "--quantization awq is for checkpoints quantized with awq, but .* has dummy weights"),
         ({"quantization": "gguf"}, "--quantization gguf is for GGUF files, but .* has dummy weights"),
         ({"max_model_len": 513}, "--max-model-len 513 is more than the model's 512 positions"),
         (
@@ -347,7 +348,7 @@ def test_a_gpu_has_types_and_sizes_of_its_own(model: dict[str, Any], gpu: None) 
     assert config(dtype="bfloat16", **model).cache.dtype == "bfloat16"
     for args, message in [
         ({"block_size": 12}, "--block-size must be 8, 16, 32, 64, 128 or 256, got 12"),
-        ({"quantization": "awq"}, "--quantization awq is not built yet; gguf, int8 and fp8 are"),
+        ({"quantization": "hqq"}, "--quantization hqq is not built yet; int8, int4, fp8, gguf, gptq"),
         ({"cpu_threads": 2}, "--cpu-threads is for CPUs, and the device is a GPU"),
         ({"cpu_threads_bind": "0"}, "--cpu-threads-bind is for CPUs"),
         ({"cpu_memory_utilization": 0.5}, "--cpu-memory-utilization is for CPUs"),

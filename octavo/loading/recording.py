@@ -93,9 +93,6 @@ class RecordingWeights(Weights):
         self.tensors.append(RecordedTensor(name, shape, stored, self._weights.matrix_layout(name)))
         return stored
 
-    def is_turned(self, name: str) -> bool:
-        return self._weights is not None and self._weights.is_turned(name)
-
     def matrix_format(self, name: str) -> str:
         return PLAIN_OF_DTYPE[self._dtype] if self._weights is None else self._weights.matrix_format(name)
 

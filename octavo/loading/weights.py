@@ -87,10 +87,6 @@ class Weights:
         """How a matrix is held once it is packed, where its format does not say so. `LoadError` if it is absent."""
         return None
 
-    def is_turned(self, name: str) -> bool:
-        """Whether a matrix lies [outputs, inputs] though checkpoints of its class have it the other way round."""
-        return False
-
     def _matrix_format(self, stored_format: str) -> str:
         if stored_format in PLAIN and self._quantization in QUANTIZED_AT_LOAD:
             return QUANTIZED_AT_LOAD[self._quantization]

@@ -7,7 +7,7 @@ matrix is never in memory twice. Of formats that these do not read they get unpa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 

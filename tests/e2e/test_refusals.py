@@ -76,7 +76,8 @@ def test_a_cache_too_small_for_one_request() -> None:
     [
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is not built yet"),
         (["--device", "cuda"], "--device cuda: no CUDA device was found"),
-        (["--quantization", "awq"], "--quantization awq is not built yet"),
+        (["--quantization", "hqq"], "--quantization hqq is not built yet"),
+        (["--quantization", "awq"], "--quantization awq is for checkpoints quantized with awq"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not built yet"),
         (["--block-size", "17"], "--block-size must be 8, 16 or 32"),
         (["--max-model-len", "100000000"], "more than the model's 8192 positions"),

@@ -126,7 +126,6 @@ def test_sizes_have_the_names_of_each_configuration_class() -> None:
             "LlamaForCausalLM: activation 'gelu_10' in a gated feed-forward",
         ),
         ("LlamaForCausalLM", {"num_key_value_heads": 5}, "32 query heads do not divide into 5 key/value heads"),
-        ("LlamaForCausalLM", {"quantization_config": {"quant_method": "gptq"}}, "quantized with 'gptq'"),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "ntk"}}, "rope scaling 'ntk' is not built yet"),
         ("MistralForCausalLM", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 30 layers"),
         ("MistralForCausalLM", {"layer_types": ["mamba"] * 30}, "layer type 'mamba' is not built yet"),

@@ -3,6 +3,7 @@ the logits of a model that is served from it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from octavo import LLM
-from octavo.errors import LoadError
+from octavo.errors import ConfigError, LoadError
 from octavo.loading.checkpoint import resolve
 from octavo.loading.file_weights import open_weights
 from octavo.loading.recording import RecordingWeights
@@ -19,7 +20,8 @@ from octavo.loading.weights import Weights
 from octavo.models.inventory import record
 from octavo.models.registry import describe
 from octavo.ops.cpu_pack import pack_quantized
-from octavo.quantization import dequantize
+from octavo.quantization import Layout, dequantize, take_rows
+from octavo.quantization.arrays import FLOATS
 from tests.models.test_parity import logits_of
 from tests.quantization.blocks import read_packed
 from tests.quantization.checkpoints import CONFIG, FORMATS, SHAPES, VOCAB, tensors_of, write
@@ -109,3 +111,170 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path, tiny_tokenize
         assert error < 0.05
     [(_, alone)] = _logits(folder, tiny_tokenizer, prompts[-1:], dtype="bfloat16")
     assert torch.equal(alone, together[-1][1])
+
+
+# What is wrong with a checkpoint is one line.
+
+_Q = "model.layers.1.self_attn.q_proj"
+
+
+def _spoiled(tensors: dict[str, np.ndarray], name: str, value: Any) -> dict[str, np.ndarray]:
+    spoiled = {key: np.array(x) for key, x in tensors.items()}
+    if value is None:
+        del spoiled[f"{_Q}.{name}"]
+    elif callable(value):
+        spoiled[f"{_Q}.{name}"] = value(spoiled[f"{_Q}.{name}"])
+    else:
+        spoiled[f"{_Q}.{name}"].reshape(-1)[3] = value
+    return spoiled
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "value", "message"),
+    [
+        ("gptq 4", "scales", np.nan, "some of its scales are not finite"),
+        ("gptq 4", "scales", lambda x: x[:-1], r"scales has the shape \[3, 128\]; the matrix makes it \[4, 128\]"),
+        ("gptq 4", "qzeros", None, "it has no qzeros, which its quantization calls for"),
+        ("gptq 4", "qweight", lambda x: x.astype(np.float32), "qweight is float32, not int32"),
+        ("gptq 4", "qweight", lambda x: x.reshape(-1), "which is no matrix of 4 bits"),
+        ("gptq 4", "qweight", lambda x: x[:-4], "groups of 32 divide|scales has the shape"),
+        ("gptq 4", "qweight", lambda x: x[:-1], "groups of 32 do not divide its 120 inputs"),
+        ("gptq 4 desc_act", "g_idx", -1, "g_idx does not divide 128 inputs into 4 groups"),
+        ("gptq 4 desc_act", "g_idx", 4_000_000, "g_idx does not divide 128 inputs into 4 groups"),
+        ("gptq 4 desc_act", "g_idx", lambda x: x * 0, "g_idx does not divide 128 inputs into 4 groups"),
+        ("gptq 3", "qweight", lambda x: x[:-1], "which is no matrix of 3 bits"),
+        ("awq", "scales", np.inf, "some of its scales are not finite"),
+        ("awq", "qzeros", lambda x: x[:, :-1], r"qzeros has the shape \[4, 15\]; the matrix makes it \[4, 16\]"),
+        ("awq gemv", "qzeros", lambda x: x[:, :0], "too narrow for 4 groups"),
+        ("w4a16", "weight_scale", np.nan, "some of its scales are not finite"),
+        ("w4a16", "weight_packed", lambda x: x[:, :-1], "groups of 32 do not divide its 120 inputs"),
+        ("w4a16 zeros", "weight_zero_point", None, "it has no weight_zero_point"),
+        ("w8a8", "weight_scale", lambda x: x[:-1], r"weight_scale has the shape \[127, 1\]"),
+        ("w4a8", "weight", 100, "some of its codes are out of the range of 4 bits, -8 to 7"),
+        ("fp8", "weight", np.nan, "some of its elements are not finite"),
+        ("fp8", "weight_scale", None, "it has no weight_scale"),
+        ("fp8 blocks", "weight_scale_inv", lambda x: x[:, :0], r"the matrix makes it \[1, 1\]"),
+        ("mxfp4", "weight_scale", 255, "some of its scales are not finite"),
+        ("nvfp4", "weight_global_scale", lambda x: x * 0, "weight_global_scale is .*, not one number"),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", 0, "its weight.quant_state is damaged"),
+        ("nf4 nested", "weight.absmax", lambda x: x[:-1], r"weight.absmax has the shape \[255\]"),
+        ("bnb int8", "SCB", np.nan, "some of its scales are not finite"),
+        ("bnb int8", "SCB", None, "it has no SCB"),
+    ],
+)  # fmt: skip
+def test_damaged_tensors_are_refused(name: str, tensor: str, value: Any, message: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    stored, _ = tensors_of(form)
+    folder = write(tmp_path / "m", _spoiled(stored, tensor, value), form.settings)
+    with pytest.raises(LoadError, match=message) as refused:
+        _open(folder).take_matrix(f"{_Q}.weight", SHAPES["self_attn.q_proj"])
+    assert _Q in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("gptq 4", {"group_size": 48}, "groups of 48 do not divide its 256 inputs"),
+        ("gptq 4", {"group_size": 16}, "groups of 16 are not built; multiples of 32 are"),
+        ("gptq 4", {"group_size": "x"}, "groups of x do not divide"),
+        ("gptq 4", {"group_size": 0}, "groups of 0 do not divide"),
+        ("gptq 4", {"bits": 5}, "GPTQ with 5 bits is not built; 2, 3, 4 and 8 are"),
+        ("gptq 4", {"bits": None}, "GPTQ with None bits is not built"),
+        ("gptq 4", {"bits": 8}, r"has the shape|scales has the shape"),
+        ("gptq 4", {"checkpoint_format": "marlin"}, "GPTQ in the format 'marlin' .* is not built"),
+        ("gptq 4", {"dynamic": {"-:.*q_proj": {}}}, "leaves it out, but it is quantized"),
+        ("gptq 4", {"dynamic": {"+:(": {}}}, "its quantization configuration is damaged"),
+        ("gptq 4", {"quant_method": "aqlm"}, "is quantized with 'aqlm', which is not built; awq, "),
+        ("awq", {"bits": 3}, "AWQ with 3 bits is not built"),
+        ("awq", {"version": "gemv_fast"}, "AWQ in the layout 'gemv_fast' is not built"),
+        ("w4a16", {"config_groups": {}}, "no group of the configuration's config_groups has it as a target"),
+        ("w4a16", {"ignore": ["re:.*q_proj"]}, "leaves it out, but it is quantized"),
+        ("w4a16", {"transform_config": {"config_groups": 1}}, "with transforms .* are not built"),
+        ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse matrices .* are not built"),
+        ("w4a16", {"config_groups": 7}, "its quantization configuration is damaged"),
+        ("fp8 blocks", {"weight_block_size": [0, 128]}, r"blocks of \[0, 128\] are none"),
+        ("fp8 blocks", {"weight_block_size": 7}, "its quantization configuration is damaged"),
+        ("modelopt fp8", {"quant_algo": "W4A8_AWQ"}, "ModelOpt's 'W4A8_AWQ' is not built; FP8 and NVFP4 are"),
+    ],
+)  # fmt: skip
+def test_configurations_that_do_not_fit_are_refused(
+    name: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    form = FORMATS[name]
+    stored, _ = tensors_of(form)
+    with pytest.raises(LoadError, match=message) as refused:
+        _open(write(tmp_path / "m", stored, form.settings | settings)).take_matrix(f"{_Q}.weight", (128, 128))
+    assert "\n" not in str(refused.value)
+
+
+def test_another_method_than_the_files_is_refused(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    stored, plain = tensors_of(FORMATS["gptq 4"])
+    folder = write(tmp_path / "m", stored, FORMATS["gptq 4"].settings)
+    with pytest.raises(ConfigError, match="--quantization awq is for checkpoints quantized with awq, .* has gptq weig"):
+        LLM(str(folder), tokenizer=str(tiny_tokenizer), quantization="awq")
+    with pytest.raises(LoadError, match=r"--quantization int8 quantizes weights of floats, but .* already \(gptq\)"):
+        _open(folder, quantization="int8")
+    floats = write(tmp_path / "plain", plain, None)
+    with pytest.raises(ConfigError, match="--quantization gptq is for checkpoints quantized with gptq"):
+        LLM(str(floats), tokenizer=str(tiny_tokenizer), quantization="gptq")
+    # Without a word in the configuration nothing says what the tensors mean.
+    unsaid = _open(write(tmp_path / "unsaid", tensors_of(FORMATS["fp8"])[0], None))
+    with pytest.raises(LoadError, match="float8_e4m3fn, and no quantization_config in config.json says what that mean"):
+        unsaid.take_matrix(f"{_Q}.weight", (128, 128))
+
+
+def test_modules_may_differ(tmp_path: Path) -> None:
+    """Bits by module, modules that are left out, and settings in a file beside config.json."""
+    (four, plain), (eight, wide) = (tensors_of(FORMATS[name]) for name in ("gptq 4", "gptq 8"))
+    up, down = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
+    mixed = {name: x for name, x in four.items() if not name.startswith((up, down))}
+    mixed |= {name: x for name, x in eight.items() if name.startswith(up)}
+    mixed[f"{down}.weight"] = plain[f"{down}.weight"]
+    mixed[f"{_Q}.bias"] = np.zeros(128, np.float32)  # of a model that has none
+    dynamic = {r"-:.*\.0\.mlp\.down_proj": {}, r"+:model\.layers\.0\.mlp\.up_proj": {"bits": 8}}
+    folder = write(tmp_path / "m", mixed, None)
+    settings = {"bits": 4, "group_size": 32, "dynamic": dynamic}
+    (folder / "quantize_config.json").write_text(json.dumps(settings))
+    weights = _open(folder)
+    for name, expected in ((up, wide), (down, plain), (_Q, plain)):
+        values = expected[f"{name}.weight"]
+        assert np.allclose(dequantize(weights.take_matrix(f"{name}.weight", values.shape)), values, atol=0.002)
+    weights.pass_over("model.")
+    weights.pass_over("lm_head")
+    weights.check_all_taken()
+
+
+@pytest.mark.parametrize("name", ["gptq 4 zeros", "awq", "w4a16 zeros", "fp8 blocks", "gptq 4 desc_act"])
+def test_rows_can_be_put_in_another_order(name: str, tmp_path: Path) -> None:
+    """As heads of interleaved rotary pairs and fused projections are, also where outputs share words."""
+    form = FORMATS[name]
+    stored, plain = tensors_of(form)
+    matrix = _open(write(tmp_path / "m", stored, form.settings)).take_matrix(f"{_Q}.weight", (128, 128))
+    order = np.random.default_rng(0).permutation(128)
+    assert np.allclose(dequantize(take_rows(matrix, order)), plain[f"{_Q}.weight"][order], rtol=1e-6, atol=1e-7)
+
+
+def test_matrices_of_one_input_with_orders_of_their_own_are_refused(tmp_path: Path) -> None:
+    form = FORMATS["gptq 4 desc_act"]
+    weights = _open(write(tmp_path / "m", tensors_of(form)[0], form.settings))
+    parts = [weights.take_matrix(f"model.layers.{i}.self_attn.q_proj.weight", (128, 128)) for i in range(2)]
+    with pytest.raises(ConfigError, match=r"\(desc_act\), each in another order"):
+        pack_quantized(parts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_floats_are_quantized_to_four_bits_at_load(dtype: str, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((70, 95)).astype(np.float32)
+    values[3] = 0
+    folder = write(tmp_path / "m", {"m.weight": values.astype(FLOATS[dtype])}, None)
+    matrix = _open(folder, quantization="int4").take_matrix("m.weight", (70, 95))
+    packed = pack_quantized([matrix])
+    products, _ = read_packed(packed)
+    assert packed.layout == Layout(4, 32, False)
+    padded = np.pad(np.abs(values), ((0, 0), (0, 1))).reshape(70, 3, 32).max(-1) / 8
+    step = padded.repeat(32, 1)[:, :95]
+    assert (np.abs(products - values) <= step * 1.01 + 0.01 * step).all()  # on one side the last step is missing
+    assert np.abs(products - values).mean() < 0.3 * step.mean()
+    assert np.abs(products - dequantize(matrix)).max() <= 1.01 * step.max()
+    assert (np.abs(products - dequantize(matrix)) < 0.01 * step.max()).mean() > 0.98

@@ -22,6 +22,7 @@ UNITS = {
     **dict.fromkeys(PLAIN, (1, 1)),
     **{name: (1, elements) for name, (_, elements, _) in BLOCKS.items()},
     "INT8": (1, 32),
+    "INT4": (1, 32),
     "GPTQ": (8, 128),
     "GPTQ_V2": (4, 256),
     "GPTQ single group": (8, 8),
@@ -33,7 +34,7 @@ UNITS = {
 def _matrix(name: str) -> StoredWeight:
     if name in BLOCKS:
         return random_matrix(name, N, K)
-    if name in PLAIN or name in ("INT8", "FP8"):
+    if name in PLAIN or name in ("INT8", "INT4", "FP8"):
         values = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
         return StoredWeight(name, {"data": converted(values, PLAIN.get(name, "bfloat16"))}, (N, K))
     groups = {"GPTQ": 8, "GPTQ_V2": 4, "AWQ": 4}.get(name, 1)
@@ -165,7 +166,7 @@ def test_floats_of_fewer_bits_become_float32_exactly(source: str) -> None:
 # Memory
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *BLOCKS, "INT8", "FP8"])
+@pytest.mark.parametrize("name", [*PLAIN, *BLOCKS, "INT8", "INT4", "FP8"])
 def test_what_a_packed_matrix_takes_is_known_before(name: str) -> None:
     if name in PLAIN:
         assert packed_bytes(name, (100, 70)) == 100 * 70 * FLOATS[PLAIN[name]].itemsize

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.ops import ACTIVATIONS, ExpertsWeight, LinearWeight, Routing
 from octavo.ops.triton import linear as linear_float
 from octavo.ops.triton import linear_int
@@ -150,6 +151,7 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedW
     first: PackedWeight | None = None
     stacks: dict[str, Tensor] = {}
     factors: list[float] = []
+    shapes: dict[str, torch.Size] = {}
     for e, expert in enumerate(experts):
         assert isinstance(expert, PackedWeight)
         tensors = {name: getattr(expert, name) for name in _STACKED[type(expert)]}
@@ -162,6 +164,11 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedW
                 for name, x in tensors.items()
                 if x is not None
             }
+            shapes = {name: x.shape for name, x in tensors.items() if x is not None}
+        if isinstance(expert, IntWeight) and expert.order is not None:
+            raise ConfigError("experts that were quantized in the order of activations (desc_act) are not built.")
+        if {name: x.shape for name, x in tensors.items() if x is not None} != shapes:
+            raise ConfigError("experts of one layer that are quantized differently are not built.")
         for name, stack in stacks.items():
             rows = len(tensors[name])
             stack[e * rows : (e + 1) * rows] = tensors[name]

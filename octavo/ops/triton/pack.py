@@ -20,12 +20,26 @@ from octavo.ops.triton.launch import capability
 from octavo.ops.triton.linear_int import workspace_for
 from octavo.ops.triton.tiles import UNIT
 from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
-from octavo.quantization import StoredWeight, common_layout, dequantize, fp8, gguf, int8, unpack
+from octavo.quantization import (
+    StoredWeight,
+    common_layout,
+    common_order,
+    dequantize,
+    fp8,
+    gguf,
+    int4,
+    int8,
+    layout_of,
+    unpack,
+)
 from octavo.quantization.codes import Codes
 from octavo.quantization.layout import Layout
+from octavo.quantization.unpacking import UNPACKED_WHOLE
 
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
-_GROUPED = ("GPTQ", "GPTQ_V2", "AWQ")  # formats of which all of a matrix is unpacked at once
+_INTEGERS = frozenset(gguf.LAYOUTS) | UNPACKED_WHOLE | {int4.FORMAT}
+# Formats of codes that are multiplied as they are where a row has one scale: their element type.
+_ROW_SCALED = {"FP8_SCALED": torch.float8_e4m3fn, "INT8_SCALED": torch.int8}
 
 
 def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False) -> PackedWeight:
@@ -35,7 +49,9 @@ def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None,
     moved = [_on_device(part, device) for part in parts]
     bias_there = None if bias is None else to_torch(bias).to(device)
     formats = {part.format for part in parts}
-    if all(name in gguf.LAYOUTS or name in _GROUPED for name in formats):
+    if len(formats) == 1 and all(_is_row_scaled(part, device) for part in parts):
+        return _pack_row_scaled(moved, rows, bias_there, device)
+    if formats <= _INTEGERS:
         return _pack_integers(moved, rows, bias_there, device)
     if len(formats) == 1 and formats <= _SCALED.keys() and rows.num_in % 16 == 0:
         return _pack_scaled([part.tensors["data"] for part in moved], _SCALED[formats.pop()], rows, bias_there, device)
@@ -55,6 +71,26 @@ def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None,
 def _on_device(part: StoredWeight, device: torch.device) -> StoredWeight:
     tensors = {name: to_torch(array).to(device) for name, array in part.tensors.items()}
     return StoredWeight(part.format, tensors, part.shape)
+
+
+def _is_row_scaled(part: StoredWeight, device: torch.device) -> bool:
+    if part.format not in _ROW_SCALED or part.tensors["scales"].shape[1] != 1 or "zeros" in part.tensors:
+        return False
+    return part.shape[1] % 16 == 0 and (part.format != "FP8_SCALED" or capability(device) >= (8, 9))
+
+
+def _pack_row_scaled(
+    parts: list[StoredWeight], rows: RowOrder, bias: Tensor | None, device: torch.device
+) -> ScaledWeight:
+    dtype = _ROW_SCALED[parts[0].format]
+    codes = torch.zeros(rows.num_padded, rows.num_in, dtype=torch.uint8, device=device)
+    scales = torch.zeros(rows.num_padded, dtype=torch.float32, device=device)
+    for side, part in enumerate(parts):
+        rows.place(codes, side, part.tensors["codes"].view(torch.uint8))
+        rows.place(scales, side, part.tensors["scales"][:, 0].float())
+    return ScaledWeight(
+        rows.num_rows, rows.num_in, rows.gated, codes.view(dtype), scales, pack_bias(bias, rows, device)
+    )  # fmt: skip
 
 
 def _quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,9 +138,9 @@ def pack_codes(parts: Sequence[Codes], bias: Tensor | None = None, gated: bool =
 def _pack_integers(
     parts: Sequence[StoredWeight | Codes], rows: RowOrder, bias: Tensor | None, device: torch.device
 ) -> IntWeight:
-    opened = [unpack(part) if isinstance(part, StoredWeight) and part.format in _GROUPED else part for part in parts]
+    opened = [unpack(part) if isinstance(part, StoredWeight) and part.format in UNPACKED_WHOLE else part for part in parts]
     layout = common_layout(
-        Layout(part.bits, part.group, part.minima is not None) if isinstance(part, Codes) else gguf.LAYOUTS[part.format]
+        Layout(part.bits, part.group, part.minima is not None) if isinstance(part, Codes) else layout_of(part.format)
         for part in opened
     )
 
@@ -116,6 +152,7 @@ def _pack_integers(
         for start, end in rows.pieces(part.shape[0]):
             yield start, unpack(part.rows(start, end)).widened(layout.bits, layout.group, layout.minima)
 
+    order = common_order([part if isinstance(part, Codes) else None for part in opened])
     block = BLOCK_WORDS * 32 // layout.bits
     num_blocks = -(-rows.num_in // block)
     num_groups = _rounded_up(num_blocks * block // layout.group, 2)
@@ -132,7 +169,7 @@ def _pack_integers(
     workspace = workspace_for(rows.num_padded, num_blocks, device)
     return IntWeight(
         rows.num_rows, rows.num_in, rows.gated, layout.bits, layout.group, layout.minima, factor, codes, scales,
-        pack_bias(bias, rows, device), workspace,
+        pack_bias(bias, rows, device), workspace, None if order is None else order.long(),
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ def _product(op: str, x: Tensor, weight: PackedWeight, out: Tensor, epilogue: tl
         return
     assert x.shape[1] == weight.in_features, f"{op}: {x.shape[1]} inputs for a matrix of {weight.in_features}"
     if isinstance(weight, IntWeight):
+        x = x if weight.order is None else x[:, weight.order]
         linear_int.launch(x, weight, out, epilogue, scale)
         return
     if x.dtype is not weight.data.dtype:

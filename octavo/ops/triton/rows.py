@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS, LinearWeight
 from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton.launch import by_pieces
@@ -81,6 +82,8 @@ def embedding(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = N
     rows, width = token_ids.shape[0], weight.in_features
     out = torch.empty((rows, width), dtype=DTYPES[out_dtype] if out_dtype else default, device=token_ids.device)
     if isinstance(weight, IntWeight):
+        if weight.order is not None:
+            raise ConfigError("embeddings that were quantized in the order of activations (desc_act) are not built.")
         by_pieces(
             _embed_int, rows, width, _BLOCK, token_ids, weight.codes, weight.scales, out, weight.codes.stride(0),
             weight.scales.stride(0), scale * weight.factor, BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima,

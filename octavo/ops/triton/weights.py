@@ -69,6 +69,7 @@ class IntWeight(_Weight):
     scales: Tensor
     bias: Tensor | None
     workspace: Workspace | None  # of all such matrices
+    order: Tensor | None = None  # int64 [K]: input i of the matrix is element order[i] of the rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from octavo.loading.checkpoint import resolve
+from octavo.loading.file_weights import open_weights
 from octavo.ops.triton import linear_int, pack
+from octavo.ops.triton.weights import ScaledWeight
 from octavo.quantization import StoredWeight, dequantize
 from octavo.quantization.codes import Codes
 from tests.ops.tensors import stored, torch_ref
 from tests.ops.triton.conftest import DEVICE, products
 from tests.ops.triton.test_linear import TOLERANCE, assert_near, draw
 from tests.quantization.blocks import BLOCKS, random_matrix
+from tests.quantization.checkpoints import FORMATS, tensors_of, write
 
 
 def random_codes(bits: int, group: int, minima: bool, n: int, k: int, seed: int = 0) -> Codes:
@@ -149,3 +155,18 @@ def test_matrices_of_words_are_multiplied(name: str) -> None:
     values = np.concatenate([dequantize(matrix), dequantize(random_matrix("Q4_0", 24, 256))])
     expected = x.double() @ torch.from_numpy(values).to(DEVICE).double().T
     assert_near(products.linear(x, mixed), expected, 2e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_checkpoints_of_other_tools(name: str, tmp_path: Path) -> None:
+    """Unpacked on the device by the functions that unpack on a CPU. Rows are read in the order of the groups."""
+    form = FORMATS[name]
+    tensors, plain = tensors_of(form)
+    weights = open_weights(resolve(str(write(tmp_path, tensors, form.settings))), "bfloat16", 0, None, False)
+    full = "model.layers.0.mlp.down_proj.weight"
+    x, expected = draw(3, plain[full].shape[1]), torch.from_numpy(plain[full]).to(DEVICE)
+    weight = products.pack_linear([weights.take_matrix(full, plain[full].shape)])
+    assert (getattr(weight, "order", None) is not None) == ("desc_act" in name)
+    # Matrices with one scale for a row multiply activations of eight bits, floats of four significant ones.
+    is_scaled = isinstance(weight, ScaledWeight)
+    assert_near(products.linear(x, weight), x.double() @ expected.double().T, 0.1 if is_scaled else 0.01)
