@@ -12,6 +12,7 @@ from octavo.quantization import Layout, StoredWeight, common_layout, dequantize,
 from tests.quantization.blocks import BLOCKS, random_matrix, read_packed, values_of
 
 _EXACT = ("Q4_0", "Q5_0", "Q8_0")  # float16 scales and no minima: nothing to round
+_PACKED = [name for name in BLOCKS if name != "Q2_K"]  # but for the rounding of scales and minima to their own values
 
 
 def _check(packed: PackedIntegers, expected: np.ndarray, exact: bool) -> None:
@@ -34,13 +35,13 @@ def _check(packed: PackedIntegers, expected: np.ndarray, exact: bool) -> None:
 
 @pytest.mark.parametrize("extreme", [False, True])
 @pytest.mark.parametrize(("rows", "blocks"), [(32, 1), (1, 3), (37, 5), (96, 2)])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", _PACKED)
 def test_every_format_is_packed_to_its_own_values(name: str, rows: int, blocks: int, extreme: bool) -> None:
     # Blocks of 32 make rows of which some are no multiple of 64.
     matrix = random_matrix(name, rows, blocks * BLOCKS[name][1], extreme=extreme)
     packed = pack_quantized([matrix])
     assert packed.layout == layout_of(name)
-    assert (packed.factor == 1) == (not name.endswith("_K")) or extreme
+    assert (packed.factor == 1) == (not name.endswith(("_K", "_XS"))) or extreme
     assert packed.data.nbytes == packed.layout.packed_bytes(*matrix.shape)
     _check(packed, values_of(matrix), name in _EXACT)
 
@@ -70,14 +71,22 @@ def _stacked(names: Sequence[str], rows: Sequence[int], num_in: int, gated: bool
     return packed
 
 
-@pytest.mark.parametrize("other", BLOCKS)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("other", _PACKED)
+@pytest.mark.parametrize("name", _PACKED)
 def test_any_two_formats_share_a_layout(name: str, other: str) -> None:
     _stacked([name, other], [40, 24], 256)
 
 
 def test_the_widest_layout_is_that_of_four_bits_with_minima_beside_six() -> None:
     assert _stacked(["Q4_K", "Q4_K", "Q6_K"], [64, 32, 32], 512).layout == Layout(8, 16, True)
+
+
+def test_blocks_with_minima_by_16_are_rounded_to_eight_bits() -> None:
+    matrix = random_matrix("Q2_K", 37, 512)
+    products, _ = read_packed(pack_quantized([matrix]))
+    expected = values_of(matrix).reshape(37, 512).astype(np.float64)
+    largest = np.abs(expected).reshape(37, -1, 16).max(-1).repeat(16, -1)
+    assert (np.abs(products - expected) <= largest * (0.5 / 127 + 2.0**-11) + 1e-7).all()
 
 
 @pytest.mark.parametrize("rows", [(32, 64, 32), (17, 5, 3), (1, 1, 1), (33, 31, 40), (100, 7, 64)])
