@@ -249,7 +249,7 @@ class EngineArgs(Flags):
         )
 
     def _quantization(self, checkpoint: Checkpoint, device: str) -> str | None:
-        """The method by which weights of floats are quantized as they are loaded; one of files only has to be theirs."""
+        """The method by which weights of floats are quantized as they are loaded; one of files has to be theirs."""
         wanted = self.quantization
         if wanted is None:
             return None

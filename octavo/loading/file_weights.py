@@ -91,7 +91,7 @@ class FileWeights(Weights):
         stored_format = self._find(name).format
         if stored_format not in _READ_FORMATS:
             raise LoadError(
-                f"{self._source}: tensor {name} is stored as {stored_format}, and no quantization_config in config.json "
+                f"{self._source}: tensor {name} is stored as {stored_format}; no quantization_config in config.json "
                 "says what that means."
             )
         return stored_format

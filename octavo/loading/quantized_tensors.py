@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -248,7 +248,7 @@ def _group_of(module: _Module) -> Settings:
     for name in settings.get("ignore") or ():
         if _is_target(name, module.name):
             raise module.fail(f"the configuration's {name!r} leaves it out, but it is quantized")
-    groups = (settings.get("config_groups") or {}).values()
+    groups: Iterable[Mapping[str, Any]] = (settings.get("config_groups") or {}).values()
     for by_class in (False, True):  # a name says more than a class
         for group in groups:
             if any(_is_target(t, module.name) or (by_class and t in ("Linear", "FusedMoE")) for t in group["targets"]):

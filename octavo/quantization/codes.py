@@ -17,7 +17,7 @@ from octavo.quantization.layout import Layout
 class Codes:
     """A matrix [N, K], of which an element is scale * code + minimum, or without minima scale * (code - 2^(bits-1)).
 
-    `codes` uint8 [N, K]; `scales` and `minima` float32 [N, ceil(K / group)], all exact. With an `order` int64 [K] column
+    `codes` uint8 [N, K]; `scales` and `minima` float32 [N, ceil(K / group)], all exact. With `order` int64 [K] column
     j is that of input order[j]. numpy's or torch's.
     """
 

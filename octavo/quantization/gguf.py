@@ -108,8 +108,8 @@ def _q6_k(blocks: Array) -> _Unpacked:
 
 
 def _q3_k(blocks: Array) -> _Unpacked:
-    # A third bit for each of 256 elements (32 bytes; bit g of byte i is element i of run g), 64 bytes of two bits in the
-    # order of Q6_K's top bits, and 16 scales of six bits, 32 more than they stand for.
+    # A third bit for each of 256 elements (32 bytes; bit g of byte i is element i of run g), 64 bytes of two bits in
+    # the order of Q6_K's top bits, and 16 scales of six bits, 32 more than they stand for.
     concatenate = namespace(blocks).concatenate
     bits = arange(blocks, 8, 2, dtype="uint8")[:, None]
     low = ((blocks[..., 32:96].reshape(*blocks.shape[:2], 2, 1, 32) >> bits) & 3).reshape(*blocks.shape[:2], 8, 32)

@@ -1,4 +1,4 @@
-"""Floats quantized at load to four bits, 32 elements of a row to a scale: round(x / d) with d the element of the largest
+"""Floats quantized at load to four bits, 32 elements of a row to a scale: round(x / d) with d the element of largest
 magnitude over -8, so that it has a code of its own. `--quantization int4`.
 
 The native packer quantizes (csrc/cpu/pack_int.cpp); this is the same for numpy's arrays and torch's.

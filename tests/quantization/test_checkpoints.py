@@ -211,7 +211,9 @@ def test_configurations_that_do_not_fit_are_refused(
 def test_another_method_than_the_files_is_refused(tmp_path: Path, tiny_tokenizer: Path) -> None:
     stored, plain = tensors_of(FORMATS["gptq 4"])
     folder = write(tmp_path / "m", stored, FORMATS["gptq 4"].settings)
-    with pytest.raises(ConfigError, match="--quantization awq is for checkpoints quantized with awq, .* has gptq weig"):
+    with pytest.raises(
+        ConfigError, match=r"--quantization awq is for checkpoints quantized with awq, .* has gptq weig"
+    ):
         LLM(str(folder), tokenizer=str(tiny_tokenizer), quantization="awq")
     with pytest.raises(LoadError, match=r"--quantization int8 quantizes weights of floats, but .* already \(gptq\)"):
         _open(folder, quantization="int8")
@@ -220,7 +222,7 @@ def test_another_method_than_the_files_is_refused(tmp_path: Path, tiny_tokenizer
         LLM(str(floats), tokenizer=str(tiny_tokenizer), quantization="gptq")
     # Without a word in the configuration nothing says what the tensors mean.
     unsaid = _open(write(tmp_path / "unsaid", tensors_of(FORMATS["fp8"])[0], None))
-    with pytest.raises(LoadError, match="float8_e4m3fn, and no quantization_config in config.json says what that mean"):
+    with pytest.raises(LoadError, match=r"float8_e4m3fn; no quantization_config in config\.json says what that mean"):
         unsaid.take_matrix(f"{_Q}.weight", (128, 128))
 
 

@@ -134,8 +134,8 @@ class ServerState:
             )
         retry_after_s = min(max(math.ceil(predicted_s - limit_s), 1), MAX_RETRY_AFTER_S)
         raise RequestError(
-            f"The first token would come in about {predicted_s:.1f} s, and it must in {limit_s:g} s; try again in about "
-            f"{retry_after_s} s.",
+            f"The first token would come in about {predicted_s:.1f} s, and it must in {limit_s:g} s; try again in "
+            f"about {retry_after_s} s.",
             status=429,
             code="first_token_too_late",
             retry_after_s=retry_after_s,

@@ -138,7 +138,9 @@ def pack_codes(parts: Sequence[Codes], bias: Tensor | None = None, gated: bool =
 def _pack_integers(
     parts: Sequence[StoredWeight | Codes], rows: RowOrder, bias: Tensor | None, device: torch.device
 ) -> IntWeight:
-    opened = [unpack(part) if isinstance(part, StoredWeight) and part.format in UNPACKED_WHOLE else part for part in parts]
+    opened = [
+        unpack(part) if isinstance(part, StoredWeight) and part.format in UNPACKED_WHOLE else part for part in parts
+    ]
     layout = common_layout(
         Layout(part.bits, part.group, part.minima is not None) if isinstance(part, Codes) else layout_of(part.format)
         for part in opened
