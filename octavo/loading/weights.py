@@ -22,8 +22,8 @@ class Weights:
     """An open checkpoint. Tensors that were taken stay valid after `close`, and may alias the files: never write.
 
     Floats come in `dtype` ("float32", "bfloat16", "float16"), or, with `quantization` "int8", "int4" or "fp8", as they
-    are stored where they are matrices: the packer quantizes them. Blocks of few bits stay as they are, unless `dtype` is
-    float32: that is the reference, which computes with what they stand for.
+    are stored where they are matrices: the packer quantizes them. Blocks of few bits stay as they are, unless `dtype`
+    is float32: that is the reference, which computes with what they stand for.
     """
 
     def __init__(self, dtype: str, quantization: str | None) -> None:

@@ -1,7 +1,7 @@
 """Integers with scales that lie beside them, as compressed-tensors and bitsandbytes write them.
 
 "INT_PACKED": "qweight" int32 [N, K * bits / 32], lowest bits first, codes more by half their range; "scales" and,
-packed along N likewise, "qzeros" [N, groups]. "INT8_SCALED" and "INT4_SCALED": "codes" int8 [N, K], "scales" and "zeros".
+packed along N likewise, "qzeros" [N, groups]. "INT8_SCALED" and "INT4_SCALED": "codes" int8 [N, K], "scales", "zeros".
 """
 
 from __future__ import annotations
