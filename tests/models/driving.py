@@ -46,6 +46,9 @@ class ArrayWeights:
         stored = floats(data.T if is_transposed else data)
         return stored if rows is None else stored.rows(*rows)
 
+    def is_turned(self, name: str) -> bool:
+        return False
+
     def matrix_format(self, name: str) -> str:
         return "F32"
 
