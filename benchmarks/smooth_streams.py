@@ -147,9 +147,8 @@ def main() -> None:
                 with started(name, args, folder) as server:
                     for rate in args.rates:
                         print(f"round {number + 1}: {name}, {rate:g} requests/s", file=sys.stderr)
-                        runs[rate, name].append(
-                            load(server, name, rate, 100 * number + args.rates.index(rate), args, folder)
-                        )
+                        seed = 100 * number + args.rates.index(rate)
+                        runs[rate, name].append(load(server, name, rate, seed, args, folder))
                     if args.long:
                         long_runs[name].append(beside_a_long_prompt(server, args.long))
                     if name != "vLLM":

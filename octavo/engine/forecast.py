@@ -45,10 +45,10 @@ class FirstTokenForecast:
 
     def seconds(self, num_tokens: int) -> float:
         """From now to the first token of a prompt of `num_tokens`, behind all others. 0 while nothing has run."""
-        found = self._num_hits / self._num_queries if self._num_queries else 0.0
         num_before = max(0, self._num_waiting_tokens - self._stats.num_chunked_tokens)
-        return (num_before + num_tokens) * (1 - found) * self._stats.prompt_token_s
+        return self.seconds_alone(num_before + num_tokens)
 
     def seconds_alone(self, num_tokens: int) -> float:
         """The same if no other prompt were before it."""
-        return num_tokens * self._stats.prompt_token_s
+        found = self._num_hits / self._num_queries if self._num_queries else 0.0
+        return num_tokens * (1 - found) * self._stats.prompt_token_s
