@@ -108,15 +108,9 @@ def beside_a_long_prompt(server: Server, num_tokens: int) -> tuple[float, float,
 
 
 def prediction_error(server: Server) -> str:
-    """Between which bounds the median and the 95th percentile of the relative error lie."""
-    counts = []
-    for line in server.get("/metrics")[1].splitlines():
-        if line.startswith("octavo:step_time_error_bucket"):
-            counts.append((line.split('le="')[1].split('"')[0], float(line.rpartition(" ")[2])))
-    if not counts or not counts[-1][1]:
-        return "| - | - | 0 |"
-    bounds = [next(le for le, count in counts if count >= share * counts[-1][1]) for share in (0.5, 0.95)]
-    return f"| ≤ {bounds[0]} | ≤ {bounds[1]} | {counts[-1][1]:.0f} |"
+    """Which bounds the median and the 95th percentile of the relative error keep, and of how many steps."""
+    median, high = (server.bound("octavo:step_time_error", share) for share in (0.5, 0.95))
+    return f"| ≤ {median} | ≤ {high} | {server.count('octavo:step_time_error_count'):.0f} |"
 
 
 def main() -> None:

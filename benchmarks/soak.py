@@ -261,6 +261,7 @@ def soak(seconds: float, seed: int, log: Path) -> tuple[dict[str, Any], list[str
                 "prefix_cache_hits_total",
             )
         }
+        error = {f"{share:.0%}": server.bound("octavo:step_time_error", share) for share in (0.5, 0.95)}
         counts["engine_restarts"] = server.count("octavo:engine_restarts_total")
         status = server.stop()
         text = server.log.read_text()
@@ -286,6 +287,7 @@ def soak(seconds: float, seed: int, log: Path) -> tuple[dict[str, Any], list[str
         "growth_mib": growth,
         "last_mib": {name: values[-1][1] for name, values in run.memory_mib.items()},
         "counts": counts,
+        "step_time_error_up_to": error,  # share of the steps: bound
         "memory_mib": {  # a hundred values of (age of the process in seconds, MiB)
             name: [(round(age), round(mib, 1)) for age, mib in values[:: max(1, len(values) // 100)]]
             for name, values in run.memory_mib.items()

@@ -52,6 +52,15 @@ class Server:
                 return float(value)
         raise AssertionError(f"no metric {sample}")
 
+    def bound(self, histogram: str, share: float) -> float | None:
+        """The least bound of a histogram's buckets that `share` of its values keep; None if it has no values."""
+        buckets = []
+        for line in self.get("/metrics")[1].splitlines():
+            if line.startswith(f"{histogram}_bucket"):
+                buckets.append((float(line.split('le="')[1].split('"')[0]), float(line.rpartition(" ")[2])))
+        total = max((count for _, count in buckets), default=0.0)
+        return next(le for le, count in sorted(buckets) if count >= share * total) if total else None
+
     def wait_until_idle(self, timeout_s: float = 60) -> None:
         """Return when nothing runs, waits or holds a block; fail if that does not come."""
         deadline = time.monotonic() + timeout_s
