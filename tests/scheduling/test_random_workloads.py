@@ -21,7 +21,7 @@ from tests.scheduling.workload import Workload
 SWITCHES = list(
     product(("fcfs", "priority", "deadline"), ("recompute", "swap"), (True, False), (True, False), (True, False))
 )
-OPERATIONS_EACH = 3000
+OPERATIONS_EACH = 2000
 
 # Every kind of memory, and guesses, with which no step runs ahead: a proposer wants to see the last tokens.
 KINDS = [(model, "none", mode, ahead) for model in MODELS if model != "full" for mode, ahead in [
@@ -68,7 +68,7 @@ def run(
     num_operations = 0
     seen: dict[str, int] = {}
     wanted = wanted_of(policy, preemption_mode, chunked, caching, ahead, model, guesses)
-    while num_operations < num_wanted or (num_operations < 8 * OPERATIONS_EACH and unseen(seen, wanted)):
+    while num_operations < num_wanted or (num_operations < 12 * OPERATIONS_EACH and unseen(seen, wanted)):
         max_num_seqs = rng.choice([1, 3, 5, 8, 12])
         setup = Setup(
             num_blocks=rng.choice([6, 10, 16, 24, 40]),
