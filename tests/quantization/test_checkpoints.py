@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo import LLM
 from octavo.errors import ConfigError, LoadError
@@ -22,9 +23,10 @@ from octavo.models.registry import describe
 from octavo.ops.cpu_pack import pack_quantized
 from octavo.quantization import Layout, dequantize, take_rows
 from octavo.quantization.arrays import FLOATS
+from tests.models.small_experts import EXPERT_MODELS
 from tests.models.test_parity import logits_of
 from tests.quantization.blocks import read_packed
-from tests.quantization.checkpoints import CONFIG, FORMATS, SHAPES, VOCAB, tensors_of, write
+from tests.quantization.checkpoints import CONFIG, FORMATS, SHAPES, VOCAB, fp4, tensors_of, write
 
 
 def _open(folder: Path, dtype: str = "bfloat16", quantization: str | None = None) -> Weights:
@@ -280,3 +282,31 @@ def test_floats_are_quantized_to_four_bits_at_load(dtype: str, tmp_path: Path) -
     assert np.abs(products - values).mean() < 0.3 * step.mean()
     assert np.abs(products - dequantize(matrix)).max() <= 1.01 * step.max()
     assert (np.abs(products - dequantize(matrix)) < 0.01 * step.max()).mean() > 0.98
+
+
+def test_experts_of_gpt_oss(tmp_path: Path, tiny_tokenizer: Path, prompts: Any) -> None:
+    """All of a layer's in one tensor, rows of gate and up alternating. `transformers` computes the reference."""
+    form, sizes = EXPERT_MODELS["gpt-oss"], {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 128}
+    model = form._replace(settings=form.settings | sizes)
+    reference, rng = model.reference(seed=0), np.random.default_rng(0)
+    experts = {name: p for name, p in reference.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))}
+    quantized: dict[str, torch.Tensor] = {}
+    for name, parameter in experts.items():
+        num, num_in, num_out = parameter.shape
+        tensors, values = fp4(rng, num * num_out, num_in, kind="mxfp4")
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(values).reshape(num, num_out, num_in).transpose(1, 2))
+        blocks = torch.from_numpy(tensors["weight_packed"]).reshape(num, num_out, num_in // 32, 16)
+        quantized[f"{name}_blocks"] = blocks
+        quantized[f"{name}_scales"] = torch.from_numpy(tensors["weight_scale"]).reshape(num, num_out, num_in // 32)
+    folder = tmp_path / "m"
+    model.save(reference, folder)
+    stored = {name: x for name, x in load_file(folder / "model.safetensors").items() if name not in experts}
+    save_file(stored | quantized, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    for dtype, tolerance in (("float32", 1e-4), ("bfloat16", 0.1)):
+        [_, _, (tokens, found)] = _logits(folder, tiny_tokenizer, prompts, dtype=dtype, quantization="mxfp4")
+        with torch.no_grad():
+            expected = reference(torch.tensor([tokens])).logits[0, -len(found) - 1 : -1]
+        assert (found - expected).abs().max() < tolerance * max(1.0, float(expected.abs().max()))
