@@ -19,6 +19,7 @@ from octavo.errors import ConfigError
 from octavo.ops.cpu_arrays import UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_memory import zeros
 from octavo.quantization import Codes, Layout, StoredWeight, common_layout, common_order, dequantize, layout_of, unpack
+from octavo.quantization.unpacking import ROUNDED
 
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -185,6 +186,8 @@ def _source(part: StoredWeight) -> _Source:
         assert data.shape == part.shape
         format = _cpu.SOURCE_FORMATS[f"{_NAMES[data.dtype.name]}{_QUANTIZED[name]}"]
         return _Source(layout_of(name), format, num_rows, data, None)
+    if name in ROUNDED:  # by the native packer, as floats that are quantized at load
+        return _Source(layout_of("INT8"), _cpu.SOURCE_FORMATS["F32"], num_rows, dequantize(part), None)
     if name in _cpu.SOURCE_FORMATS:
         data = _dense(part.data)
         assert data.dtype == UINT8 and data.shape[0] == num_rows, f"{data.shape[0]} rows in a matrix {part.shape}"

@@ -50,6 +50,8 @@ _UNPACKERS: dict[str, Callable[[StoredWeight], Codes]] = {
 }
 # Formats of which a matrix is unpacked at once: those of files whose packers read no bytes of theirs.
 UNPACKED_WHOLE = frozenset(_UNPACKERS) - frozenset(gguf.LAYOUTS) - {int8.FORMAT, int4.FORMAT}
+# Of these, formats whose values are rounded to eight bits by 32 elements.
+ROUNDED = frozenset(_VALUES) - frozenset(gguf.LAYOUTS)
 # Elements unpacked at once, so that what lies between packed bytes and values stays in the processor's cache.
 _CHUNK_ELEMENTS = 1 << 16
 
