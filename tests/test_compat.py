@@ -40,7 +40,6 @@ REFUSED = {
     "--kv-cache-dtype fp8": "--kv-cache-dtype fp8 is not built yet",
     "--kv-cache-dtype fp8_e4m3": "--kv-cache-dtype fp8_e4m3 is not built yet",
     "--kv-cache-dtype fp8_e5m2": "--kv-cache-dtype fp8_e5m2 is not built yet",
-    "--trust-remote-code": "--trust-remote-code is not built yet",
     "--device cuda": "--device cuda: no CUDA device was found",
     "--tensor-parallel-size 2": "--tensor-parallel-size 2 is not built yet",
     "--pipeline-parallel-size 2": "--pipeline-parallel-size 2 is not built yet",
