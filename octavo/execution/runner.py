@@ -305,6 +305,7 @@ class Runner:
         token_ids, tables = inputs.token_ids, inputs.block_tables
         if self._tables is not None:
             token_ids, tables = self._tables.resolve(self.ops, inputs)
+            _device_ops(self.ops).begin_step(inputs.query_start_loc, inputs.seq_lens)
         return StepBatch(
             token_ids=token_ids,
             positions=inputs.positions,

@@ -24,7 +24,7 @@ from octavo.ops.torch_ops import (
 )
 from octavo.ops.triton import launch
 from octavo.ops.triton import logits as logits_kernels
-from octavo.ops.triton.attention import paged_attention
+from octavo.ops.triton.attention import begin_step, paged_attention
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.pack import pack_linear
@@ -33,7 +33,7 @@ from octavo.ops.triton.rows import activation, add, take_rows
 from octavo.ops.triton.sampling import argmax, sample
 
 __all__ = [
-    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding", "gather_blocks",
+    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "copy_blocks", "embedding", "gather_blocks",
     "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs", "mask_tokens", "normalize",
     "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize", "resolve_step", "rms_norm",
     "rotary_and_cache", "rows_of", "sample", "scatter_blocks", "take_rows", "top_tokens",

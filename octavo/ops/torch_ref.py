@@ -212,6 +212,10 @@ def _to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
+def begin_step(query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    """Nothing is worked out beforehand."""
+
+
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0,

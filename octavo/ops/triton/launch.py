@@ -34,6 +34,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
+def stream(device: torch.device) -> int:
+    """The stream that launches go to."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def by_pieces(kernel: Any, rows: int, width: int, largest: int, *args: Any, **constants: Any) -> None:
     """Launch a `kernel` whose program (n, c) computes piece c of row n, which has BLOCK of a row's WIDTH elements: no
     more than `largest`."""
