@@ -162,8 +162,20 @@ class Runner:
 
     def run_largest_step(self) -> None:
         """The step that takes the most memory: as many tokens and samples as there may be, stored nowhere."""
-        num_tokens, num_rows = self._largest.tokens, self._largest.seqs
-        layout = StepLayout(StepShape(num_tokens, num_rows, num_rows, 0, self._largest.groups, self._largest.blocks))
+        self._rehearse(self._largest.tokens, self._largest.seqs, self._largest.seqs)
+
+    def warm_up(self) -> None:
+        """Have the device launch once whatever a step of any size may launch, so that nothing is compiled later."""
+        ops, num_rows = _device_ops(self.ops), self._largest.seqs
+        for num_tokens in ops.row_classes(self._largest.tokens):  # of prompts
+            self._rehearse(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1)
+        for num_samples in ops.row_classes(max(num_rows, _PROMPT_LOGPROB_ROWS)):
+            self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples)
+        self._mover.warm_up()
+
+    def _rehearse(self, num_tokens: int, num_rows: int, num_samples: int) -> None:
+        """A step of sequences that are as long as each other, stored nowhere, with all that requests may ask for."""
+        layout = StepLayout(StepShape(num_tokens, num_rows, num_samples, 0, self._largest.groups, self._largest.blocks))
         stage = self._stages[0]
         arrays = layout.on_host(stage.inputs)
         pad(arrays, StepShape(0, 0, 0, 0, self._largest.groups), self._padding)
@@ -175,8 +187,11 @@ class Runner:
 
         def work() -> None:
             logits, best = self.logits(inputs, self.hidden(inputs))
-            raw = self.ops.rows_of(logits, np.arange(num_rows))  # as if all asked what they were before
-            measure(self.ops, raw, best, np.full(num_rows, MAX_LOGPROBS))
+            raw = self.ops.rows_of(logits, np.arange(num_samples))  # as if all asked what they were before
+            measure(self.ops, raw, best, np.full(num_samples, MAX_LOGPROBS))
+            one, neutral = np.zeros(1, np.int64), np.ones(num_samples, np.float32)
+            self.ops.penalize(logits, one, one, one.astype(np.float32), neutral, neutral - 1, neutral - 1)
+            self.ops.mask_tokens(logits, np.full((1, -(-self.model.vocab_size // 32)), -1, np.int32), one)
             self.ops.sample(logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniforms)
 
         self.device.compute.run(work)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from threading import Thread
 from typing import cast
 
 import numpy as np
 
 from octavo.config import EngineArgs, EngineConfig
-from octavo.errors import LoadError
 from octavo.execution import capacity
-from octavo.execution.block_mover import BlockMover, block_bytes
+from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
 from octavo.execution.device import Device
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
@@ -51,16 +51,23 @@ class Worker:
         )  # fmt: skip
         self._check_fits(description, weights)
         phases.end("weights opened")
+        compiling = self._compile_ahead(description, weights, ops)
         model = build(description, weights, ops, model_config.max_model_len, model_config.dtype)
         weights.check_all_taken()
         weights.close()
         phases.end("weights packed")
+        if compiling is not None:
+            compiling.join()
+            phases.end("kernels compiled")
         self.weight_bytes = model.num_weight_bytes()
         self.groups = group_layers(model.layer_caches)
         self.grammars = GrammarCompiler(checkpoint, model.vocab_size)
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(model, ops, device, table, limits.max_num_batched_tokens, self.grammars)
         self._allocate(phases)
+        if not device.shares_memory:
+            self.runner.warm_up()
+            phases.end("kernels launched")
         if not config.enforce_eager:
             self.runner.capture()
         phases.end("program")
@@ -93,6 +100,17 @@ class Worker:
         ops = with_attention(cast(DeviceOps, self._ops), config.attention_backend, shape, self._device.time_s)
         phases.end("attention chosen")
         return ops
+
+    def _compile_ahead(self, description: ModelDescription, weights: Weights, ops: Ops) -> Thread | None:
+        """Start to compile what steps are going to launch, beside the loading of weights, where kernels are compiled at
+        all. Nothing must be launched until it is done."""
+        if self._config.device != "cuda":
+            return None
+        from octavo.execution.rehearsal import rehearse
+
+        thread = Thread(target=rehearse, args=(self._config, description, weights, ops), name="compile", daemon=True)
+        thread.start()
+        return thread
 
     def _allocate(self, phases: Phases) -> None:
         """Size the cache and allocate it."""
@@ -127,15 +145,7 @@ class Worker:
         return caches
 
     def _layer_cache(self, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
-        config = self._config.cache
-        if spec.kind == "state":
-            states = self._device.zeros([num_blocks, spec.num_bytes], "uint8")
-            return LayerKVCache(states, states[:, :0])
-        if spec.key_size != spec.value_size:
-            raise LoadError(f"keys of {spec.key_size} and values of {spec.value_size} elements are not built yet.")
-        return self._ops.allocate_kv_cache(
-            num_blocks, config.block_size, spec.num_kv_heads, spec.key_size, config.dtype
-        )
+        return layer_cache(self._config.cache, self._device, self._ops, spec, num_blocks)
 
     def _use(self, caches: list[list[LayerKVCache]], num_host_blocks: Sequence[int]) -> None:
         by_layer: dict[int, LayerKVCache] = {}

@@ -31,13 +31,19 @@ from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, quantize
 from octavo.ops.triton.rows import activation, add, take_rows
 from octavo.ops.triton.sampling import argmax, sample
+from octavo.ops.triton.schedule import ROW_CLASSES
 
 __all__ = [
-    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "copy_blocks", "embedding", "gather_blocks",
-    "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs", "mask_tokens", "normalize",
-    "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize", "resolve_step", "rms_norm",
-    "rotary_and_cache", "rows_of", "sample", "scatter_blocks", "take_rows", "top_tokens",
+    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "copy_blocks", "embedding",
+    "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs",
+    "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize",
+    "resolve_step", "rms_norm", "rotary_and_cache", "row_classes", "rows_of", "sample", "scatter_blocks",
+    "take_rows", "top_tokens",
 ]  # fmt: skip
+
+
+def row_classes(max_rows: int) -> list[int]:
+    return [size for size in ROW_CLASSES if size < max_rows] + [max_rows]
 
 
 def place(array: NDArray[Any]) -> Tensor:

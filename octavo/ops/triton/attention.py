@@ -8,9 +8,9 @@ and the splits are merged in their order. Few rows with many keys (decode) let o
 of them to finish merges (FlashDecoding: Dao et al. 2023); all other tiles merge as they go, with the same arithmetic.
 So nothing but its own position decides how a row is summed, and the kernel may choose freely who does it.
 
-*Work.* Programs stay on their multiprocessor and fetch tiles of work until there are none. The plan of who computes what
-is made on the device, from the lengths, once a step for all layers alike (`begin_step`): a captured graph follows the
-lengths of the batch that it is replayed with, and wide block tables cost nothing while sequences are short.
+*Work.* Programs stay on their multiprocessor and fetch tiles of work until there are none. The plan of who computes
+what is made on the device, from the lengths, once a step for all layers alike (`begin_step`): a captured graph follows
+the lengths of the batch that it is replayed with, and wide block tables cost nothing while sequences are short.
 
 *Limits.* A decode row reads 2 * D * bytes a key and key/value head and does 4 * D * group operations with them: 4 a
 byte for a group of 4 in bfloat16, where an H100 can do 300. Even the 64 rows that its tensor cores are given at least
@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops import LayerKVCache
-from octavo.ops.triton import launch
+from octavo.ops.triton import launch, schedule
 
 SPLIT_KEYS = 256  # of the first splits; a multiple of every BLOCK_N
 _SPLITS_PER_LEVEL = tl.constexpr(16)  # then their size doubles,
@@ -40,7 +40,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 _LENGTHS = ["query_start_loc", "seq_lens"]
 _SEQS = 256  # that a plan or a search in it looks at in one turn
-_SPLIT_ABOVE = tl.constexpr(2)  # times what a program does on average, a sequence is split (see `schedule`)
+_SPLIT_OVERHEAD = tl.constexpr(schedule.SPLIT_OVERHEAD)
 _WORKSPACE_FLOATS = 8 << 20  # sequences that find no room here are not split
 _MIN_PARTIAL_FLOATS = 16  # what a split of one key/value head takes there at least
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -87,25 +87,28 @@ def _plan_kernel(
     TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
     SEQS: tl.constexpr,
 ):  # fmt: skip
-    """One program. `plan` becomes how many items there are of split sequences and in all, then for each sequence the end
-    of its items among those of split sequences, the end among the others, and its first place among the partial sums,
-    or -1 if it is not split.
+    """One program. `plan` becomes how many items there are of split sequences and in all, then for each sequence the
+    end of its items among those of split sequences, the end among the others, and its first place among the partial
+    sums, or -1 if it is not split.
 
     An item is a tile of query tokens, or one split of a sequence whose tokens are one tile, times a key/value head.
     """
-    total = 0
+    total, num_items = 0, 0
     for first in range(0, num_seqs, SEQS):
         _, num_tiles, cost, _ = _work(
             first, query_start_loc, seq_lens, num_seqs, TILE_TOKENS, BLOCK_N, SPLIT, WINDOW, SEQS
         )
-        total += tl.sum(num_tiles * cost, 0)
-    average = total * KV_HEADS // num_programs
+        total += tl.sum(num_tiles * cost, 0) * KV_HEADS
+        num_items += tl.sum(num_tiles, 0) * KV_HEADS
+    # `schedule.wants_split` says why.
+    idle = (num_programs - num_items % num_programs) % num_programs
     splits_end, tiles_end, partials_end = 0, 0, 0
     for first in range(0, num_seqs, SEQS):
         tokens, num_tiles, cost, num_splits = _work(
             first, query_start_loc, seq_lens, num_seqs, TILE_TOKENS, BLOCK_N, SPLIT, WINDOW, SEQS
         )
-        wants_split = (num_tiles == 1) & (num_splits > 1) & (cost > _SPLIT_ABOVE * average)
+        wants_split = (2 * idle * (cost - _SPLIT_OVERHEAD // BLOCK_N) > total) | (cost * num_programs > 2 * total)
+        wants_split = wants_split & (num_tiles == 1) & (num_splits > 1)
         partials = tl.where(wants_split, num_splits * tokens, 0)
         ends = partials_end + tl.cumsum(partials, 0)
         is_split = wants_split & (ends <= num_partials)
@@ -461,8 +464,8 @@ def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool
 
 @cache
 def _workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    """Partial sums, and counters that every launch leaves at zero. Those of one stream share them, as its launches never
-    overlap."""
+    """Partial sums, and counters that every launch leaves at zero. Those of one stream share them, as its launches
+    never overlap."""
     num_counters = _NUM_GLOBAL_COUNTERS.value + _WORKSPACE_FLOATS // _MIN_PARTIAL_FLOATS
     partials = torch.empty(_WORKSPACE_FLOATS, dtype=torch.float32, device=device)
     return partials, torch.zeros(num_counters, dtype=torch.int32, device=device)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.launch import capability, num_multiprocessors
+from octavo.ops.triton.schedule import row_class
 from octavo.ops.triton.tiles import GATED, LARGE_SHARED, dot, finish, place
 from octavo.ops.triton.weights import BLOCK_WORDS, IntWeight, Workspace
 
@@ -190,9 +191,12 @@ def launch(x: Tensor, weight: IntWeight, out: Tensor, epilogue: tl.constexpr, sc
     num_blocks = weight.codes.shape[1] // BLOCK_WORDS
     chunks, chunk_blocks = num_chunks(num_out, num_blocks)
     hopper = capability(x.device)[0] in LARGE_SHARED
-    block_n, block_t, warps, stages = _tile(num_rows, hopper, x.dtype is torch.float32)
-    tiles = triton.cdiv(num_out, block_n) * triton.cdiv(num_rows, block_t)
-    split = chunks > 1 and num_rows <= _MAX_SPLIT_ROWS and tiles < 2 * num_multiprocessors(x.device)
+    size = row_class(num_rows)
+    block_n, block_t, warps, stages = _tile(size, hopper, x.dtype is torch.float32)
+    tiles_n = triton.cdiv(num_out, block_n)
+    most = tiles_n * triton.cdiv(size, block_t)
+    split = chunks > 1 and size <= _MAX_SPLIT_ROWS and most < 2 * num_multiprocessors(x.device)
+    tiles = tiles_n * triton.cdiv(num_rows, block_t)
     workspace = weight.workspace
     assert workspace is not None or not split
     _linear_int[(tiles, chunks if split else 1)](

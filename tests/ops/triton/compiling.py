@@ -6,7 +6,7 @@ meta-parameters that it is launched with; each module of the folder compile_case
 its own in `CASES`. That happens in worker processes: they see Triton without its interpreter, behind a driver that
 names the wanted GPU and launches nothing. Tensors are on the CPU and mostly `torch.empty`: nobody reads them.
 
-Relied on, alike in Triton 3.6 to 3.9: `triton.runtime.driver.driver.set_active` and the four methods of `_Driver`;
+Relied on, alike in Triton 3.6 to 3.9: `triton.runtime.driver.driver.set_active` and the four methods of `Driver`;
 `JITFunction.run(*args, grid, warmup, **kwargs)`, which with `warmup` compiles and returns the kernel; `asm["cubin"]`
 and `metadata` (`num_warps`, `shared`) of that; and cuobjdump, which comes with Triton. Registers, stack
 and instructions are read from the cubin; Triton throws ptxas's report away.
@@ -140,7 +140,7 @@ def _drive_worker(work: SimpleQueue[tuple[str, int] | None], cache: str) -> list
     return lines
 
 
-class _Driver:
+class Driver:
     """As much of Triton's CUDA driver as compiling asks for."""
 
     def __init__(self, capability: int) -> None:
@@ -182,12 +182,12 @@ def _work() -> None:
         return kernels[-1]
 
     jit.JITFunction.run = compile_only
-    target = _Driver(CAPABILITIES[0])
+    target = Driver(CAPABILITIES[0])
     driver.set_active(target)
     # Before any module of kernels is imported, which may take these by name.
-    launch.capability = lambda device: divmod(target.capability, 10)
+    launch._capability = lambda device: divmod(target.capability, 10)
     launch.device = lambda: torch.device("cpu")
-    launch.num_multiprocessors = lambda device: MULTIPROCESSORS[target.capability]
+    launch._num_multiprocessors = lambda device: MULTIPROCESSORS[target.capability]
 
     cases = all_cases()
     for line in sys.stdin:
