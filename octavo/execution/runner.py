@@ -169,7 +169,7 @@ class Runner:
         ops, num_rows = _device_ops(self.ops), self._largest.seqs
         for num_tokens in ops.row_classes(self._largest.tokens):  # of prompts
             self._rehearse(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1)
-        for num_samples in ops.row_classes(max(num_rows, _PROMPT_LOGPROB_ROWS)):
+        for num_samples in ops.row_classes(min(max(num_rows, _PROMPT_LOGPROB_ROWS), self._largest.samples)):
             self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples)
         self._mover.warm_up()
 
