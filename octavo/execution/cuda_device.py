@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,17 +26,31 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def decode_shapes(largest: StepShape) -> list[StepShape]:
-    """Steps of decodes, of some numbers of sequences."""
-    return [
-        StepShape(size, size, size, UPDATES_PER_DECODE * largest.groups * size, largest.groups)
-        for size in graph_sizes(largest.seqs)
+_MIXED_TOKENS = (128, 256, 512)  # more keep the device busy for longer than Python takes to launch them
+
+
+def shapes_to_capture(largest: StepShape) -> list[StepShape]:
+    """Steps of decodes, of some numbers of sequences; then steps with prompts, of some numbers of tokens."""
+    groups = largest.groups
+    decodes = [
+        StepShape(size, size, size, UPDATES_PER_DECODE * groups * size, groups) for size in graph_sizes(largest.seqs)
     ]
+    sizes = [size for size in _MIXED_TOKENS if size < largest.tokens] + [min(largest.tokens, _MIXED_TOKENS[-1])]
+    mixed = []
+    for size in dict.fromkeys(sizes):
+        num_seqs = max(1, min(largest.seqs, size // 2))
+        # A sequence that is admitted sends its whole block table: prefixes of as many blocks as tokens.
+        num_updates = groups * (UPDATES_PER_DECODE * num_seqs + size)
+        mixed.append(StepShape(size, num_seqs, num_seqs, num_updates, groups))
+    return decodes + mixed
 
 
-def is_padded_decode(captured: StepShape, used: StepShape) -> bool:
-    """Whether a step is of decodes only and becomes `captured` by padding."""
-    return used.tokens == used.seqs == used.samples <= captured.tokens and used.updates <= captured.updates
+def becomes(used: StepShape, captured: StepShape) -> bool:
+    """Whether a step becomes `captured` by padding. One of decodes only computes no other steps."""
+    if captured.tokens == captured.seqs and not used.tokens == used.seqs == used.samples:
+        return False
+    extents = ("tokens", "seqs", "samples", "updates")
+    return all(used.extent(name) <= captured.extent(name) for name in extents)
 
 
 class CudaEvent:
@@ -94,7 +109,7 @@ class CudaDevice:
         self._graph_memory = torch.cuda.graph_pool_handle()
         # Of the largest captured step: smaller ones leave theirs in the beginnings. Graphs that kept results of their
         # own would take as much for each.
-        self._outputs: list[Tensor] | None = None
+        self._outputs = [torch.empty(0, device=self._device)] * 3
 
     def free_bytes(self) -> int:
         return self._memory_bytes()[0]
@@ -140,13 +155,13 @@ class CudaDevice:
         target.copy_(source, non_blocking=True)
 
     def capture_shapes(self, largest: StepShape) -> list[StepShape]:
-        return decode_shapes(largest)
+        return shapes_to_capture(largest)
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
-        return is_padded_decode(captured, used)
+        return becomes(used, captured)
 
     def capture(self, model: StepModel, inputs: StepArrays[Array]) -> CapturedGraph:
-        """To be called for the largest step first."""
+        """What it launches must have been launched before."""
 
         def work() -> list[Tensor]:
             hidden: Any = model.hidden(inputs)
@@ -154,17 +169,28 @@ class CudaDevice:
             return found
 
         with torch.inference_mode():
-            found = work()  # kernels are compiled and libraries set up outside of the capture
-            if self._outputs is None:
-                self._outputs = [torch.empty_like(tensor) for tensor in found]
-            outputs = [whole[: len(tensor)] for whole, tensor in zip(self._outputs, found, strict=True)]
-            del found
-            torch.cuda.synchronize()
+            num_rows = (len(inputs.token_ids), len(inputs.sample_rows), len(inputs.sample_rows))
+            if any(len(whole) < count for whole, count in zip(self._outputs, num_rows, strict=True)):
+                self._outputs = [
+                    whole if len(whole) >= len(tensor) else torch.empty_like(tensor)
+                    for whole, tensor in zip(self._outputs, work(), strict=True)
+                ]
+            self.compute.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._graph_memory, stream=self.compute.stream):
-                for output, tensor in zip(outputs, work(), strict=True):
-                    output.copy_(tensor)
-                del tensor
+            gc.disable()  # and not `torch.cuda.graph`, which collects all garbage before each of some twenty captures
+            try:
+                with torch.cuda.stream(self.compute.stream):
+                    graph.capture_begin(pool=self._graph_memory)
+                    try:
+                        found = work()
+                        outputs = [whole[: len(each)] for whole, each in zip(self._outputs, found, strict=True)]
+                        for output, tensor in zip(outputs, found, strict=True):
+                            output.copy_(tensor)
+                        del found, tensor
+                    finally:
+                        graph.capture_end()
+            finally:
+                gc.enable()
         kept: list[Any] = outputs
         return CapturedGraph(graph, StepOutputs(*kept))
 

@@ -8,6 +8,7 @@ before anybody on the host knows them. A step that fits a captured one is its re
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -140,6 +141,7 @@ class Runner:
 
     def capture(self) -> None:
         """Capture the steps that are worth it, the largest first: the smaller ones find their memory already there."""
+        gc.collect()  # once, and not before each: captures leave no garbage
         for shape in reversed(self.device.capture_shapes(self._largest)):
             layout = StepLayout(shape)
             staged = [layout.on_host(stage.inputs) for stage in self._stages]

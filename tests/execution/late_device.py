@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import CacheConfig
-from octavo.execution.cuda_device import decode_shapes, is_padded_decode
+from octavo.execution.cuda_device import becomes, shapes_to_capture
 from octavo.execution.device import Event, StepModel, StepOutputs
 from octavo.execution.step_arrays import StepArrays, StepShape
 
@@ -150,10 +150,10 @@ class LateDevice:
         target.copy_(source)
 
     def capture_shapes(self, largest: StepShape) -> list[StepShape]:
-        return decode_shapes(largest)
+        return shapes_to_capture(largest)
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
-        return is_padded_decode(captured, used)
+        return becomes(used, captured)
 
     def capture(self, model: StepModel, inputs: StepArrays[Any]) -> LateStep:
         self.captured.append(LateStep(self, model, inputs))
