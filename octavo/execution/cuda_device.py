@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import CacheConfig
+from octavo.errors import ConfigError
 from octavo.execution.device import Event, StepModel, StepOutputs
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, StepArrays, StepShape
 from octavo.ops import Array
@@ -129,20 +133,27 @@ class CudaDevice:
 
     def time_s(self, work: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        work()
-        begin.record(self.compute.stream)
-        for _ in range(_TIMED):
+        with torch.cuda.stream(self.compute.stream):
             work()
-        end.record(self.compute.stream)
+            begin.record()
+            for _ in range(_TIMED):
+                work()
+            end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / _TIMED
 
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
-        array: NDArray[Any] = torch.zeros(tuple(shape), dtype=getattr(torch, dtype), pin_memory=True).numpy()
-        return array
+        """Registered pages: torch would round them up to a power of two, and a swap tier may be half of the memory."""
+        num_bytes = prod(shape) * np.dtype(dtype).itemsize
+        pages = np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), np.uint8)  # zeros; kept by what is made of them
+        error = int(torch.cuda.cudart().cudaHostRegister(pages.ctypes.data, len(pages), 0))  # type: ignore[no-untyped-call]
+        if error:
+            raise ConfigError(f"{num_bytes / _GIB:.2f} GiB of host memory could not be pinned (CUDA error {error}).")
+        return pages[:num_bytes].view(dtype).reshape(tuple(shape))
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
-        return torch.zeros(tuple(shape), dtype=getattr(torch, dtype), device=self._device)
+        with torch.cuda.stream(self.compute.stream):  # whichever thread asks
+            return torch.zeros(tuple(shape), dtype=getattr(torch, dtype), device=self._device)
 
     def beside(self, pinned: NDArray[Any]) -> Any:
         return self.zeros(pinned.shape, pinned.dtype.name)
@@ -168,7 +179,7 @@ class CudaDevice:
             found: list[Any] = [hidden, *model.logits(inputs, hidden)]
             return found
 
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.cuda.stream(self.compute.stream):
             num_rows = (len(inputs.token_ids), len(inputs.sample_rows), len(inputs.sample_rows))
             if any(len(whole) < count for whole, count in zip(self._outputs, num_rows, strict=True)):
                 self._outputs = [
@@ -179,16 +190,15 @@ class CudaDevice:
             graph = torch.cuda.CUDAGraph()
             gc.disable()  # and not `torch.cuda.graph`, which collects all garbage before each of some twenty captures
             try:
-                with torch.cuda.stream(self.compute.stream):
-                    graph.capture_begin(pool=self._graph_memory)
-                    try:
-                        found = work()
-                        outputs = [whole[: len(each)] for whole, each in zip(self._outputs, found, strict=True)]
-                        for output, tensor in zip(outputs, found, strict=True):
-                            output.copy_(tensor)
-                        del found, tensor
-                    finally:
-                        graph.capture_end()
+                graph.capture_begin(pool=self._graph_memory)
+                try:
+                    found = work()
+                    outputs = [whole[: len(each)] for whole, each in zip(self._outputs, found, strict=True)]
+                    for output, tensor in zip(outputs, found, strict=True):
+                        output.copy_(tensor)
+                    del found, tensor
+                finally:
+                    graph.capture_end()
             finally:
                 gc.enable()
         kept: list[Any] = outputs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from threading import Thread
 from typing import cast
 
@@ -154,6 +155,6 @@ class Worker:
         for pool, of_pool in enumerate(caches):  # what masked attention reads of the null block must be numbers
             if any(group.pool == pool and group.spec.kind == "window" for group in self.groups):
                 zeros = self._device.zeros([1, sum(block_bytes(cache) for cache in of_pool)], "uint8")
-                self._ops.scatter_blocks(zeros, np.array([NULL_BLOCK]), of_pool)
+                self._device.compute.run(partial(self._ops.scatter_blocks, zeros, np.array([NULL_BLOCK]), of_pool))
         mover = BlockMover(self._ops, self._device, caches, num_host_blocks)
         self.runner.use_caches([by_layer[layer] for layer in sorted(by_layer)], mover)

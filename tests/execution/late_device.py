@@ -54,8 +54,12 @@ class LateStream:
         def run() -> bool:
             for array, before in zip(reads, seen, strict=True):
                 assert np.array_equal(array, before), "the host wrote to memory that the device has still to read"
-            with torch.inference_mode():
-                work()
+            self._device.is_running = True
+            try:
+                with torch.inference_mode():
+                    work()
+            finally:
+                self._device.is_running = False
             return True
 
         self._append(run)
@@ -117,6 +121,7 @@ class LateDevice:
         self.captured: list[LateStep] = []
         self.num_replays = 0
         self.num_failures = 0
+        self.is_running = False  # something that a stream was given
 
     def free_bytes(self) -> int:
         return 1 << 30

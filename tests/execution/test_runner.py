@@ -116,9 +116,14 @@ def told(outputs: list[SequenceOutput]) -> dict[str, Any]:
 
 
 class Reference:
-    """The reference operations, of which sampling destroys the logits, as it may."""
+    """The reference operations, of which sampling destroys the logits, as it may. What steps compute is given to a
+    stream, whatever thread they come from: nothing else orders it."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device, self.serves = device, False
 
     def __getattr__(self, name: str) -> Any:
+        assert self._device.is_running or not self.serves, f"{name} is in no stream"
         return getattr(torch_ref, name)
 
     def sample(self, logits: Tensor, *settings: Tensor) -> Tensor:
@@ -127,12 +132,15 @@ class Reference:
         return tokens
 
 
-def reference_ops() -> Any:
-    return Reference()
+def late_executor(config: EngineConfig, device: LateDevice) -> LocalExecutor:
+    ops: Any = Reference(device)
+    executor = LocalExecutor(config, device, ops)
+    ops.serves = True
+    return executor
 
 
 def device_core(config: EngineConfig, device: LateDevice) -> EngineCore:
-    return EngineCore(config, LocalExecutor(config, device, reference_ops()))
+    return EngineCore(config, late_executor(config, device))
 
 
 FLAGS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.launch import capability, num_multiprocessors
+from octavo.ops.triton.launch import capability, num_multiprocessors, stream
 from octavo.ops.triton.schedule import row_class
 from octavo.ops.triton.tiles import GATED, LARGE_SHARED, dot, finish, place
 from octavo.ops.triton.weights import BLOCK_WORDS, IntWeight, Workspace
@@ -150,20 +150,22 @@ def num_chunks(num_out: int, num_blocks: int) -> tuple[int, int]:
     return triton.cdiv(num_blocks, blocks), blocks
 
 
-_workspaces: dict[torch.device, Workspace] = {}
+_workspaces: dict[tuple[torch.device, int], Workspace] = {}
 
 
 def workspace_for(num_out: int, num_blocks: int, device: torch.device) -> Workspace | None:
-    """Enough for products with a matrix of that size; None if it has but one chunk. Matrices of one device share the
-    largest so far, and the smaller ones before it live as long as a matrix that has them."""
+    """Enough for products with a matrix of that size; None if it has but one chunk. Matrices that are packed and
+    multiplied in one stream share the largest so far, and the smaller ones before it live as long as a matrix that has
+    them."""
     chunks, _ = num_chunks(num_out, num_blocks)
     if chunks == 1:
         return None
     size = chunks * num_out * _MAX_SPLIT_ROWS
     tiles = triton.cdiv(num_out, 16) * triton.cdiv(_MAX_SPLIT_ROWS, 16)
-    found = _workspaces.get(device)
+    key = (device, stream(device))
+    found = _workspaces.get(key)
     if found is None or found.partials.numel() < size or found.tickets.numel() < tiles:
-        found = _workspaces[device] = Workspace(
+        found = _workspaces[key] = Workspace(
             torch.empty(size, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
         )
     return found
