@@ -40,7 +40,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 _LENGTHS = ["query_start_loc", "seq_lens"]
 _SEQS = 256  # that a plan or a search in it looks at in one turn
-_SPLIT_OVERHEAD = tl.constexpr(schedule.SPLIT_OVERHEAD)
+SPLIT_OVERHEAD = schedule.SPLIT_OVERHEAD
 _WORKSPACE_FLOATS = 8 << 20  # sequences that find no room here are not split
 _MIN_PARTIAL_FLOATS = 16  # what a split of one key/value head takes there at least
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -85,7 +85,7 @@ def _num_splits(keys, tokens, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
 def _plan_kernel(
     query_start_loc, seq_lens, plan, num_seqs, num_partials, num_programs, KV_HEADS: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
-    SEQS: tl.constexpr,
+    OVERHEAD: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
     """One program. `plan` becomes how many items there are of split sequences and in all, then for each sequence the
     end of its items among those of split sequences, the end among the others, and its first place among the partial
@@ -107,7 +107,8 @@ def _plan_kernel(
         tokens, num_tiles, cost, num_splits = _work(
             first, query_start_loc, seq_lens, num_seqs, TILE_TOKENS, BLOCK_N, SPLIT, WINDOW, SEQS
         )
-        wants_split = (2 * idle * (cost - _SPLIT_OVERHEAD // BLOCK_N) > total) | (cost * num_programs > 2 * total)
+        gain = cost - OVERHEAD // BLOCK_N
+        wants_split = (2 * idle * gain > total) | (gain * num_programs > 2 * total)
         wants_split = wants_split & (num_tiles == 1) & (num_splits > 1)
         partials = tl.where(wants_split, num_splits * tokens, 0)
         ends = partials_end + tl.cumsum(partials, 0)
@@ -263,6 +264,29 @@ def _load(
     return tl.load(cached + (row.to(tl.int64) * D)[:, None] + d[None, :], mask=mask, other=0.0)
 
 
+@triton.jit
+def _weigh(
+    scores, split_max, split_sum, tile_key, first_position, position, score_scale, scale, TILE_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKS_ALL: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """-> (weights of a tile of keys, what earlier sums are multiplied with, the split's new maximum and sum)."""
+    keys = tile_key + tl.arange(0, BLOCK_N)
+    if SOFTCAP > 0:
+        scores = _cap(scores * score_scale, SOFTCAP)
+    if not MASKS_ALL:
+        hides = tile_key + BLOCK_N > first_position + 1
+        if WINDOW > 0:
+            hides = hides | (tile_key <= first_position + TILE_TOKENS - 1 - WINDOW)
+        if hides:
+            scores = _hide(scores, keys, position, WINDOW)
+    else:
+        scores = _hide(scores, keys, position, WINDOW)
+    new_max = tl.maximum(split_max, tl.max(scores, 1) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, -_finite(new_max)[:, None]))
+    before = tl.exp2(split_max - _finite(new_max))
+    return weights, before, new_max, tl.fma(split_sum, before, tl.sum(weights, 1))
+
+
 # --- The kernel ------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +299,7 @@ def _attention_kernel(
     num_tokens, num_seqs, num_partials, query_stride, table_stride, score_scale, value_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKS_ALL: tl.constexpr, SEQS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKS_ALL: tl.constexpr, NESTED: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
     """`partials` holds sums [Q, D] for each (split of a sequence, token), then maxima and sums [Q, 2] for each of them.
     `counters` are 0 before and after."""
@@ -285,7 +309,6 @@ def _attention_kernel(
     num_items = tl.load(plan + 1)
     stats = partials + num_partials * (HEADS * D)
 
-    n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_P2)
 
     # Tokens that belong to no sequence pad the batch of a graph. They are zeros, as they must not become NaN.
@@ -325,39 +348,49 @@ def _attention_kernel(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         table = block_tables + seq.to(tl.int64) * table_stride
         block = _block_of(table, begin, end, BLOCK_SIZE, BLOCK_N)  # a tile ahead
-        while begin < end:
-            split += 1
-            split_end = tl.minimum(_split_begin(split, SPLIT), end)
-            split_acc = tl.zeros([BLOCK_M, D_P2], tl.float32)
-            split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            split_sum = tl.zeros([BLOCK_M], tl.float32)
-            for tile_key in range(begin, split_end, BLOCK_N):
+        split_acc, split_max, split_sum = acc, row_max, row_sum
+        scale = score_scale * _LOG2E
+        if SOFTCAP > 0:
+            scale = scale * 0 + _LOG2E
+        if NESTED:
+            while begin < end:
+                split += 1
+                split_end = tl.minimum(_split_begin(split, SPLIT), end)
+                split_acc = tl.zeros([BLOCK_M, D_P2], tl.float32)
+                split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                split_sum = tl.zeros([BLOCK_M], tl.float32)
+                for tile_key in range(begin, split_end, BLOCK_N):
+                    k = _load(key, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
+                    v = _load(value, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
+                    block = _block_of(table, tile_key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+                    scores = _dot(q, tl.trans(_as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+                    weights, before, split_max, split_sum = _weigh(
+                        scores, split_max, split_sum, tile_key, first_position, position, score_scale, scale,
+                        TILE_TOKENS, WINDOW, SOFTCAP, MASKS_ALL, BLOCK_N,
+                    )  # fmt: skip
+                    # Nothing waits for this product before the next tile's scores are under way.
+                    split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
+                acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+                begin = split_end
+        else:
+            split_end = _split_begin(split + 1, SPLIT)
+            for tile_key in range(begin, end, BLOCK_N):
                 k = _load(key, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
                 v = _load(value, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
                 block = _block_of(table, tile_key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
                 scores = _dot(q, tl.trans(_as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-                scale = score_scale * _LOG2E
-                if SOFTCAP > 0:
-                    scores = _cap(scores * score_scale, SOFTCAP)
-                    scale = scale * 0 + _LOG2E
-                if not MASKS_ALL:
-                    hides = tile_key + BLOCK_N > first_position + 1
-                    if WINDOW > 0:
-                        hides = hides | (tile_key <= first_position + TILE_TOKENS - 1 - WINDOW)
-                    if hides:
-                        scores = _hide(scores, tile_key + n, position, WINDOW)
-                else:
-                    scores = _hide(scores, tile_key + n, position, WINDOW)
-
-                new_max = tl.maximum(split_max, tl.max(scores, 1) * scale)
-                weights = tl.exp2(tl.fma(scores, scale, -_finite(new_max)[:, None]))
-                before = tl.exp2(split_max - _finite(new_max))
-                split_sum = tl.fma(split_sum, before, tl.sum(weights, 1))
-                split_max = new_max
-                # Nothing waits for this product before the next tile's scores are under way.
+                if tile_key >= split_end:
+                    acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+                    # The next weights are 2^(-inf) times the other sums: these start again from zero.
+                    split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    split += 1
+                    split_end = _split_begin(split + 1, SPLIT)
+                weights, before, split_max, split_sum = _weigh(
+                    scores, split_max, split_sum, tile_key, first_position, position, score_scale, scale, TILE_TOKENS,
+                    WINDOW, SOFTCAP, MASKS_ALL, BLOCK_N,
+                )  # fmt: skip
                 split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
             acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
-            begin = split_end
 
         # Found once more, so that none of it takes registers meanwhile.
         partial, kv_head, part, seq_token, seq_tokens = _locate(item, seq, plan, query_start_loc, num_seqs, KV_HEADS)
@@ -432,6 +465,10 @@ class Tiles:
 
     With `masks_all` no tile of scores is left unmasked because all of it is visible: before Hopper that branch would
     hide from the compiler that one product feeds the other, and warps would lie along keys too.
+
+    `nested` loops, over splits and over the tiles of each, let the product of weights and values go on while the next
+    tile's scores are computed: a loop that merges splits reads its sums. But the pipeline of loads drains at the end of
+    each split, which costs decodes more: they wait for memory.
     """
 
     block_m: int
@@ -440,6 +477,7 @@ class Tiles:
     num_stages: int
     programs_per_multiprocessor: int
     masks_all: bool = False
+    nested: bool = False
 
 
 def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool) -> Tiles:
@@ -458,7 +496,7 @@ def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool
     num_stages = 2 if block_n == 128 else 3
     unpacks_float8 = cache_dtype.itemsize == 1 and not has_wgmma
     if (is_prefill and has_wgmma) or unpacks_float8 or group > 64:
-        return Tiles(128, block_n, 8, num_stages, 1, masks_all=not has_wgmma)
+        return Tiles(128, block_n, 8, num_stages, 1, masks_all=not has_wgmma, nested=is_prefill and has_wgmma)
     return Tiles(64, block_n, 4, num_stages, 2, masks_all=not has_wgmma)
 
 
@@ -500,8 +538,8 @@ def _plan(query_start_loc: Tensor, seq_lens: Tensor, *key: int) -> Tensor:
         plan = step.plans[key] = torch.empty(2 + 3 * num_seqs, dtype=torch.int32, device=seq_lens.device)
         _plan_kernel[(1,)](
             query_start_loc, seq_lens, plan, num_seqs, num_partials, num_programs, KV_HEADS=num_kv_heads,
-            TILE_TOKENS=tile_tokens, BLOCK_N=block_n, SPLIT=SPLIT_KEYS, WINDOW=window, SEQS=_SEQS, num_warps=4,
-            enable_fp_fusion=False,
+            TILE_TOKENS=tile_tokens, BLOCK_N=block_n, SPLIT=SPLIT_KEYS, WINDOW=window,
+            OVERHEAD=SPLIT_OVERHEAD, SEQS=_SEQS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return step.plans[key]
 
@@ -550,7 +588,8 @@ def paged_attention(
         float(scale * cache.key_scale), float(cache.value_scale),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
         BLOCK_SIZE=block_size, WINDOW=sliding_window, SOFTCAP=float(softcap), SPLIT=SPLIT_KEYS,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all, SEQS=_SEQS,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all, NESTED=tiles.nested,
+        SEQS=_SEQS,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -93,18 +93,14 @@ _AMPERE = (
 _SINGLE = (Tile(32, 16, 128, 4, 3), Tile(32, 32, 64, 4, 3), Tile(32, 64, 64, 4, 3))
 
 
-def choose_tile(device: torch.device, num_rows: int, weight: Tensor, unit: int) -> tuple[Tile, int]:
-    """The tile for a product, and how many channels of it a program computes, which is a multiple of `unit`."""
-    num_out, row_bytes = weight.shape[0], weight.shape[1] * weight.element_size()
-    size = schedule.row_class(num_rows)
-    return _choose(num_multiprocessors(device), capability(device), size, num_out, row_bytes, weight.dtype, unit)
-
-
 @cache
-def _choose(
-    multiprocessors: int, capability: tuple[int, int], num_rows: int, num_out: int, row_bytes: int, dtype: torch.dtype,
+def choose_tile(
+    capability: tuple[int, int], multiprocessors: int, num_rows: int, num_out: int, row_bytes: int, dtype: torch.dtype,
     unit: int,
 ) -> tuple[Tile, int]:  # fmt: skip
+    """The tile for a product with a matrix of `num_out` rows of `row_bytes`, and how many channels of it a program
+    computes, which is a multiple of `unit`."""
+    num_rows = schedule.row_class(num_rows)
     hopper = capability[0] in LARGE_SHARED
     if dtype is torch.float32:
         tile = next((t for t in _SINGLE if num_rows <= t.block_t), _SINGLE[-1])
@@ -135,7 +131,9 @@ def launch(
         return
     sides = 2 if epilogue is GATED else 1
     width, unit = num_out // sides, UNIT.value * sides
-    tile, rows = choose_tile(x.device, num_rows, w, unit)
+    tile, rows = choose_tile(
+        capability(x.device), num_multiprocessors(x.device), num_rows, num_out, num_in * w.element_size(), w.dtype, unit
+    )
     block_k = tile.block_k // w.element_size()
     if (x.stride(0) * x.element_size()) % 16 or x.data_ptr() % 16:
         block_k = max(16, block_k // 8)  # such rows are read element by element, through registers

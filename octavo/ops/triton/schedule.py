@@ -200,7 +200,7 @@ class DecodeAttention:
 
 _FIND_WORK_S = 1.0e-6  # an item's place in the plan, its query, its blocks
 _MERGE_S = 2.5e-6  # partial sums written, counted, read, merged
-SPLIT_OVERHEAD = 384  # keys that a program could look at meanwhile
+SPLIT_OVERHEAD = 512  # keys that a program could look at meanwhile
 _ROWS = 64  # of a tile: the query heads of a key/value head, and padding
 
 
@@ -214,12 +214,13 @@ def splits_of(num_keys: int) -> list[int]:
 
 
 def wants_split(cost: int, block_n: int, num_items: int, total: int, num_programs: int) -> bool:
-    """Whether a sequence, of which a program has to do `cost` tiles of `block_n` keys, is worth cutting into its
-    splits, beside `num_items` that cost `total` in all. It is if it alone would take twice what a program does on
-    average, or if items like it would leave programs idle in their last turn for half of that, and some more for what
-    partial sums take. The kernel decides by the same rule."""
+    """Whether a sequence, of which a program has to do `cost` tiles of `block_n` keys, is worth cutting into its splits,
+    beside `num_items` that cost `total` in all. It is if, less what partial sums take, it alone would take twice what a
+    program does on average, or if items like it would leave programs idle in their last turn for half of that. The
+    kernel decides by the same rule."""
     idle = -num_items % num_programs
-    return 2 * idle * (cost - SPLIT_OVERHEAD // block_n) > total or cost * num_programs > 2 * total
+    gain = cost - SPLIT_OVERHEAD // block_n
+    return 2 * idle * gain > total or gain * num_programs > 2 * total
 
 
 def attention_s(machine: Machine, shape: DecodeAttention, keys: Sequence[int], splits: bool | None = None) -> float:
@@ -236,13 +237,13 @@ def attention_s(machine: Machine, shape: DecodeAttention, keys: Sequence[int], s
                 split[size] = split.get(size, 0) + shape.num_kv_heads
         else:
             whole[count] = whole.get(count, 0) + shape.num_kv_heads
-    dealt = [(_keys_item(machine, shape, size, 1), split[size]) for size in sorted(split, reverse=True)]
-    dealt += [(_keys_item(machine, shape, size, len(splits_of(size))), number) for size, number in whole.items()]
+    dealt = [(_keys_item(machine, shape, size), split[size]) for size in sorted(split, reverse=True)]
+    dealt += [(_keys_item(machine, shape, size), number) for size, number in whole.items()]
     return duration_s(machine, dealt, slots) + (_MERGE_S if merges else 0.0)
 
 
-def _keys_item(machine: Machine, shape: DecodeAttention, num_keys: int, num_splits: int) -> Item:
-    """What a program does with some keys of one head: its pipeline drains at the end of each split."""
+def _keys_item(machine: Machine, shape: DecodeAttention, num_keys: int) -> Item:
+    """What a program does with some keys of one head."""
     num_bytes = num_keys * 2 * shape.head_size * 2
     return Item(
         memory_bytes=num_bytes,
@@ -250,5 +251,5 @@ def _keys_item(machine: Machine, shape: DecodeAttention, num_keys: int, num_spli
         # Softmax takes about as long as the two products, and overlaps only other programs'.
         flops=2 * 4 * _ROWS * shape.head_size * num_keys,
         in_flight=(shape.num_stages - 1) * shape.block_n * 2 * shape.head_size * 2,
-        alone_s=_FIND_WORK_S + num_splits * machine.latency_s,
+        alone_s=_FIND_WORK_S + machine.latency_s,
     )

@@ -35,6 +35,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Tiles, split_keys: int = 16) -> None:
     monkeypatch.setattr(attention, "SPLIT_KEYS", split_keys)
+    monkeypatch.setattr(attention, "SPLIT_OVERHEAD", 0)
     monkeypatch.setattr(attention, "_tiles", lambda *args, **kwargs: tiles)
 
 
