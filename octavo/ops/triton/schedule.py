@@ -214,10 +214,10 @@ def splits_of(num_keys: int) -> list[int]:
 
 
 def wants_split(cost: int, block_n: int, num_items: int, total: int, num_programs: int) -> bool:
-    """Whether a sequence, of which a program has to do `cost` tiles of `block_n` keys, is worth cutting into its splits,
-    beside `num_items` that cost `total` in all. It is if, less what partial sums take, it alone would take twice what a
-    program does on average, or if items like it would leave programs idle in their last turn for half of that. The
-    kernel decides by the same rule."""
+    """Whether a sequence, of which a program has to do `cost` tiles of `block_n` keys, is worth cutting into its
+    splits, beside `num_items` that cost `total` in all. It is if, less what partial sums take, it alone would take
+    twice what a program does on average, or if items like it would leave programs idle in their last turn for half of
+    that. The kernel decides by the same rule."""
     idle = -num_items % num_programs
     gain = cost - SPLIT_OVERHEAD // block_n
     return 2 * idle * gain > total or gain * num_programs > 2 * total

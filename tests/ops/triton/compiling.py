@@ -52,6 +52,7 @@ class Case:
     min_warps: int = 8
     max_registers: int = 255
     max_stack_bytes: int = 0
+    overlaps: bool = False  # products and what else its loops compute: see `test_compile`
     capabilities: tuple[int, ...] = CAPABILITIES
 
 
@@ -69,7 +70,8 @@ class Compiled:
     """One kernel for one GPU. `stack_bytes` of a thread are what was spilled: Triton's kernels have no arrays.
 
     `loop_spills` is how many instructions of innermost loops store or load that. `fuses` says that the compiler may
-    contract products and sums, which no launch lets it.
+    contract products and sums, which no launch lets it. `products_under_way` is how many products of an innermost loop
+    nothing has waited for when it begins again (Hopper's are computed beside other instructions).
     """
 
     case: str
@@ -81,6 +83,11 @@ class Compiled:
     shared_bytes: int
     loop_spills: int = 0
     fuses: bool = False
+    products_under_way: int = 0
+
+    @property
+    def programs_per_multiprocessor(self) -> int:
+        return self.warps_per_multiprocessor // self.num_warps
 
     @property
     def warps_per_multiprocessor(self) -> int:
@@ -225,13 +232,24 @@ def _read(case: str, capability: int, kernel: Any) -> Compiled:
     stack = int(numbers["STACK"]) + int(numbers["LOCAL"])
     return Compiled(
         case, metadata.name, capability, metadata.num_warps, int(numbers["REG"]), stack, metadata.shared,
-        loop_spills(output), metadata.enable_fp_fusion,
+        loop_spills(output), metadata.enable_fp_fusion, products_under_way(output),
     )  # fmt: skip
 
 
 def loop_spills(sass: str) -> int:
-    """How many instructions of innermost loops store or load local memory. A loop is what lies between a branch
-    backwards and its target."""
+    """How many instructions of innermost loops store or load local memory."""
+    return sum(bool(re.search(r"\b(STL|LDL)\b", each)) for loop in innermost_loops(sass) for each in loop)
+
+
+def products_under_way(sass: str) -> int:
+    """Of the innermost loop that has the most: groups of products begun, less waits for them."""
+    begun = [sum("WARPGROUP.ARRIVE" in each for each in loop) for loop in innermost_loops(sass)]
+    waits = [sum("WARPGROUP.DEPBAR" in each for each in loop) for loop in innermost_loops(sass)]
+    return max((b - w for b, w in zip(begun, waits, strict=True)), default=0)
+
+
+def innermost_loops(sass: str) -> list[list[str]]:
+    """Their instructions. A loop is what lies between a branch backwards and its target."""
     found = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", sass)
     instructions = [(int(address, 16), instruction) for address, instruction in found]
     assert instructions
@@ -241,8 +259,7 @@ def loop_spills(sass: str) -> int:
         if branch and (target := int(branch[1], 16)) <= address:
             ends[target] = address
     innermost = [(begin, end) for begin, end in ends.items() if not any(begin < other <= end for other in ends)]
-    spills = [address for address, instruction in instructions if re.search(r"\b(STL|LDL)\b", instruction)]
-    return sum(any(begin <= address <= end for begin, end in innermost) for address in spills)
+    return [[each for address, each in instructions if begin <= address <= end] for begin, end in innermost]
 
 
 def table(compiled: Iterable[Compiled]) -> Iterator[str]:
