@@ -43,6 +43,26 @@ def _unpack(words, scales, minima, PLANE: tl.constexpr, BITS: tl.constexpr, MINI
 
 
 @triton.jit
+def _scales_of(scales_at, stride_scales, k, in_n, i, GROUP: tl.constexpr, MINIMA: tl.constexpr):
+    """Scales and minima [channels, 1], or [channels, 32] where there are two groups, of the 32 elements from k on."""
+    if GROUP == 16:
+        if MINIMA:
+            one = tl.load(scales_at + (k // 16) * stride_scales, mask=in_n, other=0)
+            two = tl.load(scales_at + (k // 16 + 1) * stride_scales, mask=in_n, other=0)
+            minima = tl.where((i < 16)[None, :], _half(one, 1)[:, None], _half(two, 1)[:, None])
+            return tl.where((i < 16)[None, :], _half(one, 0)[:, None], _half(two, 0)[:, None]), minima
+        else:
+            both = tl.load(scales_at + (k // 32) * stride_scales, mask=in_n, other=0)
+            return tl.where((i < 16)[None, :], _half(both, 0)[:, None], _half(both, 1)[:, None]), 0.0
+    elif MINIMA:
+        both = tl.load(scales_at + (k // GROUP) * stride_scales, mask=in_n, other=0)
+        return _half(both, 0)[:, None], _half(both, 1)[:, None]
+    else:
+        both = tl.load(scales_at + (k // (2 * GROUP)) * stride_scales, mask=in_n, other=0)
+        return _half(both, (k // GROUP) % 2)[:, None], 0.0
+
+
+@triton.jit
 def _add_blocks(
     acc, total, x, codes, scales, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows, num_in,
     stride_x, stride_codes, stride_scales, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr,
@@ -52,9 +72,10 @@ def _add_blocks(
     PLANES: tl.constexpr = 32 // BITS
     n = first_n + tl.arange(0, BLOCK_N)
     t = tl.arange(0, BLOCK_T)
-    j = tl.arange(0, WORDS)
+    i = tl.arange(0, WORDS)
+    j = tl.arange(0, 2 * WORDS)
     in_n, in_t = n < num_out, first_t + t < num_rows
-    codes_at = codes + n.to(tl.int64)[:, None] * stride_codes + j[None, :]
+    codes_at = codes + n.to(tl.int64)[:, None] * stride_codes + i[None, :]
     x_at = x + first_t.to(tl.int64) * stride_x + (t[None, :] * stride_x + j[:, None])
     scales_at = scales + n
     for block in range(first_block, last_block):
@@ -63,29 +84,17 @@ def _add_blocks(
                 total += acc
                 acc = tl.zeros_like(acc)
         words = tl.load(codes_at + block * WORDS, mask=in_n[:, None], other=0)
-        for plane in tl.static_range(PLANES):
-            k = (block * PLANES + plane) * WORDS
+        # Two planes a product: the tensor cores are waited for half as often, and k of a product is 64.
+        for pair in tl.static_range(PLANES // 2):
+            k = (block * PLANES + 2 * pair) * WORDS
             x_mask = in_t[None, :] if EVEN_K else in_t[None, :] & (k + j < num_in)[:, None]
             x_tile = tl.load(x_at + k, mask=x_mask, other=0.0)
-            if GROUP == 16:
-                # Two groups in the tile.
-                if MINIMA:
-                    one = tl.load(scales_at + (k // 16) * stride_scales, mask=in_n, other=0)
-                    two = tl.load(scales_at + (k // 16 + 1) * stride_scales, mask=in_n, other=0)
-                    minima = tl.where((j < 16)[None, :], _half(one, 1)[:, None], _half(two, 1)[:, None])
-                    d = tl.where((j < 16)[None, :], _half(one, 0)[:, None], _half(two, 0)[:, None])
-                else:
-                    both = tl.load(scales_at + (k // 32) * stride_scales, mask=in_n, other=0)
-                    d = tl.where((j < 16)[None, :], _half(both, 0)[:, None], _half(both, 1)[:, None])
-                    minima = 0.0
-            elif (plane * WORDS) % GROUP == 0:
-                if MINIMA:
-                    both = tl.load(scales_at + (k // GROUP) * stride_scales, mask=in_n, other=0)
-                    d, minima = _half(both, 0)[:, None], _half(both, 1)[:, None]
-                else:
-                    both = tl.load(scales_at + (k // (2 * GROUP)) * stride_scales, mask=in_n, other=0)
-                    d, minima = _half(both, (k // GROUP) % 2)[:, None], 0.0
-            acc = dot(_unpack(words, d, minima, plane, BITS, MINIMA, x.dtype.element_ty), x_tile, acc)
+            d, minima = _scales_of(scales_at, stride_scales, k, in_n, i, GROUP, MINIMA)
+            low = _unpack(words, d, minima, 2 * pair, BITS, MINIMA, x.dtype.element_ty)
+            d, minima = _scales_of(scales_at, stride_scales, k + WORDS, in_n, i, GROUP, MINIMA)
+            high = _unpack(words, d, minima, 2 * pair + 1, BITS, MINIMA, x.dtype.element_ty)
+            both = tl.permute(tl.join(low, high), (0, 2, 1))
+            acc = dot(tl.reshape(both, (BLOCK_N, 2 * WORDS)), x_tile, acc)
     return acc, total
 
 
@@ -180,7 +189,7 @@ def _tile(num_rows: int, hopper: bool, single: bool) -> tuple[int, int, int, int
     if num_rows <= 32:
         return 64, 32, 4, 3 if hopper else 4
     if num_rows <= 64:
-        return 64, 64, 4, 2
+        return (128, 64, 8, 2) if hopper else (64, 64, 4, 2)
     return (128, 128, 8, 2) if hopper else (64, 128, 8, 2)
 
 

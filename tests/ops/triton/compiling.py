@@ -71,7 +71,8 @@ class Compiled:
 
     `loop_spills` is how many instructions of innermost loops store or load that. `fuses` says that the compiler may
     contract products and sums, which no launch lets it. `products_under_way` is how many products of an innermost loop
-    nothing has waited for when it begins again (Hopper's are computed beside other instructions).
+    nothing has waited for when it begins again (Hopper's are computed beside other instructions), and `is_serialized`
+    says that the assembler has each instruction of a product wait for the one before.
     """
 
     case: str
@@ -84,6 +85,7 @@ class Compiled:
     loop_spills: int = 0
     fuses: bool = False
     products_under_way: int = 0
+    is_serialized: bool = False
 
     @property
     def programs_per_multiprocessor(self) -> int:
@@ -233,6 +235,7 @@ def _read(case: str, capability: int, kernel: Any) -> Compiled:
     return Compiled(
         case, metadata.name, capability, metadata.num_warps, int(numbers["REG"]), stack, metadata.shared,
         loop_spills(output), metadata.enable_fp_fusion, products_under_way(output),
+        is_serialized(output),
     )  # fmt: skip
 
 
@@ -246,6 +249,14 @@ def products_under_way(sass: str) -> int:
     begun = [sum("WARPGROUP.ARRIVE" in each for each in loop) for loop in innermost_loops(sass)]
     waits = [sum("WARPGROUP.DEPBAR" in each for each in loop) for loop in innermost_loops(sass)]
     return max((b - w for b, w in zip(begun, waits, strict=True)), default=0)
+
+
+def is_serialized(sass: str) -> bool:
+    """Whether in some innermost loop each of several products is waited for."""
+    loops = innermost_loops(sass)
+    products = [sum("GMMA" in each for each in loop) for loop in loops]
+    waits = [sum("WARPGROUP.DEPBAR" in each for each in loop) for loop in loops]
+    return any(count > 1 and waited >= count for count, waited in zip(products, waits, strict=True))
 
 
 def innermost_loops(sass: str) -> list[list[str]]:

@@ -11,6 +11,7 @@ from tests.ops.triton.compiling import (
     Failed,
     all_cases,
     compile_all,
+    is_serialized,
     loop_spills,
     products_under_way,
 )  # fmt: skip
@@ -40,6 +41,7 @@ def test_kernels_compile_and_fit(name: str, capability: int, results: Results) -
     for kernel in kernels:
         assert kernel.loop_spills == 0, f"registers are spilled in a loop: {kernel}"
         assert kernel.stack_bytes <= case.max_stack_bytes, f"registers are spilled: {kernel}"
+        assert not kernel.is_serialized, f"products wait for each other: {kernel}"
         assert not kernel.fuses, f"it does not say enable_fp_fusion=False: {kernel}"
         assert kernel.registers <= case.max_registers, kernel
         assert kernel.shared_bytes <= MAX_SHARED_BYTES[capability], kernel
@@ -55,6 +57,7 @@ def test_kernels_compile_and_fit(name: str, capability: int, results: Results) -
 def test_products_that_nothing_has_waited_for() -> None:
     body = ["WARPGROUP.ARRIVE", "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], R88, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x0"]
     assert [products_under_way(loop_of(lines)) for lines in (body, body + body[:2], ["EXIT"])] == [0, 1, 0]
+    assert [is_serialized(loop_of(lines)) for lines in (body, body * 2, body[:2] + body)] == [False, True, False]
 
 
 def loop_of(lines: list[str]) -> str:
