@@ -172,7 +172,13 @@ class Runner:
         for num_tokens in ops.row_classes(self._largest.tokens):  # of prompts
             self._rehearse(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1)
         for num_samples in ops.row_classes(min(max(num_rows, _PROMPT_LOGPROB_ROWS), self._largest.samples)):
-            self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples)
+            try:
+                self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples)
+            except self.device.memory_errors:
+                # More samples than rows are a prompt's, which may find no memory later either.
+                if num_samples <= num_rows:
+                    raise
+                self.device.release_memory()
         self._mover.warm_up()
 
     def _rehearse(self, num_tokens: int, num_rows: int, num_samples: int) -> None:
