@@ -10,6 +10,6 @@ test:
 check:
 	.ci/run
 
-# On a machine with a GPU: kernel tests, parity, benchmarks, and the table of docs/gpu.md.
+# On a machine with a GPU: kernel tests, parity, benchmarks, and gpu-check-results/page.md.
 gpu-check:
-	scripts/gpu-check --out gpu-check.md
+	scripts/gpu-check

@@ -1,13 +1,18 @@
 """Everything about the GPU backend that only a GPU can tell: `scripts/gpu-check` prepares what this needs and runs it.
 
-    python benchmarks/gpu_check.py [--out FILE.md] [--only PART ...] [--smoke]
+    python benchmarks/gpu_check.py [PART ...] [--results FOLDER] [--limit-s 450] [--smoke]
 
-Parts: `kernels` (their tests, on the device), `parity` (answers of a GPU and of the CPU on the same random weights),
-`invariance` (the same request alone, among others, in chunks and after preemption: bit for bit), `model` (an
-8B-shaped model: start, decode, prefill, where a step's time goes), `transformers` (the same work on the same device).
-Each part is a process of its own, so that one that fails costs no other. The result is the table of docs/gpu.md.
-`--smoke` runs all of it in minutes on any machine, on a tiny model and the CPU where there is no GPU: the figures mean
-nothing then, but the check itself is seen to work.
+Parts, each of which takes less than eight minutes on a machine that has never compiled a kernel: `kernels` (their tests
+on the device, and a request's bits alone, among others, in chunks, preempted), `parity` (answers of a GPU and of the
+CPU on the same random weights, for every family), `model` (an 8B-shaped model: decode, prefill, where a step's time
+goes), `transformers` (the same work on the same device), `start` (with an empty cache of kernels, and again), `serve`
+(over HTTP, by `octavo bench serve`).
+
+Each part is a process of its own. What it finds is in FOLDER/PART.json as soon as it is found, what it prints in
+FOLDER/PART.log, and FOLDER/page.md has predictions, measurements and their ratios of all parts so far: parts may be run
+one by one, again, or not at all. Compiled kernels are shared through FOLDER/triton, unless TRITON_CACHE_DIR is set.
+FOLDER is $OUT, if that is set. `--smoke` runs all of it in minutes on any machine, on a tiny model and the CPU where
+there is no GPU: the figures mean nothing then, but the check itself is seen to work.
 """
 
 from __future__ import annotations
@@ -17,21 +22,29 @@ import gc
 import importlib.util
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
-from gpu_limits import LLAMA_3_1_8B, Limits, Rates
+from gpu_limits import LLAMA_3_1_8B, Limits
 from gpu_limits import rows as predicted_rows
 
 from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
 from octavo.models.registry import describe
+from octavo.ops.triton.schedule import MACHINES
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
 
@@ -39,7 +52,7 @@ Row = tuple[str, str, str]  # what, unit, measured
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-PARTS = ("kernels", "parity", "invariance", "model", "transformers")
+PARTS = ("kernels", "parity", "model", "transformers", "start", "serve")
 EOS = 2
 COPY, PRODUCT = "copy, read and written", "bfloat16 product, 8192 cubed"
 
@@ -114,26 +127,44 @@ def free_memory() -> None:
 # --- Parts -----------------------------------------------------------------------------------------------------------
 
 
-def kernels(smoke: bool) -> list[Row]:
+def kernels(smoke: bool) -> Iterator[Row]:
     folder = "tests/ops/triton"
+    # On this all promises of equal bits rest: it is told first.
+    yield from _tests("rows do not depend on the others", [f"{folder}/test_linear.py", "-k", "test_rows_do_not_depend"])
+    yield from invariance(smoke)
     # What compiles for GPUs that are not there says nothing of this one.
-    command = [sys.executable, "-m", "pytest", "-q", "--timeout", "300", "-p", "no:cacheprovider", folder]
-    command += ["--ignore", f"{folder}/test_compile.py", *(["-k", "rms_norm or take_rows"] if smoke else [])]
+    others = ("test_compile.py", "test_reachable.py")
+    chosen = [folder, *(f"--ignore={folder}/{name}" for name in others)]
+    chosen += ["-k", "rms_norm or take_rows"] if smoke else []
     if importlib.util.find_spec("xdist") is not None and not smoke:
-        command += ["-n", str(min(8, os.cpu_count() or 1))]  # compiling takes most of the time
-    done = subprocess.run(command, capture_output=True, text=True)
-    print(done.stdout[-4000:], done.stderr[-2000:], flush=True)
-    summary = done.stdout.strip().splitlines()[-1].strip("= ") if done.stdout.strip() else done.stderr[-200:]
-    return [("kernel tests on the device", "", summary)]
+        chosen += ["-n", str(min(8, os.cpu_count() or 1))]  # compiling takes most of the time
+    yield from _tests("kernel tests on the device", chosen)
 
 
-def parity(smoke: bool) -> list[Row]:
+def _tests(what: str, arguments: list[str]) -> Iterator[Row]:
+    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+        command = [sys.executable, "-m", "pytest", "-q", "--timeout", "300", "-p", "no:cacheprovider"]
+        subprocess.run([*command, f"--junitxml={report.name}", *arguments], check=False)
+        counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+        with suppress(ElementTree.ParseError):
+            for suite in ElementTree.parse(report.name).iter("testsuite"):
+                counts = {key: count + int(suite.get(key, 0)) for key, count in counts.items()}
+    yield what, "", ", ".join(f"{count} {key}" for key, count in counts.items())
+
+
+def parity(smoke: bool) -> Iterator[Row]:
     """Greedy tokens and the log-probabilities of the prompt, against the CPU's kernels."""
-    found: list[Row] = []
-    for name, config in list(SHAPES.items())[: 1 if smoke else None]:
+    from tests.models.small_models import MODELS
+
+    small = {}
+    for name, model in MODELS.items():
+        architecture = model.architecture or f"{type(model.config).__name__.removesuffix('Config')}ForCausalLM"
+        small[name] = model.config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"}
+    for name, config in list((SHAPES | small).items())[: 1 if smoke else None]:
         answers = {}
         for device in ("cpu", DEVICE.type):
             core = make_core(config, device, num_gpu_blocks_override=600, max_model_len=256, max_num_seqs=16)
+            print(f"{name} on {device}: {core.executor.startup}", flush=True)
             for i in range(8):
                 prompt = prompt_of(i, 20 + 17 * i, config["vocab_size"])
                 core.add(request(f"{i}", prompt, 24, prompt_logprobs=0, logprobs=0))
@@ -150,12 +181,11 @@ def parity(smoke: bool) -> list[Row]:
             same, total = same + until, total + len(pairs)
             for a, b in zip(actual[0].prompt_logprobs or [], expected[0].prompt_logprobs or [], strict=True):
                 worst = max(worst, abs(a.logprobs[0] - b.logprobs[0]))
-        found.append((f"parity, {name}-shaped: log-probabilities of prompts differ by at most", "", f"{worst:.4f}"))
-        found.append((f"parity, {name}-shaped: greedy tokens before a difference", "", f"{same} of {total}"))
-    return found
+        yield f"parity, {name}: log-probabilities of prompts differ by at most", "", f"{worst:.4f}"
+        yield f"parity, {name}: greedy tokens before a difference", "", f"{same} of {total}"
 
 
-def invariance(smoke: bool) -> list[Row]:
+def invariance(smoke: bool) -> Iterator[Row]:
     """One request's tokens and log-probabilities, whatever is computed beside it and however it is cut up."""
     config = SHAPES["Llama"]
     vocab = config["vocab_size"]
@@ -176,14 +206,16 @@ def invariance(smoke: bool) -> list[Row]:
 
     blocks = 4 * (num_others + 1) if smoke else 1400
     alone = run(0, num_gpu_blocks_override=4096)
-    cases = {
-        "among others": run(num_others, num_gpu_blocks_override=4096),
-        "in chunks": run(3, num_gpu_blocks_override=4096, max_num_batched_tokens=64, max_num_seqs=8),
-        "call by call": run(1, num_gpu_blocks_override=4096, enforce_eager=True),
-        "preempted": run(num_others, num_gpu_blocks_override=max(blocks, 32)),
-        "swapped": run(num_others, num_gpu_blocks_override=max(blocks, 32), preemption_mode="swap", swap_space=1.0),
+    few: dict[str, Any] = {"num_gpu_blocks_override": max(blocks, 32)}
+    cases: dict[str, tuple[int, dict[str, Any]]] = {
+        "among others": (num_others, {"num_gpu_blocks_override": 4096}),
+        "in chunks": (3, {"num_gpu_blocks_override": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 8}),
+        "call by call": (1, {"num_gpu_blocks_override": 4096, "enforce_eager": True}),
+        "preempted": (num_others, few),
+        "swapped": (num_others, few | {"preemption_mode": "swap", "swap_space": 1.0}),
     }
-    return [(f"same bits {name}", "", "yes" if found == alone else "NO") for name, found in cases.items()]
+    for name, (others, flags) in cases.items():
+        yield f"same bits {name}", "", "yes" if run(others, **flags) == alone else "NO"
 
 
 def time_of(work: Callable[[], object], repeats: int = 5) -> float:
@@ -200,8 +232,8 @@ def time_of(work: Callable[[], object], repeats: int = 5) -> float:
     return best
 
 
-def measured_rates(smoke: bool) -> Rates:
-    """What this device copies and multiplies, now."""
+def measured_rates(smoke: bool) -> tuple[float, float]:
+    """What this device copies and multiplies, now: GB/s, TFLOP/s."""
     size, n = (1 << 24, 512) if smoke else (1 << 32, 8192)
 
     def copy_s() -> float:
@@ -213,7 +245,7 @@ def measured_rates(smoke: bool) -> Rates:
         x, y = (torch.randn(n, n, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
         return time_of(lambda: x @ y)
 
-    rates = Rates(2 * size / copy_s() / 1e9, 2 * n**3 / product_s() / 1e12)
+    rates = 2 * size / copy_s() / 1e9, 2 * n**3 / product_s() / 1e12
     free_memory()
     return rates
 
@@ -233,8 +265,15 @@ def timed_run(core: EngineCore, batch: int, num_in: int, num_out: int, vocab: in
     return total, sorted(decode_s)[len(decode_s) // 2] if decode_s else total / num_out
 
 
-def outside_kernels(core: EngineCore, batch: int, num_in: int, vocab: int) -> float:
-    """Percent of the time of decode steps in which no kernel of theirs runs."""
+# Of which of the predictions' kernels a launch is, by what its name begins with.
+KERNELS = {
+    "_linear": "products", "_attention": "attention", "_merge": "attention", "_norm": "norms",
+    "_rotary": "rotary and cache",
+}  # fmt: skip
+
+
+def kernel_times_us(core: EngineCore, batch: int, num_in: int, vocab: int) -> dict[str, float]:
+    """Of a decode step, by kind of kernel."""
     from torch.profiler import ProfilerActivity, profile
 
     for i in range(batch):
@@ -242,65 +281,58 @@ def outside_kernels(core: EngineCore, batch: int, num_in: int, vocab: int) -> fl
     for _ in range(24):
         core.step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
         for _ in range(20):
             core.step()
         torch.cuda.synchronize()
-        wall_us = (time.perf_counter() - begun) * 1e6
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type.name == "CUDA")
-    busy, until = 0.0, float("-inf")
-    for start, end in spans:
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    for event in sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)[:24]:
+    found: dict[str, float] = {}
+    for event in sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total):
+        kind = next((kind for begin, kind in KERNELS.items() if event.key.startswith(begin)), "the rest")
+        found[kind] = found.get(kind, 0.0) + event.self_device_time_total / 20
         print(f"{event.self_device_time_total / 20:10.1f} us/step {event.count // 20:5d}x {event.key[:90]}", flush=True)
     drain(core)
-    return 100 * (1 - busy / wall_us)
+    return found
 
 
-def model(smoke: bool) -> list[Row]:
+def model(smoke: bool) -> Iterator[Row]:
     config = SHAPES["Llama"] if smoke else LLAMA_3_1_8B
     vocab = config["vocab_size"]
     num_in, num_out, prefill_len = (24, 8, 64) if smoke else (512, 128, 2048)
-    batches = (1, 2) if smoke else (1, 32, 128, 256)
-    rates = measured_rates(smoke)
-    limits = Limits(describe(config), rates)
-    found: list[Row] = [(COPY, "GB/s", f"{rates.copy_gbs:.1f}"), (PRODUCT, "TFLOP/s", f"{rates.tflops:.3f}")]
+    batches = (1, 2) if smoke else (1, 32, 64, 128, 256)
+    copy_gbs, tflops = measured_rates(smoke)
+    machine = replace(MACHINES["h100"], copy_gbs=copy_gbs, tflops=tflops)
+    limits = Limits(describe(config), machine)
+    yield COPY, "GB/s", f"{copy_gbs:.1f}"
+    yield PRODUCT, "TFLOP/s", f"{tflops:.3f}"
     begun = time.perf_counter()
     flags = {"num_gpu_blocks_override": 600} if smoke else {}
     core = make_core(
         config, DEVICE.type, max_model_len=256 if smoke else 8192, max_num_seqs=256 if not smoke else 8,
         max_num_batched_tokens=128 if smoke else 8192, **flags,
     )  # fmt: skip
-    found.append(
-        ("engine core ready (weights made, cache sized, graphs captured)", "s", f"{time.perf_counter() - begun:.1f}")
-    )
-    for phase, seconds in core.executor.startup.items():
-        found.append((f"of it {phase}", "s", f"{seconds:.1f}"))
-    timed_run(core, 2, num_in, num_out, vocab)
+    yield "engine core ready, with the kernels that were there", "s", f"{time.perf_counter() - begun:.1f}"
+    step_s = {}
     for batch in batches:
-        total, step = timed_run(core, batch, num_in, num_out, vocab)
-        found.append(
-            (f"output, {batch} at once, {num_in} in, {num_out} out", "tok/s", f"{batch * num_out / total:.0f}")
-        )
-        found.append((f"decode step, {batch} rows", "ms", f"{step * 1e3:.2f}"))
+        total, step_s[batch] = timed_run(core, batch, num_in, num_out, vocab)
+        yield f"decode step, {batch} rows", "ms", f"{step_s[batch] * 1e3:.2f}"
         if batch == 1:
-            found.append(("decode, 1 row: share of the copy bandwidth", "%", f"{100 * limits.weights_s() / step:.0f}"))
-    if HAS_GPU and not smoke:
-        found.append(
-            ("of a decode step of 64 rows outside kernels", "%", f"{outside_kernels(core, 64, num_in, vocab):.1f}")
-        )
+            share = 100 * limits.weights_s() / step_s[batch]
+            yield "decode, 1 row: share of the copy bandwidth", "%", f"{share:.1f}"
+        yield f"output, {batch} at once, {num_in} in, {num_out} out", "tok/s", f"{batch * num_out / total:.0f}"
     count = 8192 // prefill_len if not smoke else 2
     total, _ = timed_run(core, count, prefill_len, 1, vocab)
-    rate = count * prefill_len / total
-    share = limits.prefill_s(count * prefill_len, prefill_len // 2) * 0.62 / total  # operations over the measured rate
-    found.append((f"prefill, prompts of {prefill_len}", "tok/s", f"{rate:.0f}"))
-    found.append(("prefill: share of the matrix rate", "%", f"{100 * share:.0f}"))
-    return found
+    yield f"prefill, prompts of {prefill_len}", "tok/s", f"{count * prefill_len / total:.0f}"
+    share = 100 * limits.prefill_share(count * prefill_len, prefill_len // 2, total)
+    yield "prefill: share of the matrix rate", "%", f"{share:.1f}"
+    if HAS_GPU and not smoke:
+        # The kernels' times of a profile beside a step without one: tracing a graph takes time between kernels.
+        times = kernel_times_us(core, 64, num_in, vocab)
+        for kind, us in times.items():
+            yield f"decode step, 64 rows: {kind}", "us", f"{us:.1f}"
+        outside = 100 * (1 - sum(times.values()) / (1e6 * step_s[64]))
+        yield "decode step, 64 rows: outside kernels", "%", f"{outside:.1f}"
 
 
-def transformers(smoke: bool) -> list[Row]:
+def transformers(smoke: bool) -> Iterator[Row]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = SHAPES["Llama"] if smoke else LLAMA_3_1_8B
@@ -311,7 +343,6 @@ def transformers(smoke: bool) -> list[Row]:
         torch.set_default_dtype(torch.bfloat16)
         reference = LlamaForCausalLM(LlamaConfig(**settings)).eval()
         torch.set_default_dtype(torch.float32)
-    found: list[Row] = []
     for batch in batches:
         prompts = torch.tensor([prompt_of(i, num_in, config["vocab_size"]) for i in range(batch)], device=DEVICE)
 
@@ -322,11 +353,87 @@ def transformers(smoke: bool) -> list[Row]:
             )  # fmt: skip
 
         total = time_of(generate, repeats=1)
-        found.append((f"transformers: output, {batch} at once", "tok/s", f"{batch * num_out / total:.0f}"))
-    return found
+        yield f"transformers: output, {batch} at once", "tok/s", f"{batch * num_out / total:.0f}"
 
 
-# --- The table -------------------------------------------------------------------------------------------------------
+def start(smoke: bool) -> Iterator[Row]:
+    """Of a core, in a process of its own: nothing compiled yet, then everything."""
+    with tempfile.TemporaryDirectory() as cache:
+        for kind in ("cold", "warm"):
+            command = [sys.executable, __file__, "--ready", *(["--smoke"] if smoke else [])]
+            begun = time.perf_counter()
+            done = subprocess.run(
+                command, env=os.environ | {"TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True, check=True
+            )
+            yield (
+                f"engine core ready, {kind}, interpreter and imports included",
+                "s",
+                f"{time.perf_counter() - begun:.1f}",
+            )
+            for phase, seconds in json.loads(done.stdout.splitlines()[-1]).items():
+                yield f"of it {phase}, {kind}", "s", f"{seconds:.1f}"
+
+
+def ready(smoke: bool) -> None:
+    """Start a core and print the seconds of its phases."""
+    config = SHAPES["Llama"] if smoke else LLAMA_3_1_8B
+    flags = {"num_gpu_blocks_override": 600, "max_model_len": 256} if smoke else {"max_model_len": 8192}
+    core = make_core(config, DEVICE.type, max_num_seqs=8 if smoke else 256, **flags)
+    print(json.dumps(core.executor.startup))
+
+
+def serve(smoke: bool) -> Iterator[Row]:
+    """Output over HTTP, and the times of tokens, at some numbers of requests at once."""
+    config = SHAPES["Llama"] if smoke else LLAMA_3_1_8B
+    folder = config_folder(config)
+    save_tokenizer(Path(folder))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    octavo = [sys.executable, "-m", "octavo.entrypoints.cli.main"]
+    flags = ["--model", folder, "--load-format", "dummy", "--device", DEVICE.type, "--port", port]
+    flags += ["--num-gpu-blocks-override", "600", "--max-model-len", "256"] if smoke else ["--max-model-len", "8192"]
+    server = subprocess.Popen([*octavo, "serve", *flags])
+    try:
+        begun = time.perf_counter()
+        while True:
+            with suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            if server.poll() is not None:
+                raise RuntimeError(f"the server ended with status {server.returncode}")
+            time.sleep(0.1)
+        yield "server ready", "s", f"{time.perf_counter() - begun:.1f}"
+        num_in, num_out = (24, 8) if smoke else (512, 128)
+        for at_once, prompts in ((1, 2), (2, 4)) if smoke else ((1, 8), (32, 128), (128, 512), (256, 768)):
+            result = Path(folder) / f"{at_once}.json"
+            lengths = ["--random-input-len", str(num_in), "--random-output-len", str(num_out), "--ignore-eos"]
+            load = ["--num-prompts", str(prompts), "--max-concurrency", str(at_once), "--num-warmups", str(at_once)]
+            measure = [*octavo, "bench", "serve", "--port", port, "--dataset-name", "random", "--json", str(result)]
+            subprocess.run([*measure, *lengths, *load, "--disable-tqdm"], check=True)
+            found = json.loads(result.read_text())
+            yield f"served: output, {at_once} at once", "tok/s", f"{found['output_throughput']:.0f}"
+            for what in ("ttft", "tpot"):
+                yield f"served: median {what.upper()}, {at_once} at once", "ms", f"{found[f'median_{what}_ms']:.1f}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level one: whatever a model of random weights says is text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    symbols = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+# --- The page --------------------------------------------------------------------------------------------------------
 
 
 def device_name() -> str:
@@ -337,48 +444,92 @@ def device_name() -> str:
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
 
 
-def table(found: list[Row]) -> str:
-    """Markdown, with what `gpu_limits` predicts for the rates that were measured."""
-    measured = {what: value for what, _, value in found}
-    predicted: dict[str, str] = {}
-    if COPY in measured and HAS_GPU:
-        rates = Rates(float(measured[COPY]), float(measured[PRODUCT]))
-        limits = Limits(describe(LLAMA_3_1_8B), rates)
-        predicted = {what: f"{value:.1f}" for what, _, value in predicted_rows(limits)}
-    lines = [f"Measured on {device_name()}.", "", "| | predicted | measured | |", "|---|---|---|---|"]
-    lines += [f"| {what} | {predicted.get(what, '')} | {value} | {unit} |" for what, unit, value in found]
-    return "\n".join(lines) + "\n"
+def write_part(results: Path, part: str, rows: list[Row], state: str) -> None:
+    entry = {"part": part, "device": device_name(), "state": state, "rows": rows}
+    (results / f"{part}.json").write_text(json.dumps(entry, indent=1))
+
+
+def page(results: Path) -> str:
+    """Markdown, of all parts that have left anything. Predictions are for the rates that were measured."""
+    parts = [json.loads(file.read_text()) for part in PARTS if (file := results / f"{part}.json").exists()]
+    measured = {what: value for part in parts for what, _, value in part["rows"]}
+    predicted: dict[str, float] = {}
+    on_gpu = [part["device"] for part in parts if part["device"] != "no GPU"]
+    if COPY in measured and on_gpu:
+        known = MACHINES["a100" if "A100" in on_gpu[0] else "h200" if "H200" in on_gpu[0] else "h100"]
+        machine = replace(known, copy_gbs=float(measured[COPY]), tflops=float(measured[PRODUCT]))
+        predicted = {what: value for what, _, value in predicted_rows(Limits(describe(LLAMA_3_1_8B), machine))}
+    lines = []
+    for part in parts:
+        lines += [f"## {part['part']}: {part['state']}", "", f"On {part['device']}.", ""]
+        lines += ["| | predicted | measured | ratio | |", "|---|---|---|---|---|"]
+        for what, unit, value in part["rows"]:
+            expected = predicted.get(what)
+            cells = ["", ""] if expected is None else [f"{expected:.1f}", f"{float(value) / expected:.2f}"]
+            lines.append(f"| {what} | {cells[0]} | {value} | {cells[1]} | {unit} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def run_part(part: str, results: Path, smoke: bool, limit_s: float) -> bool:
+    """In a process of its own -> whether it came to its end. What it prints goes to its log too."""
+    (results / f"{part}.json").unlink(missing_ok=True)
+    command = [sys.executable, "-u", __file__, "--part", part, "--results", str(results)]
+    begun = time.monotonic()
+    with (results / f"{part}.log").open("wb") as log:
+        # A session of its own, so that what it has started ends with it.
+        child = subprocess.Popen(
+            [*command, *(["--smoke"] if smoke else [])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        timer = Timer(limit_s, lambda: os.killpg(child.pid, signal.SIGKILL))
+        timer.start()
+        assert child.stdout is not None
+        for line in child.stdout:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+            log.write(line)
+            log.flush()
+        status = child.wait()
+        timer.cancel()
+    took = f"{time.monotonic() - begun:.0f} s"
+    file = results / f"{part}.json"
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    ended = f"ended after {took}" if status == -signal.SIGKILL else f"failed with status {status} after {took}"
+    write_part(results, part, rows, f"done in {took}" if status == 0 else ended)
+    (results / "page.md").write_text(page(results))
+    print(f"== {part}: status {status}, {took}", flush=True)
+    return status == 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the table here, after each part")
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT", "gpu-check-results")))
+    parser.add_argument("--limit-s", type=float, default=450, help="of each part, which is ended then")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--ready", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if not HAS_GPU and not args.smoke:
         parser.error("there is no CUDA device; --smoke shows that the check itself works")
-    if args.part:
-        print("ROWS " + json.dumps(globals()[args.part](args.smoke)), flush=True)
+    if args.ready:
+        ready(args.smoke)
         return 0
-    found: list[Row] = []
-    failed = []
-    for part in args.only:
-        begun = time.monotonic()
-        command = [sys.executable, __file__, "--part", part, *(["--smoke"] if args.smoke else [])]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        rows = [line for line in done.stdout.splitlines() if line.startswith("ROWS ")]
-        print("\n".join(line for line in done.stdout.splitlines() if not line.startswith("ROWS ")))
-        print(f"== {part}: status {done.returncode}, {time.monotonic() - begun:.0f} s", flush=True)
-        if done.returncode or not rows:
-            failed.append(part)
-            found.append((f"{part}: failed", "", f"status {done.returncode}"))
-        else:
-            found += [tuple(row) for row in json.loads(rows[-1].removeprefix("ROWS "))]
-        if args.out:
-            args.out.write_text(table(found))
-    print(table(found))
+    if args.part:
+        rows: list[Row] = []
+        for row in globals()[args.part](args.smoke):
+            rows.append(row)
+            write_part(args.results, args.part, rows, "under way")
+            print(*row, flush=True)
+        return 0
+    args.results.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(args.results.absolute() / "triton"))
+    parts = args.parts or PARTS
+    failed = [part for part in parts if not run_part(part, args.results, args.smoke, args.limit_s)]
+    print(page(args.results))
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

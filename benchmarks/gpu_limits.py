@@ -1,22 +1,25 @@
-"""What bytes and operations allow on a GPU, for a decoder served in bfloat16: the predictions of docs/gpu.md.
+"""What a GPU is expected to take for a decoder served in bfloat16, kernel by kernel: the predictions of docs/gpu.md.
 
-    python benchmarks/gpu_limits.py [--device h100|h200|a100] [--copy-gbs 3000] [--tflops 700]
+    python benchmarks/gpu_limits.py [--device h100|h200|a100] [--copy-gbs 3000] [--tflops 700] [--steps]
 
-A decode step reads the matrices once and the keys and values of every row; a prefill multiplies. To that comes, for
-each of a step's kernels, the time between two of them in a replayed graph. The share of the device's rates that kernels
-reach is an assumption, stated below and checked by `scripts/gpu-check`.
+Each launch of a step is followed through the model of `octavo.ops.triton.schedule`, with the tiles that the kernels
+themselves choose, and a fixed cost; a kernel of a graph begins some time after the one before it has ended. The
+assumptions are `MACHINES` there and the constants here. `scripts/gpu-check` measures what is predicted.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import required_tensors
 from octavo.models.registry import describe
+from octavo.ops.triton import schedule
+from octavo.ops.triton.schedule import MACHINES, DecodeAttention, Machine
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -29,89 +32,147 @@ LLAMA_3_1_8B: dict[str, Any] = {
     },
 }  # fmt: skip
 
-# Kernels of a layer: norm, qkv, rotary, attention, output, norm, gate and up, down. Of a step: embedding, rows, norm,
-# output matrix, two for the argmax, and some for the step's inputs.
-KERNELS_PER_LAYER, KERNELS_PER_STEP = 8, 16
-BETWEEN_KERNELS_S = 1.5e-6  # in a replayed graph
-# Shares of the measured copy bandwidth and matrix rate that the kernels are expected to reach.
-WEIGHTS_SHARE, ATTENTION_SHARE, PREFILL_SHARE = 0.88, 0.80, 0.62
+# Of a step, beside its layers: its inputs resolved, the plan, embedding, rows, norm, argmax, what is kept and copied.
+KERNELS_PER_STEP = 14
+SMALL_KERNEL_S = 2.0e-6  # loads that wait for memory once or twice, and a store
+# The matrix rate that prefill's products reach of a large product's, and attention's beside it.
+PREFILL_SHARE, PREFILL_ATTENTION_SHARE = 0.70, 0.45
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What a device measures: bytes a second read and written by a copy, operations a second of a large product."""
+class Kernel:
+    """Launches of a step that are alike. What `between_s` leaves out is in `seconds`."""
 
-    copy_gbs: float
-    tflops: float
-
-
-DEVICES = {"h100": Rates(3000, 790), "h200": Rates(4300, 790), "a100": Rates(1700, 270)}
+    name: str
+    launches: int
+    seconds: float  # of each
 
 
 class Limits:
-    """Times in seconds. Elements have two bytes."""
+    """Times in seconds. Elements have two bytes; all layers are as the first."""
 
-    def __init__(self, model: ModelDescription, rates: Rates) -> None:
-        self.num_layers, self.rates = len(model.layers), rates
+    def __init__(self, model: ModelDescription, machine: Machine) -> None:
+        self.machine, self.num_layers, self.hidden_size = machine, len(model.layers), model.hidden_size
         embedding = self.output_elements = model.vocab_size * model.hidden_size
         # A step reads a row or so of the embedding, and all of the output matrix.
         self.matrix_elements = sum(prod(tensor.shape) for tensor in required_tensors(model) if tensor.is_matrix)
         self.matrix_elements -= 0 if model.tie_word_embeddings else embedding
-        self.token_bytes = sum(2 * spec.num_kv_heads * (spec.key_size + spec.value_size) for spec in model.layer_caches)
-        self.query_elements = sum(layer.attention.num_heads * layer.attention.head_size for layer in model.layers)
+        attention, feed_forward = model.layers[0].attention, model.layers[0].feed_forward
+        self.query_size = attention.num_heads * attention.head_size
+        self.shape = DecodeAttention(attention.num_kv_heads, attention.head_size)
+        kv_size = 2 * attention.num_kv_heads * attention.head_size
+        inner = feed_forward.intermediate_size
+        self.products = {
+            "qkv": (self.query_size + kv_size, self.hidden_size, self.num_layers),
+            "attention's output": (self.hidden_size, self.query_size, self.num_layers),
+            "gate and up": (2 * inner, self.hidden_size, self.num_layers),
+            "down": (self.hidden_size, inner, self.num_layers),
+            "output matrix": (model.vocab_size, self.hidden_size, 1),
+        }
 
-    def weights_s(self, share: float = 1.0) -> float:
-        return 2 * self.matrix_elements / (self.rates.copy_gbs * 1e9 * share)
+    def weights_s(self) -> float:
+        """Of a copy of as many bytes as the matrices have."""
+        return 2 * self.matrix_elements / (self.machine.copy_gbs * 1e9)
+
+    def decode_kernels(self, batch: int, context: int) -> list[Kernel]:
+        """One token each for `batch` sequences of `context` tokens."""
+        found = [
+            Kernel(name, launches, _product_s(self.machine, batch, num_out, num_in))
+            for name, (num_out, num_in, launches) in self.products.items()
+        ]
+        row_s = batch * self.hidden_size * 2 / (self.machine.copy_gbs * 1e9)
+        attended = schedule.attention_s(self.machine, self.shape, [context] * batch)
+        return [
+            *found,
+            Kernel("attention", self.num_layers, attended),
+            Kernel("norms", 2 * self.num_layers + 1, SMALL_KERNEL_S + 2 * row_s),
+            Kernel("rotary and cache", self.num_layers, SMALL_KERNEL_S + 4 * row_s),
+            Kernel("the rest", KERNELS_PER_STEP, SMALL_KERNEL_S),
+        ]
 
     def decode_step_s(self, batch: int, context: int) -> float:
-        """One token each for `batch` sequences of `context` tokens."""
-        products = 2 * batch * self.matrix_elements / (self.rates.tflops * 1e12 * PREFILL_SHARE)
-        attention = batch * context * self.token_bytes / (self.rates.copy_gbs * 1e9 * ATTENTION_SHARE)
-        kernels = self.num_layers * KERNELS_PER_LAYER + KERNELS_PER_STEP
-        return max(self.weights_s(WEIGHTS_SHARE), products) + attention + kernels * BETWEEN_KERNELS_S
+        kernels = self.decode_kernels(batch, context)
+        return sum(kernel.launches * (kernel.seconds + self.machine.between_s) for kernel in kernels)
+
+    def between_s(self) -> float:
+        """Of a decode step, in which no kernel runs."""
+        return self.machine.between_s * sum(kernel.launches for kernel in self.decode_kernels(1, 1))
+
+    def prefill_operations(self, num_tokens: int, context: int) -> tuple[float, float]:
+        """Of products, the output matrix left out, and of attention over `context` keys on average."""
+        products = 2 * num_tokens * (self.matrix_elements - self.output_elements)
+        return products, 4 * num_tokens * context * self.query_size * self.num_layers
 
     def prefill_s(self, num_tokens: int, context: int) -> float:
-        """`num_tokens` of prompts of `context` tokens, the output matrix left out."""
-        products = 2 * num_tokens * (self.matrix_elements - self.output_elements)
-        attention = 2 * num_tokens * context * self.query_elements
-        return (products + attention) / (self.rates.tflops * 1e12 * PREFILL_SHARE)
+        """`num_tokens` of prompts that see `context` keys on average."""
+        products, attention = self.prefill_operations(num_tokens, context)
+        rate = self.machine.tflops * 1e12
+        return products / (rate * PREFILL_SHARE) + attention / (rate * PREFILL_ATTENTION_SHARE)
+
+    def prefill_share(self, num_tokens: int, context: int, seconds: float) -> float:
+        """Of the matrix rate, that a prefill in `seconds` has reached."""
+        return sum(self.prefill_operations(num_tokens, context)) / (self.machine.tflops * 1e12 * seconds)
 
     def output_rate(self, batch: int, num_in: int, num_out: int) -> float:
         """Output tokens a second, prefill included, of `batch` requests that come at once."""
         steps = num_out * self.decode_step_s(batch, num_in + num_out // 2)
-        return batch * num_out / (self.prefill_s(batch * num_in, num_in) + steps)
+        return batch * num_out / (self.prefill_s(batch * num_in, num_in // 2) + steps)
+
+
+@cache
+def _product_s(machine: Machine, num_rows: int, num_out: int, num_in: int) -> float:
+    """With the tile that the kernel chooses."""
+    import torch
+
+    from octavo.ops.triton.linear import choose_tile
+
+    capability = (9, 0) if machine.is_hopper else (8, 0)
+    tile, channels = choose_tile(capability, machine.multiprocessors, num_rows, num_out, 2 * num_in, torch.bfloat16, 8)
+    return schedule.product_s(machine, num_rows, num_out, 2 * num_in, tile, channels)
 
 
 def rows(limits: Limits) -> list[tuple[str, str, float]]:
     """(what, unit, prediction) of everything that `scripts/gpu-check` measures of the 8B model."""
-    floor = limits.weights_s()
     step = limits.decode_step_s(1, 576)
-    between = (limits.num_layers * KERNELS_PER_LAYER + KERNELS_PER_STEP) * BETWEEN_KERNELS_S
-    found = [
-        ("decode, 1 row: share of the copy bandwidth", "%", 100 * floor / step),
-        ("decode step, 1 rows", "ms", 1e3 * step),
-        *((f"decode step, {batch} rows", "ms", 1e3 * limits.decode_step_s(batch, 576)) for batch in (32, 64, 128, 256)),
-        ("decode step, 64 rows: outside kernels", "%", 100 * between / limits.decode_step_s(64, 576)),
-    ]
-    for batch in (1, 32, 128, 256):
+    found = [("decode, 1 row: share of the copy bandwidth", "%", 100 * limits.weights_s() / step)]
+    batches = (1, 32, 64, 128, 256)
+    found += [(f"decode step, {batch} rows", "ms", 1e3 * limits.decode_step_s(batch, 576)) for batch in batches]
+    between = 100 * limits.between_s() / limits.decode_step_s(64, 576)
+    found.append(("decode step, 64 rows: outside kernels", "%", between))
+    kernels = {kernel.name: 1e6 * kernel.launches * kernel.seconds for kernel in limits.decode_kernels(64, 576)}
+    products = sum(kernels[name] for name in limits.products)
+    for name, us in {"products": products, **kernels}.items():
+        found.append((f"decode step, 64 rows: {name}", "us", us))
+    for batch in (1, 32, 64, 128, 256):
         found.append((f"output, {batch} at once, 512 in, 128 out", "tok/s", limits.output_rate(batch, 512, 128)))
-    prefill = 8192 / limits.prefill_s(8192, 2048)
-    found.append(("prefill, prompts of 2048", "tok/s", prefill))
-    found.append(("prefill: share of the matrix rate", "%", 100 * PREFILL_SHARE))
+    seconds = limits.prefill_s(8192, 1024)
+    found.append(("prefill, prompts of 2048", "tok/s", 8192 / seconds))
+    found.append(("prefill: share of the matrix rate", "%", 100 * limits.prefill_share(8192, 1024, seconds)))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=DEVICES, default="h100")
+    parser.add_argument("--device", choices=MACHINES, default="h100")
     parser.add_argument("--copy-gbs", type=float)
     parser.add_argument("--tflops", type=float)
+    parser.add_argument("--steps", action="store_true", help="decode steps by rows and keys, and each one's kernels")
     args = parser.parse_args()
-    known = DEVICES[args.device]
-    rates = Rates(args.copy_gbs or known.copy_gbs, args.tflops or known.tflops)
-    print(f"Llama-3.1-8B in bfloat16 at {rates.copy_gbs:.0f} GB/s and {rates.tflops:.0f} TFLOP/s")
-    for what, unit, value in rows(Limits(describe(LLAMA_3_1_8B), rates)):
-        print(f"{what:50}{value:10.1f} {unit}")
+    known = MACHINES[args.device]
+    machine = replace(known, copy_gbs=args.copy_gbs or known.copy_gbs, tflops=args.tflops or known.tflops)
+    limits = Limits(describe(LLAMA_3_1_8B), machine)
+    print(f"Llama-3.1-8B in bfloat16 at {machine.copy_gbs:.0f} GB/s and {machine.tflops:.0f} TFLOP/s")
+    if not args.steps:
+        for what, unit, value in rows(limits):
+            print(f"{what:50}{value:10.1f} {unit}")
+        return
+    names = [kernel.name for kernel in limits.decode_kernels(1, 1)]
+    print("".join(f"{name:>20}" for name in ("rows", "keys", "step, ms", *(f"{name}, us" for name in names))))
+    for context in (577, 4096, 32768):
+        for batch in (1, 16, 32, 64, 128, 256):
+            kernels = limits.decode_kernels(batch, context)
+            cells = [f"{1e3 * limits.decode_step_s(batch, context):.2f}", *(f"{1e6 * k.seconds:.1f}" for k in kernels)]
+            print("".join(f"{cell:>20}" for cell in (batch, context, *cells)))
 
 
 if __name__ == "__main__":

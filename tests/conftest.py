@@ -13,6 +13,9 @@ from octavo.hardware import why_not_cuda
 os.environ["HF_HUB_OFFLINE"] = "1"
 # torch's threads, which the references use, would otherwise spin against the native kernels'.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Triton's interpreter multiplies with numpy, whose kernels for AVX2 give a row other bits by its place in the matrix.
+# It must be set before numpy is imported.
+os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 # Triton reads it when it is imported, which may be by whatever is collected first: without a GPU its kernels run in its
 # interpreter.
 if why_not_cuda():

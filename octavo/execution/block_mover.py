@@ -12,7 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from octavo.config import CacheConfig
+from octavo.errors import LoadError
 from octavo.execution.device import Device, Event
+from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.plan import BlockMoves
 
@@ -24,6 +27,16 @@ Pairs = Sequence[tuple[int, int]]
 def block_bytes(cache: LayerKVCache) -> int:
     """Bytes of one block of a layer, keys and values."""
     return int(cache.key.nbytes + cache.value.nbytes) // cache.num_blocks
+
+
+def layer_cache(config: CacheConfig, device: Device, ops: Ops, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
+    """Memory for what a layer keeps. Raises `LoadError` for what is not built."""
+    if spec.kind == "state":
+        states = device.zeros([num_blocks, spec.num_bytes], "uint8")
+        return LayerKVCache(states, states[:, :0])
+    if spec.key_size != spec.value_size:
+        raise LoadError(f"keys of {spec.key_size} and values of {spec.value_size} elements are not built yet.")
+    return ops.allocate_kv_cache(num_blocks, config.block_size, spec.num_kv_heads, spec.key_size, config.dtype)
 
 
 class _Stage:
@@ -105,6 +118,12 @@ class _PoolMover:
         compute.run(scatter)
         stage.is_free = compute.record()
 
+    def warm_up(self) -> None:
+        """A copy of the first block onto itself."""
+        if not all(cache.value.nbytes for cache in self._caches):
+            return  # states are not copied
+        self._device.compute.run(lambda: self._ops.copy_blocks([(0, 0)], self._caches))
+
 
 class BlockMover:
     """The blocks of all pools: `caches` and the number of host blocks, by pool."""
@@ -118,3 +137,8 @@ class BlockMover:
         """Have the device move blocks, by pool, before anything that it is given later."""
         for pool, of_pool in zip(self._pools, moves, strict=False):
             pool.move(of_pool)
+
+    def warm_up(self) -> None:
+        """Have the device launch what it moves blocks with."""
+        for pool in self._pools:
+            pool.warm_up()

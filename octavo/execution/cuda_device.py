@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import CacheConfig
+from octavo.errors import ConfigError
 from octavo.execution.device import Event, StepModel, StepOutputs
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, StepArrays, StepShape
 from octavo.ops import Array
@@ -25,17 +30,31 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def decode_shapes(largest: StepShape) -> list[StepShape]:
-    """Steps of decodes, of some numbers of sequences."""
-    return [
-        StepShape(size, size, size, UPDATES_PER_DECODE * largest.groups * size, largest.groups)
-        for size in graph_sizes(largest.seqs)
+_MIXED_TOKENS = (128, 256, 512)  # more keep the device busy for longer than Python takes to launch them
+
+
+def shapes_to_capture(largest: StepShape) -> list[StepShape]:
+    """Steps of decodes, of some numbers of sequences; then steps with prompts, of some numbers of tokens."""
+    groups = largest.groups
+    decodes = [
+        StepShape(size, size, size, UPDATES_PER_DECODE * groups * size, groups) for size in graph_sizes(largest.seqs)
     ]
+    sizes = [size for size in _MIXED_TOKENS if size < largest.tokens] + [min(largest.tokens, _MIXED_TOKENS[-1])]
+    mixed = []
+    for size in dict.fromkeys(sizes):
+        num_seqs = max(1, min(largest.seqs, size // 2))
+        # A sequence that is admitted sends its whole block table: prefixes of as many blocks as tokens.
+        num_updates = groups * (UPDATES_PER_DECODE * num_seqs + size)
+        mixed.append(StepShape(size, num_seqs, num_seqs, num_updates, groups))
+    return decodes + mixed
 
 
-def is_padded_decode(captured: StepShape, used: StepShape) -> bool:
-    """Whether a step is of decodes only and becomes `captured` by padding."""
-    return used.tokens == used.seqs == used.samples <= captured.tokens and used.updates <= captured.updates
+def becomes(used: StepShape, captured: StepShape) -> bool:
+    """Whether a step becomes `captured` by padding. One of decodes only computes no other steps."""
+    if captured.tokens == captured.seqs and not used.tokens == used.seqs == used.samples:
+        return False
+    extents = ("tokens", "seqs", "samples", "updates")
+    return all(used.extent(name) <= captured.extent(name) for name in extents)
 
 
 class CudaEvent:
@@ -94,7 +113,7 @@ class CudaDevice:
         self._graph_memory = torch.cuda.graph_pool_handle()
         # Of the largest captured step: smaller ones leave theirs in the beginnings. Graphs that kept results of their
         # own would take as much for each.
-        self._outputs: list[Tensor] | None = None
+        self._outputs = [torch.empty(0, device=self._device)] * 3
 
     def free_bytes(self) -> int:
         return self._memory_bytes()[0]
@@ -114,20 +133,27 @@ class CudaDevice:
 
     def time_s(self, work: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        work()
-        begin.record(self.compute.stream)
-        for _ in range(_TIMED):
+        with torch.cuda.stream(self.compute.stream):
             work()
-        end.record(self.compute.stream)
+            begin.record()
+            for _ in range(_TIMED):
+                work()
+            end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / _TIMED
 
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
-        array: NDArray[Any] = torch.zeros(tuple(shape), dtype=getattr(torch, dtype), pin_memory=True).numpy()
-        return array
+        """Registered pages: torch would round them up to a power of two, and a swap tier may be half of the memory."""
+        num_bytes = prod(shape) * np.dtype(dtype).itemsize
+        pages = np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), np.uint8)  # zeros; kept by what is made of them
+        error = int(torch.cuda.cudart().cudaHostRegister(pages.ctypes.data, len(pages), 0))  # type: ignore[no-untyped-call]
+        if error:
+            raise ConfigError(f"{num_bytes / _GIB:.2f} GiB of host memory could not be pinned (CUDA error {error}).")
+        return pages[:num_bytes].view(dtype).reshape(tuple(shape))
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
-        return torch.zeros(tuple(shape), dtype=getattr(torch, dtype), device=self._device)
+        with torch.cuda.stream(self.compute.stream):  # whichever thread asks
+            return torch.zeros(tuple(shape), dtype=getattr(torch, dtype), device=self._device)
 
     def beside(self, pinned: NDArray[Any]) -> Any:
         return self.zeros(pinned.shape, pinned.dtype.name)
@@ -140,31 +166,41 @@ class CudaDevice:
         target.copy_(source, non_blocking=True)
 
     def capture_shapes(self, largest: StepShape) -> list[StepShape]:
-        return decode_shapes(largest)
+        return shapes_to_capture(largest)
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
-        return is_padded_decode(captured, used)
+        return becomes(used, captured)
 
     def capture(self, model: StepModel, inputs: StepArrays[Array]) -> CapturedGraph:
-        """To be called for the largest step first."""
+        """What it launches must have been launched before."""
 
         def work() -> list[Tensor]:
             hidden: Any = model.hidden(inputs)
             found: list[Any] = [hidden, *model.logits(inputs, hidden)]
             return found
 
-        with torch.inference_mode():
-            found = work()  # kernels are compiled and libraries set up outside of the capture
-            if self._outputs is None:
-                self._outputs = [torch.empty_like(tensor) for tensor in found]
-            outputs = [whole[: len(tensor)] for whole, tensor in zip(self._outputs, found, strict=True)]
-            del found
-            torch.cuda.synchronize()
+        with torch.inference_mode(), torch.cuda.stream(self.compute.stream):
+            num_rows = (len(inputs.token_ids), len(inputs.sample_rows), len(inputs.sample_rows))
+            if any(len(whole) < count for whole, count in zip(self._outputs, num_rows, strict=True)):
+                self._outputs = [
+                    whole if len(whole) >= len(tensor) else torch.empty_like(tensor)
+                    for whole, tensor in zip(self._outputs, work(), strict=True)
+                ]
+            self.compute.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._graph_memory, stream=self.compute.stream):
-                for output, tensor in zip(outputs, work(), strict=True):
-                    output.copy_(tensor)
-                del tensor
+            gc.disable()  # and not `torch.cuda.graph`, which collects all garbage before each of some twenty captures
+            try:
+                graph.capture_begin(pool=self._graph_memory)
+                try:
+                    found = work()
+                    outputs = [whole[: len(each)] for whole, each in zip(self._outputs, found, strict=True)]
+                    for output, tensor in zip(outputs, found, strict=True):
+                        output.copy_(tensor)
+                    del found, tensor
+                finally:
+                    graph.capture_end()
+            finally:
+                gc.enable()
         kept: list[Any] = outputs
         return CapturedGraph(graph, StepOutputs(*kept))
 

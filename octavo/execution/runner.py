@@ -8,6 +8,7 @@ before anybody on the host knows them. A step that fits a captured one is its re
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -140,6 +141,7 @@ class Runner:
 
     def capture(self) -> None:
         """Capture the steps that are worth it, the largest first: the smaller ones find their memory already there."""
+        gc.collect()  # once, and not before each: captures leave no garbage
         for shape in reversed(self.device.capture_shapes(self._largest)):
             layout = StepLayout(shape)
             staged = [layout.on_host(stage.inputs) for stage in self._stages]
@@ -162,8 +164,26 @@ class Runner:
 
     def run_largest_step(self) -> None:
         """The step that takes the most memory: as many tokens and samples as there may be, stored nowhere."""
-        num_tokens, num_rows = self._largest.tokens, self._largest.seqs
-        layout = StepLayout(StepShape(num_tokens, num_rows, num_rows, 0, self._largest.groups, self._largest.blocks))
+        self._rehearse(self._largest.tokens, self._largest.seqs, self._largest.seqs)
+
+    def warm_up(self) -> None:
+        """Have the device launch once whatever a step of any size may launch, so that nothing is compiled later."""
+        ops, num_rows = _device_ops(self.ops), self._largest.seqs
+        for num_tokens in ops.row_classes(self._largest.tokens):  # of prompts
+            self._rehearse(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1)
+        for num_samples in ops.row_classes(min(max(num_rows, _PROMPT_LOGPROB_ROWS), self._largest.samples)):
+            try:
+                self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples)
+            except self.device.memory_errors:
+                # More samples than rows are a prompt's, which may find no memory later either.
+                if num_samples <= num_rows:
+                    raise
+                self.device.release_memory()
+        self._mover.warm_up()
+
+    def _rehearse(self, num_tokens: int, num_rows: int, num_samples: int) -> None:
+        """A step of sequences that are as long as each other, stored nowhere, with all that requests may ask for."""
+        layout = StepLayout(StepShape(num_tokens, num_rows, num_samples, 0, self._largest.groups, self._largest.blocks))
         stage = self._stages[0]
         arrays = layout.on_host(stage.inputs)
         pad(arrays, StepShape(0, 0, 0, 0, self._largest.groups), self._padding)
@@ -175,8 +195,11 @@ class Runner:
 
         def work() -> None:
             logits, best = self.logits(inputs, self.hidden(inputs))
-            raw = self.ops.rows_of(logits, np.arange(num_rows))  # as if all asked what they were before
-            measure(self.ops, raw, best, np.full(num_rows, MAX_LOGPROBS))
+            raw = self.ops.rows_of(logits, np.arange(num_samples))  # as if all asked what they were before
+            measure(self.ops, raw, best, np.full(num_samples, MAX_LOGPROBS))
+            one, neutral = np.zeros(1, np.int64), np.ones(num_samples, np.float32)
+            self.ops.penalize(logits, one, one, one.astype(np.float32), neutral, neutral - 1, neutral - 1)
+            self.ops.mask_tokens(logits, np.full((1, -(-self.model.vocab_size // 32)), -1, np.int32), one)
             self.ops.sample(logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniforms)
 
         self.device.compute.run(work)
@@ -305,6 +328,7 @@ class Runner:
         token_ids, tables = inputs.token_ids, inputs.block_tables
         if self._tables is not None:
             token_ids, tables = self._tables.resolve(self.ops, inputs)
+            _device_ops(self.ops).begin_step(inputs.query_start_loc, inputs.seq_lens)
         return StepBatch(
             token_ids=token_ids,
             positions=inputs.positions,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
+from threading import Thread
 from typing import cast
 
 import numpy as np
 
 from octavo.config import EngineArgs, EngineConfig
-from octavo.errors import LoadError
 from octavo.execution import capacity
-from octavo.execution.block_mover import BlockMover, block_bytes
+from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
 from octavo.execution.device import Device
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
@@ -26,7 +27,7 @@ from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import record
-from octavo.models.registry import build, describe
+from octavo.models.registry import Model, build, describe
 from octavo.ops import DeviceOps, LayerKVCache, Ops
 from octavo.phases import Phases
 from octavo.sampling.grammar_masks import GrammarCompiler
@@ -51,17 +52,24 @@ class Worker:
         )  # fmt: skip
         self._check_fits(description, weights)
         phases.end("weights opened")
+        compiling = self._compile_ahead(description, weights, ops)
         model = build(description, weights, ops, model_config.max_model_len, model_config.dtype)
         weights.check_all_taken()
         weights.close()
         phases.end("weights packed")
+        if compiling is not None:
+            compiling.join()
+            phases.end("kernels compiled")
         self.weight_bytes = model.num_weight_bytes()
         self.groups = group_layers(model.layer_caches)
         self.grammars = GrammarCompiler(checkpoint, model.vocab_size)
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(model, ops, device, table, limits.max_num_batched_tokens, self.grammars)
         self._allocate(phases)
-        if model.is_recordable and not config.enforce_eager:
+        if not device.shares_memory:
+            self.runner.warm_up()
+            phases.end("kernels launched")
+        if self._captures(model):
             self.runner.capture()
         phases.end("program")
         logger.info(
@@ -95,15 +103,28 @@ class Worker:
         phases.end("attention chosen")
         return ops
 
+    def _compile_ahead(self, description: ModelDescription, weights: Weights, ops: Ops) -> Thread | None:
+        """Start to compile what steps are going to launch, beside the loading of weights, where kernels are compiled at
+        all. Nothing must be launched until it is done."""
+        if self._config.device != "cuda" or description.impl != "octavo":
+            return None  # the networks of transformers need memory
+        from octavo.execution.rehearsal import rehearse
+
+        thread = Thread(target=rehearse, args=(self._config, description, weights, ops), name="compile", daemon=True)
+        thread.start()
+        return thread
+
+    def _captures(self, model: Model) -> bool:
+        return model.is_recordable and not self._config.enforce_eager
+
     def _allocate(self, phases: Phases) -> None:
         """Size the cache and allocate it."""
         config, device = self._config, self._device
         small = self._caches([1] * capacity.num_pools(self.groups))
         sizes = [sum(block_bytes(cache) for cache in of_pool) for of_pool in small]
         self._use(small, [0] * len(small))
-        budget, source = device.cache_bytes(
-            config.cache, self.runner.run_largest_step, 0 if config.enforce_eager else self.runner.captured_bytes
-        )
+        captured_bytes = self.runner.captured_bytes if self._captures(self.runner.model) else 0
+        budget, source = device.cache_bytes(config.cache, self.runner.run_largest_step, captured_bytes)
         del small
         config = capacity.shortened(config, self.groups, sizes, budget)
         self.max_model_len = config.model.max_model_len
@@ -130,15 +151,7 @@ class Worker:
         return caches
 
     def _layer_cache(self, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
-        config = self._config.cache
-        if spec.kind == "state":
-            states = self._device.zeros([num_blocks, spec.num_bytes], "uint8")
-            return LayerKVCache(states, states[:, :0])
-        if spec.key_size != spec.value_size:
-            raise LoadError(f"keys of {spec.key_size} and values of {spec.value_size} elements are not built yet.")
-        return self._ops.allocate_kv_cache(
-            num_blocks, config.block_size, spec.num_kv_heads, spec.key_size, config.dtype
-        )
+        return layer_cache(self._config.cache, self._device, self._ops, spec, num_blocks)
 
     def _use(self, caches: list[list[LayerKVCache]], num_host_blocks: Sequence[int]) -> None:
         by_layer: dict[int, LayerKVCache] = {}
@@ -147,6 +160,6 @@ class Worker:
         for pool, of_pool in enumerate(caches):  # what masked attention reads of the null block must be numbers
             if any(group.pool == pool and group.spec.kind == "window" for group in self.groups):
                 zeros = self._device.zeros([1, sum(block_bytes(cache) for cache in of_pool)], "uint8")
-                self._ops.scatter_blocks(zeros, np.array([NULL_BLOCK]), of_pool)
+                self._device.compute.run(partial(self._ops.scatter_blocks, zeros, np.array([NULL_BLOCK]), of_pool))
         mover = BlockMover(self._ops, self._device, caches, num_host_blocks)
         self.runner.use_caches([by_layer[layer] for layer in sorted(by_layer)], mover)

@@ -321,6 +321,14 @@ class DeviceOpsOver(OpsOver[A], Protocol[A]):
     and sequences of length 0, with which steps are padded to a graph's size, do nothing.
     """
 
+    def row_classes(self, max_rows: int) -> list[int]:
+        """Numbers of rows up to `max_rows`, the last of them. What is launched for any number of rows is what is
+        launched for the next of these, so that steps of these sizes meet all kernels there are."""
+
+    def begin_step(self, query_start_loc: A, seq_lens: A) -> None:
+        """What follows is a step with these lengths. What attention works out from them is worked out once, for all of
+        its calls with these very arrays."""
+
     def resolve_step(
         self, block_tables: A, places: A, blocks: A, last_tokens: A, token_owners: A, token_ids: A, seq_owners: A
     ) -> tuple[A, A]:

@@ -1,6 +1,6 @@
 """Which attention a GPU runs: Octavo's own kernel, or FlashAttention where it is there, faster, and as dependable.
 
-Both are tried at start on the model's shapes, with as many rows as make a busy decode step and with a prompt. Another
+All are tried at start on the model's shapes, with as many rows as make a busy decode step and with a prompt. Another
 kernel is taken only if it is faster in sum, and if a row has the same bits alone, among others, and in a prompt:
 answers that change with load are not worth a faster kernel.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.ops import DeviceOps, LayerKVCache, flash
+from octavo.ops import DeviceOps, LayerKVCache, flash, flash3
 from octavo.ops.torch_arrays import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -53,16 +53,19 @@ def with_attention(
     """
     if wanted == "triton":
         return ops
-    reason = flash.why_not(shape.dtype, shape.cache_dtype, shape.score_settings)
-    if reason is None:
-        own: Attention = ops.paged_attention
-        reason = _why_not_taken(own, flash.paged_attention, shape, time_s, wanted == "auto")
-    if reason is None:
-        logger.info("attention: FlashAttention, in one split")
-        return _replaced(ops, flash.paged_attention)
+    own: Attention = ops.paged_attention
+    reasons = []
+    for name, other in (("FlashAttention 3", flash3), ("FlashAttention", flash)):
+        reason = other.why_not(shape.dtype, shape.cache_dtype, shape.score_settings)
+        if reason is None:
+            reason = _why_not_taken(own, other.paged_attention, shape, time_s, wanted == "auto")
+        if reason is None:
+            logger.info("attention: %s, in one split", name)
+            return _replaced(ops, other.paged_attention)
+        reasons.append(f"{name}: {reason}")
     if wanted == "flash_attn":
-        raise ConfigError(f"--attention-backend flash_attn: {reason}. Use auto or triton.")
-    logger.info("attention: Triton (FlashAttention: %s)", reason)
+        raise ConfigError(f"--attention-backend flash_attn: {'; '.join(reasons)}. Use auto or triton.")
+    logger.info("attention: Triton (%s)", "; ".join(reasons))
     return ops
 
 

@@ -24,7 +24,7 @@ from octavo.ops.torch_ops import (
 )
 from octavo.ops.triton import launch
 from octavo.ops.triton import logits as logits_kernels
-from octavo.ops.triton.attention import paged_attention
+from octavo.ops.triton.attention import begin_step, paged_attention
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache, rotate
 from octavo.ops.triton.experts import experts, route, stack_experts
 from octavo.ops.triton.norm import layer_norm, rms_norm
@@ -32,14 +32,19 @@ from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, quantize
 from octavo.ops.triton.rows import activation, add, take_rows
 from octavo.ops.triton.sampling import argmax, sample
+from octavo.ops.triton.schedule import ROW_CLASSES
 
 __all__ = [
-    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding", "experts",
-    "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs",
+    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "copy_blocks", "embedding",
+    "experts", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs",
     "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize",
-    "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample", "scatter_blocks",
-    "stack_experts", "take_rows", "top_tokens",
+    "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample",
+    "scatter_blocks", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
+
+
+def row_classes(max_rows: int) -> list[int]:
+    return [size for size in ROW_CLASSES if size < max_rows] + [max_rows]
 
 
 def place(array: NDArray[Any]) -> Tensor:

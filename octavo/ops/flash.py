@@ -40,10 +40,11 @@ def paged_attention(
 
     assert softcap == 0 and slopes is None and sinks is None
     num_tokens, num_seqs = len(query), len(seq_lens)
+    longest = 1 if num_tokens == num_seqs else num_tokens  # sequences that pad a captured step have no tokens
     attend: Any = varlen.varlen_attn
     out: Tensor = attend(
         query, cache.key, cache.value, query_start_loc, None,
-        max(1, num_tokens - num_seqs + 1), block_tables.shape[1] * cache.key.shape[1],
+        longest, block_tables.shape[1] * cache.key.shape[1],
         scale=scale, window_size=(sliding_window - 1 if sliding_window else -1, 0), enable_gqa=True,
         seqused_k=seq_lens, block_table=block_tables, num_splits=1,
     )  # fmt: skip

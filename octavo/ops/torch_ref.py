@@ -30,11 +30,11 @@ from octavo.ops.torch_ops import (
 from octavo.quantization import StoredWeight, dequantize
 
 __all__ = [
-    "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks", "embedding",
-    "experts", "fake_quantize", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add",
+    "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "copy_blocks",
+    "embedding", "experts", "fake_quantize", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add",
     "linear_silu_and_mul", "logprobs", "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize",
-    "place", "process_row", "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of",
-    "sample", "scatter_blocks", "stack_experts", "take_rows", "top_tokens",
+    "place", "process_row", "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route",
+    "row_classes", "rows_of", "sample", "scatter_blocks", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 
@@ -315,6 +315,15 @@ def _to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
         return x.to(dtype)
     largest = torch.finfo(dtype).max  # beyond it conversion would give NaN
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+def row_classes(max_rows: int) -> list[int]:
+    """One function serves all."""
+    return [max_rows]
+
+
+def begin_step(query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    """Nothing is worked out beforehand."""
 
 
 def paged_attention(

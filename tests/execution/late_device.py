@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import CacheConfig
-from octavo.execution.cuda_device import decode_shapes, is_padded_decode
+from octavo.execution.cuda_device import becomes, shapes_to_capture
 from octavo.execution.device import Event, StepModel, StepOutputs
 from octavo.execution.step_arrays import StepArrays, StepShape
 
@@ -54,8 +54,12 @@ class LateStream:
         def run() -> bool:
             for array, before in zip(reads, seen, strict=True):
                 assert np.array_equal(array, before), "the host wrote to memory that the device has still to read"
-            with torch.inference_mode():
-                work()
+            self._device.is_running = True
+            try:
+                with torch.inference_mode():
+                    work()
+            finally:
+                self._device.is_running = False
             return True
 
         self._append(run)
@@ -117,6 +121,7 @@ class LateDevice:
         self.captured: list[LateStep] = []
         self.num_replays = 0
         self.num_failures = 0
+        self.is_running = False  # something that a stream was given
 
     def free_bytes(self) -> int:
         return 1 << 30
@@ -150,10 +155,10 @@ class LateDevice:
         target.copy_(source)
 
     def capture_shapes(self, largest: StepShape) -> list[StepShape]:
-        return decode_shapes(largest)
+        return shapes_to_capture(largest)
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
-        return is_padded_decode(captured, used)
+        return becomes(used, captured)
 
     def capture(self, model: StepModel, inputs: StepArrays[Any]) -> LateStep:
         self.captured.append(LateStep(self, model, inputs))

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from octavo.engine.core import EngineCore
-from octavo.execution.executor import LocalExecutor
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling.grammar import make_grammar
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.sequence import Sequence
 from tests.execution.late_device import LateDevice
-from tests.execution.test_runner import EOS, VOCAB, config_of, model, reference_ops, requests, run, told
+from tests.execution.test_runner import EOS, VOCAB, config_of, late_executor, model, requests, run, told
 
 __all__ = ["model"]
 
@@ -61,7 +60,7 @@ def test_guesses_change_no_answer(model: Path, kind: str, flags: dict[str, Any],
     config = config_of(model, **flags)
     expected = run(EngineCore(config), guessed_requests(1), 1)
     answers = {key: told(outputs)["tokens"] for key, outputs in expected.items()}
-    executor = None if place == "cpu" else LocalExecutor(config, LateDevice(1), reference_ops())
+    executor = None if place == "cpu" else late_executor(config, LateDevice(1))
     core = EngineCore(config, executor, proposer(kind, answers, 1))
     found = run(core, guessed_requests(1), 1)
     assert found.keys() == expected.keys()

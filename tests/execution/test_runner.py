@@ -18,7 +18,9 @@ from transformers import LlamaConfig
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
+from octavo.execution.cuda_device import becomes, graph_sizes, shapes_to_capture
 from octavo.execution.executor import LocalExecutor
+from octavo.execution.step_arrays import StepShape
 from octavo.ops import torch_ref
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
@@ -114,9 +116,14 @@ def told(outputs: list[SequenceOutput]) -> dict[str, Any]:
 
 
 class Reference:
-    """The reference operations, of which sampling destroys the logits, as it may."""
+    """The reference operations, of which sampling destroys the logits, as it may. What steps compute is given to a
+    stream, whatever thread they come from: nothing else orders it."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device, self.serves = device, False
 
     def __getattr__(self, name: str) -> Any:
+        assert self._device.is_running or not self.serves, f"{name} is in no stream"
         return getattr(torch_ref, name)
 
     def sample(self, logits: Tensor, *settings: Tensor) -> Tensor:
@@ -125,12 +132,15 @@ class Reference:
         return tokens
 
 
-def reference_ops() -> Any:
-    return Reference()
+def late_executor(config: EngineConfig, device: LateDevice) -> LocalExecutor:
+    ops: Any = Reference(device)
+    executor = LocalExecutor(config, device, ops)
+    ops.serves = True
+    return executor
 
 
 def device_core(config: EngineConfig, device: LateDevice) -> EngineCore:
-    return EngineCore(config, LocalExecutor(config, device, reference_ops()))
+    return EngineCore(config, late_executor(config, device))
 
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -189,3 +199,31 @@ def test_a_step_without_memory_ends_its_newest_request_and_no_other(model: Path,
         assert "ran out of device memory" in found[key]["end"][2]
         assert found[key]["status"] == 503
     assert found.keys() | failed >= {key for key in expected if key[1] == 0}
+
+
+def test_steps_with_prompts_are_replayed_too(model: Path) -> None:
+    """Up to some hundred tokens, padded; longer ones and those of more sequences are launched call by call."""
+    device = LateDevice(0)
+    core = device_core(config_of(model, max_num_batched_tokens=200), device)
+    core.add(EngineRequest("a", Prompt(list(range(5, 45))), SamplingParams(max_tokens=1), [EOS], 1, 0.0))
+    while core.has_work:
+        core.step()
+    assert device.num_replays == 1
+
+
+def test_what_is_captured() -> None:
+    shapes = shapes_to_capture(StepShape(8192, 300, 8192, 0, 2))
+    decodes, mixed = shapes[:-3], shapes[-3:]
+    assert [shape.tokens for shape in decodes] == graph_sizes(300)
+    assert [(shape.tokens, shape.seqs) for shape in mixed] == [(128, 64), (256, 128), (512, 256)]
+    assert [(s.tokens, s.seqs) for s in shapes_to_capture(StepShape(200, 6, 200, 0))[-2:]] == [(128, 6), (200, 6)]
+
+    def captured_for(*used: int) -> int:
+        return next((shape.tokens for shape in shapes if becomes(StepShape(*used), shape)), 0)
+
+    assert captured_for(3, 3, 3, 0) == 4
+    assert captured_for(3, 2, 2, 0) == 128  # two of them are of a prompt
+    assert captured_for(100, 70, 70, 0) == 256
+    assert captured_for(130, 3, 0, 9) == 256
+    assert captured_for(513, 1, 1, 0) == 0
+    assert captured_for(40, 1, 1, 2 * (2 * 64 + 128) + 1) == 256  # the blocks of a long prefix

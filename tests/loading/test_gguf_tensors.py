@@ -39,8 +39,8 @@ def _random_blocks(name: str, rows: int, blocks_in_row: int) -> np.ndarray:
     tensor_type = TENSOR_TYPES[_NUMBERS[name]]
     packed = rng.integers(0, 256, (rows * blocks_in_row, tensor_type.block_bytes), dtype=np.uint8)
     scale_offsets = {
-        "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,),
-        "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (),
+        "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82),
+        "Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (),
     }.get(name, (0,))  # fmt: skip
     for offset in scale_offsets:
         scales = rng.standard_normal(len(packed)).astype(np.float16)

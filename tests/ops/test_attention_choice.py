@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
@@ -11,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from octavo.errors import ConfigError
-from octavo.ops import LayerKVCache, attention_choice, flash, torch_ref
+from octavo.ops import LayerKVCache, attention_choice, flash, flash3, torch_ref
 from octavo.ops.attention_choice import AttentionShape, with_attention
 
 SHAPE = AttentionShape(4, 2, 32, 16, 0, "bfloat16", "bfloat16", torch.device("cpu"))
@@ -75,6 +78,34 @@ def test_the_faster_one_is_taken(small_steps: None) -> None:
     assert chosen("triton", own=1.0, other=0.1) is torch_ref.paged_attention
 
 
+def test_flash_attention_3_is_preferred_where_it_is_installed(
+    small_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def documented(
+        query: Tensor, key: Tensor, value: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, cu_seqlens_q: Tensor,
+        max_seqlen_q: int, softmax_scale: float, causal: bool, window_size: tuple[int, int],
+        num_splits: int,
+    ) -> Tensor:  # fmt: skip
+        assert causal
+        return documented_varlen_attn(
+            query, key, value, cu_seqlens_q, None, max_seqlen_q, 1 << 20, scale=softmax_scale, window_size=window_size,
+            enable_gqa=True, seqused_k=cache_seqlens, block_table=page_table, num_splits=num_splits,
+        )  # fmt: skip
+
+    module = ModuleType("flash_attn_interface")
+    module.__spec__ = ModuleSpec("flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    module.flash_attn_with_kvcache = documented  # type: ignore[attr-defined]
+    flash3.why_not.cache_clear()
+    try:
+        assert chosen("auto", own=1.0, other=0.8) is flash3.paged_attention
+        module.flash_attn_with_kvcache = lambda q, k_cache, v_cache: q  # type: ignore[attr-defined]
+        flash3.why_not.cache_clear()
+        assert chosen("auto", own=1.0, other=0.8) is flash.paged_attention
+    finally:
+        flash3.why_not.cache_clear()
+
+
 def test_one_whose_bits_depend_on_the_batch_is_not_taken(small_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def moody(query: Tensor, *args: Any, **more: Any) -> Tensor:
         return documented_varlen_attn(query, *args, **more) + 1e-2 * (len(query) == 1)
@@ -82,7 +113,7 @@ def test_one_whose_bits_depend_on_the_batch_is_not_taken(small_steps: None, monk
     monkeypatch.setattr(varlen, "varlen_attn", moody)
     assert chosen("auto", other=0.1) is torch_ref.paged_attention
     with pytest.raises(
-        ConfigError, match=r"flash_attn: a row's bits depend on what else is computed\. Use auto or triton"
+        ConfigError, match=r"FlashAttention: a row's bits depend on what else is computed\. Use auto or triton"
     ):
         chosen("flash_attn")
 

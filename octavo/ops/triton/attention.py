@@ -8,9 +8,9 @@ and the splits are merged in their order. Few rows with many keys (decode) let o
 of them to finish merges (FlashDecoding: Dao et al. 2023); all other tiles merge as they go, with the same arithmetic.
 So nothing but its own position decides how a row is summed, and the kernel may choose freely who does it.
 
-*Work.* Programs stay on their multiprocessor and fetch tiles of work until there are none. Each derives the list from
-the lengths on the device: no plan is made on the host, a captured graph follows the lengths of the batch that it is
-replayed with, and wide block tables cost nothing while sequences are short.
+*Work.* Programs stay on their multiprocessor and fetch tiles of work until there are none. The plan of who computes
+what is made on the device, from the lengths, once a step for all layers alike (`begin_step`): a captured graph follows
+the lengths of the batch that it is replayed with, and wide block tables cost nothing while sequences are short.
 
 *Limits.* A decode row reads 2 * D * bytes a key and key/value head and does 4 * D * group operations with them: 4 a
 byte for a group of 4 in bfloat16, where an H100 can do 300. Even the 64 rows that its tensor cores are given at least
@@ -31,13 +31,16 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops import LayerKVCache
-from octavo.ops.triton import launch
+from octavo.ops.triton import launch, schedule
 
 SPLIT_KEYS = 256  # of the first splits; a multiple of every BLOCK_N
-_SPLITS_PER_LEVEL = tl.constexpr(16)  # then their size doubles: 128k keys are 81 splits, the last ones of 8192
-_NUM_LEVELS = tl.constexpr(12)  # enough for 16M keys
+_SPLITS_PER_LEVEL = tl.constexpr(16)  # then their size doubles,
+_NUM_LEVELS = tl.constexpr(5)  # up to 4096: larger ones would be all that some program does for one long sequence
 _LOG2E = tl.constexpr(1.4426950408889634)
 
+_LENGTHS = ["query_start_loc", "seq_lens"]
+_SEQS = 256  # that a plan or a search in it looks at in one turn
+SPLIT_OVERHEAD = schedule.SPLIT_OVERHEAD
 _WORKSPACE_FLOATS = 8 << 20  # sequences that find no room here are not split
 _MIN_PARTIAL_FLOATS = 16  # what a split of one key/value head takes there at least
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -60,8 +63,8 @@ def _split_of(key, SPLIT: tl.constexpr):
 @triton.jit
 def _split_begin(split, SPLIT: tl.constexpr):
     """The first key of a split."""
-    level = split // _SPLITS_PER_LEVEL
-    return (_SPLITS_PER_LEVEL * ((1 << level) - 1) + (split % _SPLITS_PER_LEVEL << level)) * SPLIT
+    level = tl.minimum(split // _SPLITS_PER_LEVEL, _NUM_LEVELS - 1)
+    return (_SPLITS_PER_LEVEL * ((1 << level) - 1) + (split - _SPLITS_PER_LEVEL * level << level)) * SPLIT
 
 
 @triton.jit
@@ -78,50 +81,103 @@ def _num_splits(keys, tokens, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
     return _split_of(tl.maximum(keys - 1, 0), SPLIT) - _split_of(_first_key(keys, tokens, WINDOW), SPLIT) + 1
 
 
-@triton.jit
-def _plan(
-    query_start_loc, seq_lens, num_seqs, num_partials, KV_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, MAX_SEQS: tl.constexpr,
+@triton.jit(do_not_specialize=["num_seqs", "num_partials", "num_programs"], do_not_specialize_on_alignment=_LENGTHS)
+def _plan_kernel(
+    query_start_loc, seq_lens, plan, num_seqs, num_partials, num_programs, KV_HEADS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    OVERHEAD: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """-> (end of the items of each sequence [MAX_SEQS], its first place among the partial sums or -1 [MAX_SEQS]).
+    """One program. `plan` becomes how many items there are of split sequences and in all, then for each sequence the
+    end of its items among those of split sequences, the end among the others, and its first place among the partial
+    sums, or -1 if it is not split.
 
     An item is a tile of query tokens, or one split of a sequence whose tokens are one tile, times a key/value head.
-    A sequence is split if it is worth more than a quarter of what a program does on average.
     """
-    seqs = tl.arange(0, MAX_SEQS)
+    total, num_items = 0, 0
+    for first in range(0, num_seqs, SEQS):
+        _, num_tiles, cost, _ = _work(
+            first, query_start_loc, seq_lens, num_seqs, TILE_TOKENS, BLOCK_N, SPLIT, WINDOW, SEQS
+        )
+        total += tl.sum(num_tiles * cost, 0) * KV_HEADS
+        num_items += tl.sum(num_tiles, 0) * KV_HEADS
+    # `schedule.wants_split` says why.
+    idle = (num_programs - num_items % num_programs) % num_programs
+    splits_end, tiles_end, partials_end = 0, 0, 0
+    for first in range(0, num_seqs, SEQS):
+        tokens, num_tiles, cost, num_splits = _work(
+            first, query_start_loc, seq_lens, num_seqs, TILE_TOKENS, BLOCK_N, SPLIT, WINDOW, SEQS
+        )
+        gain = cost - OVERHEAD // BLOCK_N
+        wants_split = (2 * idle * gain > total) | (gain * num_programs > 2 * total)
+        wants_split = wants_split & (num_tiles == 1) & (num_splits > 1)
+        partials = tl.where(wants_split, num_splits * tokens, 0)
+        ends = partials_end + tl.cumsum(partials, 0)
+        is_split = wants_split & (ends <= num_partials)
+        splits = tl.where(is_split, num_splits * KV_HEADS, 0)
+        tiles = tl.where(is_split, 0, num_tiles * KV_HEADS)
+        seqs = first + tl.arange(0, SEQS)
+        at = plan + 2 + seqs
+        tl.store(at, splits_end + tl.cumsum(splits, 0), mask=seqs < num_seqs)
+        tl.store(at + num_seqs, tiles_end + tl.cumsum(tiles, 0), mask=seqs < num_seqs)
+        tl.store(at + 2 * num_seqs, tl.where(is_split, ends - partials, -1), mask=seqs < num_seqs)
+        splits_end += tl.sum(splits, 0)
+        tiles_end += tl.sum(tiles, 0)
+        partials_end += tl.sum(partials, 0)
+    tl.store(plan, splits_end)
+    tl.store(plan + 1, splits_end + tiles_end)
+
+
+@triton.jit
+def _work(
+    first, query_start_loc, seq_lens, num_seqs, TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Of SEQS sequences: tokens, tiles of them, tiles of keys that each of these passes over at most, splits."""
+    seqs = first + tl.arange(0, SEQS)
     start = tl.load(query_start_loc + seqs, mask=seqs < num_seqs, other=0)
     tokens = tl.load(query_start_loc + seqs + 1, mask=seqs < num_seqs, other=0) - start
     keys = tl.load(seq_lens + seqs, mask=seqs < num_seqs, other=0)
-    first_key = _first_key(keys, tokens, WINDOW)
-    num_tiles = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
-    cost = (keys - first_key) // BLOCK_N + 1
-    average = tl.sum(num_tiles * cost, 0) * KV_HEADS // tl.num_programs(0)
-    num_splits = _num_splits(keys, tokens, SPLIT, WINDOW)
-    wants_split = (num_tiles == 1) & (num_splits > 1) & (4 * cost > average)
-    partials = tl.where(wants_split, num_splits * tokens, 0)
-    partials_end = tl.cumsum(partials, 0)
-    is_split = wants_split & (partials_end <= num_partials)
-    items = tl.where(is_split, num_splits, num_tiles) * KV_HEADS
-    return tl.cumsum(items, 0), tl.where(is_split, partials_end - partials, -1)
+    cost = (keys - _first_key(keys, tokens, WINDOW)) // BLOCK_N + 1
+    return tokens, (tokens + TILE_TOKENS - 1) // TILE_TOKENS, cost, _num_splits(keys, tokens, SPLIT, WINDOW)
 
 
 @triton.jit
-def _locate(item, seq, plans, query_start_loc, KV_HEADS: tl.constexpr, MAX_SEQS: tl.constexpr):
-    """-> (the sequence's place among partial sums, key/value head, split or tile, first token, number of tokens)."""
-    first_item = tl.load(plans + seq - 1, mask=seq > 0, other=0, volatile=True)
-    partial = tl.load(plans + MAX_SEQS + seq, volatile=True)
+def _sequence_of(item, plan, num_seqs, SEQS: tl.constexpr):
+    """The sequence that an item is of. Items of split sequences come first, so that what is left for the end is
+    short."""
+    num_split_items = tl.load(plan)
+    is_split = item < num_split_items
+    ends = plan + tl.where(is_split, 2, 2 + num_seqs)
+    item -= tl.where(is_split, 0, num_split_items)
+    seq = 0
+    for first in range(0, num_seqs, SEQS):
+        seqs = first + tl.arange(0, SEQS)
+        seq += tl.sum((tl.load(ends + seqs, mask=seqs < num_seqs, other=0x7FFFFFFF) <= item).to(tl.int32), 0)
+    return seq
+
+
+@triton.jit
+def _locate(item, seq, plan, query_start_loc, num_seqs, KV_HEADS: tl.constexpr):
+    """-> (the sequence's place among partial sums, key/value head, split or tile, first token, number of tokens).
+
+    The last of a sequence come first: late splits are longer, and late tiles have more keys."""
+    partial = tl.load(plan + 2 + 2 * num_seqs + seq, volatile=True)
+    num_split_items = tl.load(plan, volatile=True)
+    is_split = item < num_split_items
+    end = tl.load(plan + tl.where(is_split, 2, 2 + num_seqs) + seq, volatile=True)
+    from_end = end - 1 - (item - tl.where(is_split, 0, num_split_items))
     token = tl.load(query_start_loc + seq, volatile=True)
     tokens = tl.load(query_start_loc + seq + 1, volatile=True) - token
-    return partial, (item - first_item) % KV_HEADS, (item - first_item) // KV_HEADS, token, tokens
+    return partial, from_end % KV_HEADS, from_end // KV_HEADS, token, tokens
 
 
 @triton.jit
 def _rows(partial, part, seq_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """-> (first token of the item's tile, rows of the sequence [BLOCK_M], which are of this tile [BLOCK_M]).
 
-    A sequence has GROUP rows for each token. Its last tiles come first, as they have the most keys."""
+    A sequence has GROUP rows for each token."""
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
-    tile_token = tl.where(partial >= 0, 0, ((seq_tokens - 1) // TILE_TOKENS - part) * TILE_TOKENS)
+    tile_token = tl.where(partial >= 0, 0, part * TILE_TOKENS)
     row = tile_token * GROUP + tl.arange(0, BLOCK_M)
     return tile_token, row, row < tl.minimum(tile_token + TILE_TOKENS, seq_tokens) * GROUP
 
@@ -169,13 +225,10 @@ def _cap(x, CAP: tl.constexpr):
 
 
 @triton.jit
-def _sink(sinks, head, row_max, mask, SINKS: tl.constexpr):
+def _sink(sinks, head, row_max, mask):
     """The weight of one more key, relative to the maximum of a row."""
-    weight = row_max * 0.0
-    if SINKS:
-        sink = tl.load(sinks + head, mask=mask, other=float("-inf"))
-        weight = tl.exp2(sink * _LOG2E - _finite(row_max))
-    return weight
+    sink = tl.load(sinks + head, mask=mask, other=float("-inf"))
+    return tl.exp2(sink * _LOG2E - _finite(row_max))
 
 
 @triton.jit
@@ -195,38 +248,81 @@ def _as_query(x, DTYPE: tl.constexpr):
     return x.to(DTYPE)
 
 
+@triton.jit
+def _block_of(table, first_key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The cache's block of a tile of keys or, where blocks are smaller, of each key."""
+    if BLOCK_SIZE < BLOCK_N:
+        first_key += tl.arange(0, BLOCK_N)
+    return tl.load(table + first_key // BLOCK_SIZE, mask=first_key < end, other=0)
+
+
+@triton.jit
+def _load(
+    cached, block, first_key, end, kv_head, KV_HEADS: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys or values. Those from `end` on are zeros: a weight of 0 would not hide a value that is NaN."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_P2)
+    row = (block * BLOCK_SIZE + (first_key + n) % BLOCK_SIZE) * KV_HEADS + kv_head  # numbers below 2^31
+    mask = (first_key + n < end)[:, None]
+    if D < D_P2:
+        mask = mask & (d < D)[None, :]
+    return tl.load(cached + (row.to(tl.int64) * D)[:, None] + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _weigh(
+    scores, split_max, split_sum, tile_key, first_position, position, slope, score_scale, scale,
+    TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
+    MASKS_ALL: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """-> (weights of a tile of keys, what earlier sums are multiplied with, the split's new maximum and sum)."""
+    keys = tile_key + tl.arange(0, BLOCK_N)
+    if SOFTCAP > 0:
+        scores = _cap(scores * score_scale, SOFTCAP)
+    if SLOPES:
+        if SOFTCAP == 0:
+            scores = scores * score_scale
+        distance = (keys[None, :] - position[:, None]).to(tl.float32)
+        scores = tl.fma(tl.broadcast_to(slope[:, None], scores.shape), distance, scores)
+    if not MASKS_ALL:
+        hides = tile_key + BLOCK_N > first_position + 1
+        if WINDOW > 0:
+            hides = hides | (tile_key <= first_position + TILE_TOKENS - 1 - WINDOW)
+        if hides:
+            scores = _hide(scores, keys, position, WINDOW)
+    else:
+        scores = _hide(scores, keys, position, WINDOW)
+    new_max = tl.maximum(split_max, tl.max(scores, 1) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, -_finite(new_max)[:, None]))
+    before = tl.exp2(split_max - _finite(new_max))
+    return weights, before, new_max, tl.fma(split_sum, before, tl.sum(weights, 1))
+
+
 # --- The kernel ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(
     do_not_specialize=["num_tokens", "num_seqs", "num_partials", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
+    do_not_specialize_on_alignment=["block_tables", *_LENGTHS],
 )
 def _attention_kernel(
-    query, key, value, block_tables, query_start_loc, seq_lens, out, plans, partials, counters, slopes, sinks,
+    query, key, value, block_tables, query_start_loc, seq_lens, out, plan, partials, counters, slopes, sinks,
     num_tokens, num_seqs, num_partials, query_stride, table_stride, score_scale, value_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
-    SINKS: tl.constexpr, SPLIT: tl.constexpr, MAX_SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKS_ALL: tl.constexpr,
+    SINKS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKS_ALL: tl.constexpr, NESTED: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
     """`partials` holds sums [Q, D] for each (split of a sequence, token), then maxima and sums [Q, 2] for each of them.
-    `plans` has room for 2 * MAX_SEQS numbers of each program. `counters` are 0 before and after."""
+    `counters` are 0 before and after."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    seqs = tl.arange(0, MAX_SEQS)
-    item_ends, partial_begins = _plan(
-        query_start_loc, seq_lens, num_seqs, num_partials, KV_HEADS, TILE_TOKENS, BLOCK_N, SPLIT, WINDOW, MAX_SEQS
-    )
-    num_items = tl.max(item_ends, 0)
-    plans += program * (2 * MAX_SEQS)  # kept in the cache, as registers are what this kernel is short of
-    tl.store(plans + seqs, item_ends)
-    tl.store(plans + MAX_SEQS + seqs, partial_begins)
-    tl.debug_barrier()
+    num_items = tl.load(plan + 1)
     stats = partials + num_partials * (HEADS * D)
 
-    n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_P2)
 
     # Tokens that belong to no sequence pad the batch of a graph. They are zeros, as they must not become NaN.
@@ -236,9 +332,8 @@ def _attention_kernel(
 
     item = program
     while item < num_items:
-        seq = tl.sum((tl.load(plans + seqs) <= item).to(tl.int32), 0)
-        partial, kv_head, part, seq_token, seq_tokens = _locate(item, seq, plans, query_start_loc, KV_HEADS, MAX_SEQS)
-        is_split = partial >= 0
+        seq = _sequence_of(item, plan, num_seqs, SEQS)
+        partial, kv_head, part, seq_token, seq_tokens = _locate(item, seq, plan, query_start_loc, num_seqs, KV_HEADS)
 
         num_keys = tl.load(seq_lens + seq)
         tile_token, row, is_row = _rows(partial, part, seq_tokens, GROUP, BLOCK_M)
@@ -249,12 +344,11 @@ def _attention_kernel(
             begin = tl.maximum(first_position - WINDOW + 1, 0)
         end = tl.minimum(first_position + TILE_TOKENS, num_keys)
         split = _split_of(begin, SPLIT)
-        if is_split:
+        if partial >= 0:
             split += part
             begin = tl.maximum(begin, _split_begin(split, SPLIT))
             end = tl.minimum(end, _split_begin(split + 1, SPLIT))
         begin = begin // BLOCK_N * BLOCK_N
-        split_end = _split_begin(split + 1, SPLIT)
 
         token = (seq_token + row // GROUP).to(tl.int64)
         head = kv_head * GROUP + row % GROUP
@@ -266,67 +360,57 @@ def _attention_kernel(
         acc = tl.zeros([BLOCK_M, D_P2], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-        split_acc, split_max, split_sum = acc, row_max, row_sum
         table = block_tables + seq.to(tl.int64) * table_stride
-        if BLOCK_SIZE < BLOCK_N:  # each row of the tile looks its block up, a tile ahead
-            block = tl.load(table + (begin + n) // BLOCK_SIZE, mask=begin + n < end, other=0)
-        else:
-            block = tl.load(table + begin // BLOCK_SIZE, mask=begin < end, other=0)
-        for tile_key in range(begin, end, BLOCK_N):
-            slot = block.to(tl.int64) * BLOCK_SIZE + (tile_key + n) % BLOCK_SIZE
-            offset = (slot * KV_HEADS + kv_head) * D
-            is_key = tile_key + n < end
-            # Other keys are hidden below, whatever is loaded. But a weight of 0 does not hide a value that is NaN.
-            if D == D_P2:
-                k = tl.load(key + offset[:, None] + d[None, :])
-                v = tl.load(value + offset[:, None] + d[None, :], mask=is_key[:, None], other=0.0)
-            else:
-                k = tl.load(key + offset[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
-                v = tl.load(value + offset[:, None] + d[None, :], mask=is_key[:, None] & (d < D)[None, :], other=0.0)
-            if BLOCK_SIZE < BLOCK_N:
-                next_key = tile_key + BLOCK_N + n
-                block = tl.load(table + next_key // BLOCK_SIZE, mask=next_key < end, other=0)
-            else:
-                next_key = tile_key + BLOCK_N
-                block = tl.load(table + next_key // BLOCK_SIZE, mask=next_key < end, other=0)
-
-            scores = _dot(q, tl.trans(_as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-            if tile_key >= split_end:
-                acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
-                # The next weights are 2^(-inf) times the other sums: these start again from zero.
-                split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        block = _block_of(table, begin, end, BLOCK_SIZE, BLOCK_N)  # a tile ahead
+        split_acc, split_max, split_sum = acc, row_max, row_sum
+        scale = score_scale * _LOG2E
+        if (SOFTCAP > 0) or SLOPES:
+            scale = scale * 0 + _LOG2E
+        slope = row_max  # which nobody reads without ALiBi
+        if SLOPES:
+            slope = tl.load(slopes + head, mask=is_row, other=0.0)
+        if NESTED:
+            while begin < end:
                 split += 1
-                split_end = _split_begin(split + 1, SPLIT)
-            scale = score_scale * _LOG2E
-            if SOFTCAP > 0:
-                scores = _cap(scores * score_scale, SOFTCAP)
-                scale = scale * 0 + _LOG2E
-            if SLOPES:
-                if SOFTCAP == 0:
-                    scores = scores * score_scale
-                    scale = scale * 0 + _LOG2E
-                slope = tl.load(slopes + kv_head * GROUP + row % GROUP, mask=is_row, other=0.0)
-                distance = ((tile_key + n)[None, :] - position[:, None]).to(tl.float32)
-                scores = tl.fma(tl.broadcast_to(slope[:, None], [BLOCK_M, BLOCK_N]), distance, scores)
-            if not MASKS_ALL:
-                hides = tile_key + BLOCK_N > first_position + 1
-                if WINDOW > 0:
-                    hides = hides | (tile_key <= first_position + TILE_TOKENS - 1 - WINDOW)
-                if hides:
-                    scores = _hide(scores, tile_key + n, position, WINDOW)
-            else:
-                scores = _hide(scores, tile_key + n, position, WINDOW)
-
-            new_max = tl.maximum(split_max, tl.max(scores, 1) * scale)
-            weights = tl.exp2(tl.fma(scores, scale, -_finite(new_max)[:, None]))
-            before = tl.exp2(split_max - _finite(new_max))
-            split_sum = tl.fma(split_sum, before, tl.sum(weights, 1))
-            split_max = new_max
-            split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
-        acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+                split_end = tl.minimum(_split_begin(split, SPLIT), end)
+                split_acc = tl.zeros([BLOCK_M, D_P2], tl.float32)
+                split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                split_sum = tl.zeros([BLOCK_M], tl.float32)
+                for tile_key in range(begin, split_end, BLOCK_N):
+                    k = _load(key, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
+                    v = _load(value, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
+                    block = _block_of(table, tile_key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+                    scores = _dot(q, tl.trans(_as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+                    weights, before, split_max, split_sum = _weigh(
+                        scores, split_max, split_sum, tile_key, first_position, position, slope, score_scale, scale,
+                        TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
+                    )  # fmt: skip
+                    # Nothing waits for this product before the next tile's scores are under way.
+                    split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
+                acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+                begin = split_end
+        else:
+            split_end = _split_begin(split + 1, SPLIT)
+            for tile_key in range(begin, end, BLOCK_N):
+                k = _load(key, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
+                v = _load(value, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
+                block = _block_of(table, tile_key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+                scores = _dot(q, tl.trans(_as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+                if tile_key >= split_end:
+                    acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+                    # The next weights are 2^(-inf) times the other sums: these start again from zero.
+                    split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    split += 1
+                    split_end = _split_begin(split + 1, SPLIT)
+                weights, before, split_max, split_sum = _weigh(
+                    scores, split_max, split_sum, tile_key, first_position, position, slope, score_scale, scale,
+                    TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
+                )  # fmt: skip
+                split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
+            acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
 
         # Found once more, so that none of it takes registers meanwhile.
-        partial, kv_head, part, seq_token, seq_tokens = _locate(item, seq, plans, query_start_loc, KV_HEADS, MAX_SEQS)
+        partial, kv_head, part, seq_token, seq_tokens = _locate(item, seq, plan, query_start_loc, num_seqs, KV_HEADS)
         tile_token, row, is_row = _rows(partial, part, seq_tokens, GROUP, BLOCK_M)
         head = kv_head * GROUP + row % GROUP
         if partial >= 0:
@@ -347,7 +431,8 @@ def _attention_kernel(
                     )  # fmt: skip
         else:
             token = (seq_token + row // GROUP).to(tl.int64)
-            row_sum += _sink(sinks, head, row_max, is_row, SINKS)
+            if SINKS:
+                row_sum += _sink(sinks, head, row_max, is_row)
             tl.store(
                 out + (token * HEADS + head)[:, None] * D + d[None, :], _normalized(acc, row_sum, value_scale),
                 mask=is_row[:, None] & (d < D)[None, :],
@@ -386,7 +471,8 @@ def _merge_partials(
             split_max = tl.load(stats + rows * 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
             split_sum = tl.load(stats + rows * 2 + 1, mask=exists, other=0.0, cache_modifier=".cg")
             acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
-    row_sum += _sink(sinks, g, row_max, g < GROUP, SINKS)
+    if SINKS:
+        row_sum += _sink(sinks, g, row_max, g < GROUP)
     is_element = (g < GROUP)[:, None] & (d < D)[None, :]
     tl.store(out + g[:, None] * D + d[None, :], _normalized(acc, row_sum, value_scale), mask=is_element)
 
@@ -400,6 +486,10 @@ class Tiles:
 
     With `masks_all` no tile of scores is left unmasked because all of it is visible: before Hopper that branch would
     hide from the compiler that one product feeds the other, and warps would lie along keys too.
+
+    `nested` loops, over splits and over the tiles of each, let the product of weights and values go on while the next
+    tile's scores are computed: a loop that merges splits reads its sums. But the pipeline of loads drains at the end of
+    each split, which costs decodes more: they wait for memory.
     """
 
     block_m: int
@@ -408,6 +498,7 @@ class Tiles:
     num_stages: int
     programs_per_multiprocessor: int
     masks_all: bool = False
+    nested: bool = False
 
 
 def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool) -> Tiles:
@@ -426,16 +517,52 @@ def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool
     num_stages = 2 if block_n == 128 else 3
     unpacks_float8 = cache_dtype.itemsize == 1 and not has_wgmma
     if (is_prefill and has_wgmma) or unpacks_float8 or group > 64:
-        return Tiles(128, block_n, 8, num_stages, 1, masks_all=not has_wgmma)
+        return Tiles(128, block_n, 8, num_stages, 1, masks_all=not has_wgmma, nested=is_prefill and has_wgmma)
     return Tiles(64, block_n, 4, num_stages, 2, masks_all=not has_wgmma)
 
 
 @cache
-def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Partial sums, and counters that every launch leaves at zero. One set a device: launches must not overlap."""
+def _workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    """Partial sums, and counters that every launch leaves at zero. Those of one stream share them, as its launches
+    never overlap."""
     num_counters = _NUM_GLOBAL_COUNTERS.value + _WORKSPACE_FLOATS // _MIN_PARTIAL_FLOATS
     partials = torch.empty(_WORKSPACE_FLOATS, dtype=torch.float32, device=device)
     return partials, torch.zeros(num_counters, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The lengths of a step, and the plans that its layers have made of them so far."""
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    plans: dict[tuple[int, ...], Tensor]
+
+
+_steps: dict[int, _Step] = {}  # by stream: the one that is under way
+
+
+def begin_step(query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    """`DeviceOps.begin_step`."""
+    _steps[launch.stream(seq_lens.device)] = _Step(query_start_loc, seq_lens, {})
+
+
+def _plan(query_start_loc: Tensor, seq_lens: Tensor, *key: int) -> Tensor:
+    """Who computes what, for layers alike in `key`: number of partial sums, of programs, of key/value heads, tokens and
+    keys of a tile, window. Made once a step, where the lengths are those that it has begun with."""
+    step = _steps.get(launch.stream(seq_lens.device))
+    if step is None or step.query_start_loc is not query_start_loc or step.seq_lens is not seq_lens:
+        step = _Step(query_start_loc, seq_lens, {})
+    if key not in step.plans:
+        num_seqs = len(seq_lens)
+        num_partials, num_programs, num_kv_heads, tile_tokens, block_n, window = key
+        plan = step.plans[key] = torch.empty(2 + 3 * num_seqs, dtype=torch.int32, device=seq_lens.device)
+        _plan_kernel[(1,)](
+            query_start_loc, seq_lens, plan, num_seqs, num_partials, num_programs, KV_HEADS=num_kv_heads,
+            TILE_TOKENS=tile_tokens, BLOCK_N=block_n, SPLIT=SPLIT_KEYS, WINDOW=window,
+            OVERHEAD=SPLIT_OVERHEAD, SEQS=_SEQS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return step.plans[key]
 
 
 def paged_attention(
@@ -469,21 +596,25 @@ def paged_attention(
     tiles = _tiles(query, cache.key.dtype, group, is_prefill=num_tokens > 2 * num_seqs)
     padded_size = triton.next_power_of_2(head_size)
     num_programs = launch.num_multiprocessors(query.device) * tiles.programs_per_multiprocessor
-    max_seqs = max(256 if num_seqs <= 256 else 1024, triton.next_power_of_2(num_seqs))  # few kernels to compile
-    workspace, counters = _workspace(query.device)
-    plans, partials = workspace.split([num_programs * 2 * max_seqs, len(workspace) - num_programs * 2 * max_seqs])
+    partials, counters = _workspace(query.device, launch.stream(query.device))
+    num_partials = len(partials) // (num_heads * (head_size + 2))
+    plan = _plan(
+        query_start_loc, seq_lens, num_partials, num_programs, num_kv_heads, tiles.block_m // group, tiles.block_n,
+        sliding_window,
+    )  # fmt: skip
     key, value = cache.key, cache.value
     if key.dtype is torch.float8_e4m3fn and launch.capability(query.device) < (8, 9):
         key, value = key.view(torch.uint8), value.view(torch.uint8)
     _attention_kernel[(num_programs,)](
-        query, key, value, block_tables, query_start_loc, seq_lens, out, plans.view(torch.int32), partials, counters,
+        query, key, value, block_tables, query_start_loc, seq_lens, out, plan, partials, counters,
         partials if slopes is None else slopes, partials if sinks is None else sinks,
-        num_tokens, num_seqs, len(partials) // (num_heads * (head_size + 2)), query.stride(0), block_tables.stride(0),
+        num_tokens, num_seqs, num_partials, query.stride(0), block_tables.stride(0),
         float(scale * cache.key_scale), float(cache.value_scale),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
         BLOCK_SIZE=block_size, WINDOW=sliding_window, SOFTCAP=float(softcap),
         SLOPES=slopes is not None, SINKS=sinks is not None, SPLIT=SPLIT_KEYS,
-        MAX_SEQS=max_seqs, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all, NESTED=tiles.nested,
+        SEQS=_SEQS,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -20,6 +20,7 @@ from octavo.ops.triton import linear as linear_float
 from octavo.ops.triton import linear_int
 from octavo.ops.triton.launch import by_pieces
 from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
+from octavo.ops.triton.schedule import row_class
 from octavo.ops.triton.tiles import GATED, STORE, UNIT, Groups
 from octavo.ops.triton.weights import FloatWeight, IntWeight, PackedWeight, ScaledWeight
 
@@ -179,9 +180,9 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedW
     return StackedWeight(num_experts, stacked, there if isinstance(first, IntWeight) else None)
 
 
-def _tile_rows(num_rows: int, num_experts: int) -> int:
+def _tile_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
     """Rows of a tile, of which an expert's last is half empty on average. Bits do not depend on it."""
-    return 16 if num_rows <= 16 * num_experts else 64
+    return 16 if row_class(num_tokens) * top_k <= 16 * num_experts else 64
 
 
 def _group(ids: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
@@ -273,7 +274,7 @@ def experts(
     out = torch.empty((num_tokens, down.out_features), dtype=torch.float32, device=device)
     if num_tokens == 0:
         return out
-    block_t = _tile_rows(num_tokens * top_k, num_experts)
+    block_t = _tile_rows(num_tokens, top_k, num_experts)
     tile_experts, rows = _group(ids, num_experts, block_t)
     groups = Groups(num_experts, block_t, tile_experts)
     num_rows = len(tile_experts) * block_t

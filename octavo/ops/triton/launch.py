@@ -6,6 +6,7 @@ or in chunks, whole tiles or masked ones) may be fused in different places; Trit
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -15,23 +16,51 @@ import triton
 _INTERPRETED_MULTIPROCESSORS = 4  # a small machine, so that tests see programs take several pieces of work each
 
 
+class _Outlines(threading.local):
+    """Whether this thread launches nothing: see `octavo.ops.triton.outline`."""
+
+    on_launch: Any = None
+
+
+outlines = _Outlines()
+
+
 def device() -> torch.device:
-    """Where kernels run: the CUDA device that is current, or the interpreter's memory."""
+    """Where kernels run: the CUDA device that is current, or the interpreter's memory, or in outlines nowhere."""
+    return torch.device("meta") if outlines.on_launch is not None else _device()
+
+
+def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-@cache
 def num_multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device, or a few for the interpreter's."""
+    return _num_multiprocessors(_device() if device.type == "meta" else device)
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability, as (9, 0). The interpreter stands for a Hopper."""
+    return _capability(_device() if device.type == "meta" else device)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def stream(device: torch.device) -> int:
+    """The stream that launches go to; outlines have their own."""
+    if device.type == "meta":
+        return -1
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def by_pieces(kernel: Any, rows: int, width: int, largest: int, *args: Any, **constants: Any) -> None:

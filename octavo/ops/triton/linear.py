@@ -1,22 +1,25 @@
 """Products with matrices whose elements are multiplied as they lie in memory: floats, and (`SCALED`) eight-bit numbers
 with a scale for each output channel, by activations with a scale for each token.
 
-A program computes a tile of channels by tokens over all of k. Where there are fewer tokens than make the tensor cores
-the limit, what counts is that all multiprocessors read weights all the time: channels are then dealt out evenly, so
-that a program of a small matrix has fewer than its tile holds, and the rest of the tile is masked. That wastes sums,
-which are not what such a product waits for, and needs no second pass over partial sums, as splitting k would.
-"""
+A program computes a tile of channels by tokens over all of k. Which tile is chosen by the model of `schedule`. Where
+there are fewer tokens than make the tensor cores the limit, all multiprocessors must read weights all the time:
+channels may then be dealt out evenly, so that a program of a small matrix has fewer than its tile holds, and the rest
+of the tile is masked. That wastes sums, which are not what such a product waits for, and needs no second pass over
+partial sums, as splitting k would."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.triton import schedule
 from octavo.ops.triton.launch import capability, num_multiprocessors
+from octavo.ops.triton.schedule import Tile
 from octavo.ops.triton.tiles import GATED, LARGE_SHARED, UNIT, Groups, dot, finish, place
 
 
@@ -72,68 +75,61 @@ def _linear(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a product is cut up: `block_n` channels by `block_t` tokens a program, `block_k` bytes of k at a time."""
-
-    block_n: int
-    block_t: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-# By the number of tokens up to which each serves. Bytes of k rather than elements: types of one, two and four bytes
-# then take the same memory. On Hopper, whose instruction takes 64 channels a group of four warps, ...
-_HOPPER_FEW = (Tile(64, 16, 512, 4, 5), Tile(64, 32, 512, 4, 4), Tile(64, 64, 256, 4, 6), Tile(64, 128, 256, 4, 4))
-# ... one such program fills a multiprocessor's memory. Where each has several to compute, two run side by side, so that
-# one reads while the other begins or ends.
-_HOPPER_FEW_HALF = (
+# In the order in which they are preferred. Bytes of k rather than elements: types of one, two and four bytes then take
+# the same memory. Hopper's instruction takes 64 channels a group of four warps; a tile fills a multiprocessor's memory,
+# or half of it, so that one program reads while the other begins or ends.
+_HOPPER = (
     Tile(64, 16, 256, 4, 5),
+    Tile(64, 16, 512, 4, 5),
     Tile(64, 32, 256, 4, 4),
+    Tile(64, 32, 512, 4, 4),
+    Tile(128, 64, 128, 8, 6),
     Tile(64, 64, 128, 4, 6),
+    Tile(64, 64, 256, 4, 6),
+    Tile(128, 256, 128, 8, 4),
     Tile(128, 128, 128, 8, 4),
+    Tile(64, 128, 256, 4, 4),
 )
-_HOPPER_MANY = (Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 8, 4), Tile(64, 128, 256, 4, 4))
 # Ampere's instruction takes 16 channels. Multiprocessors of 8.6 and 8.9 have 100 KB, of which these use 96.
-_AMPERE_FEW = (Tile(64, 16, 256, 4, 4), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4))
-_AMPERE_MANY = (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4), Tile(64, 128, 128, 4, 4))
-# Up to as many tokens are channels dealt out evenly. For more, each program reads more activations than weights out of
-# the L2 cache, whose bandwidth (some twice the memory's) fewer and larger programs need less of.
-_MAX_DEALT_TOKENS = 32
+_AMPERE = (
+    Tile(64, 16, 256, 4, 4),
+    Tile(64, 32, 256, 4, 4),
+    Tile(64, 64, 128, 4, 4),
+    Tile(128, 256, 64, 8, 4),
+    Tile(128, 128, 64, 4, 4),
+    Tile(64, 128, 128, 4, 4),
+)
 # Float32 is multiplied without tensor cores, from registers.
 _SINGLE = (Tile(32, 16, 128, 4, 3), Tile(32, 32, 64, 4, 3), Tile(32, 64, 64, 4, 3))
 
 
-def choose_tile(device: torch.device, num_rows: int, num_out: int, dtype: torch.dtype, unit: int) -> tuple[Tile, int]:
-    """The tile for a product, and how many channels of it a program computes, which is a multiple of `unit`."""
-    machine = num_multiprocessors(device)
-    hopper = capability(device)[0] in LARGE_SHARED
-    few, many = list(_HOPPER_FEW if hopper else _AMPERE_FEW), list(_HOPPER_MANY if hopper else _AMPERE_MANY)
-    if hopper and triton.cdiv(num_out, 64) > machine:
-        few = list(_HOPPER_FEW_HALF)
-    # What would spill registers: 8-bit floats have two sums each on Hopper.
-    if dtype is torch.float8_e4m3fn and hopper:
-        few, many = few[:3], many[1:2]
-    elif dtype.itemsize == 1 and not hopper:
-        few, many = few[:3], few[2:3]
+@cache
+def choose_tile(
+    capability: tuple[int, int], multiprocessors: int, num_rows: int, num_out: int, row_bytes: int, dtype: torch.dtype,
+    unit: int, block_t: int | None = None,
+) -> tuple[Tile, int]:  # fmt: skip
+    """The tile for a product with a matrix of `num_out` rows of `row_bytes`, and how many channels of it a program
+    computes, which is a multiple of `unit`. `block_t` is the tokens of a tile where they are given."""
+    num_rows = schedule.row_class(num_rows)
+    hopper = capability[0] in LARGE_SHARED
     if dtype is torch.float32:
         tile = next((t for t in _SINGLE if num_rows <= t.block_t), _SINGLE[-1])
-    elif num_rows <= few[-1].block_t:
-        tile = next(t for t in few if num_rows <= t.block_t)
-    else:
-        # The largest tile of which there are about as many as multiprocessors.
-        counts = [triton.cdiv(num_out, t.block_n) * triton.cdiv(num_rows, t.block_t) for t in many]
-        tile = next((t for t, count in zip(many, counts, strict=True) if 10 * count >= 9 * machine), many[-1])
-    if tile.block_t > _MAX_DEALT_TOKENS:
         return tile, tile.block_n
-    programs = max(1, machine // triton.cdiv(num_rows, tile.block_t))
-    rows = min(tile.block_n, unit * triton.cdiv(num_out, unit * programs))
-    if triton.cdiv(num_out, tile.block_n) >= programs:
-        rows = tile.block_n
-    elif not hopper:
-        tile = replace(tile, block_n=max(16, triton.next_power_of_2(rows)))
-    return tile, rows
+    most = min(triton.next_power_of_2(num_rows), 256)
+    tiles = [t for t in (_HOPPER if hopper else _AMPERE) if most <= 4 * t.block_t <= 4 * most]
+    if block_t is not None:
+        tiles = [t for t in tiles if t.block_t == block_t]
+    # Without what would spill registers: 8-bit floats have two sums each on Hopper.
+    if dtype is torch.float8_e4m3fn and hopper:
+        tiles = [t for t in tiles if t.block_n * t.block_t <= 128 * 32 * t.num_warps // 8 * 4 and t.block_t < 256]
+    elif dtype.itemsize == 1 and not hopper:
+        tiles = [t for t in tiles if t.block_t <= 64]
+    tile, channels = schedule.choose(
+        schedule.machine_like(capability, multiprocessors), num_rows, num_out, row_bytes, unit, tuple(tiles)
+    )
+    if channels < tile.block_n and not hopper:
+        tile = replace(tile, block_n=max(16, triton.next_power_of_2(channels)))
+    return tile, channels
 
 
 def launch(
@@ -149,12 +145,12 @@ def launch(
         return
     sides = 2 if epilogue.value >= GATED.value else 1
     width, unit = num_out // sides, UNIT.value * sides
-    if groups is None:
-        tile, rows = choose_tile(x.device, num_rows, num_out, w.dtype, unit)
-    else:
-        tile, _ = choose_tile(x.device, groups.block_t, num_out, w.dtype, unit)
-        tile = replace(tile, block_t=groups.block_t)
-        rows = tile.block_n
+    # Experts are as one matrix of which each tile of rows reads its part: as if each had one such tile.
+    rows_alike, block_t = (num_rows, None) if groups is None else (groups.block_t, groups.block_t)
+    tile, rows = choose_tile(
+        capability(x.device), num_multiprocessors(x.device), rows_alike, w.shape[0], num_in * w.element_size(), w.dtype,
+        unit, block_t,
+    )  # fmt: skip
     block_k = tile.block_k // w.element_size()
     if (x.stride(0) * x.element_size()) % 16 or x.data_ptr() % 16:
         block_k = max(16, block_k // 8)  # such rows are read element by element, through registers

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.launch import capability, num_multiprocessors
+from octavo.ops.triton.launch import capability, num_multiprocessors, stream
+from octavo.ops.triton.schedule import row_class
 from octavo.ops.triton.tiles import GATED, LARGE_SHARED, Groups, dot, finish, place
 from octavo.ops.triton.weights import BLOCK_WORDS, IntWeight, Workspace
 
@@ -42,6 +43,26 @@ def _unpack(words, scales, minima, PLANE: tl.constexpr, BITS: tl.constexpr, MINI
 
 
 @triton.jit
+def _scales_of(scales_at, stride_scales, k, in_n, i, GROUP: tl.constexpr, MINIMA: tl.constexpr):
+    """Scales and minima [channels, 1], or [channels, 32] where there are two groups, of the 32 elements from k on."""
+    if GROUP == 16:
+        if MINIMA:
+            one = tl.load(scales_at + (k // 16) * stride_scales, mask=in_n, other=0)
+            two = tl.load(scales_at + (k // 16 + 1) * stride_scales, mask=in_n, other=0)
+            minima = tl.where((i < 16)[None, :], _half(one, 1)[:, None], _half(two, 1)[:, None])
+            return tl.where((i < 16)[None, :], _half(one, 0)[:, None], _half(two, 0)[:, None]), minima
+        else:
+            both = tl.load(scales_at + (k // 32) * stride_scales, mask=in_n, other=0)
+            return tl.where((i < 16)[None, :], _half(both, 0)[:, None], _half(both, 1)[:, None]), 0.0
+    elif MINIMA:
+        both = tl.load(scales_at + (k // GROUP) * stride_scales, mask=in_n, other=0)
+        return _half(both, 0)[:, None], _half(both, 1)[:, None]
+    else:
+        both = tl.load(scales_at + (k // (2 * GROUP)) * stride_scales, mask=in_n, other=0)
+        return _half(both, (k // GROUP) % 2)[:, None], 0.0
+
+
+@triton.jit
 def _add_blocks(
     acc, total, x, codes, scales, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows, num_in,
     stride_x, stride_codes, stride_scales, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr,
@@ -51,9 +72,10 @@ def _add_blocks(
     PLANES: tl.constexpr = 32 // BITS
     n = first_n + tl.arange(0, BLOCK_N)
     t = tl.arange(0, BLOCK_T)
-    j = tl.arange(0, WORDS)
+    i = tl.arange(0, WORDS)
+    j = tl.arange(0, 2 * WORDS)
     in_n, in_t = n < num_out, first_t + t < num_rows
-    codes_at = codes + n.to(tl.int64)[:, None] * stride_codes + j[None, :]
+    codes_at = codes + n.to(tl.int64)[:, None] * stride_codes + i[None, :]
     x_at = x + first_t.to(tl.int64) * stride_x + (t[None, :] * stride_x + j[:, None])
     scales_at = scales + n
     for block in range(first_block, last_block):
@@ -62,29 +84,17 @@ def _add_blocks(
                 total += acc
                 acc = tl.zeros_like(acc)
         words = tl.load(codes_at + block * WORDS, mask=in_n[:, None], other=0)
-        for plane in tl.static_range(PLANES):
-            k = (block * PLANES + plane) * WORDS
+        # Two planes a product: the tensor cores are waited for half as often, and k of a product is 64.
+        for pair in tl.static_range(PLANES // 2):
+            k = (block * PLANES + 2 * pair) * WORDS
             x_mask = in_t[None, :] if EVEN_K else in_t[None, :] & (k + j < num_in)[:, None]
             x_tile = tl.load(x_at + k, mask=x_mask, other=0.0)
-            if GROUP == 16:
-                # Two groups in the tile.
-                if MINIMA:
-                    one = tl.load(scales_at + (k // 16) * stride_scales, mask=in_n, other=0)
-                    two = tl.load(scales_at + (k // 16 + 1) * stride_scales, mask=in_n, other=0)
-                    minima = tl.where((j < 16)[None, :], _half(one, 1)[:, None], _half(two, 1)[:, None])
-                    d = tl.where((j < 16)[None, :], _half(one, 0)[:, None], _half(two, 0)[:, None])
-                else:
-                    both = tl.load(scales_at + (k // 32) * stride_scales, mask=in_n, other=0)
-                    d = tl.where((j < 16)[None, :], _half(both, 0)[:, None], _half(both, 1)[:, None])
-                    minima = 0.0
-            elif (plane * WORDS) % GROUP == 0:
-                if MINIMA:
-                    both = tl.load(scales_at + (k // GROUP) * stride_scales, mask=in_n, other=0)
-                    d, minima = _half(both, 0)[:, None], _half(both, 1)[:, None]
-                else:
-                    both = tl.load(scales_at + (k // (2 * GROUP)) * stride_scales, mask=in_n, other=0)
-                    d, minima = _half(both, (k // GROUP) % 2)[:, None], 0.0
-            acc = dot(_unpack(words, d, minima, plane, BITS, MINIMA, x.dtype.element_ty), x_tile, acc)
+            d, minima = _scales_of(scales_at, stride_scales, k, in_n, i, GROUP, MINIMA)
+            low = _unpack(words, d, minima, 2 * pair, BITS, MINIMA, x.dtype.element_ty)
+            d, minima = _scales_of(scales_at, stride_scales, k + WORDS, in_n, i, GROUP, MINIMA)
+            high = _unpack(words, d, minima, 2 * pair + 1, BITS, MINIMA, x.dtype.element_ty)
+            both = tl.permute(tl.join(low, high), (0, 2, 1))
+            acc = dot(tl.reshape(both, (BLOCK_N, 2 * WORDS)), x_tile, acc)
     return acc, total
 
 
@@ -160,20 +170,22 @@ def num_chunks(num_out: int, num_blocks: int) -> tuple[int, int]:
     return triton.cdiv(num_blocks, blocks), blocks
 
 
-_workspaces: dict[torch.device, Workspace] = {}
+_workspaces: dict[tuple[torch.device, int], Workspace] = {}
 
 
 def workspace_for(num_out: int, num_blocks: int, device: torch.device) -> Workspace | None:
-    """Enough for products with a matrix of that size; None if it has but one chunk. Matrices of one device share the
-    largest so far, and the smaller ones before it live as long as a matrix that has them."""
+    """Enough for products with a matrix of that size; None if it has but one chunk. Matrices that are packed and
+    multiplied in one stream share the largest so far, and the smaller ones before it live as long as a matrix that has
+    them."""
     chunks, _ = num_chunks(num_out, num_blocks)
     if chunks == 1:
         return None
     size = chunks * num_out * _MAX_SPLIT_ROWS
     tiles = triton.cdiv(num_out, 16) * triton.cdiv(_MAX_SPLIT_ROWS, 16)
-    found = _workspaces.get(device)
+    key = (device, stream(device))
+    found = _workspaces.get(key)
     if found is None or found.partials.numel() < size or found.tickets.numel() < tiles:
-        found = _workspaces[device] = Workspace(
+        found = _workspaces[key] = Workspace(
             torch.empty(size, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
         )
     return found
@@ -188,7 +200,7 @@ def _tile(num_rows: int, hopper: bool, single: bool) -> tuple[int, int, int, int
     if num_rows <= 32:
         return 64, 32, 4, 3 if hopper else 4
     if num_rows <= 64:
-        return 64, 64, 4, 2
+        return (128, 64, 8, 2) if hopper else (64, 64, 4, 2)
     return (128, 128, 8, 2) if hopper else (64, 128, 8, 2)
 
 
@@ -205,12 +217,14 @@ def launch(
     # Experts are programs enough together.
     chunks, chunk_blocks = num_chunks(num_out, num_blocks) if groups is None else (1, num_blocks)
     hopper = capability(x.device)[0] in LARGE_SHARED
-    rows_of_tile = num_rows if groups is None else groups.block_t
-    block_n, block_t, warps, stages = _tile(rows_of_tile, hopper, x.dtype is torch.float32)
+    size = row_class(num_rows) if groups is None else groups.block_t
+    block_n, block_t, warps, stages = _tile(size, hopper, x.dtype is torch.float32)
     if groups is not None:
         block_t = groups.block_t
-    tiles = triton.cdiv(num_out, block_n) * triton.cdiv(num_rows, block_t)
-    split = chunks > 1 and num_rows <= _MAX_SPLIT_ROWS and tiles < 2 * num_multiprocessors(x.device)
+    tiles_n = triton.cdiv(num_out, block_n)
+    most = tiles_n * triton.cdiv(size, block_t)
+    split = chunks > 1 and size <= _MAX_SPLIT_ROWS and most < 2 * num_multiprocessors(x.device)
+    tiles = tiles_n * triton.cdiv(num_rows, block_t)
     workspace = weight.workspace
     assert workspace is not None or not split
     _linear_int[(tiles, chunks if split else 1)](

@@ -18,7 +18,7 @@ from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, Packe
 _BLOCK = 1024  # elements of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _take_rows(x, rows, out, x_stride, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Program (n, c): piece c of out[n] = x[rows[n]]. Rows that x does not have become zeros."""
     n = tl.program_id(0).to(tl.int64)

@@ -6,7 +6,7 @@ meta-parameters that it is launched with; each module of the folder compile_case
 its own in `CASES`. That happens in worker processes: they see Triton without its interpreter, behind a driver that
 names the wanted GPU and launches nothing. Tensors are on the CPU and mostly `torch.empty`: nobody reads them.
 
-Relied on, alike in Triton 3.6 to 3.9: `triton.runtime.driver.driver.set_active` and the four methods of `_Driver`;
+Relied on, alike in Triton 3.6 to 3.9: `triton.runtime.driver.driver.set_active` and the four methods of `Driver`;
 `JITFunction.run(*args, grid, warmup, **kwargs)`, which with `warmup` compiles and returns the kernel; `asm["cubin"]`
 and `metadata` (`num_warps`, `shared`) of that; and cuobjdump, which comes with Triton. Registers, stack
 and instructions are read from the cubin; Triton throws ptxas's report away.
@@ -52,6 +52,8 @@ class Case:
     min_warps: int = 8
     max_registers: int = 255
     max_stack_bytes: int = 0
+    may_serialize: bool = False  # an open matter: ptxas has products wait for each other
+    overlaps: bool = False  # products and what else its loops compute: see `test_compile`
     capabilities: tuple[int, ...] = CAPABILITIES
 
 
@@ -69,7 +71,9 @@ class Compiled:
     """One kernel for one GPU. `stack_bytes` of a thread are what was spilled: Triton's kernels have no arrays.
 
     `loop_spills` is how many instructions of innermost loops store or load that. `fuses` says that the compiler may
-    contract products and sums, which no launch lets it.
+    contract products and sums, which no launch lets it. `products_under_way` is how many products of an innermost loop
+    nothing has waited for when it begins again (Hopper's are computed beside other instructions), and `is_serialized`
+    says that the assembler has each instruction of a product wait for the one before.
     """
 
     case: str
@@ -81,6 +85,12 @@ class Compiled:
     shared_bytes: int
     loop_spills: int = 0
     fuses: bool = False
+    products_under_way: int = 0
+    is_serialized: bool = False
+
+    @property
+    def programs_per_multiprocessor(self) -> int:
+        return self.warps_per_multiprocessor // self.num_warps
 
     @property
     def warps_per_multiprocessor(self) -> int:
@@ -140,7 +150,7 @@ def _drive_worker(work: SimpleQueue[tuple[str, int] | None], cache: str) -> list
     return lines
 
 
-class _Driver:
+class Driver:
     """As much of Triton's CUDA driver as compiling asks for."""
 
     def __init__(self, capability: int) -> None:
@@ -182,12 +192,12 @@ def _work() -> None:
         return kernels[-1]
 
     jit.JITFunction.run = compile_only
-    target = _Driver(CAPABILITIES[0])
+    target = Driver(CAPABILITIES[0])
     driver.set_active(target)
     # Before any module of kernels is imported, which may take these by name.
-    launch.capability = lambda device: divmod(target.capability, 10)
+    launch._capability = lambda device: divmod(target.capability, 10)
     launch.device = lambda: torch.device("cpu")
-    launch.num_multiprocessors = lambda device: MULTIPROCESSORS[target.capability]
+    launch._num_multiprocessors = lambda device: MULTIPROCESSORS[target.capability]
 
     cases = all_cases()
     for line in sys.stdin:
@@ -225,13 +235,33 @@ def _read(case: str, capability: int, kernel: Any) -> Compiled:
     stack = int(numbers["STACK"]) + int(numbers["LOCAL"])
     return Compiled(
         case, metadata.name, capability, metadata.num_warps, int(numbers["REG"]), stack, metadata.shared,
-        loop_spills(output), metadata.enable_fp_fusion,
+        loop_spills(output), metadata.enable_fp_fusion, products_under_way(output),
+        is_serialized(output),
     )  # fmt: skip
 
 
 def loop_spills(sass: str) -> int:
-    """How many instructions of innermost loops store or load local memory. A loop is what lies between a branch
-    backwards and its target."""
+    """How many instructions of innermost loops store or load local memory."""
+    return sum(bool(re.search(r"\b(STL|LDL)\b", each)) for loop in innermost_loops(sass) for each in loop)
+
+
+def products_under_way(sass: str) -> int:
+    """Of the innermost loop that has the most: groups of products begun, less waits for them."""
+    begun = [sum("WARPGROUP.ARRIVE" in each for each in loop) for loop in innermost_loops(sass)]
+    waits = [sum("WARPGROUP.DEPBAR" in each for each in loop) for loop in innermost_loops(sass)]
+    return max((b - w for b, w in zip(begun, waits, strict=True)), default=0)
+
+
+def is_serialized(sass: str) -> bool:
+    """Whether in some innermost loop each of several products is waited for."""
+    loops = innermost_loops(sass)
+    products = [sum("GMMA" in each for each in loop) for loop in loops]
+    waits = [sum("WARPGROUP.DEPBAR" in each for each in loop) for loop in loops]
+    return any(count > 1 and waited >= count for count, waited in zip(products, waits, strict=True))
+
+
+def innermost_loops(sass: str) -> list[list[str]]:
+    """Their instructions. A loop is what lies between a branch backwards and its target."""
     found = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", sass)
     instructions = [(int(address, 16), instruction) for address, instruction in found]
     assert instructions
@@ -241,8 +271,7 @@ def loop_spills(sass: str) -> int:
         if branch and (target := int(branch[1], 16)) <= address:
             ends[target] = address
     innermost = [(begin, end) for begin, end in ends.items() if not any(begin < other <= end for other in ends)]
-    spills = [address for address, instruction in instructions if re.search(r"\b(STL|LDL)\b", instruction)]
-    return sum(any(begin <= address <= end for begin, end in innermost) for address in spills)
+    return [[each for address, each in instructions if begin <= address <= end] for begin, end in innermost]
 
 
 def table(compiled: Iterable[Compiled]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -24,7 +24,7 @@ def fresh_workspace() -> Iterator[None]:
     """Tests may change its size; every launch must leave the counters as they were."""
     attention._workspace.cache_clear()
     yield
-    assert not attention._workspace(DEVICE)[1].any()
+    assert not attention._workspace(DEVICE, launch.stream(DEVICE))[1].any()
     attention._workspace.cache_clear()
 
 
@@ -36,6 +36,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Tiles, split_keys: int = 16) -> None:
     monkeypatch.setattr(attention, "SPLIT_KEYS", split_keys)
+    monkeypatch.setattr(attention, "SPLIT_OVERHEAD", 0)
     monkeypatch.setattr(attention, "_tiles", lambda *args, **kwargs: tiles)
 
 
@@ -170,9 +171,8 @@ def test_sequences_that_find_no_room_for_partial_sums_have_the_same_bits(monkeyp
     paged = Paged([300, 100], (3, 1, 64), dtype=torch.float16)
     rows = [(0, 298, 300), (1, 99, 100)]
     split = paged.attend(rows)
-    plans = launch.num_multiprocessors(DEVICE) * 2 * 2 * 256
     for num_partials in (0, 40):  # of 36 (for two tokens) and 7
-        monkeypatch.setattr(attention, "_WORKSPACE_FLOATS", plans + num_partials * 3 * (64 + 2))
+        monkeypatch.setattr(attention, "_WORKSPACE_FLOATS", num_partials * 3 * (64 + 2))
         attention._workspace.cache_clear()
         assert torch.equal(paged.attend(rows), split)
 
@@ -190,6 +190,43 @@ def test_padded_sequences_and_tokens_are_zeros() -> None:
         actual = paged_attention(query, cache, tables, padded_starts, padded_lengths, scale)
         assert torch.equal(actual[:4], expected)
         assert not actual[4:].any()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_step_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all layers alike, and again where the next step's lengths lie in the same arrays."""
+    plans = []
+
+    class Counting:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            plans.append(grid)
+            launched: Callable[..., None] = kernel[grid]
+            return launched
+
+    kernel = attention._plan_kernel
+    monkeypatch.setattr(attention, "_plan_kernel", Counting())
+    paged = Paged([70, 5], (4, 2, 64), dtype=torch.float16)
+    first, second = (paged.arguments(rows) for rows in ([(0, 69, 70), (1, 4, 5)], [(0, 40, 41), (1, 2, 3)]))
+    expected = [paged_attention(*arguments) for arguments in (first, second)]
+    starts, lengths = first[3].clone(), first[4].clone()
+    plans.clear()
+    for number, arguments in enumerate((first, second)):
+        lengths.copy_(arguments[4])
+        attention.begin_step(starts, lengths)
+        for _ in range(3):
+            found = paged_attention(*arguments[:3], starts, lengths, arguments[5])
+            assert torch.equal(found, expected[number])
+        paged_attention(*arguments[:3], starts, lengths, arguments[5], 17)
+        assert len(plans) == 2 * (number + 1)
+
+
+def test_more_sequences_than_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tiles(monkeypatch, Tiles(16, 16, 4, 1, 2))
+    paged = Paged([40, 3, 17, 64, 1], (2, 1, 64), dtype=torch.float16)
+    rows = [(s, max(0, length - 5), length) for s, length in enumerate(paged.lengths)]
+    expected = paged.attend(rows)
+    monkeypatch.setattr(attention, "_SEQS", 2)
+    assert torch.equal(paged.attend(rows), expected)
 
 
 def test_nothing_is_nothing() -> None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ops.triton.compiling import MAX_SHARED_BYTES, Case, Compiled, Failed, all_cases, compile_all, loop_spills
+from tests.ops.triton.compiling import (
+    MAX_SHARED_BYTES,
+    Case,
+    Compiled,
+    Failed,
+    all_cases,
+    compile_all,
+    is_serialized,
+    loop_spills,
+    products_under_way,
+)  # fmt: skip
 
 CASES = all_cases()
 Results = tuple[list[Compiled], list[Failed]]
@@ -26,14 +36,33 @@ def test_kernels_compile_and_fit(name: str, capability: int, results: Results) -
     compiled, failed = results
     assert [f.error for f in failed if (f.case, f.capability) == (name, capability)] == []
     kernels = [c for c in compiled if (c.case, c.capability) == (name, capability)]
+    kernels.sort(key=lambda c: -c.registers)  # the main one first
     assert kernels
     for kernel in kernels:
         assert kernel.loop_spills == 0, f"registers are spilled in a loop: {kernel}"
         assert kernel.stack_bytes <= case.max_stack_bytes, f"registers are spilled: {kernel}"
+        assert case.may_serialize or not kernel.is_serialized, f"products wait for each other: {kernel}"
         assert not kernel.fuses, f"it does not say enable_fp_fusion=False: {kernel}"
         assert kernel.registers <= case.max_registers, kernel
         assert kernel.shared_bytes <= MAX_SHARED_BYTES[capability], kernel
         assert kernel.warps_per_multiprocessor >= case.min_warps, f"{kernel.warps_per_multiprocessor} warps: {kernel}"
+    if case.overlaps and capability == 90:
+        # The product of weights and values goes on while the next scores are computed.
+        assert kernels[0].products_under_way >= 1, kernels[0]
+    elif case.overlaps:
+        # A warp waits for its products; those of another program compute meanwhile.
+        assert kernels[0].programs_per_multiprocessor >= 2, kernels[0]
+
+
+def test_products_that_nothing_has_waited_for() -> None:
+    body = ["WARPGROUP.ARRIVE", "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], R88, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x0"]
+    assert [products_under_way(loop_of(lines)) for lines in (body, body + body[:2], ["EXIT"])] == [0, 1, 0]
+    assert [is_serialized(loop_of(lines)) for lines in (body, body * 2, body[:2] + body)] == [False, True, False]
+
+
+def loop_of(lines: list[str]) -> str:
+    lines = [*lines, "@P0 BRA 0x0"]
+    return "\n".join(f"        /*{16 * i:04x}*/   {line} ;   /* 0x0000001f04057819 */" for i, line in enumerate(lines))
 
 
 @pytest.mark.parametrize(

@@ -32,21 +32,21 @@ def attend(
 LLAMA, SMOLLM, GEMMA, PHI, BLOOM = (32, 8, 128), (9, 3, 64), (8, 4, 256), (32, 32, 96), (32, 32, 128)
 
 
-def case(*args: Any, **settings: Any) -> Case:
+def case(*args: Any, overlaps: bool = False, **settings: Any) -> Case:
     # What a program keeps from one piece of work to the next does not always fit beside the loop over keys.
-    return Case(partial(attend, *args, **settings), max_stack_bytes=32)
+    return Case(partial(attend, *args, **settings), max_stack_bytes=32, overlaps=overlaps)
 
 
 CASES = {
     "llama_decode": case(LLAMA, 64),
-    "llama_prefill": case(LLAMA, 2048),
-    "llama_decode_1000": case(LLAMA, 1000, 1000),
+    "llama_prefill": case(LLAMA, 2048, overlaps=True),
+    "llama_prefill_1000": case(LLAMA, 4096, 1000, overlaps=True),
     "llama_fp8_decode": case(LLAMA, 64, cache_dtype=FP8),
     "llama_fp8_prefill": case(LLAMA, 2048, cache_dtype=FP8),
     "llama_big_blocks": case(LLAMA, 2048, block_size=256),
     "mistral_prefill": case(LLAMA, 2048, window=4096),
     "smollm_decode": case(SMOLLM, 64),
-    "smollm_prefill": case(SMOLLM, 2048),
+    "smollm_prefill": case(SMOLLM, 2048, overlaps=True),
     "gemma_decode": case(GEMMA, 64, window=4096, softcap=50.0),
     "gemma_prefill": case(GEMMA, 2048, window=4096, softcap=50.0),
     "bloom_decode": case(BLOOM, 64, scores=True),

@@ -1,0 +1,129 @@
+"""Steps of a model that is not there yet, so that its kernels are compiled while its weights are loaded.
+
+The worker starts `rehearse` in a thread beside the loading. The model is built a second time, of arrays without memory
+(`octavo.ops.triton.outline`), and a runner on a device without memory goes through the steps that the real one is going
+to warm up with: what is compiled and what is launched follow from the same lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.config import CacheConfig, EngineConfig
+from octavo.execution.block_mover import BlockMover, layer_cache
+from octavo.execution.device import CapturedStep, Event, StepModel
+from octavo.execution.runner import Runner
+from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.kv_cache.groups import group_layers
+from octavo.loading.recording import RecordingWeights
+from octavo.loading.weights import Weights
+from octavo.models.description import ModelDescription
+from octavo.models.registry import build
+from octavo.ops import Array, Ops
+
+logger = logging.getLogger(__name__)
+
+_ROTARY_POSITIONS = 1  # of the table, whose length is no kernel's business
+
+
+def rehearse(config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops) -> None:
+    """Compile what `Runner.warm_up` is going to launch. What fails here fails there, or is compiled there."""
+    from octavo.ops.triton.outline import compiling
+
+    begun = time.monotonic()
+    try:
+        with compiling(len(os.sched_getaffinity(0))):
+            outline_runner(config, description, weights, ops).warm_up()
+    except Exception as e:  # what is missing is compiled when it is launched
+        logger.info("kernels are compiled as they are launched (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
+        return
+    logger.debug("kernels compiled in %.1f s beside the loading of weights", time.monotonic() - begun)
+
+
+def outline_runner(config: EngineConfig, description: ModelDescription, weights: Weights | None, ops: Ops) -> Runner:
+    """A runner of the model, in a thread that is outlining."""
+    limits, device = config.scheduler, OutlineDevice()
+    recorded = RecordingWeights(config.model.dtype, weights)
+    model = build(description, recorded, ops, _ROTARY_POSITIONS, config.model.dtype)
+    groups = group_layers(model.layer_caches)
+    table = SequenceTable(limits.max_num_seqs, config.model.max_model_len, config.cache.block_size, groups)
+    runner = Runner(model, ops, device, table, limits.max_num_batched_tokens)
+    caches = [layer_cache(config.cache, device, ops, spec, 1) for spec in model.layer_caches]
+    runner.use_caches(caches, BlockMover(ops, device, [caches], [0]))
+    return runner
+
+
+class _Now:
+    """An event that has come, and a stream whose work is done when it is given."""
+
+    def run(
+        self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
+    ) -> None:
+        with torch.inference_mode():
+            work()
+
+    def record(self) -> Event:
+        return self
+
+    def wait(self, event: Event | None = None) -> None:
+        """It has come."""
+
+
+class OutlineDevice:
+    """A device without memory, that computes nothing."""
+
+    name = "an outline"
+    runs_ahead = False
+    shares_memory = False
+    memory_errors: tuple[type[Exception], ...] = ()
+
+    def __init__(self) -> None:
+        self.compute = self.copies = _Now()
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], captured_bytes: int) -> tuple[int, str]:
+        return 0, self.name
+
+    def release_memory(self) -> None:
+        """There is none."""
+
+    def time_s(self, work: Callable[[], object]) -> float:
+        return 0.0
+
+    def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+        return np.zeros(tuple(shape), dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Any:
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
+
+    def beside(self, pinned: NDArray[Any]) -> Any:
+        return self.zeros(pinned.shape, pinned.dtype.name)
+
+    def view(self, array: Any, dtype: str) -> Any:
+        return array.view(getattr(torch, dtype))
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Nothing is there."""
+
+    def capture_shapes(self, largest: StepShape) -> list[StepShape]:
+        return []
+
+    def can_replay(self, captured: StepShape, used: StepShape) -> bool:
+        return False
+
+    def capture(self, model: StepModel, inputs: StepArrays[Array]) -> CapturedStep:
+        raise NotImplementedError
+
+    def fetch(self, arrays: Sequence[Array], after: Event) -> list[NDArray[Any]]:
+        raise NotImplementedError

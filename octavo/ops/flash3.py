@@ -1,0 +1,55 @@
+"""FlashAttention 3 (Shah et al. 2024), where its package `flash_attn_interface` is installed, as `Ops.paged_attention`.
+
+One split of the keys only, as in `octavo.ops.flash`: how many others it would take depends on the whole batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from octavo.ops import LayerKVCache
+
+_NEEDED = {"page_table", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "num_splits"}
+
+
+@cache
+def why_not(dtype: str, cache_dtype: str, score_settings: Sequence[str] = ()) -> str | None:
+    """What stands in the way of its use; None if nothing does."""
+    if find_spec("flash_attn_interface") is None:
+        return "its package is not installed"
+    if dtype not in ("float16", "bfloat16") or cache_dtype != dtype:
+        return "it takes 16-bit queries and a cache of their type"
+    if score_settings:
+        return f"it is not asked for {' and '.join(score_settings)}"
+    if not inspect.signature(_function()).parameters.keys() >= _NEEDED:
+        return "the version that is installed has it without paged caches"
+    return None
+
+
+def _function() -> Any:
+    from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]  # optional
+
+    return flash_attn_with_kvcache
+
+
+def paged_attention(
+    query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
+    sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`Ops.paged_attention`. Rows that belong to no sequence may be anything."""
+    assert softcap == 0 and slopes is None and sinks is None
+    num_tokens = len(query)
+    out: Tensor = _function()(
+        query, cache.key, cache.value, cache_seqlens=seq_lens, page_table=block_tables, cu_seqlens_q=query_start_loc,
+        # Sequences that pad a captured step have no tokens, so that another may have all.
+        max_seqlen_q=1 if num_tokens == len(seq_lens) else num_tokens,
+        softmax_scale=scale, causal=True, window_size=(sliding_window - 1 if sliding_window else -1, 0),
+        num_splits=1,
+    )  # fmt: skip
+    return out.flatten(1)

@@ -1,0 +1,106 @@
+"""Which kernels a start compiles, and which ones steps of any size could ask for: JSON, from a process of its own.
+
+`python -m tests.ops.triton.reachable MODEL FORMAT CAPABILITY` outlines two layers of one of `MODELS`, whose matrices
+are in the format, for a GPU that is not there (`compiling`). Nothing is compiled: Triton is asked which variant of a
+kernel each launch would be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 8192, "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+# As wide as Llama-3.1-8B, gpt-oss-20b (sinks, windows, clamped experts), Qwen3-30B-A3B (but a token has one expert, so
+# that the most tokens find tiles of few rows) and Bloom-7.1B (ALiBi).
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "gpt-oss": _LLAMA | {
+        "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_attention_heads": 64, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True,
+        "swiglu_limit": 7.0,
+    },
+    "qwen3-moe": _LLAMA | {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "moe_intermediate_size": 768,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 1,
+        "norm_topk_prob": True, "mlp_only_layers": [0],
+    },
+    "bloom": {
+        "architectures": ["BloomForCausalLM"], "vocab_size": 250880, "hidden_size": 4096, "n_layer": 2, "n_head": 32,
+        "dtype": "bfloat16",
+    },
+}  # fmt: skip
+MAX_TOKENS, MAX_SEQS = 8192, 400
+
+
+class _Formats:
+    """A checkpoint's tensors, as far as outlines ask."""
+
+    def __init__(self, matrix_format: str) -> None:
+        self._format = matrix_format
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def is_turned(self, name: str) -> bool:
+        return False
+
+    def matrix_format(self, name: str) -> str:
+        return self._format
+
+
+def main() -> None:
+    model, matrix_format, capability = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from octavo.ops.triton import launch
+    from tests.ops.triton.compiling import MULTIPROCESSORS, Driver
+
+    driver.set_active(Driver(capability))
+    launch._capability = lambda device: divmod(capability, 10)
+    launch._num_multiprocessors = lambda device: MULTIPROCESSORS[capability]
+
+    from types import SimpleNamespace
+
+    from octavo.execution.rehearsal import outline_runner
+    from octavo.models.registry import describe
+    from octavo.ops import load_cuda
+    from octavo.ops.triton import outline
+
+    found: set[tuple[str, str]] = set()
+
+    def note(self: Any, key: Any, *args: Any) -> None:
+        found.add((self.__name__, str(key)))
+
+    JITFunction._do_compile = note
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(dtype="bfloat16", max_model_len=8192),
+        cache=SimpleNamespace(block_size=16, dtype="bfloat16"),
+        scheduler=SimpleNamespace(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
+    )
+    weights: Any = _Formats(matrix_format)
+    with outline.outlining(outline._compile):
+        runner = outline_runner(config, describe(MODELS[model]), weights, load_cuda())
+        runner.warm_up()
+        at_start = set(found)
+        edges = [edge + d for edge in (*range(128, 2048, 64), MAX_TOKENS) for d in (-1, 0, 1)]
+        for num_tokens in sorted({*range(1, 130), *edges, *np.arange(300, MAX_TOKENS, 371).tolist()}):
+            if num_tokens <= MAX_TOKENS:
+                for num_seqs in {1, num_tokens // 2, min(num_tokens, MAX_SEQS)} - {0}:
+                    num_seqs = min(num_seqs, MAX_SEQS)
+                    runner._rehearse(num_tokens, num_seqs, min(num_tokens, MAX_SEQS))
+    names = sorted({name for name, _ in found})
+    late = sorted({name for name, _ in found - at_start})
+    print(json.dumps({"kernels": names, "variants": len(at_start), "late": late}))
+
+
+if __name__ == "__main__":
+    main()
