@@ -51,6 +51,22 @@ void activation(const void* args, int64_t task) {
     }
 }
 
+void multiply(const void* args, int64_t task) {
+    const MultiplyArgs& a = *static_cast<const MultiplyArgs*>(args);
+    with_element(a.dtype, [&](auto element) {
+        using T = typename decltype(element)::T;
+        for_rows(a, task, a.rows, [&](int64_t row) {
+            const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+            const T* y = static_cast<const T*>(a.y) + row * a.y_stride;
+            write_row<T>(a.out, a.out_dtype, row, a.width, [&](int64_t i, int lanes) {
+                const Vec v = load_some(y + i, lanes);
+                const Vec scaled = a.kind == kIdentity ? v : gated_by(a.kind == kSilu ? v : set1(1.0f), v);
+                return mul(load_some(x + i, lanes), scaled);
+            });
+        });
+    });
+}
+
 void add_rows(const void* args, int64_t task) {
     const AddArgs& a = *static_cast<const AddArgs*>(args);
     const Vec scale = set1(a.scale);

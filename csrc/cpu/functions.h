@@ -11,6 +11,18 @@ inline Vec negated(Vec x) { return sub(zero(), x); }
 // x times the logistic function of y.
 inline Vec gated_by(Vec x, Vec y) { return div(x, add(set1(1.0f), exp(negated(y)))); }
 
+// log(1 + e^x), to a few units in the last place: max(x, 0) + log(1 + y) where y = e^-|x|, by the series of
+// 2 artanh(y / (2 + y)), whose argument is at most a third.
+inline Vec softplus(Vec x) {
+    const Vec y = exp(min(x, negated(x)));
+    const Vec s = div(y, add(set1(2.0f), y));
+    const Vec square = mul(s, s);
+    Vec p = set1(2.0f / 15);
+    constexpr float kCoefficients[] = {2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f};
+    for (const float c : kCoefficients) p = fma(p, square, set1(c));
+    return fma(p, s, max(zero(), x));
+}
+
 // The complementary error function of z >= 0, to a few units in the last place everywhere: Chebyshev coefficients of
 // Press et al., Numerical Recipes in C (1992), section 6.2.
 inline Vec erfc(Vec z) {

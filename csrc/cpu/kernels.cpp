@@ -6,6 +6,7 @@
 #include "embedding.h"
 #include "experts.h"
 #include "logprobs.h"
+#include "recurrent.h"
 #include "route.h"
 #include "sampling.h"
 
@@ -17,6 +18,7 @@ const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
     OCTAVO_ISA::attention,     OCTAVO_ISA::argmax,       OCTAVO_ISA::sample,    OCTAVO_ISA::mask,
     OCTAVO_ISA::log_sum,       OCTAVO_ISA::rank,         OCTAVO_ISA::route,     OCTAVO_ISA::gather_experts,
     OCTAVO_ISA::experts_up,    OCTAVO_ISA::experts_down,
+    OCTAVO_ISA::multiply, OCTAVO_ISA::conv, OCTAVO_ISA::scan, OCTAVO_ISA::delta,
 };
 
 }  // namespace octavo

@@ -78,7 +78,8 @@ enum ActivationKind : int32_t {
     kXielu = 6,
     kSoftcap = 7,
     kClip = 8,
-    kClamped = 9
+    kClamped = 9,
+    kLogistic = 10
 };
 // Of kClamped, which gates alone have: gate sigmoid(slope gate) (up + 1), gate at most the limit, up within it
 // (gpt-oss).
@@ -167,6 +168,62 @@ struct AddArgs : RowWiseArgs {
     int64_t x_stride, out_stride, width;
     float scale;
     int32_t dtype, out_dtype;
+};
+
+// out[r, :] = x[r, :] * f(y[r, :]), where f is kIdentity, kSilu or kLogistic; outputs are as those of ActivationArgs.
+struct MultiplyArgs : RowWiseArgs {
+    const void *x, *y;
+    void* out;
+    int64_t x_stride, y_stride, width;
+    int32_t dtype, out_dtype, kind;
+};
+
+// Layers that carry a state from token to token. Sequence s has tokens query_start[s] .. query_start[s + 1] and the
+// state of block block_tables[s * table_stride]; its very first token finds zeros there. What lies in a state is
+// computed in units that do not depend on each other, a task is some units of a sequence.
+struct StateArgs : RowArgs {
+    float* states;
+    int64_t state_stride, num_blocks, table_stride;
+    const int32_t *block_tables, *query_start, *seq_lens;
+    int32_t num_seqs;
+    int64_t parts;  // Planned: tasks of a sequence.
+};
+
+// Channels that share a tile of a state: a unit.
+constexpr int64_t kStateTile = 16;
+constexpr int64_t kMaxStateSize = 512;
+constexpr int64_t kMaxConvKernel = 8;
+
+// out[t, c] = f(bias[c] + sum over j of weight[j, c] * x[t - kernel + 1 + j, c]); f is kIdentity or kSilu. The state is
+// the last kernel - 1 rows of x. Outputs are dense.
+struct ConvArgs : StateArgs {
+    const void* x;
+    const float *weight, *bias;
+    void* out;
+    int64_t x_stride, width, kernel;
+    int32_t dtype, kind;
+};
+
+// See octavo.ops.Ops.selective_scan. The state lies in tiles of channels of one group, [state_size, kStateTile] each;
+// `a` is [state_size, channels], or [channels] where it is not `wide`. The time steps may be null: all 1.
+struct ScanArgs : StateArgs {
+    const void *x, *time, *b, *c;
+    const float *a, *d, *time_bias;
+    void* out;
+    int64_t x_stride, time_stride, b_stride, c_stride, channels, head_size, groups, state_size;
+    float time_min, time_max;
+    int32_t dtype, wide;
+};
+
+// See octavo.ops.Ops.gated_delta. The state lies in tiles of the values of one head, [key_size, kStateTile] each.
+struct DeltaArgs : StateArgs {
+    const void *query, *key, *value, *decay, *beta;
+    const float *a, *decay_bias;
+    void* out;
+    int64_t query_stride, key_stride, value_stride, decay_stride, beta_stride, key_heads, value_heads, key_size,
+        value_size;
+    float beta_scale;
+    int32_t dtype;
 };
 
 // Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written, and nothing
@@ -333,6 +390,7 @@ struct KernelTable {
     Kernel linear, embedding, take_rows, norm, activation, add, rotary, attention, argmax, sample, mask, log_sum, rank,
         route;
     Kernel gather_experts, experts_up, experts_down;  // of an ExpertsPass, after group_experts
+    Kernel multiply, conv, scan, delta;
 };
 // What an instruction set with products of its own brings.
 struct ProductKernels {

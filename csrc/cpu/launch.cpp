@@ -58,6 +58,16 @@ Launch by_rows(Kernel kernel, Args& args, int64_t rows, double row_ns, int threa
     return {kernel, &args, ceil_div(rows, args.rows_per_task), static_cast<double>(rows) * row_ns};
 }
 
+// A kernel over states: `units` of a sequence that do not depend on each other, where a token's cost `row_ns` in all.
+Launch by_states(Kernel kernel, StateArgs& args, const void* self, int64_t units, double row_ns, int threads) {
+    const int64_t num_seqs = std::max<int64_t>(args.num_seqs, 1);
+    const int64_t wanted = kTasksPerThread * threads;
+    const double seq_ns = row_ns * static_cast<double>(args.rows) / static_cast<double>(num_seqs);
+    args.parts = std::max(ceil_div(wanted, num_seqs), static_cast<int64_t>(seq_ns / 2000));
+    args.parts = std::clamp<int64_t>(args.parts, 1, std::min(units, wanted));
+    return {kernel, self, args.num_seqs * args.parts, row_ns * static_cast<double>(args.rows)};
+}
+
 template <class T>
 void check_indices(const char* what, const T* indices, int64_t count, int64_t lowest, int64_t end) {
     for (int64_t i = 0; i < count; ++i) {
@@ -67,7 +77,28 @@ void check_indices(const char* what, const T* indices, int64_t count, int64_t lo
     }
 }
 
+void check_states(const StateArgs& args) {
+    for (int32_t s = 0; s < args.num_seqs; ++s) {
+        const int64_t num_tokens = args.query_start[s + 1] - args.query_start[s];
+        const int64_t block = args.block_tables[s * args.table_stride];
+        if (num_tokens == 0) continue;
+        if (num_tokens < 0 || num_tokens > args.seq_lens[s] || args.query_start[s + 1] > args.rows) {
+            throw std::invalid_argument("sequence " + std::to_string(s) + " of " + std::to_string(args.seq_lens[s]) +
+                                        " tokens cannot compute " + std::to_string(num_tokens) + " of a step's " +
+                                        std::to_string(args.rows) + ".");
+        }
+        if (block < 0 || block >= args.num_blocks) {
+            throw std::out_of_range("block " + std::to_string(block) + " of sequence " + std::to_string(s) +
+                                    " is not below " + std::to_string(args.num_blocks) + ".");
+        }
+    }
+}
+
 }  // namespace
+
+void check(const ConvArgs& args) { check_states(args); }
+void check(const ScanArgs& args) { check_states(args); }
+void check(const DeltaArgs& args) { check_states(args); }
 
 void check(const EmbeddingArgs& args) { check_indices("token id", args.token_ids, args.rows, 0, args.matrix.n); }
 
@@ -285,6 +316,27 @@ void AttentionPlan::share_out(const AttentionArgs& args, int threads) {
         splits_.push_back(split);
     }
     if (partials_.size() < static_cast<size_t>(partial_floats)) partials_.resize(static_cast<size_t>(partial_floats));
+}
+
+Launch plan(MultiplyArgs& args, const KernelTable& table, int threads) {
+    return by_rows(table.multiply, args, args.rows, static_cast<double>(args.width) * 0.5, threads);
+}
+
+Launch plan(ConvArgs& args, const KernelTable& table, int threads) {
+    const double row_ns = static_cast<double>(args.width * args.kernel) * 0.1;
+    return by_states(table.conv, args, &args, ceil_div(args.width, kStateTile), row_ns, threads);
+}
+
+Launch plan(ScanArgs& args, const KernelTable& table, int threads) {
+    const double row_ns = static_cast<double>(args.channels * args.state_size) * (args.wide ? 0.4 : 0.1);
+    const int64_t tiles = args.groups * ceil_div(args.channels / args.groups, kStateTile);
+    return by_states(table.scan, args, &args, tiles, row_ns, threads);
+}
+
+Launch plan(DeltaArgs& args, const KernelTable& table, int threads) {
+    const double row_ns = static_cast<double>(args.value_heads * args.value_size * args.key_size) * 0.15;
+    const int64_t tiles = args.value_heads * ceil_div(args.value_size, kStateTile);
+    return by_states(table.delta, args, &args, tiles, row_ns, threads);
 }
 
 Launch plan(RouteArgs& args, const KernelTable& table, int threads) {

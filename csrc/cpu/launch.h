@@ -27,6 +27,9 @@ void check(const RotaryArgs& args);
 void check(const MaskArgs& args);
 void check(const LogSumArgs& args);
 void check(const RankArgs& args);
+void check(const ConvArgs& args);
+void check(const ScanArgs& args);
+void check(const DeltaArgs& args);
 
 Launch plan(PackArgs& args, const KernelTable& table, int threads);
 Launch plan(LinearArgs& args, const KernelTable& table, int threads);
@@ -42,6 +45,10 @@ Launch plan(MaskArgs& args, const KernelTable& table, int threads);
 Launch plan(LogSumArgs& args, const KernelTable& table, int threads);
 Launch plan(RankArgs& args, const KernelTable& table, int threads);
 Launch plan(RouteArgs& args, const KernelTable& table, int threads);
+Launch plan(MultiplyArgs& args, const KernelTable& table, int threads);
+Launch plan(ConvArgs& args, const KernelTable& table, int threads);
+Launch plan(ScanArgs& args, const KernelTable& table, int threads);
+Launch plan(DeltaArgs& args, const KernelTable& table, int threads);
 // By a plan of this thread, which is good until the next of its calls.
 Launch plan(AttentionArgs& args, const KernelTable& table, int threads);
 

@@ -184,6 +184,10 @@ void define_operations(nb::module_& m) {
     using T = RouteArgs;
     using A = AttentionArgs;
     using R = RotaryArgs;
+    using M = MultiplyArgs;
+    using C = ConvArgs;
+    using S = ScanArgs;
+    using D = DeltaArgs;
     define<PackArgs, &PackArgs::weight, &PackArgs::stride, &PackArgs::n, &PackArgs::k, &PackArgs::dtype, &PackArgs::out,
            &PackArgs::panel_step>(m, "pack_linear");
     define<LinearArgs, &LinearArgs::x, &LinearArgs::x_stride, &LinearArgs::rows, &LinearArgs::matrix, &LinearArgs::out,
@@ -228,6 +232,20 @@ void define_operations(nb::module_& m) {
            &T::bias_logits, &T::num_groups, &T::kept_groups, &T::group_by_two, &T::normalize, &T::scale, &T::softcap,
            &T::jitter>(m, "route");
     m.def("experts", &experts);
+    define<M, &M::x, &M::x_stride, &M::y, &M::y_stride, &M::rows, &M::width, &M::dtype, &M::out, &M::out_dtype,
+           &M::kind>(m, "multiply");
+    define<C, &C::states, &C::state_stride, &C::num_blocks, &C::block_tables, &C::table_stride, &C::query_start,
+           &C::seq_lens, &C::num_seqs, &C::rows, &C::dtype, &C::out, &C::x, &C::x_stride, &C::weight, &C::bias,
+           &C::width, &C::kernel, &C::kind>(m, "causal_conv");
+    define<S, &S::states, &S::state_stride, &S::num_blocks, &S::block_tables, &S::table_stride, &S::query_start,
+           &S::seq_lens, &S::num_seqs, &S::rows, &S::dtype, &S::out, &S::x, &S::x_stride, &S::time, &S::time_stride,
+           &S::b, &S::b_stride, &S::c, &S::c_stride, &S::a, &S::wide, &S::d, &S::time_bias, &S::time_min, &S::time_max,
+           &S::channels, &S::head_size, &S::groups, &S::state_size>(m, "selective_scan");
+    define<D, &D::states, &D::state_stride, &D::num_blocks, &D::block_tables, &D::table_stride, &D::query_start,
+           &D::seq_lens, &D::num_seqs, &D::rows, &D::dtype, &D::out, &D::query, &D::query_stride, &D::key,
+           &D::key_stride, &D::value, &D::value_stride, &D::decay, &D::decay_stride, &D::beta, &D::beta_stride, &D::a,
+           &D::decay_bias, &D::beta_scale, &D::key_heads, &D::value_heads, &D::key_size, &D::value_size>(m,
+                                                                                                         "gated_delta");
     define<PackPartArgs, &PackPartArgs::to, &PackPartArgs::first_row, &PackPartArgs::source,
            &PackPartArgs::source_format, &PackPartArgs::stride, &PackPartArgs::rows>(m, "pack_part");
 }
@@ -260,9 +278,12 @@ NB_MODULE(_cpu, m) {
     m.attr("STORE") = static_cast<int>(octavo::kStore);
     m.attr("ADD") = static_cast<int>(octavo::kAdd);
     m.attr("GATED") = static_cast<int>(octavo::kGated);
-    m.attr("ACTIVATIONS") =
-        numbered({"silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "xielu", "softcap", "clip", "clamped"});
+    m.attr("ACTIVATIONS") = numbered(
+        {"silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "xielu", "softcap", "clip", "clamped", "sigmoid"});
     m.attr("SCORINGS") = numbered({"softmax", "sigmoid", "sparsemixer"});
+    m.attr("STATE_TILE") = octavo::kStateTile;
+    m.attr("MAX_STATE_SIZE") = octavo::kMaxStateSize;
+    m.attr("MAX_CONV_KERNEL") = octavo::kMaxConvKernel;
     m.attr("MAX_EXPERTS") = octavo::kMaxExperts;
     m.attr("PANEL") = octavo::kPanel;
     m.attr("QBLOCK") = octavo::kQBlock;

@@ -18,8 +18,9 @@ thread_local Program* recording_into = nullptr;
 thread_local bool recording_per_sample = false;
 
 // By the place of the arguments in Program::Args.
-constexpr const char* kNames[] = {"linear", "embedding",  "take_rows", "norm",  "rotary_and_cache", "paged_attention",
-                                  "argmax", "activation", "add",       "route", "experts"};
+constexpr const char* kNames[] = {
+    "linear", "embedding", "take_rows", "norm",     "rotary_and_cache", "paged_attention", "argmax",     "activation",
+    "add",    "route",     "experts",   "multiply", "causal_conv",      "selective_scan",  "gated_delta"};
 constexpr const char* kExpertsNames[] = {"group_experts", "gather_experts", "experts_up", "experts_down"};
 static_assert(std::size(kNames) == std::variant_size_v<Program::Args>);
 
@@ -84,6 +85,7 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
             [&](auto& args) {
                 using A = std::decay_t<decltype(args)>;
                 args.rows = rows;
+                if constexpr (std::is_base_of_v<StateArgs, A>) args.num_seqs = seqs;
                 // The calls of most layers read the same positions and slots.
                 if constexpr (std::is_same_v<A, RotaryArgs>) {
                     const bool seen = std::any_of(checked.begin(), checked.end(), [&](const RotaryArgs* other) {

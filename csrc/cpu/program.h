@@ -15,8 +15,9 @@ namespace octavo {
 
 class Program {
   public:
-    using Args = std::variant<LinearArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs, AttentionArgs, ArgmaxArgs,
-                              ActivationArgs, AddArgs, RouteArgs, ExpertsArgs>;
+    using Args =
+        std::variant<LinearArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs, AttentionArgs, ArgmaxArgs,
+                     ActivationArgs, AddArgs, RouteArgs, ExpertsArgs, MultiplyArgs, ConvArgs, ScanArgs, DeltaArgs>;
 
     Program() = default;
     Program(const Program&) = delete;

@@ -32,7 +32,7 @@ def block_bytes(cache: LayerKVCache) -> int:
 def layer_cache(config: CacheConfig, device: Device, ops: Ops, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
     """Memory for what a layer keeps. Raises `LoadError` for what is not built."""
     if spec.kind == "state":
-        states = device.zeros([num_blocks, spec.num_bytes], "uint8")
+        states = device.zeros([num_blocks, spec.num_bytes // 4], "float32")
         return LayerKVCache(states, states[:, :0])
     if spec.key_size != spec.value_size:
         raise LoadError(f"keys of {spec.key_size} and values of {spec.value_size} elements are not built yet.")

@@ -21,6 +21,7 @@ from octavo.execution.device import Device
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.kv_cache.groups import NULL_BLOCK, LayerCacheSpec, group_layers
+from octavo.layers.attention import AttentionDescription
 from octavo.loading.file_weights import open_weights
 from octavo.loading.memory import check_fits
 from octavo.loading.recording import RecordingWeights
@@ -93,7 +94,10 @@ class Worker:
             return self._ops
         from octavo.ops.attention_choice import AttentionShape, with_attention
 
-        config, attention = self._config, description.layers[0].attention
+        config = self._config
+        attention = next((a for layer in description.layers if isinstance(a := layer.attention, AttentionDescription)), None)
+        if attention is None:
+            return self._ops
         shape = AttentionShape(
             attention.num_heads, attention.num_kv_heads, attention.head_size, config.cache.block_size,
             attention.window, config.model.dtype, config.cache.dtype,

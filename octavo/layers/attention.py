@@ -42,6 +42,8 @@ class AttentionDescription:
     qk_norm_scope: Literal["head", "heads", "all"] = "head"  # each head; with weights of its own; all heads together
     norms_after_rotation: bool = False  # of query and key
     output_norm: NormDescription | None = None  # of what the output matrix gets
+    # The query matrix has a gate of equal size behind each head: the attended values are multiplied with its sigmoid.
+    has_gate: bool = False
     qkv_bias: bool = False
     output_bias: bool | str = False  # or the tensor's name
     qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -82,6 +84,11 @@ class AttentionDescription:
         """For each matrix of `qkv_names` its rows in the order of ours; None if it is the checkpoint's."""
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         own = np.arange(self.head_size)
+        if self.has_gate:
+            assert len(self.qkv_names) == 3 and np.array_equal(self.element_order, own)
+            pairs = np.arange(2 * self.num_heads * self.head_size).reshape(self.num_heads, 2, self.head_size)
+            keys = np.arange(self.num_kv_heads * self.head_size)
+            return [pairs.transpose(1, 0, 2).reshape(-1), keys, keys]
         within = {"q": self.element_order, "k": self.element_order, "v": own}
         first = {}  # the first row of each head, [heads]
         if len(self.qkv_names) == 3:
@@ -109,7 +116,8 @@ class Attention:
         self._query_size = query_size = num_heads * head_size
         self._kv_size = kv_size = description.num_kv_heads * head_size
         self._qkv = parameters.linear(
-            [f"{prefix}{name}" for name in description.qkv_names], (query_size, kv_size, kv_size), hidden_size,
+            [f"{prefix}{name}" for name in description.qkv_names],
+            (query_size * (1 + description.has_gate), kv_size, kv_size), hidden_size,
             description.qkv_bias, orders=description.row_orders(), is_transposed=description.is_transposed,
         )  # fmt: skip
         self._output = parameters.linear(
@@ -152,9 +160,11 @@ class Attention:
         qkv = ops.linear(hidden, self._qkv, self._dtype)
         if description.qkv_clip:
             qkv = ops.activation(qkv, "clip", parameters=(description.qkv_clip,))
-        both = self._query_size + self._kv_size
-        query, key = qkv[:, : self._query_size], qkv[:, self._query_size : both]
+        first_key = self._query_size * (1 + description.has_gate)
+        both = first_key + self._kv_size
+        query, key = qkv[:, : self._query_size], qkv[:, first_key:both]
         if description.norms_after_rotation:
+            assert not description.has_gate
             ops.rotate(self._heads(qkv[:, :both]), batch.positions, self._rotary)
         if description.qk_norm_scope == "all":
             query, key = self._normed(query, key)
@@ -176,6 +186,9 @@ class Attention:
             self._slopes,
             self._sinks,
         )
+        if description.has_gate:
+            gate = qkv[:, self._query_size : 2 * self._query_size]
+            attended = ops.multiply(attended, gate, "sigmoid", self._output)
         if self._output_norm is not None:
             attended = self._output_norm.forward(attended, self._output)
         return Product(ops, attended, self._output)

@@ -22,7 +22,8 @@ class NormDescription:
 
 
 class Norm:
-    """One norm, whose weights are [size] or, where `heads` have their own, [heads, size].
+    """One norm, whose weights are [size] or, where `heads` have their own, [heads, size]. With `groups` it is of as
+    many equal parts of x [T, size].
 
     The checkpoint's module is `name`, or with "{head}" in it one for each head. `order` is that of the elements where
     it is not the checkpoint's. What the norm returns may be divided by a number, at no cost: its weights are. Weights
@@ -37,11 +38,13 @@ class Norm:
         size: int,
         *,
         heads: int | None = None,
+        groups: int = 1,
         divisor: float = 1.0,
         order: NDArray[np.intp] | None = None,
     ) -> None:
         assert description.kind == "layer" or not description.bias
         self._ops, self._kind, self._eps = parameters.ops, description.kind, description.eps
+        self._groups = groups
         shape = (size,) if heads is None else (heads, size)
 
         def take(part: str, offset: float) -> Array:
@@ -54,13 +57,18 @@ class Norm:
                 host = weights.take(f"{name}.{part}", shape)
             if description.offset or divisor != 1.0:  # weight and bias are of one type
                 host = (host.astype(np.float32) + np.float32(offset)) / np.float32(divisor)
-            return self._ops.place(host if order is None else np.take(host, order, -1))
+            host = host if order is None else np.take(host, order, -1)
+            return self._ops.place(host if groups == 1 else host.reshape(groups, -1))
 
         self._weight = take("weight", description.offset)
         self._bias = take("bias", 0.0) if description.bias else None
 
     def forward(self, x: Array, consumer: LinearWeight | None = None) -> Array:
         """x [..., size] -> the same shape; quantized if the `consumer` multiplies quantized activations."""
+        if self._groups > 1:
+            assert self._kind == "rms"
+            parts = x.reshape(x.shape[0], self._groups, -1)
+            return self._ops.rms_norm(parts, self._weight, self._eps).reshape(x.shape[0], -1)
         if self._kind == "layer":
             return self._ops.layer_norm(x, self._weight, self._bias, self._eps, consumer)
         return self._ops.rms_norm(x, self._weight, self._eps, consumer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from octavo.batch import GroupTables, StepBatch
@@ -14,6 +15,14 @@ from octavo.layers.norm import Norm
 from octavo.layers.parameters import Parameters
 from octavo.layers.positions import position_table
 from octavo.layers.product import Summand
+from octavo.layers.recurrent import (
+    GatedDelta,
+    GatedDeltaDescription,
+    Mamba,
+    MambaDescription,
+    ShortConv,
+    ShortConvDescription,
+)
 from octavo.loading.weights import Weights
 from octavo.models.description import HeadDescription, LayerDescription, ModelDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops
@@ -38,7 +47,12 @@ class AttentionLike(Protocol):
 
 
 # What each description builds: of description, hidden size, parameters, prefix of names.
-ATTENTIONS: dict[type, Callable[[Any, int, Parameters, str], AttentionLike]] = {AttentionDescription: Attention}
+ATTENTIONS: dict[type, Callable[[Any, int, Parameters, str], AttentionLike]] = {
+    AttentionDescription: Attention,
+    MambaDescription: Mamba,
+    ShortConvDescription: ShortConv,
+    GatedDeltaDescription: GatedDelta,
+}
 FEED_FORWARDS: dict[type, Callable[[Any, int, Parameters, str], FeedForwardLike]] = {
     FeedForwardDescription: FeedForward,
     ExpertsDescription: Experts,
@@ -53,28 +67,43 @@ class Block:
             return None if name is None else Norm(layer.norm, parameters, f"{prefix}{name}", hidden_size)
 
         self._layer, self._ops = layer, parameters.ops
-        self._attention_norm = norm(layer.attention_norm)
-        self._attention = ATTENTIONS[type(layer.attention)](layer.attention, hidden_size, parameters, prefix)
-        self._attention_post_norm = norm(layer.attention_post_norm)
-        self._feed_forward_norm = norm(layer.feed_forward_norm)
-        feed_forward = layer.feed_forward
-        self._feed_forward = FEED_FORWARDS[type(feed_forward)](feed_forward, hidden_size, parameters, prefix)
-        self._feed_forward_post_norm = norm(layer.feed_forward_post_norm)
+        self._attention: AttentionLike | None = None
+        if layer.attention is not None:
+            self._attention_norm = norm(layer.attention_norm)
+            self._attention = ATTENTIONS[type(layer.attention)](layer.attention, hidden_size, parameters, prefix)
+            self._attention_post_norm = norm(layer.attention_post_norm)
+        self._feed_forward: FeedForwardLike | None = None
+        if (feed_forward := layer.feed_forward) is not None:
+            self._feed_forward_norm = norm(layer.feed_forward_norm)
+            self._feed_forward = FEED_FORWARDS[type(feed_forward)](feed_forward, hidden_size, parameters, prefix)
+            self._feed_forward_post_norm = norm(layer.feed_forward_post_norm)
 
     def forward(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         """residual [T, H], which is overwritten -> the residual stream after this layer"""
-        is_parallel = self._layer.is_parallel
-        is_shared = is_parallel and self._feed_forward_norm is None
+        if self._layer.is_parallel:
+            return self._forward_parallel(residual, batch, tables, cache)
+        if self._attention is not None:
+            hidden = _normed(self._attention_norm, residual, self._attention.consumer)
+            attended = self._attention.forward(hidden, batch, tables, cache)
+            residual = self._add(residual, attended, self._attention_post_norm)
+        if self._feed_forward is not None:
+            hidden = _normed(self._feed_forward_norm, residual, self._feed_forward.consumer)
+            fed = self._feed_forward.forward(hidden)
+            residual = self._add(residual, fed, self._feed_forward_post_norm)
+        return residual
+
+    def _forward_parallel(
+        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache
+    ) -> Array:
+        assert self._attention is not None and self._feed_forward is not None
         # A norm that two matrices consume cannot quantize for one of them.
+        is_shared = self._feed_forward_norm is None
         hidden = _normed(self._attention_norm, residual, None if is_shared else self._attention.consumer)
         attended = self._attention.forward(hidden, batch, tables, cache)
-        if not is_parallel:
-            residual = self._add(residual, attended, self._attention_post_norm)
         if not is_shared:
             hidden = _normed(self._feed_forward_norm, residual, self._feed_forward.consumer)
         fed = self._feed_forward.forward(hidden)
-        if is_parallel:
-            residual = self._add(residual, attended, self._attention_post_norm)
+        residual = self._add(residual, attended, self._attention_post_norm)
         return self._add(residual, fed, self._feed_forward_post_norm)
 
     def _add(self, residual: Array, summand: Summand, post_norm: Norm | None) -> Array:
@@ -155,9 +184,11 @@ class Decoder:
         ]
         for i in range(description.num_unused_layers):
             weights.pass_over(f"{description.layer_prefix}{len(self._blocks) + i}.")
-        self._group_of_layer = {
-            layer: number for number, group in enumerate(group_layers(self.layer_caches)) for layer in group.layers
+        self._group_of_cache = {
+            cache: number for number, group in enumerate(group_layers(self.layer_caches)) for cache in group.layers
         }
+        # The number of each layer's cache; one that has none is given its neighbour's and does not read it.
+        self._cache_of_layer = [n - 1 for n in accumulate(layer.attention is not None for layer in description.layers)]
         # Granite divides its logits: the norm before the output matrix may as well.
         self._norm: Norm | None = None
         if description.norm is not None:
@@ -175,7 +206,7 @@ class Decoder:
         return self._num_weight_bytes
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
-        """-> hidden [T, H] before the final norm. One cache a layer."""
+        """-> hidden [T, H] before the final norm. Caches are those of `layer_caches`."""
         ops, description = self._ops, self.description
         residual = ops.embedding(batch.token_ids, self._embedding, self._dtype, description.embedding_multiplier)
         if self._projection is not None:
@@ -183,8 +214,9 @@ class Decoder:
         if self._positions is not None:
             ops.add(residual, ops.take_rows(self._positions, batch.positions))
         residual = _normed(self._embedding_norm, residual, None)
-        for i, (block, cache) in enumerate(zip(self._blocks, caches, strict=True)):
-            residual = block.forward(residual, batch, batch.groups[self._group_of_layer[i]], cache)
+        for block, i in zip(self._blocks, self._cache_of_layer, strict=True):
+            i %= len(caches)
+            residual = block.forward(residual, batch, batch.groups[self._group_of_cache[i]], caches[i])
         return residual
 
     def logits(self, hidden: Array) -> Array:

@@ -12,19 +12,24 @@ from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.positions import PositionsDescription
+from octavo.layers.recurrent import GatedDeltaDescription, MambaDescription, ShortConvDescription
+
+# Attention, or what stands in its place
+MixerDescription = AttentionDescription | MambaDescription | ShortConvDescription | GatedDeltaDescription
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDescription:
-    """Attention and feed-forward, and the norms around them. A norm is there if it has a name: that of the checkpoint's
+    """Attention, or a mixer in its place, and feed-forward, one of which may be absent, and the norms around them. A
+    norm is there if it has a name: that of the checkpoint's
     module, after the layer's prefix. Norms before see the residual stream, norms after what is added to it.
 
     In a parallel layer both get the same residual stream; without a norm of its own the feed-forward also gets the norm
     that attention gets. What the descriptions build is in the tables of `octavo.models.decoder`.
     """
 
-    attention: AttentionDescription
-    feed_forward: FeedForwardDescription | ExpertsDescription
+    attention: MixerDescription | None
+    feed_forward: FeedForwardDescription | ExpertsDescription | None
     norm: NormDescription
     attention_norm: str | None = "input_layernorm"
     attention_post_norm: str | None = None
@@ -77,5 +82,5 @@ class ModelDescription:
 
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
-        """What each layer keeps of a sequence."""
-        return tuple(layer.attention.cache for layer in self.layers)
+        """What each layer that has attention, or a mixer in its place, keeps of a sequence."""
+        return tuple(layer.attention.cache for layer in self.layers if layer.attention is not None)

@@ -17,7 +17,7 @@ from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.rotary import ROPE_KINDS, RopeConfig
-from octavo.models.description import LayerDescription, ModelDescription
+from octavo.models.description import LayerDescription, MixerDescription, ModelDescription
 
 Config = Mapping[str, Any]
 # Of the configuration and the layer's number. A value of a family's table that is none of these stands for itself.
@@ -56,6 +56,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "sliding_window": ("window_size",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("moe_topk", "moe_k"),
+    "layer_types": ("layers_block_type",),
 }
 _ACTIVATIONS = {
     "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -78,8 +79,11 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of the configuration class, where not `_DEFAULTS`
     norm: Setting = field(default_factory=rms)  # every norm that is not said to be another
     attention: Mapping[str, Any] = field(default_factory=dict)
+    # Another description in the place of attention's; "attention"; or None, where the layer has neither.
+    mixer: Setting = lambda _, __: "attention"
     rope: Mapping[str, Any] | None = field(default_factory=dict)  # None: nothing rotates
     feed_forward: Mapping[str, Any] = field(default_factory=dict)
+    has_feed_forward: Setting = lambda _, __: True  # whether the layer does
     layer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     # Fields of `ExpertsDescription`, for layers whose feed-forward `is_sparse`; None: no layer has experts.
@@ -124,7 +128,17 @@ def _values(settings: Mapping[str, Any], config: Config, layer: int) -> dict[str
 
 
 def _layer(family: Family, config: Config, i: int) -> LayerDescription:
-    num_heads, norm = config["num_attention_heads"], family.norm(config, i)
+    mixer = family.mixer(config, i)
+    return LayerDescription(
+        attention=_attention(family, config, i) if mixer == "attention" else mixer,
+        feed_forward=_feed_forward(family, config, i) if family.has_feed_forward(config, i) else None,
+        norm=family.norm(config, i),
+        **_values(family.layer, config, i),
+    )
+
+
+def _attention(family: Family, config: Config, i: int) -> MixerDescription:
+    num_heads = config["num_attention_heads"]
     size = head_size(config)
     layer_type = _layer_type(family, config, i)
     turns = family.rope is not None and family.rotates(config, i)
@@ -139,12 +153,7 @@ def _layer(family: Family, config: Config, i: int) -> LayerDescription:
     num_heads, num_kv_heads = attention["num_heads"], attention["num_kv_heads"]
     if num_heads % num_kv_heads:
         raise LoadError(f"{num_heads} query heads do not divide into {num_kv_heads} key/value heads.")
-    return LayerDescription(
-        attention=AttentionDescription(**attention),
-        feed_forward=_feed_forward(family, config, i),
-        norm=norm,
-        **_values(family.layer, config, i),
-    )
+    return AttentionDescription(**attention)
 
 
 def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescription | ExpertsDescription:

@@ -19,6 +19,7 @@ from octavo.models.description import ModelDescription
 from octavo.models.expert_families import FAMILIES as EXPERT_FAMILIES
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
+from octavo.models.recurrent_families import FAMILIES as RECURRENT_FAMILIES
 from octavo.ops import Array, LayerKVCache, Ops
 
 
@@ -29,7 +30,7 @@ class Model(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
-        """What each layer keeps of a sequence; `group_layers` of them gives the order of `StepBatch.groups`."""
+        """What each layer that keeps something keeps of a sequence; `group_layers` of them gives the order of `StepBatch.groups`."""
 
     @property
     def is_recordable(self) -> bool:
@@ -39,7 +40,7 @@ class Model(Protocol):
         """Bytes of the packed matrices."""
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
-        """-> hidden [T, H] before the final norm. One cache a layer."""
+        """-> hidden [T, H] before the final norm. Caches are those of `layer_caches`."""
 
     def logits(self, hidden: Array) -> Array:
         """hidden [N, H] -> [N, vocab_size] float32."""
@@ -52,7 +53,7 @@ Builder = Callable[[ModelDescription, Weights, Ops, int, str], Model]
 
 
 _ARCHITECTURES: dict[str, tuple[Reader, Builder]] = {
-    name: (partial(read, name, family), Decoder) for name, family in (FAMILIES | EXPERT_FAMILIES).items()
+    name: (partial(read, name, family), Decoder) for name, family in (FAMILIES | EXPERT_FAMILIES | RECURRENT_FAMILIES).items()
 }
 
 

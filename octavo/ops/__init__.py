@@ -194,6 +194,47 @@ class OpsOver(Protocol[A]):
         (a, c, b, e) is a x² + b x for x > 0, else c (exp(min(x, e)) - 1 - x) + b x (Huang & Schlag 2024); "softcap" (c)
         is c tanh(x / c); "clip" (c) is x between -c and c."""
 
+    def multiply(self, x: A, y: A, activation: str = "identity", consumer: LinearWeight | None = None) -> A:
+        """x * f(y) of x, y [T, N], in float32, rounded once; quantized if the `consumer` multiplies quantized
+        activations. f is "identity", "silu" or "sigmoid"."""
+
+    def causal_conv(
+        self, x: A, weight: A, bias: A | None, activation: str, states: A, block_tables: A, query_start_loc: A,
+        seq_lens: A,
+    ) -> A:  # fmt: skip
+        """f(b[c] + sum over j of w[j, c] * x[t - K + 1 + j, c]) over the tokens of each sequence: [T, C]; f is
+        "identity" or "silu".
+
+        x [T, C]; weight [K, C] and bias [C] float32. `states` [blocks, S] float32 keep K - 1 rows of x from step to
+        step, in a layout of the backend's: sequence s has the state of block block_tables[s, 0], and zeros before its
+        first token. Its rows are found as by `paged_attention`."""
+
+    def num_scan_floats(self, channels: int, num_groups: int, state_size: int) -> int:
+        """Numbers that a state of `selective_scan` takes; one of `gated_delta` takes those of its value heads as groups
+        and its key size as state size. Raises `LoadError` for a size that the kernels do not have."""
+
+    def selective_scan(
+        self, x: A, time: A | None, b: A, c: A, a: A, d: A | None, time_bias: A | None,
+        time_limit: tuple[float, float], states: A, block_tables: A, query_start_loc: A, seq_lens: A,
+    ) -> A:  # fmt: skip
+        """A state space whose step depends on its input (Gu & Dao 2023, Dao & Gu 2024): the state h [C, N] of a
+        sequence becomes exp(s * a) * h + s * b (x), and y = h c + d * x: [T, C].
+
+        x [T, C]; time [T, heads] is of channels C / heads each, and s = log(1 + exp(time + time_bias)) within the
+        limits, or 1 without time. b, c [T, G, N] are of channels C / G each. a is [C] or [N, C], d [C], time_bias
+        [heads], all float32. States are as in `causal_conv`, summed up token by token, whatever the chunks."""
+
+    def gated_delta(
+        self, query: A, key: A, value: A, decay: A, beta: A, a: A, decay_bias: A, beta_scale: float, states: A,
+        block_tables: A, query_start_loc: A, seq_lens: A,
+    ) -> A:  # fmt: skip
+        """The gated delta rule (Yang et al. 2025): the state S [Dk, Dv] of each value head becomes g * S + k (x) (e *
+        (v - g * S^T k)), and y = S^T q: [T, V * Dv].
+
+        query, key [T, K, Dk], each head of which serves V / K heads of value [T, V, Dv]; decay, beta [T, V];
+        g = exp(a * log(1 + exp(decay + decay_bias))) with a, decay_bias [V] float32, e = beta_scale * sigmoid(beta).
+        States are as in `selective_scan`."""
+
     def embedding(self, token_ids: A, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> A:
         """Rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale` -> [T, H].
 

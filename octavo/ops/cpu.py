@@ -35,13 +35,15 @@ from octavo.ops.cpu_logits import (
 from octavo.ops.cpu_pack import PackedWeight, pack_linear, packed_weight
 from octavo.ops.cpu_program import Program, check_inputs, empty, recording
 from octavo.ops.cpu_quantize import quantize
+from octavo.ops.cpu_recurrent import causal_conv, gated_delta, num_scan_floats, selective_scan
 
 __all__ = [
-    "PackedWeight", "Program", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "copy_blocks",
-    "embedding", "experts", "gather_blocks", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs",
-    "mask_tokens", "normalize", "pack_linear", "packed_weight", "paged_attention", "penalize", "place", "process_row",
-    "quantize", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample", "scatter_blocks",
-    "stack_experts", "take_rows", "top_tokens", "use_threads",
+    "PackedWeight", "Program", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "causal_conv",
+    "copy_blocks", "embedding", "experts", "gated_delta", "gather_blocks", "layer_norm", "linear", "linear_add",
+    "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
+    "packed_weight", "paged_attention", "penalize", "place", "process_row", "quantize", "rms_norm", "rotary_and_cache",
+    "rotate", "route", "rows_of", "sample", "scatter_blocks", "selective_scan", "stack_experts", "take_rows",
+    "top_tokens", "use_threads",
 ]  # fmt: skip
 
 
@@ -173,6 +175,18 @@ def activation(
     assert len(parameters) == PARAMETRIC_ACTIVATIONS.get(kind, 0)
     padded = (*parameters, 0.0, 0.0, 0.0, 0.0)[:4]
     _cpu.activation(x, stride(x), rows, width, code, out, out_code, _cpu.ACTIVATIONS[kind], *padded, 0)
+    return out
+
+
+def multiply(
+    x: NDArray[Any], y: NDArray[Any], activation: str = "identity", consumer: LinearWeight | None = None
+) -> NDArray[Any]:
+    assert x.shape == y.shape and is_dense(x) and is_dense(y) and activation in ("identity", "silu", "sigmoid")
+    check_inputs("multiply", x=x, y=y)
+    code = code_of("multiply", x, y)
+    out, out_code = _output_for(consumer, x.shape, x.dtype)
+    rows, width = x.shape
+    _cpu.multiply(x, stride(x), y, stride(y), rows, width, code, out, out_code, _cpu.ACTIVATIONS[activation])
     return out
 
 

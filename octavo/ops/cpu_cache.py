@@ -38,8 +38,9 @@ def allocate_kv_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_
 
 
 def _pieces(caches: Sequence[LayerKVCache]) -> list[NDArray[np.uint8]]:
-    """The bytes of all layers' keys and values, [blocks, bytes of a block] each."""
-    return [part.view(UINT8).reshape(len(part), -1) for cache in caches for part in (cache.key, cache.value)]
+    """The bytes of all layers' keys and values, [blocks, bytes of a block] each. A state has no values."""
+    parts = [part for cache in caches for part in (cache.key, cache.value) if part.nbytes]
+    return [part.view(UINT8).reshape(len(part), -1) for part in parts]
 
 
 def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:

@@ -5,7 +5,7 @@ Every kernel is tested against it. It makes no promise about speed or about bitw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,12 @@ from octavo.ops.torch_ops import (
 from octavo.quantization import StoredWeight, dequantize
 
 __all__ = [
-    "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "copy_blocks",
-    "embedding", "experts", "fake_quantize", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add",
-    "linear_silu_and_mul", "logprobs", "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize",
-    "place", "process_row", "quantize", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route",
-    "row_classes", "rows_of", "sample", "scatter_blocks", "stack_experts", "take_rows", "top_tokens",
+    "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks",
+    "embedding", "experts", "fake_quantize", "gated_delta", "gather_blocks", "keep_tokens", "layer_norm", "linear",
+    "linear_add", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats",
+    "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize", "resolve_step", "rms_norm",
+    "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample", "scatter_blocks", "selective_scan", "stack_experts",
+    "take_rows", "top_tokens",
 ]  # fmt: skip
 
 
@@ -275,6 +276,89 @@ def activation(
 ) -> Tensor:
     out = _ACTIVATIONS[kind](x.float(), *parameters)
     return _rounded(out, x.dtype, consumer)
+
+
+_FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "silu": torch.nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+def multiply(x: Tensor, y: Tensor, activation: str = "identity", consumer: LinearWeight | None = None) -> Tensor:
+    return _rounded(x.float() * _FACTORS[activation](y.float()), x.dtype, consumer)
+
+
+def _over_states(
+    size: int, states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of each sequence and its state [size], zeroed where it begins; what is written there is kept."""
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(int(query_start_loc[s]), int(query_start_loc[s + 1]))
+        if rows.start < rows.stop:
+            state = states[int(block_tables[s, 0]), :size]
+            if seq_len == rows.stop - rows.start:
+                state.zero_()
+            yield rows, state
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, states: Tensor, block_tables: Tensor,
+    query_start_loc: Tensor, seq_lens: Tensor,
+) -> Tensor:  # fmt: skip
+    kernel, width = weight.shape
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    for rows, state in _over_states((kernel - 1) * width, states, block_tables, query_start_loc, seq_lens):
+        seen = torch.cat([state.view(kernel - 1, width), x[rows].float()])
+        y = torch.nn.functional.conv1d(seen.T[None], weight.T[:, None], bias, groups=width)[0].T
+        out[rows] = _FACTORS[activation](y).to(x.dtype)
+        state.copy_(seen[len(seen) - kernel + 1 :].flatten())
+    return out
+
+
+def num_scan_floats(channels: int, num_groups: int, state_size: int) -> int:
+    return channels * state_size
+
+
+def selective_scan(
+    x: Tensor, time: Tensor | None, b: Tensor, c: Tensor, a: Tensor, d: Tensor | None, time_bias: Tensor | None,
+    time_limit: tuple[float, float], states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+) -> Tensor:  # fmt: skip
+    (num_tokens, channels), (groups, size) = x.shape, b.shape[1:]
+    x32, steps = x.float(), torch.ones(x.shape, device=x.device)
+    if time is not None:
+        biased = time.float() if time_bias is None else time.float() + time_bias
+        steps = torch.nn.functional.softplus(biased).clamp(*time_limit)
+        steps = steps.repeat_interleave(channels // time.shape[1], 1)
+    b32, c32 = (part.float().repeat_interleave(channels // groups, 1) for part in (b, c))
+    rates = a.T if a.dim() == 2 else a[:, None]
+    y = torch.zeros(num_tokens, channels, device=x.device) if d is None else d * x32
+    for rows, state in _over_states(channels * size, states, block_tables, query_start_loc, seq_lens):
+        h = state.view(channels, size)
+        for t in range(rows.start, rows.stop):
+            step = steps[t, :, None]
+            h.copy_(torch.exp(step * rates) * h + step * b32[t] * x32[t, :, None])
+            y[t] += (h * c32[t]).sum(-1)
+    return y.to(x.dtype)
+
+
+def gated_delta(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, a: Tensor, decay_bias: Tensor,
+    beta_scale: float, states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+) -> Tensor:  # fmt: skip
+    (num_tokens, heads, width), size = value.shape, key.shape[2]
+    q, k = (part.float().repeat_interleave(heads // key.shape[1], 1) for part in (query, key))
+    v, e = value.float(), beta_scale * beta.float().sigmoid()
+    g = torch.exp(a * torch.nn.functional.softplus(decay.float() + decay_bias))
+    y = torch.zeros(num_tokens, heads, width, device=value.device)
+    for rows, state in _over_states(heads * size * width, states, block_tables, query_start_loc, seq_lens):
+        memory = state.view(heads, size, width)
+        for t in range(rows.start, rows.stop):
+            memory *= g[t, :, None, None]
+            change = e[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", memory, k[t]))
+            memory += k[t, :, :, None] * change[:, None]
+            y[t] = torch.einsum("hkv,hk->hv", memory, q[t])
+    return y.flatten(1).to(value.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

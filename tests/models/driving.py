@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.batch import GroupTables, StepBatch
-from octavo.kv_cache.groups import group_layers
+from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.loading.weights import floats
 from octavo.models.registry import Model
-from octavo.ops import Ops
+from octavo.ops import LayerKVCache, Ops
 from octavo.quantization.stored import StoredWeight
 
 BLOCK_SIZE = 8
@@ -65,10 +65,7 @@ def all_logits(model: Model, ops: Ops, sequences: Sequence[list[int]], seed: int
     rng = np.random.default_rng(seed)
     width = -(-max(map(len, sequences)) // BLOCK_SIZE)
     num_blocks = width * len(sequences)
-    caches = [
-        ops.allocate_kv_cache(num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.key_size, "float32")
-        for spec in model.layer_caches
-    ]
+    caches = [_cache(ops, spec, num_blocks) for spec in model.layer_caches]
     tables = [rng.permutation(num_blocks).reshape(len(sequences), width) for _ in group_layers(model.layer_caches)]
     num_done = [0] * len(sequences)
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
@@ -84,6 +81,13 @@ def all_logits(model: Model, ops: Ops, sequences: Sequence[list[int]], seed: int
             logits[s].append(part)
             num_done[s] = chunk.stop
     return [torch.cat(parts) for parts in logits]
+
+
+def _cache(ops: Ops, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
+    if spec.kind == "state":  # of which nothing may be read before it is written
+        states = torch.full((num_blocks, spec.num_bytes // 4), float("nan"))
+        return LayerKVCache(states, states[:, :0])
+    return ops.allocate_kv_cache(num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.key_size, "float32")
 
 
 def _batch(rows: list[tuple[int, range]], sequences: Sequence[list[int]], tables: list[NDArray[np.int64]]) -> StepBatch:

@@ -17,7 +17,10 @@ SIZES: dict[str, Any] = {
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 MODEL_TYPES = {name: model_type for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 # Its own type is that of the configuration of images and text.
-MODEL_TYPES |= {"Emu3ForCausalLM": "emu3_text_model"}
+MODEL_TYPES |= {
+    "Emu3ForCausalLM": "emu3_text_model", "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+}  # fmt: skip
 
 
 class SmallModel(NamedTuple):
@@ -45,7 +48,7 @@ class SmallModel(NamedTuple):
         with torch.no_grad():
             for name, parameter in [*reference.named_parameters(), *biases]:
                 # Larger than the usual initialisation, so that attention is far from uniform and biases count.
-                if parameter.dim() > 1 or name.endswith(("bias", "sinks", "alpha_p", "alpha_n")):
+                if parameter.dim() > 1 or name.endswith(("bias", "sinks", "alpha_p", "alpha_n", "A_log")):
                     parameter.normal_(std=0.25 if parameter.dim() == 1 else 0.12)
                 else:
                     parameter.uniform_(0.5, 1.5)

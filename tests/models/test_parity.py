@@ -23,9 +23,11 @@ from octavo.models.registry import build, describe
 from octavo.ops import Ops
 from octavo.stats import EngineStats
 from tests.models.driving import ArrayWeights, all_logits
-from tests.models.small_experts import ALL_MODELS as MODELS
+from tests.models.small_experts import ALL_MODELS
 from tests.models.small_models import VOCAB
+from tests.models.small_recurrent import RECURRENT_MODELS
 
+MODELS = ALL_MODELS | RECURRENT_MODELS
 PROMPT_LENGTHS = (30, 31, 32, 29)
 NUM_TOKENS = 8
 

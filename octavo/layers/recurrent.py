@@ -1,0 +1,254 @@
+"""What stands in the place of attention and keeps a state of fixed size: state spaces (Mamba), short convolutions, the
+gated delta rule. A state lies in one block of the layer's cache: the convolution's rows, then the recurrence's numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.batch import GroupTables, StepBatch
+from octavo.kv_cache.groups import LayerCacheSpec
+from octavo.layers.norm import Norm, NormDescription
+from octavo.layers.parameters import Parameters
+from octavo.layers.product import Product
+from octavo.ops import Array, LayerKVCache
+
+_TILE = 16  # channels that a state is padded to a multiple of: room for every backend's layout
+
+
+def _state(kernel: int, conv_width: int, channels: int = 0, groups: int = 1, size: int = 0) -> LayerCacheSpec:
+    """Of a convolution over `kernel` tokens and a recurrence of `size` numbers a channel, in equal groups."""
+    padded = groups * -(-channels // groups // _TILE) * _TILE
+    return LayerCacheSpec("state", num_bytes=4 * ((kernel - 1) * conv_width + padded * size))
+
+
+@dataclass(frozen=True, slots=True)
+class MambaDescription:
+    """Mamba 2 (Dao & Gu 2024), or Mamba 1 (Gu & Dao 2023) where `time_rank` says that time steps come from a product
+    of that rank: each channel is a head then. Names are those of the checkpoint's modules, after `name`."""
+
+    num_heads: int
+    head_size: int
+    state_size: int
+    kernel: int
+    num_groups: int = 1
+    time_rank: int = 0
+    time_limit: tuple[float, float] = (0.0, inf)
+    norm: NormDescription | None = None  # Mamba 2: of the gated output, by group
+    norms_before_gate: bool = False
+    inner_norm: NormDescription | None = None  # Mamba 1: of what time steps are made from, and of B and C
+    bias: bool = False
+    output_bias: bool = False
+    conv_bias: bool = True
+    name: str = "mamba"
+
+    @property
+    def channels(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def conv_width(self) -> int:
+        return self.channels + (0 if self.time_rank else 2 * self.num_groups * self.state_size)
+
+    @property
+    def cache(self) -> LayerCacheSpec:
+        return _state(self.kernel, self.conv_width, self.channels, self.num_groups, self.state_size)
+
+
+class _Convolution:
+    def __init__(self, parameters: Parameters, name: str, kernel: int, width: int, bias: bool, activation: str) -> None:
+        self._ops, self._activation = parameters.ops, activation
+        weight = parameters.weights.take(f"{name}.weight", (width, 1, kernel), "float32")
+        self._weight = self._ops.place(weight[:, 0].T)
+        self._bias = self._ops.place(parameters.weights.take(f"{name}.bias", (width,), "float32")) if bias else None
+        self.num_floats = (kernel - 1) * width
+
+    def forward(self, x: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
+        return self._ops.causal_conv(
+            x, self._weight, self._bias, self._activation, cache.key[:, : self.num_floats], tables.block_tables,
+            batch.query_start_loc, batch.seq_lens,
+        )  # fmt: skip
+
+
+def _rates(parameters: Parameters, name: str, *shape: int) -> NDArray[np.float32]:
+    """How fast a state decays: stored as the logarithm of its negative."""
+    return -np.exp(parameters.weights.take(name, shape, "float32"))
+
+
+class Mamba:
+    def __init__(self, description: MambaDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
+        self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
+        d, prefix, weights = description, f"{prefix}{description.name}.", parameters.weights
+        channels, size = d.channels, d.state_size
+        in_size = d.channels + d.conv_width + (0 if d.time_rank else d.num_heads)
+        self.consumer = parameters.linear([f"{prefix}in_proj"], [in_size], hidden_size, d.bias)
+        self._conv = _Convolution(parameters, f"{prefix}conv1d", d.kernel, d.conv_width, d.conv_bias, "silu")
+        self._inner_norms: list[Norm] = []
+        if d.time_rank:
+            self._inner = parameters.linear([f"{prefix}x_proj"], [d.time_rank + 2 * size], channels)
+            self._time = parameters.linear([f"{prefix}dt_proj"], [channels], d.time_rank)
+            if d.inner_norm is not None:
+                names = (("dt", d.time_rank), ("b", size), ("c", size))
+                self._inner_norms = [Norm(d.inner_norm, parameters, f"{prefix}{n}_layernorm", k) for n, k in names]
+            time_bias, rates = "dt_proj.bias", _rates(parameters, f"{prefix}A_log", channels, size).T
+        else:
+            time_bias = "dt_bias"
+            rates = np.repeat(_rates(parameters, f"{prefix}A_log", d.num_heads), d.head_size)
+        self._time_bias = self._ops.place(weights.take(f"{prefix}{time_bias}", (d.num_heads,), "float32"))
+        skip = np.repeat(weights.take(f"{prefix}D", (d.num_heads,), "float32"), d.head_size)
+        self._rates, self._skip = self._ops.place(rates), self._ops.place(skip)
+        self._norm: Norm | None = None
+        if d.norm is not None:
+            self._norm = Norm(d.norm, parameters, f"{prefix}norm", channels, groups=d.num_groups)
+        self._output = parameters.linear([f"{prefix}out_proj"], [hidden_size], channels, d.output_bias)
+
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
+        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        d, ops = self.description, self._ops
+        num_tokens, channels, size = hidden.shape[0], d.channels, d.state_size
+        projected = ops.linear(hidden, self.consumer, self._dtype)
+        if d.time_rank:
+            x, gate = projected[:, :channels], projected[:, channels:]
+            x = self._conv.forward(x, batch, tables, cache)
+            inner = ops.linear(x, self._inner, self._dtype)
+            time, b, c = inner[:, : d.time_rank], inner[:, d.time_rank : -size], inner[:, -size:]
+            if self._inner_norms:
+                time, b, c = (norm.forward(x) for norm, x in zip(self._inner_norms, (time, b, c), strict=True))
+            time = ops.linear(time, self._time, self._dtype)
+        else:
+            gate, mixed, time = (
+                projected[:, :channels], projected[:, channels : -d.num_heads], projected[:, -d.num_heads :]
+            )  # fmt: skip
+            mixed = self._conv.forward(mixed, batch, tables, cache)
+            end = channels + d.num_groups * size
+            x, b, c = mixed[:, :channels], mixed[:, channels:end], mixed[:, end:]
+        y = ops.selective_scan(
+            x, time, b.reshape(num_tokens, d.num_groups, size), c.reshape(num_tokens, d.num_groups, size), self._rates,
+            self._skip, self._time_bias, d.time_limit, cache.key[:, self._conv.num_floats :], tables.block_tables,
+            batch.query_start_loc, batch.seq_lens,
+        )  # fmt: skip
+        if self._norm is None:
+            return Product(ops, ops.multiply(y, gate, "silu", self._output), self._output)
+        if d.norms_before_gate:
+            return Product(ops, ops.multiply(self._norm.forward(y), gate, "silu", self._output), self._output)
+        return Product(ops, self._norm.forward(ops.multiply(y, gate, "silu"), self._output), self._output)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvDescription:
+    """A gated convolution over the last tokens (LFM2)."""
+
+    channels: int
+    kernel: int
+    bias: bool = False
+    name: str = "conv"
+
+    @property
+    def cache(self) -> LayerCacheSpec:
+        return _state(self.kernel, self.channels)
+
+
+class ShortConv:
+    def __init__(
+        self, description: ShortConvDescription, hidden_size: int, parameters: Parameters, prefix: str
+    ) -> None:
+        self._ops, self._dtype, self._width = parameters.ops, parameters.dtype, description.channels
+        d, prefix = description, f"{prefix}{description.name}."
+        self.consumer = parameters.linear([f"{prefix}in_proj"], [3 * d.channels], hidden_size, d.bias)
+        self._conv = _Convolution(parameters, f"{prefix}conv", d.kernel, d.channels, d.bias, "identity")
+        self._output = parameters.linear([f"{prefix}out_proj"], [hidden_size], d.channels, d.bias)
+
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
+        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        ops, width = self._ops, self._width
+        projected = ops.linear(hidden, self.consumer, self._dtype)
+        before, after, x = projected[:, :width], projected[:, width : 2 * width], projected[:, 2 * width :]
+        x = self._conv.forward(ops.multiply(x, before), batch, tables, cache)
+        return Product(ops, ops.multiply(x, after, "identity", self._output), self._output)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaDescription:
+    """The gated delta rule (Yang et al. 2025). Names are those of the checkpoint's modules, after `name`.
+
+    `in_names` are of the matrices of query, key, value, gate, beta and decay, in this order: each its own; the first
+    three stacked; or two, where each key head's rows lie together: its query, key, values and gates, and its betas and
+    decays."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    kernel: int
+    norm: NormDescription  # of each head's output
+    beta_scale: float = 1.0
+    in_names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
+    norm_name: str = "norm"
+    output_name: str = "out_proj"
+    name: str = "linear_attn"
+
+    @property
+    def conv_width(self) -> int:
+        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+
+    @property
+    def cache(self) -> LayerCacheSpec:
+        heads = self.num_value_heads
+        return _state(self.kernel, self.conv_width, heads * self.value_size, heads, self.key_size)
+
+    def row_orders(self) -> list[NDArray[np.intp]] | None:
+        """For each matrix its rows in our order; None if it is the checkpoint's."""
+        if len(self.in_names) != 2:
+            return None
+        heads, share = self.num_key_heads, self.num_value_heads // self.num_key_heads
+
+        def order(*sizes: int) -> NDArray[np.intp]:
+            rows = np.arange(heads * sum(sizes)).reshape(heads, -1)
+            return np.concatenate([part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], 1)])
+
+        values = share * self.value_size
+        return [order(self.key_size, self.key_size, values, values), order(share, share)]
+
+
+class GatedDelta:
+    def __init__(
+        self, description: GatedDeltaDescription, hidden_size: int, parameters: Parameters, prefix: str
+    ) -> None:
+        self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
+        d, prefix = description, f"{prefix}{description.name}."
+        heads, values, keys = d.num_value_heads, d.num_value_heads * d.value_size, d.num_key_heads * d.key_size
+        sizes = {2: (2 * keys + 2 * values, 2 * heads), 4: (d.conv_width, values, heads, heads)}.get(
+            len(d.in_names), (keys, keys, values, values, heads, heads)
+        )
+        names = [f"{prefix}{name}" for name in d.in_names]
+        self.consumer = parameters.linear(names, sizes, hidden_size, orders=d.row_orders())
+        self._conv = _Convolution(parameters, f"{prefix}conv1d", d.kernel, d.conv_width, False, "silu")
+        self._rates = self._ops.place(_rates(parameters, f"{prefix}A_log", heads))
+        self._decay_bias = self._ops.place(parameters.weights.take(f"{prefix}dt_bias", (heads,), "float32"))
+        # Queries and keys of length 1, and queries over the root of their size: norms with these weights.
+        self._query_weight = self._ops.place(np.full(d.key_size, 1 / d.key_size, np.float32))
+        self._key_weight = self._ops.place(np.full(d.key_size, d.key_size**-0.5, np.float32))
+        self._norm = Norm(d.norm, parameters, f"{prefix}{d.norm_name}", d.value_size)
+        self._output = parameters.linear([f"{prefix}{d.output_name}"], [hidden_size], values)
+
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
+        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
+        projected = ops.linear(hidden, self.consumer, self._dtype)
+        heads, width, keys = d.num_value_heads, d.conv_width, d.num_key_heads * d.key_size
+        mixed = self._conv.forward(projected[:, :width], batch, tables, cache)
+        query, key = (x.reshape(num_tokens, -1, d.key_size) for x in (mixed[:, :keys], mixed[:, keys : 2 * keys]))
+        eps = 1e-6 / d.key_size
+        y = ops.gated_delta(
+            ops.rms_norm(query, self._query_weight, eps), ops.rms_norm(key, self._key_weight, eps),
+            mixed[:, 2 * keys :].reshape(num_tokens, heads, d.value_size), projected[:, -heads:],
+            projected[:, -2 * heads : -heads], self._rates, self._decay_bias, d.beta_scale,
+            cache.key[:, self._conv.num_floats :], tables.block_tables, batch.query_start_loc, batch.seq_lens,
+        )  # fmt: skip
+        normed = self._norm.forward(y.reshape(num_tokens, heads, d.value_size)).reshape(num_tokens, -1)
+        gated = ops.multiply(normed, projected[:, width : -2 * heads], "silu", self._output)
+        return Product(ops, gated, self._output)

@@ -1,0 +1,317 @@
+"""The architectures with layers that keep a state, alone or beside attention: a line each, in the manner of
+`octavo.models.families`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from octavo.layers.experts import ExpertNames, one_by_one, stacked
+from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.norm import NormDescription
+from octavo.layers.recurrent import GatedDeltaDescription, MambaDescription, ShortConvDescription
+from octavo.models.expert_families import _routing, _shared
+from octavo.models.readers import Config, Family, Setting, activation_of, key, rms
+
+_LIMITLESS = 262144  # positions: a state has no limit of its own
+_RECURRENT = ("linear_attention", "mamba")
+_BACKBONE = {
+    "embedding_name": "backbone.embeddings", "layer_prefix": "backbone.layers.", "norm_name": "backbone.norm_f",
+}  # fmt: skip
+_MAMBA_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": _LIMITLESS, "norm_eps": 1e-5, "conv_kernel": 4, "expand": 2, "use_bias": False,
+    "use_conv_bias": True, "time_step_limit": None,
+}  # fmt: skip
+_MAMBA_1_DEFAULTS = _MAMBA_DEFAULTS | {"state_size": 16, "time_step_rank": "auto", "tie_word_embeddings": True}
+_HYBRID_DEFAULTS: dict[str, Any] = {
+    "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "time_step_limit": None,
+}  # fmt: skip
+
+
+def _mamba_1(config: Config, _: int) -> MambaDescription:
+    """Of the older names of settings."""
+    rank, size = config["time_step_rank"], config["hidden_size"]
+    inner = config.get("mixer_rms_eps")
+    return MambaDescription(
+        int(config["expand"] * size), 1, config["state_size"], config["conv_kernel"],
+        time_rank=math.ceil(size / 16) if rank == "auto" else rank, bias=config["use_bias"],
+        inner_norm=None if inner is None else NormDescription(inner, has_weight=False),
+        output_bias=config["use_bias"], conv_bias=config["use_conv_bias"], name="mixer",
+    )  # fmt: skip
+
+
+def _mamba_2(heads: str, head_size: str) -> Setting:
+    def find(config: Config, _: int) -> MambaDescription:
+        return MambaDescription(
+            config[heads], config[head_size], config.get("state_size") or config["ssm_state_size"],
+            config["conv_kernel"], config["n_groups"], time_limit=_limits(config),
+            norm=NormDescription(config["norm_eps"]), bias=config["use_bias"], output_bias=config["use_bias"],
+            conv_bias=config["use_conv_bias"], name="mixer",
+        )  # fmt: skip
+
+    return find
+
+
+def _limits(config: Config) -> tuple[float, float]:
+    low, high = config["time_step_limit"] or (0.0, math.inf)
+    return float(low), float(high)  # infinity is a word in some configurations
+
+
+def _hybrid_mamba(config: Config) -> MambaDescription:
+    heads, size = config["mamba_n_heads"], config["mamba_d_head"]
+    channels = config.get("mamba_d_ssm") or int(config["mamba_expand"] * config["hidden_size"])
+    return MambaDescription(
+        heads, channels // heads if size == "auto" else size, config["mamba_d_state"], config["mamba_d_conv"],
+        config["mamba_n_groups"], time_limit=_limits(config), norm=NormDescription(config["norm_eps"]),
+        bias=config["mamba_proj_bias"], output_bias=config["mamba_proj_bias"], conv_bias=config["mamba_conv_bias"],
+    )  # fmt: skip
+
+
+def _jamba_mixer(config: Config, i: int) -> MambaDescription | str:
+    if i % config["attn_layer_period"] == config["attn_layer_offset"]:
+        return "attention"
+    rank, size = config["mamba_dt_rank"], config["hidden_size"]
+    return MambaDescription(
+        config["mamba_expand"] * size, 1, config["mamba_d_state"], config["mamba_d_conv"],
+        time_rank=math.ceil(size / 16) if rank == "auto" else rank, inner_norm=NormDescription(config["norm_eps"]),
+        bias=config["mamba_proj_bias"], output_bias=config["mamba_proj_bias"], conv_bias=config["mamba_conv_bias"],
+    )  # fmt: skip
+
+
+def _bamba_mixer(config: Config, i: int) -> MambaDescription | str:
+    return "attention" if i in (config["attn_layer_indices"] or ()) else _hybrid_mamba(config)
+
+
+def _granite_mixer(config: Config, i: int) -> MambaDescription | str:
+    types = config["layer_types"]
+    return _hybrid_mamba(config) if types is None or types[i] in _RECURRENT else "attention"
+
+
+def _granite_shared(config: Config, _: int) -> FeedForwardDescription:
+    return FeedForwardDescription(
+        config["shared_intermediate_size"], activation_of(config["hidden_act"]),
+        up_names=("shared_mlp.input_linear",), down_name="shared_mlp.output_linear",
+    )  # fmt: skip
+
+
+def _lfm_is_attention(config: Config, i: int) -> bool:
+    types, listed = config["layer_types"], config.get("full_attn_idxs")
+    return bool(types[i] == "full_attention") if types is not None else listed is None or i in listed
+
+
+def _lfm_mixer(config: Config, i: int) -> ShortConvDescription | str:
+    if _lfm_is_attention(config, i):
+        return "attention"
+    return ShortConvDescription(config["hidden_size"], config["conv_L_cache"], config["conv_bias"])
+
+
+def _lfm_intermediate(config: Config, _: int) -> int:
+    size = int(config.get("block_ff_dim") or config["intermediate_size"])
+    if config["block_auto_adjust_ff_dim"]:
+        size = int(2 * size / 3)
+        if config["block_ffn_dim_multiplier"] is not None:
+            multiple = config["block_multiple_of"]
+            size = multiple * -(-int(config["block_ffn_dim_multiplier"] * size) // multiple)
+    return size
+
+
+def _delta(config: Config, i: int, **changes: Any) -> GatedDeltaDescription | str:
+    types, period = config["layer_types"], int(config.get("full_attention_interval") or 4)
+    if (types is None and (i + 1) % period == 0) or (types is not None and types[i] != "linear_attention"):
+        return "attention"
+    sizes = {
+        "num_key_heads": config["linear_num_key_heads"], "num_value_heads": config["linear_num_value_heads"],
+        "key_size": config["linear_key_head_dim"], "value_size": config["linear_value_head_dim"],
+        "kernel": config["linear_conv_kernel_dim"], "norm": NormDescription(config["norm_eps"]),
+    }  # fmt: skip
+    return GatedDeltaDescription(**sizes | changes)
+
+
+_SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_OLMO_NAMES = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+
+
+def _olmo_mixer(config: Config, i: int) -> GatedDeltaDescription | str:
+    heads = config["num_attention_heads"]
+    key_heads = config["linear_num_key_heads"] or heads
+    key_size = config["linear_key_head_dim"] or int(0.75 * config["hidden_size"] / key_heads)
+    return _delta(
+        config, i, num_key_heads=key_heads, num_value_heads=config["linear_num_value_heads"] or heads,
+        key_size=key_size, value_size=config["linear_value_head_dim"] or 2 * key_size, in_names=_OLMO_NAMES,
+        beta_scale=2.0 if config["linear_allow_neg_eigval"] else 1.0, norm=NormDescription(1e-5),
+        norm_name="o_norm", output_name="o_proj",
+    )  # fmt: skip
+
+
+def _olmo_norm(recurrent: str | None, attention: str | None) -> Setting:
+    return lambda c, i: attention if _olmo_mixer(c, i) == "attention" else recurrent
+
+
+_DELTA_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}  # fmt: skip
+_GATED_ATTENTION = {
+    "qkv_bias": key("attention_bias"), "output_bias": key("attention_bias"), "has_gate": True,
+    "qk_norm": rms(offset=1.0),
+}  # fmt: skip
+_QWEN_EXPERTS = {
+    "routing": _routing(), "shared": _shared(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
+    "shared_gate_name": "mlp.shared_expert_gate",
+}  # fmt: skip
+_JAMBA_MLP = {
+    "up_names": ("feed_forward.gate_proj", "feed_forward.up_proj"), "down_name": "feed_forward.down_proj"
+}  # fmt: skip
+_LFM_MLP = {"up_names": ("feed_forward.w1", "feed_forward.w3"), "down_name": "feed_forward.w2"}
+_LFM_ATTENTION = {
+    "qk_norm": rms(), "qk_norm_names": ("self_attn.q_layernorm", "self_attn.k_layernorm"),
+    "output_name": "self_attn.out_proj",
+}  # fmt: skip
+_LFM_NORMS = {"attention_norm": "operator_norm", "feed_forward_norm": "ffn_norm"}
+_LFM_MODEL = {"norm_name": "model.embedding_norm", "tie_word_embeddings": lambda c, _: c.get(
+    "tie_embedding", c["tie_word_embeddings"])}  # fmt: skip
+_LFM_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 128000, "num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True,
+    "rope_theta": 1000000.0, "conv_bias": False, "conv_L_cache": 3,
+}  # fmt: skip
+_MAMBA_LAYER = {"attention_norm": "norm"}
+
+
+def _never(config: Config, i: int) -> bool:
+    return False
+
+
+FAMILIES = {
+    "MambaForCausalLM": Family(
+        defaults=_MAMBA_1_DEFAULTS, mixer=_mamba_1, has_feed_forward=_never, layer=_MAMBA_LAYER, model=_BACKBONE
+    ),
+    "FalconMambaForCausalLM": Family(
+        defaults=_MAMBA_1_DEFAULTS | {"mixer_rms_eps": 1e-6}, mixer=_mamba_1, has_feed_forward=_never,
+        layer=_MAMBA_LAYER, model=_BACKBONE,
+    ),
+    "Mamba2ForCausalLM": Family(
+        defaults=_MAMBA_DEFAULTS | {"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8},
+        mixer=_mamba_2("num_heads", "head_dim"), has_feed_forward=_never, layer=_MAMBA_LAYER, model=_BACKBONE,
+    ),
+    "JambaForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 262144, "num_key_value_heads": 8, "num_experts": 16, "num_experts_per_tok": 2,
+            "expert_layer_period": 2, "expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4,
+            "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": "auto",
+            "mamba_conv_bias": True, "mamba_proj_bias": False,
+        },
+        mixer=_jamba_mixer, rope=None, feed_forward=_JAMBA_MLP, layer={"feed_forward_norm": "pre_ff_layernorm"},
+        model={"norm_name": "model.final_layernorm"},
+        experts={
+            "routing": _routing(normalize=False), "router_names": ("feed_forward.router",),
+            "names": (
+                one_by_one(*(f"feed_forward.experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
+                stacked("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+            ),
+        },
+        is_sparse=lambda c, i: c["num_experts"] > 1 and i % c["expert_layer_period"] == c["expert_layer_offset"],
+    ),
+    "BambaForCausalLM": Family(
+        defaults=_HYBRID_DEFAULTS | {
+            "max_position_embeddings": 262144, "num_key_value_heads": 8, "norm_eps": 1e-5, "attn_layer_indices": None,
+            "partial_rotary_factor": 0.5,
+        },
+        mixer=_bamba_mixer, attention={"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")},
+        feed_forward=_JAMBA_MLP | {"bias": key("mlp_bias")}, layer={"feed_forward_norm": "pre_ff_layernorm"},
+        model={"norm_name": "model.final_layernorm"},
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        defaults=_HYBRID_DEFAULTS | {
+            "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0, "logits_scaling": 1.0, "num_experts": 8, "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024, "position_embedding_type": None,
+        },
+        mixer=_granite_mixer, rotates=lambda c, _: c["position_embedding_type"] == "rope",
+        attention={
+            "qkv_bias": key("attention_bias"), "output_bias": key("attention_bias"),
+            "scale": key("attention_multiplier"),
+        },
+        feed_forward={
+            "intermediate_size": key("shared_intermediate_size"), "up_names": ("shared_mlp.input_linear",),
+            "down_name": "shared_mlp.output_linear",
+        },
+        layer={"residual_multiplier": key("residual_multiplier")},
+        model={"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")},
+        experts={
+            "routing": _routing(normalize=True), "shared": _granite_shared,
+            "router_names": ("block_sparse_moe.router.layer", "block_sparse_moe.router"),
+            "names": (
+                ExpertNames(("block_sparse_moe.input_linear.weight",), "block_sparse_moe.output_linear.weight"),
+                stacked("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+            ),
+        },
+        is_sparse=lambda c, _: c["num_experts"] > 0,
+    ),
+    "Lfm2ForCausalLM": Family(
+        defaults=_LFM_DEFAULTS | {
+            "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
+        },
+        mixer=_lfm_mixer, attention=_LFM_ATTENTION,
+        feed_forward=_LFM_MLP | {"intermediate_size": _lfm_intermediate, "activation": "silu"}, layer=_LFM_NORMS,
+        model=_LFM_MODEL,
+    ),
+    "Lfm2MoeForCausalLM": Family(
+        defaults=_LFM_DEFAULTS | {
+            "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2,
+            "use_expert_bias": True, "routed_scaling_factor": 1.0,
+        },
+        mixer=_lfm_mixer, attention=_LFM_ATTENTION, feed_forward=_LFM_MLP | {"activation": "silu"}, layer=_LFM_NORMS,
+        model=_LFM_MODEL,
+        experts={
+            "routing": _routing(scoring="sigmoid", scale=key("routed_scaling_factor")), "activation": "silu",
+            "router_names": ("feed_forward.gate",),
+            "correction_names": lambda c, _: ("feed_forward.expert_bias",) if c["use_expert_bias"] else (),
+            "names": (
+                one_by_one(*(f"feed_forward.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+                stacked("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+            ),
+        },
+        is_sparse=lambda c, i: i >= c["num_dense_layers"],
+    ),
+    "Qwen3NextForCausalLM": Family(
+        defaults=_DELTA_DEFAULTS | {
+            "num_key_value_heads": 2, "decoder_sparse_step": 1, "mlp_only_layers": None,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
+            "num_experts_per_tok": 10,
+        },
+        norm=rms(offset=1.0), mixer=_delta, attention=_GATED_ATTENTION, experts=_QWEN_EXPERTS,
+        is_sparse=lambda c, i: i not in (c["mlp_only_layers"] or ()) and (i + 1) % c["decoder_sparse_step"] == 0,
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        defaults=_DELTA_DEFAULTS | {"num_key_value_heads": 4}, norm=rms(offset=1.0),
+        mixer=lambda c, i: _delta(c, i, in_names=_SEPARATE), attention=_GATED_ATTENTION,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        defaults=_DELTA_DEFAULTS | {
+            "num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "num_experts": 256, "num_experts_per_tok": 8,
+        },
+        norm=rms(offset=1.0), mixer=lambda c, i: _delta(c, i, in_names=_SEPARATE), attention=_GATED_ATTENTION,
+        experts=_QWEN_EXPERTS,
+    ),
+    "OlmoHybridForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 65536, "linear_num_key_heads": None, "linear_num_value_heads": None,
+            "linear_key_head_dim": None, "linear_value_head_dim": None, "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+        },
+        mixer=_olmo_mixer, rotates=lambda c, _: bool((c.get("rope_parameters") or {}).get("rope_theta")),
+        attention={
+            "qkv_bias": key("attention_bias"), "output_bias": key("attention_bias"), "qk_norm": rms(),
+            "qk_norm_scope": "all",
+        },
+        layer={
+            "attention_norm": _olmo_norm("input_layernorm", None),
+            "attention_post_norm": _olmo_norm(None, "post_attention_layernorm"),
+            "feed_forward_norm": _olmo_norm("post_attention_layernorm", None),
+            "feed_forward_post_norm": _olmo_norm(None, "post_feedforward_layernorm"),
+        },
+    ),
+}  # fmt: skip

@@ -1,0 +1,111 @@
+"""Layers with a state in the native backend: short convolutions, selective scans and the gated delta rule.
+
+A state lies in tiles of channels, so that a task reads it from end to end (csrc/cpu/recurrent.h).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+import octavo._cpu as _cpu
+from octavo.errors import LoadError
+from octavo.ops.cpu_arrays import FLOAT32, INT32, code_of, is_dense, stride
+from octavo.ops.cpu_program import check_inputs, empty
+
+
+def num_scan_floats(channels: int, num_groups: int, state_size: int) -> int:
+    if state_size > _cpu.MAX_STATE_SIZE:
+        raise LoadError(f"states of {state_size} are not built for CPUs; up to {_cpu.MAX_STATE_SIZE} are.")
+    return num_groups * _padded(channels // num_groups) * state_size
+
+
+def _padded(channels: int) -> int:
+    tile: int = _cpu.STATE_TILE
+    return -(-channels // tile) * tile
+
+
+def _sequences(
+    op: str, num_floats: int, states: NDArray[Any], block_tables: NDArray[Any], query_start_loc: NDArray[Any],
+    seq_lens: NDArray[Any],
+) -> tuple[Any, ...]:  # fmt: skip
+    """What the kernels are told of the sequences and their states."""
+    assert states.dtype == FLOAT32 and is_dense(states) and states.shape[1] >= num_floats
+    assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32
+    assert is_dense(query_start_loc) and is_dense(seq_lens)
+    check_inputs(op, block_tables=block_tables, query_start_loc=query_start_loc, seq_lens=seq_lens)
+    return (
+        states, stride(states), len(states), block_tables, stride(block_tables), query_start_loc, seq_lens,
+        len(seq_lens),
+    )  # fmt: skip
+
+
+def _by_row(x: NDArray[Any]) -> tuple[NDArray[Any], int]:
+    """Rows [T, ...], each of which is in one piece."""
+    assert is_dense(x) and (x.ndim == 2 or x.shape[1] == 1 or x.strides[1] == x.shape[2] * x.itemsize)
+    return x, stride(x)
+
+
+def _is_constant(x: NDArray[Any] | None, *shape: int) -> bool:
+    return x is None or (x.shape == shape and x.dtype == FLOAT32 and bool(x.flags.c_contiguous))
+
+
+def causal_conv(
+    x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None, activation: str, states: NDArray[Any],
+    block_tables: NDArray[Any], query_start_loc: NDArray[Any], seq_lens: NDArray[Any],
+) -> NDArray[Any]:  # fmt: skip
+    (rows, width), kernel = x.shape, weight.shape[0]
+    assert _is_constant(weight, kernel, width) and _is_constant(bias, width) and activation in ("identity", "silu")
+    if kernel > _cpu.MAX_CONV_KERNEL:
+        raise LoadError(f"convolutions over {kernel} tokens are not built for CPUs; {_cpu.MAX_CONV_KERNEL} are.")
+    check_inputs("causal_conv", x=x)
+    sequences = _sequences("causal_conv", (kernel - 1) * width, states, block_tables, query_start_loc, seq_lens)
+    out = empty(x.shape, x.dtype)
+    _cpu.causal_conv(
+        *sequences, rows, code_of("causal_conv", x), out, *_by_row(x), weight, bias, width, kernel,
+        _cpu.ACTIVATIONS[activation],
+    )  # fmt: skip
+    return out
+
+
+def selective_scan(
+    x: NDArray[Any], time: NDArray[Any] | None, b: NDArray[Any], c: NDArray[Any], a: NDArray[Any],
+    d: NDArray[Any] | None, time_bias: NDArray[Any] | None, time_limit: tuple[float, float], states: NDArray[Any],
+    block_tables: NDArray[Any], query_start_loc: NDArray[Any], seq_lens: NDArray[Any],
+) -> NDArray[Any]:  # fmt: skip
+    (rows, channels), (groups, size) = x.shape, b.shape[1:]
+    heads = channels if time is None else time.shape[1]
+    assert b.shape == c.shape == (rows, groups, size) and channels % groups == channels % heads == 0
+    assert _is_constant(a, channels) or _is_constant(a, size, channels)
+    assert _is_constant(d, channels) and _is_constant(time_bias, heads)
+    inputs = {"x": x, "b": b, "c": c} | ({} if time is None else {"time": time})
+    check_inputs("selective_scan", **inputs)
+    num_floats = num_scan_floats(channels, groups, size)
+    sequences = _sequences("selective_scan", num_floats, states, block_tables, query_start_loc, seq_lens)
+    out = empty(x.shape, x.dtype)
+    _cpu.selective_scan(
+        *sequences, rows, code_of("selective_scan", *inputs.values()), out, *_by_row(x),
+        *((None, 0) if time is None else _by_row(time)), *_by_row(b), *_by_row(c), a, a.ndim == 2, d, time_bias,
+        *time_limit, channels, channels // heads, groups, size,
+    )  # fmt: skip
+    return out
+
+
+def gated_delta(
+    query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], decay: NDArray[Any], beta: NDArray[Any],
+    a: NDArray[Any], decay_bias: NDArray[Any], beta_scale: float, states: NDArray[Any], block_tables: NDArray[Any],
+    query_start_loc: NDArray[Any], seq_lens: NDArray[Any],
+) -> NDArray[Any]:  # fmt: skip
+    (rows, heads, width), (key_heads, size) = value.shape, key.shape[1:]
+    assert query.shape == key.shape and heads % key_heads == 0 and decay.shape == beta.shape == (rows, heads)
+    assert _is_constant(a, heads) and _is_constant(decay_bias, heads)
+    check_inputs("gated_delta", query=query, key=key, value=value, decay=decay, beta=beta)
+    num_floats = num_scan_floats(heads * width, heads, size)
+    sequences = _sequences("gated_delta", num_floats, states, block_tables, query_start_loc, seq_lens)
+    out = empty((rows, heads * width), value.dtype)
+    _cpu.gated_delta(
+        *sequences, rows, code_of("gated_delta", query, key, value, decay, beta), out, *_by_row(query), *_by_row(key),
+        *_by_row(value), *_by_row(decay), *_by_row(beta), a, decay_bias, beta_scale, key_heads, heads, size, width,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,59 @@
+"""Small models of every architecture with layers that keep a state; see `small_models`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.models.small_models import SIZES, VOCAB, SmallModel
+
+_MIXED = ["linear_attention", "full_attention"]
+_MAMBA_1: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 24, "state_size": 6, "num_hidden_layers": 2}
+_MAMBA_2: dict[str, Any] = {
+    "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 32
+}  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": _MIXED,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2}
+_MOE: dict[str, Any] = {"moe_intermediate_size": 24}
+
+
+def _model(name: str, /, **settings: Any) -> SmallModel:
+    return SmallModel(f"{name}ForCausalLM", SIZES | settings)
+
+
+RECURRENT_MODELS: dict[str, SmallModel] = {
+    "mamba": SmallModel("MambaForCausalLM", _MAMBA_1 | {"use_bias": True}),
+    "falcon mamba": SmallModel("FalconMambaForCausalLM", _MAMBA_1),
+    "mamba 2": SmallModel(
+        "Mamba2ForCausalLM",
+        {
+            "vocab_size": VOCAB, "hidden_size": 24, "num_heads": 4, "head_dim": 12, "state_size": 9, "n_groups": 2,
+            "num_hidden_layers": 2, "chunk_size": 32, "time_step_limit": (0.3, 0.9), "use_bias": True,
+        },
+    ),
+    "jamba": _model(
+        "Jamba", head_dim=12, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=6, num_hidden_layers=3,
+        **_EXPERTS,
+    ),
+    "bamba": _model("Bamba", head_dim=16, attn_layer_indices=[1], **_MAMBA_2),
+    "granite hybrid, experts": _model(
+        "GraniteMoeHybrid", head_dim=12, layer_types=_MIXED, shared_intermediate_size=40, num_local_experts=6,
+        logits_scaling=2.0, embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.2, **_MAMBA_2,
+    ),
+    "granite hybrid, rope": _model(
+        "GraniteMoeHybrid", head_dim=12, layer_types=_MIXED, shared_intermediate_size=40, num_local_experts=0,
+        position_embedding_type="rope", **_MAMBA_2,
+    ),
+    "lfm 2": _model("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8, conv_bias=True),
+    "lfm 2 moe": _model(
+        "Lfm2Moe", layer_types=["conv", "full_attention"], num_dense_layers=1, **_MOE, **_EXPERTS
+    ),
+    "qwen3 next": _model(
+        "Qwen3Next", shared_expert_intermediate_size=40, mlp_only_layers=[0], **_MOE, **_EXPERTS, **_DELTA
+    ),
+    "qwen 3.5": _model("Qwen3_5", **_DELTA),
+    "qwen 3.5 moe": _model("Qwen3_5Moe", shared_expert_intermediate_size=40, **_MOE, **_EXPERTS, **_DELTA),
+    "olmo hybrid": _model("OlmoHybrid", head_dim=12, **_DELTA),
+}  # fmt: skip
