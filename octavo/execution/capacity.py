@@ -21,23 +21,42 @@ def num_pools(groups: Sequence[CacheGroup]) -> int:
     return 1 + max(group.pool for group in groups)
 
 
+def _counted_pool(groups: Sequence[CacheGroup]) -> int:
+    """The pool whose blocks --num-gpu-blocks-override counts: the first one of keys and values, if there is one."""
+    return next((group.pool for group in groups if group.spec.kind != "state"), 0)
+
+
 def num_blocks(
     config: EngineConfig, groups: Sequence[CacheGroup], block_bytes: Sequence[int], budget_bytes: int, source: str
 ) -> list[int]:
     """By pool, blocks that `budget_bytes` buy: shared out as one longest request needs them, no fewer than that, no
     more than could ever be in use. `block_bytes` are by pool.
 
+    Sequences have one state however short they are, so there is a state for each that may run, as far as that leaves
+    three quarters of the budget, and enough for the longest request, to keys and values.
+
     `source` says where the budget comes from. Raises `ConfigError` if it is too small."""
     limits, max_model_len = config.scheduler, config.model.max_model_len
-    least = _longest_request(config, groups)
-    if config.cache.num_blocks_override is not None:
-        share = config.cache.num_blocks_override / least[0]
-        source = f"--num-gpu-blocks-override {config.cache.num_blocks_override}"
-        found = [config.cache.num_blocks_override, *(int(share * count) for count in least[1:])]
+    least, override, counted = _longest_request(config, groups), config.cache.num_blocks_override, _counted_pool(groups)
+    costs = [count * size for count, size in zip(least, block_bytes, strict=True)]
+    state_pools = {group.pool for group in groups if group.spec.kind == "state"}
+    state_bytes = sum(costs[pool] for pool in state_pools)
+    token_bytes = sum(costs) - state_bytes
+    share = budget_bytes / sum(costs) if override is None else override / least[counted]
+    num_states = share
+    if state_bytes and token_bytes:
+        num_states = max(share, min(budget_bytes / 4, budget_bytes - token_bytes) / state_bytes)
+    if override is None or token_bytes:
+        num_states = min(num_states, limits.max_num_seqs)
+    if override is None:
+        share = (budget_bytes - num_states * state_bytes) / token_bytes if token_bytes else num_states
+        share = min(share, limits.max_num_seqs)
+    found = [int(max(0.0, num_states if pool in state_pools else share) * count) for pool, count in enumerate(least)]
+    if override is None:
+        source = f"{source} buys {found[counted]} blocks, which"
     else:
-        share = budget_bytes / sum(count * size for count, size in zip(least, block_bytes, strict=True))
-        found = [int(max(0.0, min(share, limits.max_num_seqs)) * count) for count in least]
-        source = f"{source} buys {found[0]} blocks, which"
+        found[counted] = override
+        source = f"--num-gpu-blocks-override {override}"
     if any(count < needed for count, needed in zip(found, least, strict=True)):
         holds = int(share * max_model_len) // config.cache.block_size * config.cache.block_size
         raise ConfigError(
@@ -57,7 +76,7 @@ def shortened(
     def excess(length: int) -> int:
         counts = _longest_request(config.with_max_model_len(length), groups)
         if override is not None:
-            return counts[0] - override
+            return counts[_counted_pool(groups)] - override
         return sum(count * size for count, size in zip(counts, block_bytes, strict=True)) - budget_bytes
 
     longest = config.model.max_model_len
@@ -98,13 +117,22 @@ def num_host_blocks(
 
 
 def log_capacity(
-    config: EngineConfig, cache_bytes: int, num_blocks: Sequence[int], num_host_blocks: Sequence[int]
+    config: EngineConfig,
+    groups: Sequence[CacheGroup],
+    cache_bytes: int,
+    num_blocks: Sequence[int],
+    num_host_blocks: Sequence[int],
 ) -> None:
     """Say what the memory has bought."""
-    num_tokens = num_blocks[0] * config.cache.block_size
+    num_states = min((num_blocks[group.pool] for group in groups if group.spec.kind == "state"), default=0)
+    states = f"; states of {num_states} sequences" if num_states else ""
+    swapped = f"; {sum(num_host_blocks)} more blocks to swap to" if any(num_host_blocks) else ""
+    if all(group.spec.kind == "state" for group in groups):
+        logger.info("cache: %.2f GiB%s%s", cache_bytes / _GIB, states, swapped)
+        return
+    num_tokens = num_blocks[_counted_pool(groups)] * config.cache.block_size
     logger.info(
-        "KV cache: %d blocks of %d tokens (%.2f GiB) hold %d tokens: %.1f requests of %d tokens at once%s",
+        "KV cache: %d blocks of %d tokens (%.2f GiB) hold %d tokens: %.1f requests of %d tokens at once%s%s",
         sum(num_blocks), config.cache.block_size, cache_bytes / _GIB, num_tokens,
-        num_tokens / config.model.max_model_len, config.model.max_model_len,
-        f"; {sum(num_host_blocks)} more blocks to swap to" if any(num_host_blocks) else "",
+        num_tokens / config.model.max_model_len, config.model.max_model_len, states, swapped,
     )  # fmt: skip

@@ -95,7 +95,9 @@ class Worker:
         from octavo.ops.attention_choice import AttentionShape, with_attention
 
         config = self._config
-        attention = next((a for layer in description.layers if isinstance(a := layer.attention, AttentionDescription)), None)
+        attention = next(
+            (a for layer in description.layers if isinstance(a := layer.attention, AttentionDescription)), None
+        )
         if attention is None:
             return self._ops
         shape = AttentionShape(
@@ -138,7 +140,7 @@ class Worker:
         self.num_host_blocks = capacity.num_host_blocks(config, self.num_blocks, sizes, on_host)
         self._use(self._caches(self.num_blocks), self.num_host_blocks)
         phases.end("KV cache")
-        capacity.log_capacity(config, self.cache_bytes, self.num_blocks, self.num_host_blocks)
+        capacity.log_capacity(config, self.groups, self.cache_bytes, self.num_blocks, self.num_host_blocks)
         if device.shares_memory and config.cache.gpu_memory_utilization != EngineArgs.gpu_memory_utilization:
             logger.warning(
                 "--gpu-memory-utilization is for GPUs; on CPU --cpu-memory-utilization (%s) sizes the KV cache.",

@@ -60,12 +60,18 @@ class MambaDescription:
 
 
 class _Convolution:
-    def __init__(self, parameters: Parameters, name: str, kernel: int, width: int, bias: bool, activation: str) -> None:
-        self._ops, self._activation = parameters.ops, activation
-        weight = parameters.weights.take(f"{name}.weight", (width, 1, kernel), "float32")
-        self._weight = self._ops.place(weight[:, 0].T)
-        self._bias = self._ops.place(parameters.weights.take(f"{name}.bias", (width,), "float32")) if bias else None
-        self.num_floats = (kernel - 1) * width
+    """Over channels that have modules of their own, by name."""
+
+    def __init__(
+        self, parameters: Parameters, widths: dict[str, int], kernel: int, bias: bool, activation: str
+    ) -> None:
+        self._ops, self._activation, take = parameters.ops, activation, parameters.weights.take
+        weights = [take(f"{name}.weight", (width, 1, kernel), "float32") for name, width in widths.items()]
+        self._weight, self._bias = self._ops.place(np.concatenate(weights)[:, 0].T), None
+        if bias:
+            biases = [take(f"{name}.bias", (width,), "float32") for name, width in widths.items()]
+            self._bias = self._ops.place(np.concatenate(biases))
+        self.num_floats = (kernel - 1) * sum(widths.values())
 
     def forward(self, x: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         return self._ops.causal_conv(
@@ -76,7 +82,8 @@ class _Convolution:
 
 def _rates(parameters: Parameters, name: str, *shape: int) -> NDArray[np.float32]:
     """How fast a state decays: stored as the logarithm of its negative."""
-    return -np.exp(parameters.weights.take(name, shape, "float32"))
+    rates: NDArray[np.float32] = -np.exp(parameters.weights.take(name, shape, "float32"))
+    return rates
 
 
 class Mamba:
@@ -86,7 +93,7 @@ class Mamba:
         channels, size = d.channels, d.state_size
         in_size = d.channels + d.conv_width + (0 if d.time_rank else d.num_heads)
         self.consumer = parameters.linear([f"{prefix}in_proj"], [in_size], hidden_size, d.bias)
-        self._conv = _Convolution(parameters, f"{prefix}conv1d", d.kernel, d.conv_width, d.conv_bias, "silu")
+        self._conv = _Convolution(parameters, {f"{prefix}conv1d": d.conv_width}, d.kernel, d.conv_bias, "silu")
         self._inner_norms: list[Norm] = []
         if d.time_rank:
             self._inner = parameters.linear([f"{prefix}x_proj"], [d.time_rank + 2 * size], channels)
@@ -159,7 +166,7 @@ class ShortConv:
         self._ops, self._dtype, self._width = parameters.ops, parameters.dtype, description.channels
         d, prefix = description, f"{prefix}{description.name}."
         self.consumer = parameters.linear([f"{prefix}in_proj"], [3 * d.channels], hidden_size, d.bias)
-        self._conv = _Convolution(parameters, f"{prefix}conv", d.kernel, d.channels, d.bias, "identity")
+        self._conv = _Convolution(parameters, {f"{prefix}conv": d.channels}, d.kernel, d.bias, "identity")
         self._output = parameters.linear([f"{prefix}out_proj"], [hidden_size], d.channels, d.bias)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
@@ -187,6 +194,7 @@ class GatedDeltaDescription:
     norm: NormDescription  # of each head's output
     beta_scale: float = 1.0
     in_names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
+    conv_names: tuple[str, ...] = ("conv1d",)  # or of query, key and value
     norm_name: str = "norm"
     output_name: str = "out_proj"
     name: str = "linear_attn"
@@ -226,7 +234,9 @@ class GatedDelta:
         )
         names = [f"{prefix}{name}" for name in d.in_names]
         self.consumer = parameters.linear(names, sizes, hidden_size, orders=d.row_orders())
-        self._conv = _Convolution(parameters, f"{prefix}conv1d", d.kernel, d.conv_width, False, "silu")
+        widths = (d.conv_width,) if len(d.conv_names) == 1 else (keys, keys, values)
+        convolved = {f"{prefix}{name}": width for name, width in zip(d.conv_names, widths, strict=True)}
+        self._conv = _Convolution(parameters, convolved, d.kernel, False, "silu")
         self._rates = self._ops.place(_rates(parameters, f"{prefix}A_log", heads))
         self._decay_bias = self._ops.place(parameters.weights.take(f"{prefix}dt_bias", (heads,), "float32"))
         # Queries and keys of length 1, and queries over the root of their size: norms with these weights.

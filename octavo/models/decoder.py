@@ -64,7 +64,11 @@ class Block:
 
     def __init__(self, layer: LayerDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
         def norm(name: str | None) -> Norm | None:
-            return None if name is None else Norm(layer.norm, parameters, f"{prefix}{name}", hidden_size)
+            if name is None:
+                return None
+            names = [f"{prefix}{n}" for n in name.split("|")]
+            found = next((n for n in names if f"{n}.weight" in parameters.weights), names[0])
+            return Norm(layer.norm, parameters, found, hidden_size)
 
         self._layer, self._ops = layer, parameters.ops
         self._attention: AttentionLike | None = None
@@ -92,9 +96,7 @@ class Block:
             residual = self._add(residual, fed, self._feed_forward_post_norm)
         return residual
 
-    def _forward_parallel(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache
-    ) -> Array:
+    def _forward_parallel(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         assert self._attention is not None and self._feed_forward is not None
         # A norm that two matrices consume cannot quantize for one of them.
         is_shared = self._feed_forward_norm is None

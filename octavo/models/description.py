@@ -21,8 +21,9 @@ MixerDescription = AttentionDescription | MambaDescription | ShortConvDescriptio
 @dataclass(frozen=True, slots=True)
 class LayerDescription:
     """Attention, or a mixer in its place, and feed-forward, one of which may be absent, and the norms around them. A
-    norm is there if it has a name: that of the checkpoint's
-    module, after the layer's prefix. Norms before see the residual stream, norms after what is added to it.
+    norm is there if it has a name: that of the checkpoint's module, after the layer's prefix, or several with "|"
+    between, the first of which that the checkpoint has counts. Norms before see the residual stream, norms after what
+    is added to it.
 
     In a parallel layer both get the same residual stream; without a norm of its own the feed-forward also gets the norm
     that attention gets. What the descriptions build is in the tables of `octavo.models.decoder`.

@@ -55,7 +55,8 @@ def _mamba_2(heads: str, head_size: str) -> Setting:
 
 def _limits(config: Config) -> tuple[float, float]:
     low, high = config["time_step_limit"] or (0.0, math.inf)
-    return float(low), float(high)  # infinity is a word in some configurations
+    # As transformers writes infinity.
+    return float(low), float(high["__float__"] if isinstance(high, dict) else high)
 
 
 def _hybrid_mamba(config: Config) -> MambaDescription:
@@ -140,7 +141,7 @@ def _olmo_mixer(config: Config, i: int) -> GatedDeltaDescription | str:
         config, i, num_key_heads=key_heads, num_value_heads=config["linear_num_value_heads"] or heads,
         key_size=key_size, value_size=config["linear_value_head_dim"] or 2 * key_size, in_names=_OLMO_NAMES,
         beta_scale=2.0 if config["linear_allow_neg_eigval"] else 1.0, norm=NormDescription(1e-5),
-        norm_name="o_norm", output_name="o_proj",
+        norm_name="o_norm", output_name="o_proj", conv_names=("q_conv1d", "k_conv1d", "v_conv1d"),
     )  # fmt: skip
 
 
@@ -308,9 +309,10 @@ FAMILIES = {
             "qk_norm_scope": "all",
         },
         layer={
-            "attention_norm": _olmo_norm("input_layernorm", None),
-            "attention_post_norm": _olmo_norm(None, "post_attention_layernorm"),
-            "feed_forward_norm": _olmo_norm("post_attention_layernorm", None),
+            "attention_norm": _olmo_norm("attention_layer_norm", None),
+            # transformers writes the first name.
+            "attention_post_norm": _olmo_norm(None, "feedforward_layer_norm|post_attention_layernorm"),
+            "feed_forward_norm": _olmo_norm("feedforward_layer_norm", None),
             "feed_forward_post_norm": _olmo_norm(None, "post_feedforward_layernorm"),
         },
     ),

@@ -52,8 +52,10 @@ Reader = Callable[[Mapping[str, Any]], ModelDescription]
 Builder = Callable[[ModelDescription, Weights, Ops, int, str], Model]
 
 
+_FAMILIES = FAMILIES | EXPERT_FAMILIES | RECURRENT_FAMILIES
 _ARCHITECTURES: dict[str, tuple[Reader, Builder]] = {
-    name: (partial(read, name, family), Decoder) for name, family in (FAMILIES | EXPERT_FAMILIES | RECURRENT_FAMILIES).items()
+    name: (partial(read, name, family), Decoder)
+    for name, family in _FAMILIES.items()
 }
 
 

@@ -63,7 +63,8 @@ def causal_conv(
     sequences = _sequences("causal_conv", (kernel - 1) * width, states, block_tables, query_start_loc, seq_lens)
     out = empty(x.shape, x.dtype)
     _cpu.causal_conv(
-        *sequences, rows, code_of("causal_conv", x), out, *_by_row(x), weight, bias, width, kernel,
+        *sequences, rows, code_of("causal_conv", x), out, *_by_row(x), weight,
+        0 if bias is None else bias, width, kernel,
         _cpu.ACTIVATIONS[activation],
     )  # fmt: skip
     return out
@@ -86,7 +87,8 @@ def selective_scan(
     out = empty(x.shape, x.dtype)
     _cpu.selective_scan(
         *sequences, rows, code_of("selective_scan", *inputs.values()), out, *_by_row(x),
-        *((None, 0) if time is None else _by_row(time)), *_by_row(b), *_by_row(c), a, a.ndim == 2, d, time_bias,
+        *((0, 0) if time is None else _by_row(time)), *_by_row(b), *_by_row(c), a, a.ndim == 2, 0 if d is None else d,
+        0 if time_bias is None else time_bias,
         *time_limit, channels, channels // heads, groups, size,
     )  # fmt: skip
     return out

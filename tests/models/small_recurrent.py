@@ -55,5 +55,7 @@ RECURRENT_MODELS: dict[str, SmallModel] = {
     ),
     "qwen 3.5": _model("Qwen3_5", **_DELTA),
     "qwen 3.5 moe": _model("Qwen3_5Moe", shared_expert_intermediate_size=40, **_MOE, **_EXPERTS, **_DELTA),
-    "olmo hybrid": _model("OlmoHybrid", head_dim=12, **_DELTA),
+    "olmo hybrid": _model(
+        "OlmoHybrid", head_dim=12, **_DELTA | {"linear_value_head_dim": 6}  # transformers cuts convolutions in thirds
+    ),
 }  # fmt: skip
