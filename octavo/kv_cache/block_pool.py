@@ -62,21 +62,24 @@ class BlockPool:
         assert self.ref_counts[block] > 0, f"block {block} released more often than referenced"
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
-            before = self._sentinel if self.hashes[block] is None else self._previous[self._sentinel]
-            after = self._next[before]
-            self._next[before] = self._previous[after] = block
-            self._previous[block], self._next[block] = before, after
-            self.num_free += 1
+            self._link(block)
 
     def lookup(self, key: bytes) -> int | None:
         """The block with this content, referenced or free."""
         return self._index.get(key)
 
     def register(self, block: int, key: bytes) -> None:
-        """Index a full, referenced block by its content. The first block with a content stays the indexed one."""
-        if self.hashes[block] is None and key not in self._index:
-            self._index[key] = block
-            self.hashes[block] = key
+        """Index a full, referenced block by its content. The first block with a content stays the indexed one while it
+        is referenced; one that is free would be evicted sooner."""
+        other = self._index.get(key)
+        if self.hashes[block] is not None or (other is not None and self.ref_counts[other]):
+            return
+        if other is not None:
+            self.forget(other)
+            self._unlink(other)
+            self._link(other)
+        self._index[key] = block
+        self.hashes[block] = key
 
     def forget(self, block: int) -> None:
         """Take a block out of the index: its contents are about to change."""
@@ -115,6 +118,14 @@ class BlockPool:
         assert self.num_free + sum(count > 0 for count in self.ref_counts) == self.num_usable, "a block was lost"
         indexed = {key: block for block, key in enumerate(self.hashes) if key is not None}
         assert indexed == self._index, "the index and the blocks' keys disagree"
+
+    def _link(self, block: int) -> None:
+        """Put a block into the free list: first, or last if it is indexed."""
+        before = self._sentinel if self.hashes[block] is None else self._previous[self._sentinel]
+        after = self._next[before]
+        self._next[before] = self._previous[after] = block
+        self._previous[block], self._next[block] = before, after
+        self.num_free += 1
 
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]

@@ -99,6 +99,11 @@ def test_the_first_block_with_a_content_stays_the_indexed_one() -> None:
     assert pool.lookup(b"other") is None
     assert pool.hashes[second] is None
     pool.check({first: 1, second: 1})
+    # A free one is evicted sooner, and with it the content.
+    pool.release(first)
+    pool.register(second, b"same")
+    assert pool.lookup(b"same") == second and pool.free_blocks()[0] == first
+    pool.check({second: 1})
 
 
 def test_an_operation_touches_a_handful_of_entries_however_large_the_pool() -> None:
@@ -189,7 +194,12 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c"]))
     def register(self, data: st.DataObject, key: bytes) -> None:
         block = data.draw(st.sampled_from(sorted(self.references)))
-        if block not in self.keys and key not in self.keys.values():
+        other = next((b for b, k in self.keys.items() if k == key), None)
+        if block not in self.keys and other not in self.references:
+            if other is not None:
+                del self.keys[other]
+                self.free.remove(other)
+                self.free.appendleft(other)
             self.keys[block] = key
         self.pool.register(block, key)
 

@@ -31,7 +31,7 @@ def test_prefix_hits_forks_and_too_few_blocks(
     model.save(reference, tmp_path)
     llm = LLM(
         str(tmp_path), tokenizer=str(tiny_tokenizer), dtype="float32", max_model_len=96, max_num_batched_tokens=40,
-        block_size=8, num_gpu_blocks_override=5 if name.startswith("mamba") else 19, max_num_seqs=5, swap_space=0.01,
+        block_size=8, num_gpu_blocks_override=5 if name.startswith("mamba") else 20, max_num_seqs=5, swap_space=0.01,
         check_invariants=True, preemption_mode=preemption_mode,
     )  # fmt: skip
 
