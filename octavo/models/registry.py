@@ -30,7 +30,8 @@ class Model(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
-        """What each layer that keeps something keeps of a sequence; `group_layers` of them gives the order of `StepBatch.groups`."""
+        """What each layer that keeps something keeps of a sequence; `group_layers` of them gives the order of
+        `StepBatch.groups`."""
 
     @property
     def is_recordable(self) -> bool:
@@ -54,8 +55,7 @@ Builder = Callable[[ModelDescription, Weights, Ops, int, str], Model]
 
 _FAMILIES = FAMILIES | EXPERT_FAMILIES | RECURRENT_FAMILIES
 _ARCHITECTURES: dict[str, tuple[Reader, Builder]] = {
-    name: (partial(read, name, family), Decoder)
-    for name, family in _FAMILIES.items()
+    name: (partial(read, name, family), Decoder) for name, family in _FAMILIES.items()
 }
 
 

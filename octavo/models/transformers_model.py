@@ -286,7 +286,8 @@ class TransformersModel:
         self, description: TransformersDescription, weights: Weights, ops: Ops, max_positions: int, dtype: str
     ) -> None:
         self.vocab_size, self.layer_caches = description.vocab_size, description.layer_caches
-        self._bridge, attentions = _Bridge(ops), [layer.attention for layer in description.layers]
+        attentions = [a for layer in description.layers if isinstance(a := layer.attention, AttentionDescription)]
+        self._bridge = _Bridge(ops)
         self._group_of_layer = {
             layer: number for number, group in enumerate(group_layers(self.layer_caches)) for layer in group.layers
         }

@@ -30,16 +30,18 @@ from octavo.ops.triton.experts import experts, route, stack_experts
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, quantize
+from octavo.ops.triton.recurrent import causal_conv, gated_delta, multiply, num_scan_floats, selective_scan
 from octavo.ops.triton.rows import activation, add, take_rows
 from octavo.ops.triton.sampling import argmax, sample
 from octavo.ops.triton.schedule import ROW_CLASSES
 
 __all__ = [
-    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "copy_blocks", "embedding",
-    "experts", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs",
-    "mask_tokens", "normalize", "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize",
-    "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample",
-    "scatter_blocks", "stack_experts", "take_rows", "top_tokens",
+    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks",
+    "embedding", "experts", "gated_delta", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add",
+    "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
+    "paged_attention", "penalize", "place", "process_row", "quantize", "resolve_step", "rms_norm", "rotary_and_cache",
+    "rotate", "route", "row_classes", "rows_of", "sample", "scatter_blocks", "selective_scan", "stack_experts",
+    "take_rows", "top_tokens",
 ]  # fmt: skip
 
 

@@ -1,0 +1,37 @@
+"""Layers with a state: Triton's kernels against the reference, over sequences in steps of any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.ops.triton import recurrent
+from tests.ops.kernel_cases import assert_near, assert_same_bits, random
+from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run
+from tests.ops.tensors import OverTensors, torch_ref
+from tests.ops.triton.conftest import DEVICE
+
+kernels = OverTensors(recurrent, takes_numpy=False)
+
+
+# Some of the cases: the interpreter takes a second for each.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("conv 4", torch.float32), ("conv 3, as it is, partial vectors", torch.float16), ("mamba 1", torch.float32),
+        ("mamba 2, heads across tiles", torch.float32), ("mamba 2", torch.float16), ("gated delta", torch.float32),
+    ],
+)  # fmt: skip
+def test_chunks_of_any_size_give_the_reference_and_equal_bits(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name](dtype)
+    whole, found = Run(kernels, case, DEVICE).all(list(LENGTHS)), Run(kernels, case, DEVICE).all(CHUNKS[0])
+    expected = Run(torch_ref, case).all(list(LENGTHS))
+    for one, other, reference in zip(found, whole, expected, strict=True):
+        assert_same_bits(one, other)
+        assert_near(one.cpu(), reference)
+
+
+@pytest.mark.parametrize("activation", ["identity", "silu", "sigmoid"])
+def test_products_of_rows(activation: str) -> None:
+    x, y = random(0, 5, 90).to(DEVICE)[:, 13:80], random(1, 5, 67).to(DEVICE) * 3
+    assert_near(recurrent.multiply(x, y, activation).cpu(), torch_ref.multiply(x, y, activation).cpu())
