@@ -23,7 +23,8 @@ _TILE = 16  # channels that a state is padded to a multiple of: room for every b
 def _state(kernel: int, conv_width: int, channels: int = 0, groups: int = 1, size: int = 0) -> LayerCacheSpec:
     """Of a convolution over `kernel` tokens and a recurrence of `size` numbers a channel, in equal groups."""
     padded = groups * -(-channels // groups // _TILE) * _TILE
-    return LayerCacheSpec("state", num_bytes=4 * ((kernel - 1) * conv_width + padded * size))
+    num_floats = (kernel - 1) * conv_width + padded * size
+    return LayerCacheSpec("state", num_bytes=-(-num_floats // _TILE) * 4 * _TILE)
 
 
 @dataclass(frozen=True, slots=True)

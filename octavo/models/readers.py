@@ -120,7 +120,10 @@ def _merged(family: Family, given: Config) -> Config:
         for name in reversed(names)
         if name in given and standard not in given
     }
-    return {**_DEFAULTS, **family.defaults, **given, **renamed}
+    config = {**_DEFAULTS, **family.defaults, **given, **renamed}
+    if config["layer_types"] is not None:
+        config.setdefault("num_hidden_layers", len(config["layer_types"]))
+    return config
 
 
 def _values(settings: Mapping[str, Any], config: Config, layer: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from octavo.errors import LoadError
 from octavo.layers.experts import ExpertNames, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
@@ -51,6 +52,29 @@ def _mamba_2(heads: str, head_size: str) -> Setting:
         )  # fmt: skip
 
     return find
+
+
+def _nemotron_kind(config: Config, i: int) -> str:
+    """linear_attention, full_attention, mlp or moe."""
+    if config["layer_types"] is None:
+        return {"M": "linear_attention", "*": "full_attention", "-": "mlp"}.get(
+            config["hybrid_override_pattern"][i], "moe"
+        )
+    kind = config["layer_types"][i]
+    return {"mamba": "linear_attention", "attention": "full_attention"}.get(kind, kind)
+
+
+def _nemotron_mixer(config: Config, i: int) -> MambaDescription | str | None:
+    kind = _nemotron_kind(config, i)
+    if kind == "moe":
+        raise LoadError("experts without gates are not built yet.")
+    if kind != "linear_attention":
+        return "attention" if kind == "full_attention" else None
+    return MambaDescription(
+        config["mamba_num_heads"], config["mamba_head_dim"], config["ssm_state_size"], config["conv_kernel"],
+        config["n_groups"], time_limit=(config["time_step_min"], math.inf), norm=NormDescription(config["norm_eps"]),
+        bias=config["use_bias"], output_bias=config["use_bias"], conv_bias=config["use_conv_bias"], name="mixer",
+    )  # fmt: skip
 
 
 def _limits(config: Config) -> tuple[float, float]:
@@ -249,6 +273,23 @@ FAMILIES = {
             ),
         },
         is_sparse=lambda c, _: c["num_experts"] > 0,
+    ),
+    "NemotronHForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 4096, "num_key_value_heads": 8, "head_dim": 128, "norm_eps": 1e-5,
+            "mlp_hidden_act": "relu2", "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64,
+            "n_groups": 8, "conv_kernel": 4, "time_step_min": 0.001, "use_conv_bias": True, "use_bias": False,
+            "hybrid_override_pattern": "M-*-",
+        },
+        mixer=_nemotron_mixer, rope=None, has_feed_forward=lambda c, i: _nemotron_kind(c, i) == "mlp",
+        attention={
+            "qkv_names": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), "output_name": "mixer.o_proj",
+        },
+        feed_forward={
+            "gated": False, "up_names": ("mixer.up_proj",), "down_name": "mixer.down_proj", "bias": key("mlp_bias"),
+            "activation": lambda c, _: activation_of(c["mlp_hidden_act"]),
+        },
+        layer={"attention_norm": "norm", "feed_forward_norm": "norm"}, model=_BACKBONE,
     ),
     "Lfm2ForCausalLM": Family(
         defaults=_LFM_DEFAULTS | {

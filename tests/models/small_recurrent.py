@@ -46,6 +46,13 @@ RECURRENT_MODELS: dict[str, SmallModel] = {
         "GraniteMoeHybrid", head_dim=12, layer_types=_MIXED, shared_intermediate_size=40, num_local_experts=0,
         position_embedding_type="rope", **_MAMBA_2,
     ),
+    "nemotron h": SmallModel(
+        "NemotronHForCausalLM",
+        {name: size for name, size in SIZES.items() if name != "num_hidden_layers"} | {
+            "layers_block_type": ["mlp", "linear_attention", "mlp", "full_attention"], "ssm_state_size": 8,
+            "mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 2, "chunk_size": 32, "time_step_min": 0.4,
+        },
+    ),
     "lfm 2": _model("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8, conv_bias=True),
     "lfm 2 moe": _model(
         "Lfm2Moe", layer_types=["conv", "full_attention"], num_dense_layers=1, **_MOE, **_EXPERTS

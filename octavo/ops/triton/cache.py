@@ -203,7 +203,9 @@ def _copy_kernel(addresses, pairs, num_pairs, num_caches, num_words, WORDS: tl.c
 def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
     """`DeviceOps.copy_blocks`: all layers are one launch, as a copy-on-write is a few blocks and launches for each
     layer would make it a hundred times dearer."""
-    tensors = [tensor for cache in caches for tensor in (cache.key, cache.value)]
+    tensors = [
+        tensor for cache in caches for tensor in (cache.key, cache.value) if tensor.nbytes
+    ]  # a state has no values
     device = tensors[0].device
     num_words, rest = divmod(tensors[0][0].nbytes, 8)
     assert rest == 0

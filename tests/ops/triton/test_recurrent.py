@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from octavo.ops import LayerKVCache
 from octavo.ops.triton import recurrent
+from octavo.ops.triton.cache import copy_blocks
 from tests.ops.kernel_cases import assert_near, assert_same_bits, random
 from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run
 from tests.ops.tensors import OverTensors, torch_ref
@@ -29,6 +31,13 @@ def test_chunks_of_any_size_give_the_reference_and_equal_bits(name: str, dtype: 
     for one, other, reference in zip(found, whole, expected, strict=True):
         assert_same_bits(one, other)
         assert_near(one.cpu(), reference)
+
+
+def test_states_are_copied() -> None:
+    states = [random(i, 4, 20).to(DEVICE) for i in range(2)]
+    expected = [x[1].clone() for x in states]
+    copy_blocks([(1, 3)], [LayerKVCache(x, x[:, :0]) for x in states])
+    assert all(torch.equal(x[3], y) for x, y in zip(states, expected, strict=True))
 
 
 @pytest.mark.parametrize("activation", ["identity", "silu", "sigmoid"])

@@ -1,0 +1,46 @@
+"""Layers with a state, at the shapes of Mamba 2 2.7B, Mamba 2.8B and Qwen3-Next."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.ops.triton.recurrent import causal_conv, gated_delta, multiply, selective_scan
+from tests.ops.triton.compiling import Case
+
+TOKENS, SEQUENCES = 64, 8
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.empty(TOKENS, *shape, dtype=torch.bfloat16)
+
+
+def sequences(num_floats: int) -> tuple[torch.Tensor, ...]:
+    tables, bounds, lengths = (torch.zeros(n, dtype=torch.int32) for n in (SEQUENCES, SEQUENCES + 1, SEQUENCES))
+    return torch.empty(2, num_floats), tables[:, None], bounds, lengths
+
+
+def convolve() -> None:
+    causal_conv(rows(5376), torch.empty(4, 5376), torch.empty(5376), "silu", *sequences(3 * 5376))
+
+
+def scan(channels: int, heads: int, size: int, *rates: int) -> None:
+    selective_scan(
+        rows(channels), rows(heads), rows(1, size), rows(1, size), torch.empty(*rates), torch.empty(channels),
+        torch.empty(heads), (0.0, 1.0), *sequences(channels * size),
+    )  # fmt: skip
+
+
+def delta() -> None:
+    gated_delta(
+        rows(16, 128), rows(16, 128), rows(32, 128), rows(32), rows(32), torch.empty(32), torch.empty(32), 1.0,
+        *sequences(32 * 128 * 128),
+    )  # fmt: skip
+
+
+CASES = {
+    "multiply": Case(lambda: multiply(rows(5120), rows(5120), "silu")),
+    "conv": Case(convolve),
+    "scan_mamba_2": Case(lambda: scan(5120, 80, 128, 5120)),
+    "scan_mamba_1": Case(lambda: scan(5120, 5120, 16, 16, 5120)),
+    "gated_delta": Case(delta),
+}
