@@ -22,6 +22,7 @@ class FeedForwardDescription:
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
+    gate_multiplier: float = 1.0
     inner_norm: NormDescription | None = None  # of what the second matrix gets
     up_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # gate and up, one if they are stacked; ungated: up
     down_name: str = "mlp.down_proj"
@@ -47,8 +48,9 @@ class FeedForward:
         names = [f"{prefix}{name}" for name in description.up_names]
         sizes = (size, size) if description.gated else (size,)
         self._up = parameters.linear(
-            names, sizes, hidden_size, description.bias, description.gated, is_transposed=transposed
-        )
+            names, sizes, hidden_size, description.bias, description.gated, is_transposed=transposed,
+            scales=(description.gate_multiplier, 1.0) if description.gated else (),
+        )  # fmt: skip
         self._down = parameters.linear(
             [f"{prefix}{description.down_name}"], [hidden_size], size, description.bias, is_transposed=transposed
         )

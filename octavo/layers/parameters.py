@@ -40,12 +40,13 @@ class Parameters:
         *,
         orders: Sequence[NDArray[np.intp]] | None = None,
         is_transposed: bool = False,
+        scales: Sequence[float] = (),
     ) -> LinearWeight:
         """Projections to `sizes` outputs of one input of `num_in` as one matrix: outputs side by side, or `gated`.
 
         `names` are those of the checkpoint's modules: one a projection, or a single one that has them stacked. `orders`
         are, of each, its rows in the order that is wanted; stored `is_transposed` they are columns. `bias` may be the
-        name of the tensor.
+        name of the tensor. Projections, without their biases, may be multiplied with `scales`.
         """
         num_out = sum(sizes)
         stored_sizes = sizes if len(names) == len(sizes) else [num_out]
@@ -55,6 +56,10 @@ class Parameters:
             for share in pairwise(bounds):
                 shape = (num_in, size) if is_transposed else (size, num_in)
                 parts.append(self.weights.take_matrix(f"{name}.weight", shape, share, is_transposed=is_transposed))
+        if any(scale != 1.0 for scale in scales):
+            if len(parts) != len(sizes):
+                parts = [parts[0].rows(*share) for share in pairwise(accumulate(sizes, initial=0))]
+            parts = [part.scaled(scale) for part, scale in zip(parts, scales, strict=True)]
         if orders is not None:
             parts = [take_rows(part, order) for part, order in zip(parts, orders, strict=True)]
         biases = None

@@ -42,6 +42,7 @@ class MambaDescription:
     norm: NormDescription | None = None  # Mamba 2: of the gated output, by group
     norms_before_gate: bool = False
     inner_norm: NormDescription | None = None  # Mamba 1: of what time steps are made from, and of B and C
+    multipliers: tuple[float, ...] = ()  # Mamba 2: of the gate, x, B, C and the time steps that the first matrix gives
     bias: bool = False
     output_bias: bool = False
     conv_bias: bool = True
@@ -92,8 +93,9 @@ class Mamba:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
         d, prefix, weights = description, f"{prefix}{description.name}.", parameters.weights
         channels, size = d.channels, d.state_size
-        in_size = d.channels + d.conv_width + (0 if d.time_rank else d.num_heads)
-        self.consumer = parameters.linear([f"{prefix}in_proj"], [in_size], hidden_size, d.bias)
+        group = d.num_groups * size
+        in_sizes = [channels, channels] if d.time_rank else [channels, channels, group, group, d.num_heads]
+        self.consumer = parameters.linear([f"{prefix}in_proj"], in_sizes, hidden_size, d.bias, scales=d.multipliers)
         self._conv = _Convolution(parameters, {f"{prefix}conv1d": d.conv_width}, d.kernel, d.conv_bias, "silu")
         self._inner_norms: list[Norm] = []
         if d.time_rank:

@@ -59,6 +59,9 @@ FEED_FORWARDS: dict[type, Callable[[Any, int, Parameters, str], FeedForwardLike]
 }
 
 
+Place = tuple[GroupTables, LayerKVCache]  # where a mixer keeps what it keeps
+
+
 class Block:
     """Attention and feed-forward with their norms, added to the residual stream one after the other or together."""
 
@@ -76,24 +79,33 @@ class Block:
             self._attention_norm = norm(layer.attention_norm)
             self._attention = ATTENTIONS[type(layer.attention)](layer.attention, hidden_size, parameters, prefix)
             self._attention_post_norm = norm(layer.attention_post_norm)
+        self._beside: AttentionLike | None = None
+        if layer.beside is not None:
+            self._beside = ATTENTIONS[type(layer.beside)](layer.beside, hidden_size, parameters, prefix)
         self._feed_forward: FeedForwardLike | None = None
         if (feed_forward := layer.feed_forward) is not None:
             self._feed_forward_norm = norm(layer.feed_forward_norm)
             self._feed_forward = FEED_FORWARDS[type(feed_forward)](feed_forward, hidden_size, parameters, prefix)
             self._feed_forward_post_norm = norm(layer.feed_forward_post_norm)
 
-    def forward(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
+    def forward(
+        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None
+    ) -> Array:
         """residual [T, H], which is overwritten -> the residual stream after this layer"""
         if self._layer.is_parallel:
             return self._forward_parallel(residual, batch, tables, cache)
         if self._attention is not None:
-            hidden = _normed(self._attention_norm, residual, self._attention.consumer)
+            consumer = None if self._beside is not None else self._attention.consumer
+            hidden = _normed(self._attention_norm, residual, consumer)
             attended = self._attention.forward(hidden, batch, tables, cache)
-            residual = self._add(residual, attended, self._attention_post_norm)
+            if self._beside is not None and beside is not None:
+                other = self._beside.forward(hidden, batch, *beside)
+                residual = self._add(residual, other, self._attention_post_norm, self._layer.multipliers[1])
+            residual = self._add(residual, attended, self._attention_post_norm, self._layer.multipliers[0])
         if self._feed_forward is not None:
             hidden = _normed(self._feed_forward_norm, residual, self._feed_forward.consumer)
             fed = self._feed_forward.forward(hidden)
-            residual = self._add(residual, fed, self._feed_forward_post_norm)
+            residual = self._add(residual, fed, self._feed_forward_post_norm, self._layer.multipliers[2])
         return residual
 
     def _forward_parallel(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
@@ -108,8 +120,8 @@ class Block:
         residual = self._add(residual, attended, self._attention_post_norm)
         return self._add(residual, fed, self._feed_forward_post_norm)
 
-    def _add(self, residual: Array, summand: Summand, post_norm: Norm | None) -> Array:
-        scale = self._layer.residual_multiplier
+    def _add(self, residual: Array, summand: Summand, post_norm: Norm | None, multiplier: float = 1.0) -> Array:
+        scale = self._layer.residual_multiplier * multiplier
         if post_norm is None or self._layer.norms_stream:
             summand.add_to(residual, scale)
             return _normed(post_norm, residual, None)
@@ -122,8 +134,11 @@ def _normed(norm: Norm | None, residual: Array, consumer: LinearWeight | None) -
 
 
 class BlockLike(Protocol):
-    def forward(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
-        """residual [T, H], which is overwritten -> the residual stream after this layer"""
+    def forward(
+        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None
+    ) -> Array:
+        """residual [T, H], which is overwritten -> the residual stream after this layer. `beside` is for the mixer
+        beside attention, where there is one."""
 
 
 # `Block`, or a class that an architecture brings instead: layer, hidden size, parameters, prefix of names
@@ -189,8 +204,12 @@ class Decoder:
         self._group_of_cache = {
             cache: number for number, group in enumerate(group_layers(self.layer_caches)) for cache in group.layers
         }
-        # The number of each layer's cache; one that has none is given its neighbour's and does not read it.
-        self._cache_of_layer = [n - 1 for n in accumulate(layer.attention is not None for layer in description.layers)]
+        # The numbers of each layer's caches; one that has none is given its neighbour's and does not read it.
+        counts = [(layer.attention is not None) + (layer.beside is not None) for layer in description.layers]
+        self._caches_of_layer = [
+            range(end - count, end) or range(end - 1, end)
+            for count, end in zip(counts, accumulate(counts), strict=True)
+        ]
         # Granite divides its logits: the norm before the output matrix may as well.
         self._norm: Norm | None = None
         if description.norm is not None:
@@ -216,9 +235,10 @@ class Decoder:
         if self._positions is not None:
             ops.add(residual, ops.take_rows(self._positions, batch.positions))
         residual = _normed(self._embedding_norm, residual, None)
-        for block, i in zip(self._blocks, self._cache_of_layer, strict=True):
-            i %= len(caches)
-            residual = block.forward(residual, batch, batch.groups[self._group_of_cache[i]], caches[i])
+        places = [(batch.groups[self._group_of_cache[i]], cache) for i, cache in enumerate(caches)]
+        for block, numbers in zip(self._blocks, self._caches_of_layer, strict=True):
+            (tables, cache), *beside = (places[i] for i in numbers)
+            residual = block.forward(residual, batch, tables, cache, *beside)
         return residual
 
     def logits(self, hidden: Array) -> Array:

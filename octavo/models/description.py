@@ -38,6 +38,9 @@ class LayerDescription:
     feed_forward_post_norm: str | None = None
     is_parallel: bool = False
     norms_stream: bool = False  # norms after see the sum instead, and what they return is the residual stream
+    beside: MixerDescription | None = None  # another mixer that sees what attention does
+    # Of what attention, the mixer beside it and the feed-forward return.
+    multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
     residual_multiplier: float = 1.0  # of what is added to the residual stream
 
 
@@ -83,5 +86,6 @@ class ModelDescription:
 
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
-        """What each layer that has attention, or a mixer in its place, keeps of a sequence."""
-        return tuple(layer.attention.cache for layer in self.layers if layer.attention is not None)
+        """What each attention, or mixer in its place or beside it, keeps of a sequence, layer by layer."""
+        mixers = [mixer for layer in self.layers for mixer in (layer.attention, layer.beside)]
+        return tuple(mixer.cache for mixer in mixers if mixer is not None)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from octavo.errors import LoadError
@@ -57,10 +58,9 @@ def _mamba_2(heads: str, head_size: str) -> Setting:
 def _nemotron_kind(config: Config, i: int) -> str:
     """linear_attention, full_attention, mlp or moe."""
     if config["layer_types"] is None:
-        return {"M": "linear_attention", "*": "full_attention", "-": "mlp"}.get(
-            config["hybrid_override_pattern"][i], "moe"
-        )
-    kind = config["layer_types"][i]
+        letter = config["hybrid_override_pattern"][i]
+        return {"M": "linear_attention", "*": "full_attention", "-": "mlp"}.get(letter, "moe")
+    kind = str(config["layer_types"][i])
     return {"mamba": "linear_attention", "attention": "full_attention"}.get(kind, kind)
 
 
@@ -91,6 +91,22 @@ def _hybrid_mamba(config: Config) -> MambaDescription:
         config["mamba_n_groups"], time_limit=_limits(config), norm=NormDescription(config["norm_eps"]),
         bias=config["mamba_proj_bias"], output_bias=config["mamba_proj_bias"], conv_bias=config["mamba_conv_bias"],
     )  # fmt: skip
+
+
+def _falcon_mamba(config: Config, _: int) -> MambaDescription:
+    """Of Falcon-H1, beside attention."""
+    scale = config["ssm_in_multiplier"]
+    return replace(
+        _hybrid_mamba(config), norm=NormDescription(config["norm_eps"]) if config["mamba_rms_norm"] else None,
+        norms_before_gate=config["mamba_norm_before_gate"], output_bias=config["projectors_bias"],
+        multipliers=tuple(scale * multiplier for multiplier in config["ssm_multipliers"] or [1.0] * 5),
+    )  # fmt: skip
+
+
+def _falcon_scale(config: Config, _: int) -> float:
+    """Of scores: keys and the inputs of queries and keys are multiplied too."""
+    head_size = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    return float(head_size**-0.5 * config["key_multiplier"] * config["attention_in_multiplier"] ** 2)
 
 
 def _jamba_mixer(config: Config, i: int) -> MambaDescription | str:
@@ -273,6 +289,30 @@ FAMILIES = {
             ),
         },
         is_sparse=lambda c, _: c["num_experts"] > 0,
+    ),
+    "FalconH1ForCausalLM": Family(
+        defaults=_HYBRID_DEFAULTS | {
+            "max_position_embeddings": 8192, "num_key_value_heads": 8, "norm_eps": 1e-5, "mamba_d_ssm": 1024,
+            "mamba_norm_before_gate": True, "mamba_rms_norm": False, "projectors_bias": False,
+            "lm_head_multiplier": 1.0, "embedding_multiplier": 1.0, "mlp_multipliers": None, "key_multiplier": 1.0,
+            "attention_out_multiplier": 1.0, "attention_in_multiplier": 1.0, "ssm_multipliers": None,
+            "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0,
+        },
+        refuses=("attention_bias",), attention={"scale": _falcon_scale},
+        feed_forward=_JAMBA_MLP | {
+            "bias": key("mlp_bias"), "gate_multiplier": lambda c, _: (c["mlp_multipliers"] or (1.0, 1.0))[0],
+        },
+        layer={
+            "beside": _falcon_mamba, "feed_forward_norm": "pre_ff_layernorm",
+            "multipliers": lambda c, _: (
+                c["attention_in_multiplier"] * c["attention_out_multiplier"], c["ssm_out_multiplier"],
+                (c["mlp_multipliers"] or (1.0, 1.0))[1],
+            ),
+        },
+        model={
+            "norm_name": "model.final_layernorm", "embedding_multiplier": key("embedding_multiplier"),
+            "logits_divisor": lambda c, _: 1 / c["lm_head_multiplier"],
+        },
     ),
     "NemotronHForCausalLM": Family(
         defaults={

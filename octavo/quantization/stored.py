@@ -79,6 +79,15 @@ class StoredWeight:
             tensors[name] = tensor if axis is None else tensor[first::2] if axis == 0 else tensor[:, first::2]
         return StoredWeight(self.format, tensors, (len(range(first, self.shape[0], 2)), self.shape[1]))
 
+    def scaled(self, scale: float) -> StoredWeight:
+        """`scale` times the matrix, in its own type. Raises `ConfigError` if it is not of floats."""
+        if scale == 1.0:
+            return self
+        if self.format not in ("F32", "F16", "BF16", "INT8", "FP8"):
+            raise ConfigError(f"a {self.format} matrix {list(self.shape)} cannot be multiplied with {scale}.")
+        data = (self.data.astype("float32") * scale).astype(self.data.dtype)
+        return StoredWeight(self.format, {"data": data}, self.shape)
+
     def transposed(self) -> StoredWeight:
         """The matrix [K, N], over the same memory. Raises `ConfigError` where elements do not lie by themselves."""
         if self.format in AXES or self.format in BLOCK_TYPES:

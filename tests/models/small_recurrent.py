@@ -46,6 +46,15 @@ RECURRENT_MODELS: dict[str, SmallModel] = {
         "GraniteMoeHybrid", head_dim=12, layer_types=_MIXED, shared_intermediate_size=40, num_local_experts=0,
         position_embedding_type="rope", **_MAMBA_2,
     ),
+    "falcon h1": _model(
+        "FalconH1", mamba_d_ssm=96, lm_head_multiplier=0.5, embedding_multiplier=3.0, mlp_multipliers=[0.7, 1.4],
+        key_multiplier=0.6, attention_out_multiplier=0.8, attention_in_multiplier=1.2, ssm_in_multiplier=0.9,
+        ssm_multipliers=[0.5, 1.5, 0.8, 1.2, 0.7], ssm_out_multiplier=1.3, **_MAMBA_2,
+    ),
+    "falcon h1, norm before the gate": _model("FalconH1", mamba_d_ssm=96, mamba_rms_norm=True, **_MAMBA_2),
+    "falcon h1, norm after the gate": _model(
+        "FalconH1", mamba_d_ssm=96, mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, **_MAMBA_2
+    ),
     "nemotron h": SmallModel(
         "NemotronHForCausalLM",
         {name: size for name, size in SIZES.items() if name != "num_hidden_layers"} | {
