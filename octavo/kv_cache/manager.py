@@ -21,6 +21,9 @@ from octavo.plan import BlockMoves
 from octavo.sequence import Sequence
 
 UNLIMITED = 2**62
+# Blocks from one snapshot of an answer to the next: a snapshot is a copy of the state, which may be hundreds of MB, and
+# the prompt that goes on from an answer has as many tokens to compute once more at most.
+_SNAPSHOT_BLOCKS = 8
 _NOT_KEPT = -1  # in a table of host blocks: where the device's has the null block
 
 Changes = list[tuple[int, int, int]]  # entries of block tables: (group, position, block)
@@ -295,13 +298,17 @@ class KVCacheManager:
             attention.leave(seq.block_tables[attention.group], seq.num_computed_tokens, changed)
 
     def _take_snapshots(self, seq: Sequence) -> None:
-        """Keep the states of `seq`, which is about to go on, if it stands at the end of a full block."""
+        """Keep the states of `seq`, which is about to go on, if it stands at the end of a full block: of its prompt, or
+        of every so many that it has written."""
+        num_computed = seq.num_computed_tokens
+        if num_computed > seq.num_prompt_tokens and num_computed % (_SNAPSHOT_BLOCKS * self.block_size):
+            return
         extend_block_hashes(seq, self.block_size)
         for state in self.states:
             table = seq.block_tables[state.group]
             returning = self._moves[self._pool_of[state.group]].swap_in  # copies are made before these come back
             if all(block not in table for _, block in returning):
-                state.snapshot(table, seq.num_computed_tokens, seq.block_hashes)
+                state.snapshot(table, num_computed, seq.block_hashes)
 
     def _share(self, seq: Sequence) -> None:
         for blocks, table in zip(self._groups, seq.block_tables, strict=False):

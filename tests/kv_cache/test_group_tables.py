@@ -131,6 +131,17 @@ def test_a_snapshot_is_given_up_where_there_is_no_other_block() -> None:
     assert cache.find_prefix(sequence(30)).num_tokens == 0
 
 
+def test_an_answer_keeps_a_snapshot_every_eight_blocks() -> None:
+    cache = manager((STATE, 0), num_blocks=[4])
+    seq = sequence(SIZE)
+    copied = []
+    for num_tokens in range(1, 16 * SIZE + 2):
+        seq.token_ids = [*seq.token_ids, *[7] * (num_tokens - seq.num_tokens)]
+        compute(cache, seq, num_tokens)
+        copied += [num_tokens - 1] * len(cache.take_moves()[0].copy)
+    assert copied == [SIZE, 8 * SIZE, 16 * SIZE], "the prompt's, and then the eighth and the sixteenth"
+
+
 def test_forks_copy_the_state_that_they_share() -> None:
     cache = manager((STATE, 0), num_blocks=[3])
     seq = sequence(6)
