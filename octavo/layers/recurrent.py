@@ -69,7 +69,7 @@ class _Convolution:
     ) -> None:
         self._ops, self._activation, take = parameters.ops, activation, parameters.weights.take
         weights = [take(f"{name}.weight", (width, 1, kernel), "float32") for name, width in widths.items()]
-        self._weight, self._bias = self._ops.place(np.concatenate(weights)[:, 0].T), None
+        self._weight, self._bias = self._ops.place(np.ascontiguousarray(np.concatenate(weights)[:, 0].T)), None
         if bias:
             biases = [take(f"{name}.bias", (width,), "float32") for name, width in widths.items()]
             self._bias = self._ops.place(np.concatenate(biases))
@@ -104,7 +104,8 @@ class Mamba:
             if d.inner_norm is not None:
                 names = (("dt", d.time_rank), ("b", size), ("c", size))
                 self._inner_norms = [Norm(d.inner_norm, parameters, f"{prefix}{n}_layernorm", k) for n, k in names]
-            time_bias, rates = "dt_proj.bias", _rates(parameters, f"{prefix}A_log", channels, size).T
+            time_bias = "dt_proj.bias"
+            rates = np.ascontiguousarray(_rates(parameters, f"{prefix}A_log", channels, size).T)
         else:
             time_bias = "dt_bias"
             rates = np.repeat(_rates(parameters, f"{prefix}A_log", d.num_heads), d.head_size)

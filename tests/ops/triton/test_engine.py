@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from transformers import LlamaConfig
+from transformers import BambaConfig, LlamaConfig, PreTrainedConfig
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
@@ -22,14 +22,26 @@ from tests.ops.triton.conftest import DEVICE
 VOCAB = 96
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> EngineConfig:
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "tie_word_embeddings": False, "dtype": "float32",
+}  # fmt: skip
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "attention": LlamaConfig(architectures=["LlamaForCausalLM"], **SIZES),
+    "states and attention": BambaConfig(
+        architectures=["BambaForCausalLM"], attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=32,
+        mamba_n_groups=2, mamba_d_state=8, **SIZES,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def config(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path
+) -> EngineConfig:
     folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
-        pad_token_id=0, architectures=["LlamaForCausalLM"], tie_word_embeddings=False, dtype="float32",
-    ).save_pretrained(folder)  # fmt: skip
+    CONFIGS[request.param].save_pretrained(folder)
     return EngineArgs(
         model=str(folder), tokenizer=str(tiny_tokenizer), load_format="dummy", seed=5, max_num_seqs=3,
         max_num_batched_tokens=16, num_gpu_blocks_override=24, block_size=8, device="cpu", check_invariants=True,
