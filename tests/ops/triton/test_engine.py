@@ -30,8 +30,8 @@ SIZES: dict[str, Any] = {
 CONFIGS: dict[str, PreTrainedConfig] = {
     "attention": LlamaConfig(architectures=["LlamaForCausalLM"], **SIZES),
     "states and attention": BambaConfig(
-        architectures=["BambaForCausalLM"], attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=32,
-        mamba_n_groups=2, mamba_d_state=8, **SIZES,
+        architectures=["BambaForCausalLM"], attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16,
+        mamba_n_groups=1, mamba_d_state=8, mamba_expand=1, **SIZES,
     ),
 }  # fmt: skip
 
