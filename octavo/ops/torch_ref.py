@@ -30,12 +30,12 @@ from octavo.ops.torch_ops import (
 from octavo.quantization import StoredWeight, dequantize
 
 __all__ = [
-    "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks",
-    "embedding", "experts", "fake_quantize", "gated_delta", "gather_blocks", "keep_tokens", "layer_norm", "linear",
-    "linear_add", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats",
-    "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize", "resolve_step", "rms_norm",
-    "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample", "scatter_blocks", "selective_scan", "stack_experts",
-    "take_rows", "top_tokens",
+    "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "causal_conv",
+    "copy_blocks", "embedding", "experts", "fake_quantize", "gated_delta", "gather_blocks", "keep_tokens",
+    "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize",
+    "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize",
+    "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample",
+    "scatter_blocks", "selective_scan", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 

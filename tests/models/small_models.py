@@ -44,7 +44,8 @@ class SmallModel(NamedTuple):
         else:
             reference = model_class.from_config(config, attn_implementation=self.attention)
         reference = reference.float().eval()
-        biases = [(name, buffer) for name, buffer in reference.named_buffers() if name.endswith("correction_bias")]
+        of_routers = ("correction_bias", "expert_bias")
+        biases = [(name, buffer) for name, buffer in reference.named_buffers() if name.endswith(of_routers)]
         with torch.no_grad():
             for name, parameter in [*reference.named_parameters(), *biases]:
                 # Larger than the usual initialisation, so that attention is far from uniform and biases count.
