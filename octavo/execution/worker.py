@@ -95,15 +95,15 @@ class Worker:
         from octavo.ops.attention_choice import AttentionShape, with_attention
 
         config = self._config
-        attention = next(
-            (a for layer in description.layers if isinstance(a := layer.attention, AttentionDescription)), None
-        )
-        if attention is None:
+        layers = [layer.attention for layer in description.layers]
+        attentions = [attention for attention in layers if isinstance(attention, AttentionDescription)]
+        if not attentions:
             return self._ops
+        attention = attentions[0]
         shape = AttentionShape(
             attention.num_heads, attention.num_kv_heads, attention.head_size, config.cache.block_size,
             attention.window, config.model.dtype, config.cache.dtype,
-            score_settings=tuple({s: None for layer in description.layers for s in layer.attention.score_settings}),
+            score_settings=tuple({s: None for one in attentions for s in one.score_settings}),
         )  # fmt: skip
         ops = with_attention(cast(DeviceOps, self._ops), config.attention_backend, shape, self._device.time_s)
         phases.end("attention chosen")
