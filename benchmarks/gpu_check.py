@@ -154,12 +154,13 @@ def _tests(what: str, arguments: list[str]) -> Iterator[Row]:
 
 def parity(smoke: bool) -> Iterator[Row]:
     """Greedy tokens and the log-probabilities of the prompt, against the CPU's kernels."""
-    from tests.models.small_models import MODELS
+    from tests.models.small_experts import ALL_MODELS
 
-    small = {}
-    for name, model in MODELS.items():
-        architecture = model.architecture or f"{type(model.config).__name__.removesuffix('Config')}ForCausalLM"
-        small[name] = model.config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"}
+    small = {
+        name: model.config().to_dict() | {"architectures": [model.architecture], "dtype": "bfloat16"}
+        for name, model in ALL_MODELS.items()
+        if name != "phi3"  # its heads of 12 elements are not built for GPUs
+    }
     for name, config in list((SHAPES | small).items())[: 1 if smoke else None]:
         answers = {}
         for device in ("cpu", DEVICE.type):
