@@ -17,8 +17,8 @@ const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
     OCTAVO_ISA::norm,          OCTAVO_ISA::activation,   OCTAVO_ISA::add_rows,  OCTAVO_ISA::rotary,
     OCTAVO_ISA::attention,     OCTAVO_ISA::argmax,       OCTAVO_ISA::sample,    OCTAVO_ISA::mask,
     OCTAVO_ISA::log_sum,       OCTAVO_ISA::rank,         OCTAVO_ISA::route,     OCTAVO_ISA::gather_experts,
-    OCTAVO_ISA::experts_up,    OCTAVO_ISA::experts_down,
-    OCTAVO_ISA::multiply, OCTAVO_ISA::conv, OCTAVO_ISA::scan, OCTAVO_ISA::delta,
+    OCTAVO_ISA::experts_up,    OCTAVO_ISA::experts_down, OCTAVO_ISA::multiply,  OCTAVO_ISA::conv,
+    OCTAVO_ISA::scan,          OCTAVO_ISA::delta,
 };
 
 }  // namespace octavo
