@@ -10,17 +10,27 @@ from typing import Any, NamedTuple
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.recurrent import GatedDeltaDescription, MambaDescription, ShortConvDescription
 from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.expert_families import FAMILIES as EXPERT_FAMILIES
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
+from octavo.models.recurrent_families import FAMILIES as RECURRENT_FAMILIES
 
 # A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
 EXAMPLE_SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 2560, "intermediate_size": 160, "num_hidden_layers": 24,
     "num_attention_heads": 160, "num_experts": 16, "num_experts_per_tok": 2,
 }  # fmt: skip
+# Which layers are what, where configurations say it one by one.
+_EXAMPLE_LAYERS: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {"attn_layer_indices": [9, 18]},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 12},
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 12},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 12},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*-" * 6},
+}
 
 
 class Entry(NamedTuple):
@@ -35,8 +45,8 @@ HEADER = Entry("architecture", "runs", "formats", "what it has beyond Llama")
 
 def entries() -> list[Entry]:
     found = []
-    for name, family in sorted((FAMILIES | EXPERT_FAMILIES).items()):
-        description = read(name, family, EXAMPLE_SIZES)
+    for name, family in sorted((FAMILIES | EXPERT_FAMILIES | RECURRENT_FAMILIES).items()):
+        description = read(name, family, EXAMPLE_SIZES | _EXAMPLE_LAYERS.get(name, {}))
         formats = "safetensors, bin" + (", GGUF" if name in gguf_config.architectures() else "")
         notes = [*_notes(description), *(f"refused: {setting}" for setting in family.refuses)]
         found.append(Entry(name, "native", formats, "; ".join(notes)))
@@ -67,6 +77,14 @@ def _of_attention(has: Callable[[AttentionDescription], Any]) -> Callable[[Layer
     return lambda layer: isinstance(layer.attention, AttentionDescription) and bool(has(layer.attention))
 
 
+def _is_mamba(number: int) -> Callable[[LayerDescription], bool]:
+    def find(layer: LayerDescription) -> bool:
+        mixers = [mixer for mixer in (layer.attention, layer.beside) if isinstance(mixer, MambaDescription)]
+        return any((2 if mixer.time_rank == 0 else 1) == number for mixer in mixers)
+
+    return find
+
+
 def _ungated(layer: LayerDescription) -> bool:
     return isinstance(layer.feed_forward, FeedForwardDescription) and not layer.feed_forward.gated
 
@@ -76,6 +94,11 @@ def _of_experts(has: Callable[[ExpertsDescription], Any]) -> Callable[[LayerDesc
 
 
 _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
+    _is_mamba(1): "Mamba 1",
+    _is_mamba(2): "Mamba 2",
+    lambda layer: layer.beside: "beside attention",
+    lambda layer: isinstance(layer.attention, ShortConvDescription): "short convolution",
+    lambda layer: isinstance(layer.attention, GatedDeltaDescription): "gated delta rule",
     lambda layer: layer.is_parallel: "parallel block",
     lambda layer: layer.attention_post_norm and layer.attention_norm: "norms before and after",
     lambda layer: layer.attention_post_norm and not layer.attention_norm and not layer.norms_stream: "norms after",
