@@ -114,5 +114,5 @@ def _describe_by_transformers(name: str, config: Mapping[str, Any], code_folder:
         ) from None
     try:
         return describe(config, code_folder)
-    except LoadError as e:
+    except (LoadError, AttributeError, TypeError, ValueError) as e:  # configurations lack what others have
         raise LoadError(f"architecture {name}{about} cannot run through transformers: {e}") from None

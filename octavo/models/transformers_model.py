@@ -90,7 +90,7 @@ def _attention(
         window=sliding_window or 0,
         softcap=softcap or 0.0,
     )
-    if value.shape[3] != query.shape[3]:
+    if value.shape[3] > query.shape[3]:
         raise LoadError(f"{name} has values of {value.shape[3]} elements for keys of {query.shape[3]}.")
     layer = getattr(module, "layer_idx", None)
     if layer is None:
@@ -335,8 +335,10 @@ class TransformersModel:
         sinks: Tensor | None,
     ) -> Tensor:
         """`_Attends.attend`."""
-        ops, batch, cache = self._bridge.ops, self._batch, self._caches[layer]
+        ops, batch, cache, value_size = self._bridge.ops, self._batch, self._caches[layer], value.shape[3]
         tables = batch.groups[self._group_of_layer[layer]]
+        # The cache has one size for both: smaller values, as in latent attention, are filled up with zeros.
+        value = nn.functional.pad(value, (0, key.shape[3] - value_size)) if value_size < key.shape[3] else value
         rows, keys, values = (self._bridge.array(x[0].transpose(0, 1)) for x in (query, key, value))
         ops.rotary_and_cache(rows, keys, values, batch.positions, self._rotary[layer], cache, tables.slot_mapping)
         attended = ops.paged_attention(
@@ -344,7 +346,7 @@ class TransformersModel:
             description.window, description.softcap,
             sinks=None if sinks is None else self._bridge.array(sinks.float()),
         )  # fmt: skip
-        return self._bridge.tensor(attended).reshape(1, len(rows), description.num_heads, -1)
+        return self._bridge.tensor(attended).reshape(1, len(rows), description.num_heads, -1)[..., :value_size]
 
 
 def _exchange(network: Any, parameters: Parameters, bridge: _Bridge, description: TransformersDescription) -> int:

@@ -21,13 +21,19 @@ from tests.models.small_models import MODEL_TYPES, MODELS, SIZES, VOCAB, SmallMo
 
 LLAMA = MODELS["llama ratio 3, head 64, tied"]
 # An embedding that is scaled, windows and caps; networks below the head's own; one key head for all; sinks; experts of
-# transformers' own.
+# transformers' own; latent attention, whose values are smaller than its keys.
 NETWORKS = {name: MODELS[name] for name in ("gemma 2", "opt", "gpt bigcode", "granite swa")} | {
     "llama": LLAMA,
     "qwen2 moe": SmallModel(
         "Qwen2MoeForCausalLM",
         SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                  "shared_expert_intermediate_size": 32},
+    ),
+    "deepseek v3": SmallModel(
+        "DeepseekV3ForCausalLM",
+        SIZES | {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+                 "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+                 "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 8},
     ),
 }  # fmt: skip
 
