@@ -110,9 +110,13 @@ def _describe_by_transformers(name: str, config: Mapping[str, Any], code_folder:
     except ImportError:
         raise LoadError(
             f"architecture {name}{about} runs through transformers only if that is installed: "
-            "pip install octavo[transformers]."
+            "pip install octavo[transformers]. `octavo models` lists those that need it not."
         ) from None
     try:
         return describe(config, code_folder)
     except (LoadError, AttributeError, TypeError, ValueError) as e:  # configurations lack what others have
-        raise LoadError(f"architecture {name}{about} cannot run through transformers: {e}") from None
+        reason = str(e).rstrip(".")
+        raise LoadError(
+            f"architecture {name}{about} cannot run through transformers: {reason}. `octavo models` lists those that "
+            "are built."
+        ) from None

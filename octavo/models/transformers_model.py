@@ -173,6 +173,8 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
     )
     # The usual way to compute experts, whose shapes do not depend on values, wants bfloat16.
     network, probe = _network(description).to(torch.bfloat16), _Probe({})
+    if type(network).__name__ != description.architecture and code_folder is None:
+        raise LoadError(f"its model type, {config.get('model_type')!r}, is that of {type(network).__name__}.")
     try:
         with torch.device("meta"), _run_by(probe):
             hidden = _hidden(network, torch.zeros(1, 3, dtype=torch.long), torch.arange(3)[None])
