@@ -16,6 +16,8 @@ from tests.ops.triton.compiling import (
     products_under_way,
 )  # fmt: skip
 
+pytestmark = pytest.mark.long
+
 CASES = all_cases()
 Results = tuple[list[Compiled], list[Failed]]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
 _ROOT = Path(__file__).parents[3]
 
 
