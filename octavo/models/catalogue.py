@@ -13,10 +13,8 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.recurrent import GatedDeltaDescription, MambaDescription, ShortConvDescription
 from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
-from octavo.models.expert_families import FAMILIES as EXPERT_FAMILIES
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
-from octavo.models.recurrent_families import FAMILIES as RECURRENT_FAMILIES
 
 # A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
 EXAMPLE_SIZES: dict[str, Any] = {
@@ -45,7 +43,7 @@ HEADER = Entry("architecture", "runs", "formats", "what it has beyond Llama")
 
 def entries() -> list[Entry]:
     found = []
-    for name, family in sorted((FAMILIES | EXPERT_FAMILIES | RECURRENT_FAMILIES).items()):
+    for name, family in sorted(FAMILIES.items()):
         description = read(name, family, EXAMPLE_SIZES | _EXAMPLE_LAYERS.get(name, {}))
         formats = "safetensors, bin" + (", GGUF" if name in gguf_config.architectures() else "")
         notes = [*_notes(description), *(f"refused: {setting}" for setting in family.refuses)]

@@ -16,10 +16,8 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.loading.weights import Weights
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
-from octavo.models.expert_families import FAMILIES as EXPERT_FAMILIES
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
-from octavo.models.recurrent_families import FAMILIES as RECURRENT_FAMILIES
 from octavo.ops import Array, LayerKVCache, Ops
 
 
@@ -53,9 +51,8 @@ Reader = Callable[[Mapping[str, Any]], ModelDescription]
 Builder = Callable[[ModelDescription, Weights, Ops, int, str], Model]
 
 
-_FAMILIES = FAMILIES | EXPERT_FAMILIES | RECURRENT_FAMILIES
 _ARCHITECTURES: dict[str, tuple[Reader, Builder]] = {
-    name: (partial(read, name, family), Decoder) for name, family in _FAMILIES.items()
+    name: (partial(read, name, family), Decoder) for name, family in FAMILIES.items()
 }
 
 

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from octavo.errors import LoadError
 from octavo.models.description import ModelDescription
-from octavo.models.families import FAMILIES
+from octavo.models.families.dense import FAMILIES
 from octavo.models.registry import architectures, describe
 from tests.models.small_models import MODEL_TYPES
 

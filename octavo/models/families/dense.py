@@ -1,4 +1,4 @@
-"""The architectures: each says how it differs from Llama. `octavo.models.readers` reads config.json by this table.
+"""The dense architectures: each says how it differs from Llama.
 
 Where a configuration class computes what a setting is, so does a function here. Tensors have the names that checkpoints
 have, and those that `transformers` writes.
@@ -12,23 +12,26 @@ from typing import Any
 from octavo.layers.norm import NormDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.models.description import HeadDescription
+from octavo.models.families.settings import (
+    AFTER,
+    AROUND,
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    MULTIPLIERS,
+    NO_MULTIPLIERS,
+    RESIDUAL,
+    SCALE,
+    all_but_every,
+    late_layers_slide,
+    rotates_unless_all_is_seen,
+    slides_by,
+)
 from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, layer_norm, per_layer, rms
 
-_ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
-_MLP_BIAS = {"bias": key("mlp_bias")}
 _STACKED = {"qkv_names": ("self_attn.qkv_proj",)}
 _STACKED_UP = {"up_names": ("mlp.gate_up_proj",)}
 _PER_HEAD = {"qkv_blocks": key("num_attention_heads")}
 _PARALLEL = {"is_parallel": True, "feed_forward_norm": None}
-_MULTIPLIERS = {"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")}
-_NO_MULTIPLIERS = {
-    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0
-}  # fmt: skip
-_AROUND = {
-    "attention_post_norm": "post_attention_layernorm", "feed_forward_norm": "pre_feedforward_layernorm",
-    "feed_forward_post_norm": "post_feedforward_layernorm",
-}  # fmt: skip
-_AFTER = _AROUND | {"attention_norm": None, "feed_forward_norm": None}
 _GEMMA_RMS = rms(offset=1.0)
 _ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
 _GEMMA_SCORES = {
@@ -70,43 +73,13 @@ def _all_slide(config: Config, i: int) -> bool:
     return True
 
 
-def _late_layers_slide(config: Config, i: int) -> bool:
-    return bool(i >= config["max_window_layers"])
-
-
-def _all_but_every(setting: str, number: int, first: int = 1) -> Setting:
-    """All layers but every n-th slide, where n is the setting or the number. `first` = 0 counts from the first one."""
-
-    def slides(config: Config, i: int) -> bool:
-        period = config.get(setting) or number
-        period = len(period) if isinstance(period, str) else period  # "LLLG"
-        return bool(config["sliding_window"]) and (i + first) % period != 0
-
-    return slides
-
-
 def _smollm3_rotates(config: Config, i: int) -> bool:
     if config["no_rope_layers"] is None:
         return bool((i + 1) % config["no_rope_layer_interval"])
     return bool(per_layer("no_rope_layers")(config, i))  # 1 where the layer rotates, despite the name
 
 
-def _slides(slides: Setting) -> Setting:
-    """Whether the layer has the window, said by its type or else by `slides`."""
-
-    def find(config: Config, i: int) -> bool:
-        if config["layer_types"] is None:
-            return bool(slides(config, i))
-        return bool(config["layer_types"][i] == "sliding_attention")
-
-    return find
-
-
-_EVERY_4TH_FULL = _all_but_every("sliding_window_pattern", 4)
-
-
-def _exaone4_rotates(config: Config, i: int) -> bool:
-    return not config["sliding_window"] or bool(_slides(_EVERY_4TH_FULL)(config, i))
+_EVERY_4TH_FULL = all_but_every(4, "sliding_window_pattern")
 
 
 def _query_growth(config: Config, _: int) -> tuple[float, int] | None:
@@ -215,8 +188,8 @@ _GLM = Family(
     attention={"qkv_bias": key("attention_bias")}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
 )  # fmt: skip
 _GEMMA2 = Family(
-    defaults=_GEMMA_2, norm=_GEMMA_RMS, attention=_ATTENTION_BIAS | _GEMMA_SCORES, layer=_AROUND,
-    model=_ROOT | _GEMMA_LOGITS, slides=_all_but_every("", 2), refuses=("use_bidirectional_attention",),
+    defaults=_GEMMA_2, norm=_GEMMA_RMS, attention=ATTENTION_BIAS | _GEMMA_SCORES, layer=AROUND,
+    model=_ROOT | _GEMMA_LOGITS, slides=all_but_every(2), refuses=("use_bidirectional_attention",),
 )  # fmt: skip
 _GPTJ = Family(
     defaults=_defaults(2048, intermediate_size=None, eps=1e-5, rotary_dim=64) | _GELU_TANH, norm=layer_norm(),
@@ -227,7 +200,7 @@ _GPTJ = Family(
 )  # fmt: skip
 
 FAMILIES = {
-    "LlamaForCausalLM": Family(defaults=_defaults(2048), attention=_ATTENTION_BIAS, feed_forward=_MLP_BIAS),
+    "LlamaForCausalLM": Family(defaults=_defaults(2048), attention=ATTENTION_BIAS, feed_forward=MLP_BIAS),
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": _MISTRAL,
     "Ministral3ForCausalLM": Family(
@@ -249,23 +222,23 @@ FAMILIES = {
                 "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
             },
         ),
-        slides=_all_but_every("window_pattern", 4, first=0),
+        slides=all_but_every(4, "window_pattern", first=0),
     ),
     "SeedOssForCausalLM": Family(
         defaults=_defaults(524288, kv_heads=8, head_size=128, attention_bias=True, attention_out_bias=False),
-        attention={"qkv_bias": key("attention_bias"), "output_bias": key("attention_out_bias")}, feed_forward=_MLP_BIAS,
+        attention={"qkv_bias": key("attention_bias"), "output_bias": key("attention_out_bias")}, feed_forward=MLP_BIAS,
     ),
     "Emu3ForCausalLM": Family(
-        defaults=_defaults(9216, kv_heads=8, eps=1e-5, theta=1e6), attention=_ATTENTION_BIAS,
-        feed_forward=_MLP_BIAS,
+        defaults=_defaults(9216, kv_heads=8, eps=1e-5, theta=1e6), attention=ATTENTION_BIAS,
+        feed_forward=MLP_BIAS,
     ),
     "Qwen2ForCausalLM": Family(
         defaults=_defaults(32768, kv_heads=32, window=4096, max_window_layers=28), attention={"qkv_bias": True},
-        slides=_late_layers_slide, window_switch="use_sliding_window",
+        slides=late_layers_slide, window_switch="use_sliding_window",
     ),
     "Qwen3ForCausalLM": Family(
         defaults=_defaults(32768, kv_heads=32, head_size=128, window=4096, max_window_layers=28),
-        attention=_ATTENTION_BIAS | {"qk_norm": rms()}, slides=_late_layers_slide, window_switch="use_sliding_window",
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, slides=late_layers_slide, window_switch="use_sliding_window",
     ),
     "Phi3ForCausalLM": Family(
         defaults=_defaults(4096, original_max_position_embeddings=4096, eps=1e-5), attention=_STACKED,
@@ -275,12 +248,12 @@ FAMILIES = {
         defaults=_defaults(
             32768, kv_heads=4, tied=True, theta=2e6, no_rope_layers=None, no_rope_layer_interval=4,
         ),
-        attention=_ATTENTION_BIAS, feed_forward=_MLP_BIAS, rotates=_smollm3_rotates,
+        attention=ATTENTION_BIAS, feed_forward=MLP_BIAS, rotates=_smollm3_rotates,
         slides=lambda c, i: not _smollm3_rotates(c, i), window_switch="use_sliding_window",
     ),
     "HeliumForCausalLM": Family(
         defaults=_defaults(4096, kv_heads=20, head_size=128, eps=1e-8, theta=1e5),
-        attention={"qkv_bias": key("attention_bias")}, feed_forward=_MLP_BIAS, rope={"interleaved": True},
+        attention={"qkv_bias": key("attention_bias")}, feed_forward=MLP_BIAS, rope={"interleaved": True},
     ),
     "Ernie4_5ForCausalLM": Family(
         defaults=_defaults(131072, kv_heads=2, head_size=128, eps=1e-5, theta=5e5, tied=True, use_bias=False),
@@ -293,21 +266,21 @@ FAMILIES = {
         layer={"attention_post_norm": "post_self_attn_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"},
     ),
     "GraniteForCausalLM": Family(
-        defaults=_defaults(2048) | _NO_MULTIPLIERS, attention=_ATTENTION_BIAS | {"scale": key("attention_multiplier")},
-        feed_forward=_MLP_BIAS, layer={"residual_multiplier": key("residual_multiplier")}, model=_MULTIPLIERS,
+        defaults=_defaults(2048) | NO_MULTIPLIERS, attention=ATTENTION_BIAS | SCALE,
+        feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
     ),
     "GraniteSWAForCausalLM": Family(
-        defaults=_NO_MULTIPLIERS | _defaults(8192, kv_heads=4, eps=1e-5, tied=True, window=128, layer_rope_theta=None),
-        attention=_ATTENTION_BIAS | {"scale": key("attention_multiplier"), "sinks": "self_attn.sinks"},
+        defaults=NO_MULTIPLIERS | _defaults(8192, kv_heads=4, eps=1e-5, tied=True, window=128, layer_rope_theta=None),
+        attention=ATTENTION_BIAS | {"scale": key("attention_multiplier"), "sinks": "self_attn.sinks"},
         rope={"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])},
-        feed_forward=_MLP_BIAS, layer={"residual_multiplier": key("residual_multiplier")}, model=_MULTIPLIERS,
-        slides=_all_but_every("window_pattern", 4, first=0),
+        feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
+        slides=all_but_every(4, "window_pattern", first=0),
         rotates=lambda c, i: bool((c["layer_rope_theta"] or [1] * (i + 1))[i]),
     ),
     "HyperCLOVAXForCausalLM": Family(
-        defaults=_NO_MULTIPLIERS | _defaults(2048, head_size=None, attention_multiplier=None, use_post_norm=True),
-        attention=_ATTENTION_BIAS | {"scale": lambda c, _: c["attention_multiplier"] or head_size(c) ** -0.5},
-        feed_forward=_MLP_BIAS,
+        defaults=NO_MULTIPLIERS | _defaults(2048, head_size=None, attention_multiplier=None, use_post_norm=True),
+        attention=ATTENTION_BIAS | {"scale": lambda c, _: c["attention_multiplier"] or head_size(c) ** -0.5},
+        feed_forward=MLP_BIAS,
         layer={
             "residual_multiplier": key("residual_multiplier"),
             "attention_post_norm": _where("use_post_norm", "post_norm1", None),
@@ -325,12 +298,12 @@ FAMILIES = {
                 "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             },
         ),
-        attention=_ATTENTION_BIAS | {"qk_norm": rms()}, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj"),
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj"),
         layer={"attention_norm": "attention_layernorm", "feed_forward_norm": "feedforward_layernorm"},
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         defaults=_defaults(2048, eps=1e-5),
-        attention=_ATTENTION_BIAS | {
+        attention=ATTENTION_BIAS | {
             "qk_norm": rms(), "norms_after_rotation": True,
             "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
         },
@@ -338,29 +311,30 @@ FAMILIES = {
     # A norm without weights of a rotated head is the norm of the head, rotated.
     "NanoChatForCausalLM": Family(
         defaults=_defaults(2048, act="relu2", final_logit_softcapping=15.0), norm=rms(has_weight=False),
-        attention=_ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)}, rope={"reversed": True},
+        attention=ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)}, rope={"reversed": True},
         feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=_GEMMA_LOGITS | {"embedding_norm": rms(has_weight=False)},
     ),
     "BitNetForCausalLM": Family(
         defaults=_defaults(2048, kv_heads=5, eps=1e-5, act="relu2", theta=5e5),
-        attention=_ATTENTION_BIAS | {"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
+        attention=ATTENTION_BIAS | {"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
         feed_forward={"inner_norm": rms(), "inner_norm_name": "mlp.ffn_sub_norm"},
     ),
     "Olmo2ForCausalLM": Family(
-        defaults=_defaults(2048, eps=1e-5), attention=_ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"},
-        layer=_AFTER,
+        defaults=_defaults(2048, eps=1e-5), attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"},
+        layer=AFTER,
     ),
     "Olmo3ForCausalLM": Family(
         defaults=_defaults(2048, eps=1e-5, window=4096, theta=5e5, rope_local_base_freq=500000.0),
-        attention=_ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=_AFTER, slides=_EVERY_4TH_FULL,
+        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER, slides=_EVERY_4TH_FULL,
     ),
     "Exaone4ForCausalLM": Family(
         defaults=_defaults(2048, kv_heads=32, eps=1e-5, window=4096, sliding_window_pattern=4),
-        attention={"qk_norm": rms()}, layer=_AFTER, slides=_EVERY_4TH_FULL, rotates=_exaone4_rotates,
+        attention={"qk_norm": rms()}, layer=AFTER, slides=_EVERY_4TH_FULL,
+        rotates=rotates_unless_all_is_seen(_EVERY_4TH_FULL),
     ),
     "GemmaForCausalLM": Family(
         defaults=_defaults(8192, kv_heads=16, head_size=256, act="gelu_pytorch_tanh", tied=True), norm=_GEMMA_RMS,
-        attention=_ATTENTION_BIAS, model=_ROOT, refuses=("use_bidirectional_attention",),
+        attention=ATTENTION_BIAS, model=_ROOT, refuses=("use_bidirectional_attention",),
     ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": Family(
@@ -368,22 +342,22 @@ FAMILIES = {
             131072, final_logit_softcapping=None, attn_logit_softcapping=None, theta=1e6,
             rope_local_base_freq=10000.0,
         ),
-        norm=_GEMMA_RMS, attention=_ATTENTION_BIAS | _GEMMA_SCORES | {"qk_norm": _GEMMA_RMS}, layer=_AROUND,
-        model=_ROOT | _GEMMA_LOGITS, slides=_all_but_every("sliding_window_pattern", 6),
+        norm=_GEMMA_RMS, attention=ATTENTION_BIAS | _GEMMA_SCORES | {"qk_norm": _GEMMA_RMS}, layer=AROUND,
+        model=_ROOT | _GEMMA_LOGITS, slides=all_but_every(6, "sliding_window_pattern"),
         refuses=("use_bidirectional_attention",),
     ),
     "VaultGemmaForCausalLM": replace(_GEMMA2, layer={"feed_forward_norm": "pre_feedforward_layernorm"}, refuses=()),
     "ArceeForCausalLM": Family(
-        defaults=_defaults(4096, eps=1e-5, act="relu2"), attention=_ATTENTION_BIAS,
-        feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
+        defaults=_defaults(4096, eps=1e-5, act="relu2"), attention=ATTENTION_BIAS,
+        feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
     ),
     "NemotronForCausalLM": Family(
         defaults=_defaults(4096, eps=1e-5, act="relu2", partial=0.5), norm=layer_norm(offset=1.0),
-        attention=_ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
+        attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
     ),
     "Jais2ForCausalLM": Family(
         defaults=_defaults(8192, eps=1e-5, act="relu2", attention_bias=True, mlp_bias=True), norm=layer_norm(),
-        attention=_ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **_MLP_BIAS),
+        attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
     ),
     "Starcoder2ForCausalLM": Family(
         defaults=_defaults(4096, kv_heads=2, eps=1e-5, tied=True, act="gelu_pytorch_tanh", use_bias=True),
@@ -412,7 +386,7 @@ FAMILIES = {
     ),
     "GPTNeoXForCausalLM": Family(
         defaults=_defaults(2048, eps=1e-5, act="gelu", partial=0.25, attention_bias=True, use_parallel_residual=True),
-        norm=layer_norm(), attention=_NEOX_ATTENTION | _ATTENTION_BIAS,
+        norm=layer_norm(), attention=_NEOX_ATTENTION | ATTENTION_BIAS,
         feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True),
         layer={"is_parallel": key("use_parallel_residual")},
         model={
@@ -445,14 +419,14 @@ FAMILIES = {
     "CohereForCausalLM": Family(
         defaults=_defaults(8192, eps=1e-5, tied=True, logit_scale=0.0625, use_qk_norm=False, theta=5e5),
         norm=layer_norm(bias=False),
-        attention=_ATTENTION_BIAS | {"qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"},
+        attention=ATTENTION_BIAS | {"qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"},
         rope={"interleaved": True}, layer=_PARALLEL, model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]},
     ),
     "Cohere2ForCausalLM": Family(
         defaults=_defaults(8192, eps=1e-5, tied=True, logit_scale=0.0625, window=4096), norm=layer_norm(bias=False),
-        attention=_ATTENTION_BIAS, rope={"interleaved": True}, layer=_PARALLEL,
+        attention=ATTENTION_BIAS, rope={"interleaved": True}, layer=_PARALLEL,
         model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]}, slides=_EVERY_4TH_FULL,
-        rotates=_slides(_EVERY_4TH_FULL),
+        rotates=slides_by(_EVERY_4TH_FULL),
     ),
     "StableLmForCausalLM": Family(
         defaults=_defaults(
@@ -615,7 +589,7 @@ FAMILIES = {
     ),
     "OlmoForCausalLM": Family(
         defaults=_defaults(2048, clip_qkv=None), norm=layer_norm(eps=1e-5, bias=False, has_weight=False),
-        attention=_ATTENTION_BIAS | {"qkv_clip": lambda c, _: c["clip_qkv"] or 0.0},
+        attention=ATTENTION_BIAS | {"qkv_clip": lambda c, _: c["clip_qkv"] or 0.0},
     ),
     "ModernBertDecoderForCausalLM": Family(
         defaults=_defaults(
@@ -624,11 +598,11 @@ FAMILIES = {
             global_attn_every_n_layers=3,
         ),
         norm=lambda c, _: NormDescription(c["norm_eps"], "layer", c["norm_bias"]),
-        attention=_ATTENTION_BIAS | {
+        attention=ATTENTION_BIAS | {
             "qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.Wo",
-            "window": lambda c, i: c["local_attention"] // 2 if _slides(_modern_bert_slides)(c, i) else 0,
+            "window": lambda c, i: c["local_attention"] // 2 if slides_by(_modern_bert_slides)(c, i) else 0,
         },
-        feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | _MLP_BIAS,
+        feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | MLP_BIAS,
         layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
         model={
             "embedding_name": "model.embeddings.tok_embeddings", "norm_name": "model.final_norm",

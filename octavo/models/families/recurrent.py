@@ -1,5 +1,4 @@
-"""The architectures with layers that keep a state, alone or beside attention: a line each, in the manner of
-`octavo.models.families`."""
+"""The architectures with layers that keep a state, alone or beside attention."""
 
 from __future__ import annotations
 
@@ -9,10 +8,20 @@ from typing import Any
 
 from octavo.errors import LoadError
 from octavo.layers.experts import ExpertNames, one_by_one, stacked
-from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.recurrent import GatedDeltaDescription, MambaDescription, ShortConvDescription
-from octavo.models.expert_families import _routing, _shared
+from octavo.models.families.settings import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    MULTIPLIERS,
+    NO_MULTIPLIERS,
+    RESIDUAL,
+    SCALE,
+    granite_shared,
+    routing,
+    shared_expert,
+    sparse_by_step,
+)
 from octavo.models.readers import Config, Family, Setting, activation_of, key, rms
 
 _LIMITLESS = 262144  # positions: a state has no limit of its own
@@ -129,13 +138,6 @@ def _granite_mixer(config: Config, i: int) -> MambaDescription | str:
     return _hybrid_mamba(config) if types is None or types[i] in _RECURRENT else "attention"
 
 
-def _granite_shared(config: Config, _: int) -> FeedForwardDescription:
-    return FeedForwardDescription(
-        config["shared_intermediate_size"], activation_of(config["hidden_act"]),
-        up_names=("shared_mlp.input_linear",), down_name="shared_mlp.output_linear",
-    )  # fmt: skip
-
-
 def _lfm_is_attention(config: Config, i: int) -> bool:
     types, listed = config["layer_types"], config.get("full_attn_idxs")
     return bool(types[i] == "full_attention") if types is not None else listed is None or i in listed
@@ -195,11 +197,10 @@ _DELTA_DEFAULTS: dict[str, Any] = {
     "linear_num_value_heads": 32,
 }  # fmt: skip
 _GATED_ATTENTION = {
-    "qkv_bias": key("attention_bias"), "output_bias": key("attention_bias"), "has_gate": True,
-    "qk_norm": rms(offset=1.0),
+    **ATTENTION_BIAS, "has_gate": True, "qk_norm": rms(offset=1.0),
 }  # fmt: skip
 _QWEN_EXPERTS = {
-    "routing": _routing(), "shared": _shared(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
+    "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
     "shared_gate_name": "mlp.shared_expert_gate",
 }  # fmt: skip
 _JAMBA_MLP = {
@@ -246,7 +247,7 @@ FAMILIES = {
         mixer=_jamba_mixer, rope=None, feed_forward=_JAMBA_MLP, layer={"feed_forward_norm": "pre_ff_layernorm"},
         model={"norm_name": "model.final_layernorm"},
         experts={
-            "routing": _routing(normalize=False), "router_names": ("feed_forward.router",),
+            "routing": routing(normalize=False), "router_names": ("feed_forward.router",),
             "names": (
                 one_by_one(*(f"feed_forward.experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
                 stacked("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
@@ -259,29 +260,24 @@ FAMILIES = {
             "max_position_embeddings": 262144, "num_key_value_heads": 8, "norm_eps": 1e-5, "attn_layer_indices": None,
             "partial_rotary_factor": 0.5,
         },
-        mixer=_bamba_mixer, attention={"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")},
-        feed_forward=_JAMBA_MLP | {"bias": key("mlp_bias")}, layer={"feed_forward_norm": "pre_ff_layernorm"},
+        mixer=_bamba_mixer, attention=ATTENTION_BIAS,
+        feed_forward=_JAMBA_MLP | MLP_BIAS, layer={"feed_forward_norm": "pre_ff_layernorm"},
         model={"norm_name": "model.final_layernorm"},
     ),
     "GraniteMoeHybridForCausalLM": Family(
         defaults=_HYBRID_DEFAULTS | {
-            "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0, "logits_scaling": 1.0, "num_experts": 8, "num_experts_per_tok": 2,
+            **NO_MULTIPLIERS, "max_position_embeddings": 2048, "num_experts": 8, "num_experts_per_tok": 2,
             "shared_intermediate_size": 1024, "position_embedding_type": None,
         },
         mixer=_granite_mixer, rotates=lambda c, _: c["position_embedding_type"] == "rope",
-        attention={
-            "qkv_bias": key("attention_bias"), "output_bias": key("attention_bias"),
-            "scale": key("attention_multiplier"),
-        },
+        attention=ATTENTION_BIAS | SCALE,
         feed_forward={
             "intermediate_size": key("shared_intermediate_size"), "up_names": ("shared_mlp.input_linear",),
             "down_name": "shared_mlp.output_linear",
         },
-        layer={"residual_multiplier": key("residual_multiplier")},
-        model={"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")},
+        layer=RESIDUAL, model=MULTIPLIERS,
         experts={
-            "routing": _routing(normalize=True), "shared": _granite_shared,
+            "routing": routing(normalize=True), "shared": granite_shared,
             "router_names": ("block_sparse_moe.router.layer", "block_sparse_moe.router"),
             "names": (
                 ExpertNames(("block_sparse_moe.input_linear.weight",), "block_sparse_moe.output_linear.weight"),
@@ -347,7 +343,7 @@ FAMILIES = {
         mixer=_lfm_mixer, attention=_LFM_ATTENTION, feed_forward=_LFM_MLP | {"activation": "silu"}, layer=_LFM_NORMS,
         model=_LFM_MODEL,
         experts={
-            "routing": _routing(scoring="sigmoid", scale=key("routed_scaling_factor")), "activation": "silu",
+            "routing": routing(scoring="sigmoid", scale=key("routed_scaling_factor")), "activation": "silu",
             "router_names": ("feed_forward.gate",),
             "correction_names": lambda c, _: ("feed_forward.expert_bias",) if c["use_expert_bias"] else (),
             "names": (
@@ -364,7 +360,7 @@ FAMILIES = {
             "num_experts_per_tok": 10,
         },
         norm=rms(offset=1.0), mixer=_delta, attention=_GATED_ATTENTION, experts=_QWEN_EXPERTS,
-        is_sparse=lambda c, i: i not in (c["mlp_only_layers"] or ()) and (i + 1) % c["decoder_sparse_step"] == 0,
+        is_sparse=sparse_by_step,
     ),
     "Qwen3_5ForCausalLM": Family(
         defaults=_DELTA_DEFAULTS | {"num_key_value_heads": 4}, norm=rms(offset=1.0),
@@ -386,8 +382,7 @@ FAMILIES = {
         },
         mixer=_olmo_mixer, rotates=lambda c, _: bool((c.get("rope_parameters") or {}).get("rope_theta")),
         attention={
-            "qkv_bias": key("attention_bias"), "output_bias": key("attention_bias"), "qk_norm": rms(),
-            "qk_norm_scope": "all",
+            **ATTENTION_BIAS, "qk_norm": rms(), "qk_norm_scope": "all",
         },
         layer={
             "attention_norm": _olmo_norm("attention_layer_norm", None),

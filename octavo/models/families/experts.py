@@ -1,4 +1,4 @@
-"""The architectures with experts: a line each, in the manner of `octavo.models.families`.
+"""The architectures with experts.
 
 Tensors have the names that checkpoints have. What `transformers` 5 renames as it loads, and stacks, is read under both
 names where a model of either kind has been published.
@@ -11,50 +11,39 @@ from typing import Any
 
 from octavo.errors import LoadError
 from octavo.layers.experts import EXPERT_NAMES, ExpertNames, one_by_one, stacked
-from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.models.families.settings import (
+    AFTER,
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    MULTIPLIERS,
+    NO_MULTIPLIERS,
+    RESIDUAL,
+    SCALE,
+    all_but_every,
+    granite_shared,
+    late_layers_slide,
+    rotates_unless_all_is_seen,
+    routing,
+    shared_expert,
+    slides_by,
+    sparse_by_step,
+)
 from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, per_layer, rms
-from octavo.ops import Routing
 
-_BIASES = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
-_AFTER = {
-    "attention_norm": None, "attention_post_norm": "post_attention_layernorm", "feed_forward_norm": None,
-    "feed_forward_post_norm": "post_feedforward_layernorm",
-}  # fmt: skip
 _W123 = (
     one_by_one("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
     *EXPERT_NAMES,
 )
 
 
-def _routing(**changes: Any) -> Setting:
-    def find(config: Config, i: int) -> Routing:
-        settings = {"top_k": config["num_experts_per_tok"], "normalize": bool(config["norm_topk_prob"])}
-        return Routing(**settings | {name: v(config, i) if callable(v) else v for name, v in changes.items()})
-
-    return find
-
-
 # Of DeepSeek-V3 and all that follow it.
-_SIGMOID_GROUPS = _routing(
+_SIGMOID_GROUPS = routing(
     scoring="sigmoid", scale=key("routed_scaling_factor"), num_groups=key("n_group"), kept_groups=key("topk_group"),
     group_by_two=lambda c, _: c["topk_group"] < c["n_group"],
 )  # fmt: skip
 _GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
 _CORRECTION_NAMES = ("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias")
 _CORRECTION = {"correction_names": _CORRECTION_NAMES}
-
-
-def _shared(size: Setting, name: str = "mlp.shared_experts", bias: Any = False) -> Setting:
-    def find(config: Config, i: int) -> FeedForwardDescription | None:
-        found = size(config, i)
-        if not found:
-            return None
-        return FeedForwardDescription(
-            found, activation_of(config["hidden_act"]), bias=bias(config, i) if callable(bias) else bias,
-            up_names=(f"{name}.gate_proj", f"{name}.up_proj"), down_name=f"{name}.down_proj",
-        )  # fmt: skip
-
-    return find
 
 
 def _several(count: str, size: str = "moe_intermediate_size") -> Setting:
@@ -74,35 +63,14 @@ def _said_by_types(first: Setting) -> Setting:
     )
 
 
-def _by_step(config: Config, i: int) -> bool:
-    return i not in (config["mlp_only_layers"] or ()) and (i + 1) % config["decoder_sparse_step"] == 0
-
-
 def _ernie_sparse(config: Config, i: int) -> bool:
     last = config["moe_layer_end_index"]
     last = config["num_hidden_layers"] - 1 if last in (None, -1) else last
     return bool((i + 1) % config["moe_layer_interval"] == 0 and config["moe_layer_start_index"] <= i <= last)
 
 
-def _late_layers_slide(config: Config, i: int) -> bool:
-    return bool(config["sliding_window"]) and i >= config["max_window_layers"]
-
-
-def _slides(rule: Setting) -> Setting:
-    """Whether the layer has the window, said by its type or else by the rule."""
-    return lambda c, i: rule(c, i) if c["layer_types"] is None else c["layer_types"][i] == "sliding_attention"
-
-
-def _not_every(period: Any) -> Setting:
-    return lambda c, i: (i + 1) % (c[period] if isinstance(period, str) else period) != 0
-
-
-def _rotates_unless_all_is_seen(rule: Setting) -> Setting:
-    return lambda c, i: not c["sliding_window"] or _slides(rule)(c, i)
-
-
-_EXAONE_SLIDES = _not_every("sliding_window_pattern")
-_KOLIBRI_SLIDES = _not_every(5)
+_EXAONE_SLIDES = all_but_every(4, "sliding_window_pattern")
+_KOLIBRI_SLIDES = all_but_every(5)
 
 
 def _flint_slides(config: Config, i: int) -> bool:
@@ -112,7 +80,7 @@ def _flint_slides(config: Config, i: int) -> bool:
 def _cohere_rotates(config: Config, i: int) -> bool:
     is_dense_prefix = not _said_by_types(_from("first_k_dense_replace"))(config, i)
     has_rope = is_dense_prefix and config["prefix_dense_sliding_window_pattern"] == 1
-    return has_rope or bool(_slides(_cohere_slides)(config, i))
+    return has_rope or bool(slides_by(_cohere_slides)(config, i))
 
 
 def _cohere_slides(config: Config, i: int) -> bool:
@@ -177,27 +145,18 @@ def _granite(defaults: Config | None = None, attention: Config | None = None, is
         stacked("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
     )
 
-    def shared(config: Config, _: int) -> FeedForwardDescription | None:
-        if not config["shared_intermediate_size"]:
-            return None
-        return FeedForwardDescription(
-            config["shared_intermediate_size"], activation_of(config["hidden_act"]),
-            up_names=("shared_mlp.input_linear",), down_name="shared_mlp.output_linear",
-        )  # fmt: skip
-
     return Family(
         defaults={
-            "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
-            "logits_scaling": 1.0, "max_position_embeddings": 2048, "shared_intermediate_size": 0, "num_experts": 8,
+            **NO_MULTIPLIERS, "max_position_embeddings": 2048, "shared_intermediate_size": 0, "num_experts": 8,
             "num_experts_per_tok": 2, **(defaults or {}),
         },
-        attention=_BIASES | {"scale": key("attention_multiplier"), **(attention or {})},
-        layer={"residual_multiplier": key("residual_multiplier")},
+        attention={**ATTENTION_BIAS, **SCALE, **(attention or {})},
+        layer=RESIDUAL,
         experts={
-            "routing": _routing(), "router_names": routers if is_renamed else routers[::-1],
-            "names": names if is_renamed else names[::-1], "shared": shared,
+            "routing": routing(), "router_names": routers if is_renamed else routers[::-1],
+            "names": names if is_renamed else names[::-1], "shared": granite_shared,
         },
-        model={"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")},
+        model=MULTIPLIERS,
     )  # fmt: skip
 
 
@@ -208,7 +167,7 @@ FAMILIES = {
             "num_experts_per_tok": 2, "num_experts": 8,
         },
         experts={
-            "routing": _routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": _W123,
+            "routing": routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": _W123,
         },
         slides=lambda c, _: bool(c["sliding_window"]),
     ),
@@ -221,10 +180,10 @@ FAMILIES = {
         },
         attention={"qkv_bias": key("qkv_bias")},
         experts={
-            "routing": _routing(), "shared": _shared(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
+            "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
             "shared_gate_name": "mlp.shared_expert_gate",
         },
-        is_sparse=_by_step, slides=_late_layers_slide, window_switch="use_sliding_window",
+        is_sparse=sparse_by_step, slides=late_layers_slide, window_switch="use_sliding_window",
     ),
     "Qwen3MoeForCausalLM": Family(
         defaults={
@@ -232,7 +191,7 @@ FAMILIES = {
             "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
             "mlp_only_layers": [],
         },
-        attention=_BIASES | {"qk_norm": rms()}, experts={"routing": _routing()}, is_sparse=_by_step,
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()}, is_sparse=sparse_by_step,
         slides=lambda c, _: bool(c["sliding_window"]), window_switch="use_sliding_window",
     ),
     "MellumForCausalLM": Family(
@@ -244,7 +203,7 @@ FAMILIES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
         },
-        attention=_BIASES | {"qk_norm": rms()}, experts={"routing": _routing()},
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()},
         is_sparse=_said_by_types(lambda *_: True), slides=lambda *_: False,
         model={"num_unused_layers": lambda c, _: c.get("num_nextn_predict_layers") or 0},
     ),
@@ -253,7 +212,7 @@ FAMILIES = {
             "max_position_embeddings": 4096, "norm_eps": 1e-5, "num_experts_per_tok": 8,
             "num_experts": 64, "norm_topk_prob": False,
         },
-        attention=_BIASES | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": _routing()},
+        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()},
         refuses=("clip_qkv",),
     ),
     "FlexOlmoForCausalLM": Family(
@@ -261,17 +220,18 @@ FAMILIES = {
             "max_position_embeddings": 4096, "rope_theta": 500000.0, "num_experts_per_tok": 5, "num_experts": 7,
             "norm_topk_prob": False,
         },
-        attention=_BIASES | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": _routing()}, layer=_AFTER,
+        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()},
+        layer=AFTER,
     ),
     "HunYuanMoEV1ForCausalLM": Family(
         defaults={"max_position_embeddings": 2048, "norm_eps": 1e-5, "num_experts": 1, "num_experts_per_tok": 1},
-        attention=_BIASES | {
+        attention=ATTENTION_BIAS | {
             "qk_norm": rms(), "norms_after_rotation": True,
             "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
         },
         experts={
-            "num_experts": _by_layer("num_experts"), "routing": _routing(top_k=_by_layer("num_experts_per_tok")),
-            "router_names": ("mlp.gate.wg",), "shared": _shared(key("intermediate_size"), "mlp.shared_mlp"),
+            "num_experts": _by_layer("num_experts"), "routing": routing(top_k=_by_layer("num_experts_per_tok")),
+            "router_names": ("mlp.gate.wg",), "shared": shared_expert(key("intermediate_size"), "mlp.shared_mlp"),
         },
     ),
     "DbrxForCausalLM": Family(
@@ -291,7 +251,7 @@ FAMILIES = {
             "num_experts": _dbrx("ffn_config", "moe_num_experts", 4),
             "intermediate_size": _dbrx("ffn_config", "ffn_hidden_size", 3584),
             "activation": lambda c, i: activation_of(_dbrx("ffn_config", "ffn_act_fn", {})(c, i).get("name", "silu")),
-            "routing": _routing(top_k=_dbrx("ffn_config", "moe_top_k", 1), normalize=_dbrx_normalizes),
+            "routing": routing(top_k=_dbrx("ffn_config", "moe_top_k", 1), normalize=_dbrx_normalizes),
             "router_names": ("ffn.router.layer",),
             "names": (
                 ExpertNames(
@@ -310,9 +270,9 @@ FAMILIES = {
             "max_position_embeddings": 131072, "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0,
             "num_experts_per_tok": 2, "num_experts": 16, "router_jitter_noise": 0.01, "lm_head_bias": False,
         },
-        norm=layer_norm(), attention=_BIASES, rope={"attention_factor": _phimoe_attention_factor},
+        norm=layer_norm(), attention=ATTENTION_BIAS, rope={"attention_factor": _phimoe_attention_factor},
         experts={
-            "routing": _routing(scoring="sparsemixer", jitter=key("router_jitter_noise")), "names": _W123,
+            "routing": routing(scoring="sparsemixer", jitter=key("router_jitter_noise")), "names": _W123,
             "router_names": ("block_sparse_moe.gate", "mlp.router"),
         },
         model={"output_bias": key("lm_head_bias")}, slides=lambda c, _: bool(c["sliding_window"]),
@@ -334,9 +294,9 @@ FAMILIES = {
                 "original_max_position_embeddings": 4096, "rope_theta": 150000.0,
             },
         },
-        attention=_BIASES | {"sinks": "self_attn.sinks"},
+        attention=ATTENTION_BIAS | {"sinks": "self_attn.sinks"},
         experts={
-            "routing": _routing(), "bias": True, "router_names": ("mlp.router",), "router_bias": True,
+            "routing": routing(), "bias": True, "router_names": ("mlp.router",), "router_bias": True,
             "clamp": lambda c, _: (c["swiglu_alpha"], c["swiglu_limit"]),
             "names": (
                 stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True, is_interleaved=True),
@@ -348,14 +308,14 @@ FAMILIES = {
         defaults={
             "max_position_embeddings": 2048, "num_experts": 8, "num_experts_per_tok": 2, "moe_num_shared_experts": 2,
         },
-        attention=_BIASES, feed_forward={"bias": key("mlp_bias")},
+        attention=ATTENTION_BIAS, feed_forward=MLP_BIAS,
         experts={
-            "routing": _routing(), "activation": "silu", "router_names": ("mlp.router",),
+            "routing": routing(), "activation": "silu", "router_names": ("mlp.router",),
             "names": (
                 stacked("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", is_transposed=True),
                 stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),
             ),
-            "shared": _shared(_several("moe_num_shared_experts", "intermediate_size"), bias=key("mlp_bias")),
+            "shared": shared_expert(_several("moe_num_shared_experts", "intermediate_size"), bias=key("mlp_bias")),
         },
     ),
     "Cohere2MoeForCausalLM": Family(
@@ -366,17 +326,18 @@ FAMILIES = {
             "expert_selection_fn": "softmax", "prefix_dense_sliding_window_pattern": 1, "sliding_window_pattern": 4,
             "prefix_dense_intermediate_size": None, "first_k_dense_replace": 0,
         },
-        norm=_cohere_norm, attention=_BIASES, rope={"interleaved": True},
+        norm=_cohere_norm, attention=ATTENTION_BIAS, rope={"interleaved": True},
         feed_forward={
             "intermediate_size": lambda c, _: c["prefix_dense_intermediate_size"] or c["intermediate_size"]
         },
         layer={"is_parallel": True, "feed_forward_norm": None},
         experts={
-            "routing": _routing(
+            "routing": routing(
                 scoring=key("expert_selection_fn"), scale=_half_if_averaged,
                 normalize=lambda c, _: c["expert_selection_fn"] == "softmax" or c["norm_topk_prob"],
             ),
-            "shared": _shared(_several("num_shared_experts", "intermediate_size")), "shared_scale": _half_if_averaged,
+            "shared": shared_expert(_several("num_shared_experts", "intermediate_size")),
+            "shared_scale": _half_if_averaged,
         },
         is_sparse=_said_by_types(_from("first_k_dense_replace")),
         model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]}, slides=_cohere_slides, rotates=_cohere_rotates,
@@ -391,7 +352,7 @@ FAMILIES = {
         attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
         feed_forward={"bias": key("use_bias")},
         experts={
-            "routing": _routing(), "shared": _shared(_several("moe_num_shared_experts"), bias=key("use_bias")),
+            "routing": routing(), "shared": shared_expert(_several("moe_num_shared_experts"), bias=key("use_bias")),
             "correction_names": (
                 "mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"
             ),
@@ -409,7 +370,7 @@ FAMILIES = {
             "floor_scale": 8192, "attn_scale": 0.1,
         },
         # A norm without weights of a rotated head is the norm of the head, rotated.
-        attention=_BIASES | {
+        attention=ATTENTION_BIAS | {
             "qk_norm": lambda c, i: rms(has_weight=False)(c, i)
             if c["use_qk_norm"] and _llama4_rotates(c, i) else None,
             "query_growth": lambda c, i: (c["attn_scale"], c["floor_scale"], 1)
@@ -421,12 +382,12 @@ FAMILIES = {
             "up_names": ("feed_forward.gate_proj", "feed_forward.up_proj"),
         },
         experts={
-            "routing": _routing(scoring="sigmoid", normalize=False), "scales_inputs": True,
+            "routing": routing(scoring="sigmoid", normalize=False), "scales_inputs": True,
             "router_names": ("feed_forward.router",),
             "names": (
                 stacked("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", is_transposed=True),
             ),
-            "shared": _shared(key("intermediate_size"), "feed_forward.shared_expert"),
+            "shared": shared_expert(key("intermediate_size"), "feed_forward.shared_expert"),
         },
         is_sparse=_llama4_sparse, rotates=_llama4_rotates,
         model={
@@ -440,9 +401,9 @@ FAMILIES = {
             "max_position_embeddings": 2048, "moe_intermediate_size": 1408, "first_k_dense_replace": 0,
             "norm_topk_prob": False, "sliding_window": 4096, "max_window_layers": 62, "n_shared_experts": None,
         },
-        attention=_BIASES | {"qk_norm": rms()},
-        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": _shared(_several("n_shared_experts"))},
-        is_sparse=_from("first_k_dense_replace"), slides=_late_layers_slide,
+        attention=ATTENTION_BIAS | {"qk_norm": rms()},
+        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": shared_expert(_several("n_shared_experts"))},
+        is_sparse=_from("first_k_dense_replace"), slides=late_layers_slide,
     ),
     "Glm4MoeForCausalLM": Family(
         defaults=_GROUPS | {
@@ -454,7 +415,7 @@ FAMILIES = {
         attention={
             "qkv_bias": key("attention_bias"), "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None,
         },
-        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": _shared(_several("n_shared_experts"))},
+        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": shared_expert(_several("n_shared_experts"))},
         is_sparse=_from("first_k_dense_replace"), model={"num_unused_layers": key("num_nextn_predict_layers")},
     ),
     "SolarOpenForCausalLM": Family(
@@ -464,7 +425,7 @@ FAMILIES = {
             "num_experts": 128, "intermediate_size": None,
         },
         attention={"qkv_bias": key("attention_bias")},
-        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": _shared(_several("n_shared_experts"))},
+        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": shared_expert(_several("n_shared_experts"))},
     ),
     "ExaoneMoeForCausalLM": Family(
         defaults=_GROUPS | {
@@ -474,11 +435,11 @@ FAMILIES = {
         },
         attention={"qk_norm": rms()},
         experts={
-            "routing": _SIGMOID_GROUPS, "shared": _shared(_several("num_shared_experts")),
+            "routing": _SIGMOID_GROUPS, "shared": shared_expert(_several("num_shared_experts")),
             "correction_names": _CORRECTION_NAMES[::-1],
         },
         is_sparse=_said_by_types(_from("first_k_dense_replace")), slides=_EXAONE_SLIDES,
-        rotates=_rotates_unless_all_is_seen(_EXAONE_SLIDES),
+        rotates=rotates_unless_all_is_seen(_EXAONE_SLIDES),
     ),
     "MiniMaxM2ForCausalLM": Family(
         defaults={
@@ -493,7 +454,7 @@ FAMILIES = {
             )
         },
         experts={
-            "routing": _routing(scoring="sigmoid"), "names": _W123,
+            "routing": routing(scoring="sigmoid"), "names": _W123,
             "router_names": ("block_sparse_moe.gate", "mlp.gate"),
             "correction_names": ("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
         },
@@ -504,12 +465,12 @@ FAMILIES = {
             "rope_theta": 11158840.0, "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
             "moe_intermediate_size": 1536, "router_scaling_factor": 2.826,
         },
-        attention=_BIASES | {"qk_norm": rms()}, feed_forward={"bias": key("mlp_bias")},
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, feed_forward=MLP_BIAS,
         experts={
-            "routing": _routing(scoring="sigmoid", scale=key("router_scaling_factor")),
+            "routing": routing(scoring="sigmoid", scale=key("router_scaling_factor")),
             "router_names": ("mlp.router.gate", "mlp.gate"),
             "correction_names": ("mlp.expert_bias", "mlp.e_score_correction_bias"),
-            "shared": _shared(_several("num_shared_experts"), "mlp.shared_mlp", bias=key("mlp_bias")),
+            "shared": shared_expert(_several("num_shared_experts"), "mlp.shared_mlp", bias=key("mlp_bias")),
         },
         is_sparse=_said_by_types(lambda _, i: i > 0),
     ),
@@ -519,12 +480,12 @@ FAMILIES = {
             "decoder_sparse_step": 1, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024,
             "num_experts_per_tok": 6, "num_experts": 256, "mlp_only_layers": [0, 1],
         },
-        attention=_BIASES | {"qk_norm": rms(), "sinks": "self_attn.softmax_offset"},
+        attention=ATTENTION_BIAS | {"qk_norm": rms(), "sinks": "self_attn.softmax_offset"},
         experts={
-            "routing": _routing(scoring="sigmoid"),
-            "shared": _shared(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
+            "routing": routing(scoring="sigmoid"),
+            "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
         },
-        is_sparse=_by_step, slides=_flint_slides, rotates=_slides(_flint_slides),
+        is_sparse=sparse_by_step, slides=_flint_slides, rotates=slides_by(_flint_slides),
     ),
     "Kolibri1ForCausalLM": Family(
         defaults={
@@ -535,10 +496,10 @@ FAMILIES = {
         attention={"qk_norm": rms()},
         layer={"attention_post_norm": "post_attn_norm", "feed_forward_post_norm": "post_ffn_norm"},
         experts={
-            "routing": _routing(scoring="sigmoid", bias_logits=True),
+            "routing": routing(scoring="sigmoid", bias_logits=True),
             "correction_names": ("moe.router.expert_bias", "mlp.gate.e_score_correction_bias"),
-            "shared": _shared(key("shared_expert_intermediate_size")),
+            "shared": shared_expert(key("shared_expert_intermediate_size")),
         },
-        slides=_KOLIBRI_SLIDES, rotates=_rotates_unless_all_is_seen(_KOLIBRI_SLIDES),
+        slides=_KOLIBRI_SLIDES, rotates=rotates_unless_all_is_seen(_KOLIBRI_SLIDES),
     ),
 }  # fmt: skip
