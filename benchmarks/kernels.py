@@ -1,6 +1,6 @@
 """Prints what the native kernels reach: GB/s and GFLOP/s of the products of SmolLM2-135M, and attention's times.
 
-    python benchmarks/kernels.py [--dtype bfloat16|float32|Q4_1|...] [--only linear|attention|call] [--seconds 0.2]
+    python benchmarks/kernels.py [--dtype bfloat16|float32|Q4_1|...] [--only linear|attention|latent|call|pack]
 
 Weights and caches rotate through more memory than the caches of a processor hold, as they do in a model's step. Each
 figure is the best of several runs, since other programs can only make a run slower.
@@ -26,6 +26,7 @@ SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)]
 ROWS = [1, 6, 16, 64, 256]
 # (bits, group, minima) of matrices that come from these formats.
 INTEGERS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q8_0": (8, 32, False), "Q6_K": (8, 16, False)}
+CACHES = ["int8", "float8_e4m3fn", "float8_e5m2"]  # beside those of the dtype
 ROTATED_BYTES = 200e6
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 RANDOM = np.random.default_rng(0)
@@ -108,22 +109,37 @@ def bench_linear(name: str, seconds: float) -> None:
     print("        model" + "".join(f"{rows / t:>16.0f} tok/s" for rows, t in zip(ROWS, times, strict=True)))
 
 
-def bench_attention(dtype: str, seconds: float, kv_heads: int = 3, ratio: int = 3, head_size: int = 64) -> None:
-    print(f"\nattention, {dtype}, {kv_heads} x {ratio} heads of {head_size}")
-    element = DTYPES[dtype].itemsize
+def fill_cache(cache: LayerKVCache, dtype: str) -> None:
+    """With numbers like those of a model: random ones, or bytes with one scale."""
+    if dtype in DTYPES:
+        few = random(1 << 16, dtype=dtype)
+        for part in cache.arrays:
+            part.reshape(-1)[:] = np.resize(few, part.size)
+        return
+    few = RANDOM.integers(0, 256, 1 << 16).astype(np.uint8)
+    for part in cache.arrays:
+        part.view(np.uint8).reshape(-1)[:] = np.resize(few, part.size)
+    scales = np.ascontiguousarray(np.full(2, 0.02, ml_dtypes.bfloat16)).view(np.uint8)
+    cache.key.view(np.uint8)[:, :, -1] = scales
+
+
+def bench_attention(
+    dtype: str, seconds: float, cache_dtype: str | None = None, kv_heads: int = 3, ratio: int = 3, head_size: int = 64
+) -> None:
+    cache_dtype = cache_dtype or dtype
+    print(f"\nattention, {dtype}, cache of {cache_dtype}, {kv_heads} x {ratio} heads of {head_size}")
     for num_seqs, queries, context in [
         (1, 1, 192), (1, 1, 512), (1, 1, 2048), (1, 1, 8192), (1, 1, 32768), (16, 1, 192), (16, 1, 512), (16, 1, 4096),
         (64, 1, 192), (64, 1, 1024), (1, 128, 128), (1, 512, 512), (1, 512, 4096), (1, 2048, 2048),
     ]:  # fmt: skip
         per_seq = -(-context // 16)
-        cache_bytes = num_seqs * context * kv_heads * head_size * 2 * element
+        one = cpu.allocate_kv_cache(1, 16, kv_heads, head_size, cache_dtype)
+        cache_bytes = num_seqs * context * sum(part.nbytes for part in one.arrays) // 16
         layers = max(1, min(30, round(ROTATED_BYTES / cache_bytes)))
         caches: list[LayerKVCache] = []
-        few = random(1 << 16, dtype=dtype)
         for _ in range(layers):
-            caches.append(cpu.allocate_kv_cache(num_seqs * per_seq, 16, kv_heads, head_size, dtype))
-            for part in (caches[-1].key, caches[-1].value):
-                part.reshape(-1)[:] = np.resize(few, part.size)
+            caches.append(cpu.allocate_kv_cache(num_seqs * per_seq, 16, kv_heads, head_size, cache_dtype))
+            fill_cache(caches[-1], cache_dtype)
         tables = RANDOM.permutation(num_seqs * per_seq).astype(np.int32).reshape(num_seqs, per_seq)
         starts = np.arange(num_seqs + 1, dtype=np.int32) * np.int32(queries)
         lens = np.full(num_seqs, context, np.int32)
@@ -137,6 +153,50 @@ def bench_attention(dtype: str, seconds: float, kv_heads: int = 3, ratio: int = 
         print(
             f"{num_seqs:>4} seqs x {queries:>4} rows, {context:>5} keys: {taken * 1e6:>9.1f} us"
             f"{cache_bytes / taken / 1e9:>8.1f} GB/s{flops / taken / 1e9:>8.1f} GFLOP/s",
+            flush=True,
+        )
+
+
+def bench_latent(dtype: str, seconds: float, heads: int = 16, latent: int = 512, rotated: int = 64) -> None:
+    """Attention of DeepSeek-V2-Lite as it is computed, on compressed vectors ("absorbed"), and with keys and values
+    made of them for each step ("plain"): all kernels whose work differs."""
+    plain, values = 128, 128
+    print(f"\nlatent attention, {dtype}, {heads} heads, {latent} + {rotated} elements a token")
+    key_of, value_of = (
+        cpu.stack_experts([pack(random(n, k, dtype=dtype)) for _ in range(heads)], heads)
+        for n, k in ((latent, plain), (values, latent))
+    )
+    up = pack(random(heads * (plain + values), latent, dtype=dtype))
+    for num_seqs, queries, context in [
+        (1, 1, 1024), (1, 1, 8192), (16, 1, 1024), (1, 128, 128), (1, 512, 512), (1, 512, 4096), (1, 2048, 2048),
+    ]:  # fmt: skip
+        per_seq = -(-context // 16)
+        compressed = cpu.allocate_kv_cache(num_seqs * per_seq, 16, 1, rotated, dtype, latent)
+        # As its kernel has one size for both, values are as wide as keys.
+        full = cpu.allocate_kv_cache(num_seqs * per_seq, 16, heads, plain + rotated, dtype)
+        few = random(1 << 16, dtype=dtype)
+        for cache in (compressed, full):
+            for part in (cache.key, cache.value):
+                part.reshape(-1)[:] = np.resize(few, part.size)
+        tables = RANDOM.permutation(num_seqs * per_seq).astype(np.int32).reshape(num_seqs, per_seq)
+        starts = np.arange(num_seqs + 1, dtype=np.int32) * np.int32(queries)
+        lens = np.full(num_seqs, context, np.int32)
+        query = random(num_seqs * queries, heads, plain + rotated, dtype=dtype)
+        vectors = random(num_seqs * context, latent, dtype=dtype)
+
+        def absorbed(_: int) -> None:
+            met = cpu.linear_by_head(query[:, :, rotated:], key_of)  # noqa: B023
+            rows = query[:, :, :rotated]  # noqa: B023
+            cpu.linear_by_head(cpu.latent_attention(met, rows, compressed, tables, starts, lens, 0.1), value_of)  # noqa: B023
+
+        def made(_: int) -> None:
+            cpu.linear(vectors, up)  # noqa: B023
+            cpu.paged_attention(query, full, tables, starts, lens, 0.1)  # noqa: B023
+
+        times = [best_time_s(call, seconds) for call in (absorbed, made)]
+        print(
+            f"{num_seqs:>4} seqs x {queries:>4} rows, {context:>5} keys: absorbed {times[0] * 1e3:>8.2f} ms, plain "
+            f"{times[1] * 1e3:>8.2f} ms",
             flush=True,
         )
 
@@ -175,7 +235,8 @@ def bench_packing(dtype: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=[*DTYPES, *INTEGERS], help="default: all")
-    parser.add_argument("--only", choices=["linear", "attention", "call", "pack"])
+    parser.add_argument("--only", choices=["linear", "attention", "latent", "call", "pack"])
+    parser.add_argument("--kv-cache-dtype", choices=["bfloat16", *CACHES], help="of attention; default: all")
     parser.add_argument("--seconds", type=float, default=0.2, help="time for one figure")
     args = parser.parse_args()
     print(f"{_cpu.isa()}, {_cpu.num_threads()} threads")
@@ -188,7 +249,10 @@ def main() -> None:
         if args.only in (None, "linear"):
             bench_linear(name, args.seconds)
         if name in DTYPES and args.only in (None, "attention"):
-            bench_attention(name, args.seconds)
+            for cache_dtype in [args.kv_cache_dtype] if args.kv_cache_dtype else [name, *CACHES]:
+                bench_attention(name, args.seconds, cache_dtype)
+        if name in DTYPES and args.only in (None, "latent"):
+            bench_latent(name, args.seconds)
 
 
 if __name__ == "__main__":

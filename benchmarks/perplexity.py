@@ -1,10 +1,12 @@
 """Perplexity of a model with each format of its weights, beside that of the same weights in float32.
 
     python benchmarks/perplexity.py [--model MODEL] [--formats Q4_1 Q8_0 int8 ...] [--tokens 20000] [--window 1024]
+    python benchmarks/perplexity.py --caches [--tokens 20000] [--window 4096]
 
 The weights of a model (default: the default model) are written to GGUF files of each format, quantized anew by `gguf`
 or by the quantizers below. A file is then served twice: in float32, which expands its blocks and multiplies floats, and
 packed. Only what packing, quantized activations and bfloat16 lose is thus measured, not what the format itself lost.
+With `--caches` the model is served as it is, with each type of the KV cache.
 
 The text (benchmarks/data/perplexity.txt) is SmolLM2-135M-Instruct's own: answers to 48 questions, sampled in float32 at
 temperature 0.85, top-p 0.95 and repetition penalty 1.1. It is cut into windows, each computed from nothing; the first
@@ -54,11 +56,13 @@ def perplexity(llm: LLM, token_ids: Sequence[int], window: int) -> float:
     return math.exp(total / count)
 
 
-def measure(model: str, dtype: str, tokens: int, window: int, quantization: str | None = None) -> tuple[float, float]:
+def measure(
+    model: str, dtype: str, tokens: int, window: int, quantization: str | None = None, cache: str = "auto"
+) -> tuple[float, float]:
     """Perplexity, and the seconds that computing it took."""
     llm = LLM(
         model, dtype=dtype, quantization=quantization, max_model_len=window + 1, enable_prefix_caching=False,
-        disable_log_stats=True,
+        disable_log_stats=True, kv_cache_dtype=cache,
     )  # fmt: skip
     token_ids = read_tokens(llm, tokens)
     start = time.perf_counter()
@@ -162,17 +166,30 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
 _K_QUANTIZERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
 
 
+def compare_caches(model: str, tokens: int, window: int) -> None:
+    print(f"{'KV cache':10}{'perplexity':>12}{'change':>10}{'tokens/s':>10}")
+    expected = math.nan
+    for cache in ("auto", "int8", "fp8_e4m3", "fp8_e5m2"):
+        found, seconds = measure(model, "bfloat16", tokens, window, cache=cache)
+        if cache == "auto":
+            expected = found
+        print(f"{cache:10}{found:12.4f}{found / expected - 1:10.2%}{tokens / seconds:10.0f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="a GGUF file, or a model that has one; default: the default model")
     parser.add_argument("--formats", nargs="+", default=["as it is", *FORMATS], metavar="FORMAT")
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--caches", action="store_true", help="types of the KV cache in the place of formats")
     args = parser.parse_args()
     source = resolve(args.model)
     if source.format != "gguf":
         parser.error("the weights are taken from a GGUF file; convert the model first.")
     print(f"{source.name}: {args.tokens} tokens in windows of {args.window}")
+    if args.caches:
+        return compare_caches(source.path, args.tokens, args.window)
     print(f"{'format':10}{'float32':>10}{'packed':>10}{'change':>10}{'tokens/s':>10}")
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.formats:

@@ -16,6 +16,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,14 +95,14 @@ class NoModel(CpuDevice):
         self._ops = ops
         self._weights = np.ones(num_weight_bytes // 8)
         logits = np.zeros((max_num_seqs, vocab_size), np.float32)
-        self.outputs = StepOutputs(logits, logits, ops.argmax(logits))
+        self.outputs = StepOutputs(logits, logits, logits, ops.argmax(logits))
 
     def capture(self, model: StepModel, inputs: StepArrays[Any]) -> Any:
         return self
 
     def replay(self, used: StepShape) -> None:
         self._weights.sum()
-        self.outputs = StepOutputs(self.outputs.hidden, self.outputs.logits, self._ops.argmax(self.outputs.logits))
+        self.outputs = replace(self.outputs, best=self._ops.argmax(self.outputs.logits))
 
 
 class NoModelExecutor:

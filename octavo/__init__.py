@@ -13,30 +13,43 @@ from octavo.version import __version__
 if TYPE_CHECKING:
     from octavo.config import AsyncEngineArgs, EngineArgs
     from octavo.engine.async_engine import AsyncLLMEngine
+    from octavo.engine.llm_engine import LLMEngine
     from octavo.entrypoints.llm import LLM
+    from octavo.inputs import TextPrompt, TokensPrompt
+    from octavo.lora.request import LoRARequest
     from octavo.outputs import CompletionOutput, RequestOutput
-    from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+    from octavo.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 _HOMES = {
     "LLM": "octavo.entrypoints.llm",
+    "LLMEngine": "octavo.engine.llm_engine",
     "AsyncEngineArgs": "octavo.config",
     "AsyncLLMEngine": "octavo.engine.async_engine",
+    "BeamSearchParams": "octavo.sampling_params",
     "CompletionOutput": "octavo.outputs",
     "EngineArgs": "octavo.config",
+    "LoRARequest": "octavo.lora.request",
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.sampling_params",
     "StructuredOutputsParams": "octavo.sampling_params",
+    "TextPrompt": "octavo.inputs",
+    "TokensPrompt": "octavo.inputs",
 }
 
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLMEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
+    "LLMEngine",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

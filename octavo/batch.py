@@ -24,3 +24,4 @@ class StepBatch:
     seq_lens: Any  # [S] int32: cached tokens, this step's included
     sample_rows: Any  # [N] int64: tokens whose logits are sampled; one that starts forks comes several times
     groups: tuple[GroupTables, ...]  # by cache group
+    token_types: Any = None  # [T] int64: 0 in the first text of a pair, 1 in the second

@@ -9,7 +9,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal, Self
 
@@ -22,21 +22,23 @@ def flag(
     *,
     positive: bool = False,
     built: bool = True,
-    repeat: bool = False,
     parse: Callable[[str], Any] | None = None,
     may_be_function: bool = False,
+    short: str | None = None,
+    is_flag: bool = True,
 ) -> Any:
-    """A field with the text of its flag. `positive` numbers are greater than zero. A list is given as `--f a b`, or,
-    with `repeat`, as `--f a --f b`; an object as JSON, or key by key as `--f.key value`. `parse` reads the text of a
-    value that is not written as its type is, and raises `ValueError`. From Python a value `may_be_function`.
+    """A field with the text of its flag. `positive` numbers are greater than zero. A list is given as `--f a b` or
+    `--f a --f b`; an object as JSON, or key by key as `--f.key value`. `parse` reads the text of a
+    value that is not written as its type is, and raises `ValueError`. From Python a value `may_be_function`. `short` is
+    another name, such as -tp; what is no flag is a keyword only.
 
     Flags that are not `built` take only their default, which asks for nothing, so that launch scripts which spell it
     out work; any other value is refused.
     """
     if default not in (None, "", []) and "default" not in help:
         help = f"{help} Default: {default}."
-    metadata = {"help": help, "positive": positive, "built": built, "repeat": repeat, "parse": parse,
-                "may_be_function": may_be_function}  # fmt: skip
+    metadata = {"help": help, "positive": positive, "built": built, "parse": parse,
+                "may_be_function": may_be_function, "short": short, "is_flag": is_flag}  # fmt: skip
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -84,18 +86,23 @@ class Flags:
     """Base of such dataclasses. Field `max_model_len` is flag `--max-model-len`."""
 
     @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Add one flag per field, with `--no-…` forms for booleans."""
+    def add_cli_args(cls, parser: argparse.ArgumentParser, *, only: Collection[str] | None = None) -> None:
+        """Add one flag per field, or for the fields named in `only`, with `--no-…` forms for booleans."""
         title = cls.__name__.removeprefix("Async").removesuffix("Args").lower()
         built = parser.add_argument_group(title)
         later = parser.add_argument_group(f"{title}, not built yet (only the default is accepted)")
         for f in dataclasses.fields(cls):  # type: ignore[arg-type]
-            _add_flag(built if f.metadata["built"] else later, f, _value_type(cls, f.name))
+            if only is not None and f.name not in only:
+                continue
+            if f.metadata["is_flag"]:
+                _add_flag(built if f.metadata["built"] else later, f, _value_type(cls, f.name))
 
     @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """The fields of `cls` out of parsed arguments."""
-        return cls(**{f.name: getattr(args, f.name) for f in dataclasses.fields(cls)})  # type: ignore[arg-type]
+    def from_cli_args(cls, args: argparse.Namespace, **fixed: Any) -> Self:
+        """The fields of `cls` out of parsed arguments, and those that are `fixed`."""
+        fields = [f for f in dataclasses.fields(cls) if f.metadata["is_flag"]]  # type: ignore[arg-type]
+        names = [f.name for f in fields if hasattr(args, f.name)]
+        return cls(**{name: getattr(args, name) for name in names}, **fixed)
 
     def check_flags(self) -> None:
         """Raise `ConfigError` for a value of a wrong type, outside its choices, not positive, or not built yet."""
@@ -151,22 +158,20 @@ def _default(f: dataclasses.Field[Any]) -> Any:
 
 
 def _add_flag(group: argparse._ArgumentGroup, f: dataclasses.Field[Any], kind: Any) -> None:
-    name = "--" + f.name.replace("_", "-")
+    names = ["--" + f.name.replace("_", "-"), *([f.metadata["short"]] if f.metadata["short"] else [])]
     options: dict[str, Any] = {"default": _default(f), "dest": f.name, "help": f.metadata["help"].replace("%", "%%")}
     if kind is bool:
-        group.add_argument(name, action=argparse.BooleanOptionalAction, **options)
-    elif f.metadata["repeat"]:
-        group.add_argument(name, action="append", **options)
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
     elif typing.get_origin(kind) is list:
-        group.add_argument(name, action="extend", nargs="+", **options)
+        group.add_argument(*names, action="extend", nargs="+", **options)
     elif typing.get_origin(kind) is Literal:
-        group.add_argument(name, choices=typing.get_args(kind), **options)
+        group.add_argument(*names, choices=typing.get_args(kind), **options)
     elif typing.get_origin(kind) is dict:
-        group.add_argument(name, action=_AddKeys, type=_object, metavar="JSON", **options)
+        group.add_argument(*names, action=_AddKeys, type=_object, metavar="JSON", **options)
     elif f.metadata["parse"] is not None:
-        group.add_argument(name, type=f.metadata["parse"], metavar=kind.__name__.upper(), **options)
+        group.add_argument(*names, type=f.metadata["parse"], metavar=kind.__name__.upper(), **options)
     else:
-        group.add_argument(name, type=kind, metavar=kind.__name__.upper(), **options)
+        group.add_argument(*names, type=kind, metavar=kind.__name__.upper(), **options)
 
 
 class _AddKeys(argparse.Action):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
@@ -75,6 +79,70 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    num_accepted_prediction_tokens: int = 0  # of the request's prediction, by all completions
+    num_rejected_prediction_tokens: int = 0  # and those that were computed for nothing
+
+
+Vectors = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """The vector [size] of a text, or those [tokens, size] of its tokens."""
+
+    data: Vectors
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The probability of each class, or what the model says of it where nothing makes that one."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+O = TypeVar("O")  # noqa: E741  # what a request gives
+P = TypeVar("P")
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[O]):
+    """What a text, or a pair, gave."""
+
+    request_id: str
+    outputs: O
+    prompt_token_ids: list[int]
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+
+    def giving(self, outputs: P) -> PoolingRequestOutput[P]:
+        """The same in another form."""
+        return PoolingRequestOutput(
+            self.request_id, outputs, self.prompt_token_ids, self.finished, self.metrics, self.num_cached_tokens
+        )
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 
 @dataclass(slots=True)

@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.pooling_params import PoolingParams
 from octavo.request import TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.step_cost import StepWork
+
+TO_BE_GUESSED = -1  # in the place of a guess: a model guesses it, when the step runs
 
 
 @dataclass(slots=True)
@@ -19,6 +25,14 @@ class BlockMoves:
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # device -> host
     copy: list[tuple[int, int]] = field(default_factory=list)  # device -> device
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # host -> device
+
+
+class AdapterLoad(NamedTuple):
+    """An adapter that is on the host is copied into pages of the device, and found there by its slot."""
+
+    identity: str
+    slot: int
+    pages: list[int]
 
 
 @dataclass(slots=True)
@@ -33,6 +47,9 @@ class Admission:
     stop_token_ids: list[int]  # masked until params.min_tokens are out; end-of-sequence included
     seed: int
     index: int  # which completion of its request
+    adapter_slot: int = -1  # of its adapter; -1: it has none
+    pooling: PoolingParams | None = None
+    second_start: int | None = None  # of `Prompt`
 
 
 class NewBlock(NamedTuple):
@@ -50,9 +67,17 @@ class PlannedRow(NamedTuple):
     row: int  # of the runner's tables
     num_computed: int  # tokens already in the cache
     num_tokens: int  # tokens to compute now, those after num_computed, guesses included
-    num_positions: int  # after so many of the last of them a token is sampled: 0 in mid-prompt, else 1 + len(guesses)
+    # After so many of the last of them a token is sampled, or their vectors are wanted: 0 in mid-prompt, else
+    # 1 + len(guesses).
+    num_positions: int
     num_forks: int = 1  # samples drawn after the last of them: several where siblings start
-    guesses: tuple[int, ...] = ()  # the last tokens to compute, which may turn out wrong
+    # The last tokens to compute, which may turn out wrong; `TO_BE_GUESSED` for those that the runner is to guess.
+    guesses: tuple[int, ...] = ()
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it computes one token, and guesses of what follows."""
+        return self.num_tokens - len(self.guesses) == 1
 
     @property
     def num_samples(self) -> int:
@@ -64,11 +89,13 @@ class StepPlan:
     """One step. `rows` has an entry for each scheduled sequence."""
 
     moves: list[BlockMoves] = field(default_factory=list)  # by pool
+    adapters: list[AdapterLoad] = field(default_factory=list)  # before anything of the step is computed
     admissions: list[Admission] = field(default_factory=list)
     new_blocks: list[NewBlock] = field(default_factory=list)
     new_tokens: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position, token) that the core chose
     rows: list[PlannedRow] = field(default_factory=list)
     work: StepWork = field(default_factory=StepWork)  # of these rows
+    drafts_prompts: bool = True  # whether a draft model computes the parts of prompts too, and not later
 
     # The next step may be planned before the tokens of this one are known: each sampled row goes on with its own.
     runs_ahead: bool = False
@@ -84,6 +111,9 @@ class StepResult:
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: its prompt positions so far
     errors: dict[int, str] = field(default_factory=dict)  # by row: a logits processor of that request failed
+    vectors: NDArray[np.float32] | None = None  # [samples, size]: of a model that pools, in the place of `tokens`
+    guesses: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by row: what the runner has guessed for it
+    draft_s: float = 0.0  # that guessing took
 
 
 def num_standing(guesses: Sequence[int], tokens: Sequence[int]) -> int:

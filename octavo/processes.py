@@ -1,10 +1,15 @@
-"""Command lines of child processes. A child imports exactly what its parent imports, and nothing from the working
-directory, which `python -m` would search first."""
+"""Command lines of child processes, and what a process asks of its system.
+
+A child imports exactly what its parent imports, and nothing from the working directory, which `python -m` would search
+first."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import sys
+from collections.abc import Callable
 
 
 def python_command(module: str, *args: str) -> list[str]:
@@ -35,3 +40,28 @@ def import_path() -> list[str]:
     is_kept = here in map(os.path.realpath, kept)
     entries = [os.path.abspath(entry) for entry in sys.path]
     return [entry for entry in entries if is_kept or os.path.realpath(entry) != here]
+
+
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop's where there is one (it knows no Windows), else the loop of selectors, which sockets of ZeroMQ need."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.SelectorEventLoop
+    return uvloop.new_event_loop
+
+
+def allow_files(wanted: int | None = None) -> None:
+    """Raise the limit of open files, which is often 1024, to `wanted` if it is less; to the most by default."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if wanted is None:
+        wanted = hard
+    elif hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and (soft < wanted or wanted == resource.RLIM_INFINITY):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

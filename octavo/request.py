@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams
 
 
@@ -28,6 +29,16 @@ class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     adapter: str | None = None  # identity of the adapter that it is computed with
     media: tuple[MediaItem, ...] = ()  # in order of position
     cache_salt: str | None = None  # requests with different salts share no cached blocks
+    second_start: int | None = None  # of a pair: the first token of the second text, for models that tell them apart
+
+
+class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
+    """Where the adapter of an identity lies, and what it is called in messages."""
+
+    identity: str  # a hash of its files' contents
+    name: str
+    config: str | None  # file; None: the weights are a GGUF file, which says it all
+    weights: str  # file
 
 
 class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True):
@@ -42,6 +53,9 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True):
     priority: int = 0  # lower goes first
     max_ttft_s: float | None = None  # in which its first token is wanted
     deadline: float | None = None  # `time.monotonic` at which it ends with what it has
+    pooling: PoolingParams | None = None  # vectors are wanted, and no output tokens
+    prediction: list[int] = []  # tokens of which its answer may largely consist
+    adapter: AdapterSource | None = None  # that of `prompt.adapter`
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -67,3 +81,6 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     first_scheduled_time: float = 0.0  # time.monotonic
     error: str | None = None  # one line, when finish_reason is "error"
     error_status: int = 400  # as HTTP has it: whose fault it is
+    num_accepted_prediction_tokens: int = 0  # of the request's prediction, since it was first guessed
+    num_rejected_prediction_tokens: int = 0
+    vectors: bytes | None = None  # of a request for pooling: float32, one vector after the other

@@ -51,8 +51,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     """Not built yet."""
     disable_any_whitespace: bool = False
     """For JSON: none between its parts."""
-    disable_additional_properties: bool = False
-    """For JSON: objects whose schema names properties have no others, unless it says that they may."""
+    disable_additional_properties: bool | None = None
+    """For JSON: objects whose schema names properties have no others, unless it says that they may. Left out: the
+    engine's own (`allow_additional_properties`)."""
     whitespace_pattern: str | None = None
     """For JSON: a regular expression for the whitespace where some may stand."""
 
@@ -79,7 +80,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
         ):
             _refuse("structured_outputs.choice", self.choice, "a list of non-empty strings of valid Unicode")
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
-            if type(getattr(self, name)) is not bool and (name, self.json_object) != ("json_object", None):
+            value = getattr(self, name)
+            if type(value) is not bool and (value is not None or name == "disable_any_whitespace"):
                 _refuse(f"structured_outputs.{name}", getattr(self, name), "true or false")
 
 

@@ -7,7 +7,7 @@ share the blocks of the prompt and are then scheduled, preempted and aborted eac
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import SamplingParams
@@ -41,6 +41,8 @@ class Sequence:
     host_blocks: list[list[int]] = field(default_factory=list)  # by cache group: where a swapped sequence waits
     row: int | None = None  # its row of the runner's tables while it runs
     is_admitted_to_runner: bool = False  # the runner's row holds its tokens and blocks
+    adapter_slot: int = -1  # of the device's table while it runs, if it has an adapter
+    num_bypassed: int = 0  # sequences that started while it waited for room for its adapter
     num_pending_forks: int = 0  # sequences that will be forked off when the prompt is computed
     num_cached_tokens: int = 0  # prompt tokens found in the prefix index when it was first admitted
     num_preemptions: int = 0
@@ -49,10 +51,18 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     chooser: Chooser | None = None  # who chooses its tokens, if it is not the sampler
     is_held: bool = False  # offered to its chooser; it may lose its blocks and its row, and is not scheduled
+    speculated: Any = None  # what `octavo.speculative` knows of it
+    num_accepted_prediction_tokens: int = 0  # guesses from the request's prediction that stood
+    num_rejected_prediction_tokens: int = 0  # and those that were computed for nothing
 
     @property
     def params(self) -> SamplingParams:
         return self.request.params
+
+    @property
+    def adapter(self) -> str | None:
+        """The identity of the adapter that it is computed with."""
+        return self.request.prompt.adapter
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +94,12 @@ class Sequence:
         if self.chooser is not None or self.num_pending_forks:
             return True
         return self.params.follows_output or self.params.grammar is not None
+
+    @property
+    def num_last_positions(self) -> int:
+        """After how many of its last tokens something is wanted, once all are computed."""
+        pooling = self.request.pooling
+        return len(self.token_ids) if pooling is not None and pooling.is_by_token else 1
 
     @property
     def num_rows(self) -> int:
@@ -134,7 +150,8 @@ class Sequence:
         # By position: msgspec takes twice as long to match names, and this happens for every token.
         return SequenceOutput(
             self.request.request_id, self.index, token_ids, finish_reason, stop_reason, logprobs, prompt_logprobs,
-            self.num_cached_tokens, self.num_preemptions, self.first_scheduled_time, error,
+            self.num_cached_tokens, self.num_preemptions, self.first_scheduled_time, error, 400,
+            self.num_accepted_prediction_tokens, self.num_rejected_prediction_tokens,
         )  # fmt: skip
 
 

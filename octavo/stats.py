@@ -27,3 +27,15 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_prefix_hits: int = 0  # prompt tokens found there
     step_s: float = 0.0  # what the steps took
     predicted_step_s: float = 0.0  # and what they were expected to take
+    num_adapter_reads: int = 0  # from disk
+    adapter_read_s: float = 0.0  # from being asked for to being there
+    num_adapter_loads: int = 0  # onto the device
+    num_adapter_evictions: int = 0  # from there
+    num_adapters_on_host: int = 0  # gauges, again
+    num_adapters_on_device: int = 0
+    running_adapters: list[str] = []  # names
+    waiting_adapters: list[str] = []
+    num_drafts: int = 0  # guesses, of one token or several, that were verified
+    num_draft_tokens: int = 0  # their tokens
+    num_accepted_tokens: int = 0  # those of them that stand
+    num_accepted_by_position: list[int] = []  # the same by their place in the guess

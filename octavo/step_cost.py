@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import mul
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class StepWork:
     num_tokens: int = 0
     num_samples: int = 0  # rows of logits
     num_chunks: int = 0  # rows of several tokens: parts of prompts, and guesses
-    num_decode_keys: int = 0  # that rows of one token attend to
+    num_keys: int = 0  # that rows find in the cache, to be read once for all tokens of a row
     num_chunk_pairs: int = 0  # of a query and a key, in rows of several tokens
 
     @classmethod
@@ -47,11 +48,20 @@ class StepWork:
         """A row that computes `num_tokens` behind `num_computed`."""
         self.num_tokens += num_tokens
         self.num_samples += num_samples
-        if num_tokens == 1:
-            self.num_decode_keys += num_computed
-        else:
+        self.num_keys += num_computed
+        if num_tokens > 1:
             self.num_chunks += 1
-            self.num_chunk_pairs += num_tokens * num_computed + num_tokens * (num_tokens + 1) // 2
+            self.num_chunk_pairs += _pairs(num_computed, num_tokens)
+
+    def add_guess(self, num_computed: int, count: int) -> None:
+        """A row of one token and `count` - 1 guesses behind `num_computed` brings one more guess."""
+        self.num_tokens += 1
+        self.num_samples += 1
+        self.num_chunk_pairs += _pairs(num_computed, 1 + count)
+        if count == 1:
+            self.num_chunks += 1
+        else:
+            self.num_chunk_pairs -= _pairs(num_computed, count)
 
     def plus(self, num_computed: int, num_tokens: int, num_samples: int) -> StepWork:
         """This, and a row more."""
@@ -66,8 +76,18 @@ class StepWork:
         tokens = self.num_tokens
         return (
             1.0, min(tokens, few), min(max(tokens - few, 0), many - few), max(tokens - many, 0), self.num_samples,
-            self.num_chunks, self.num_decode_keys, self.num_chunk_pairs,
+            self.num_chunks, self.num_keys, self.num_chunk_pairs,
         )  # fmt: skip
+
+
+def _pairs(num_computed: int, num_tokens: int) -> int:
+    return num_tokens * num_computed + num_tokens * (num_tokens + 1) // 2
+
+
+class StepCost(Protocol):
+    """How long a step takes: `StepCostModel`, or a formula in tests."""
+
+    def seconds(self, work: StepWork) -> float: ...
 
 
 class StepCostModel:

@@ -113,7 +113,7 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"dtype": "int4"}, "--dtype must be one of auto, float32, float16, bfloat16, got 'int4'"),
+        ({"dtype": "int4"}, "--dtype must be one of auto, float32, float16, bfloat16, half, float, got 'int4'"),
         ({"scheduling_policy": "lifo"}, "--scheduling-policy must be one of fcfs, priority"),
         ({"target_step_time": -1.0}, "--target-step-time must be 0 or more milliseconds, got -1"),
         ({"target_step_time": float("nan")}, "--target-step-time must be 0 or more milliseconds, got nan"),
@@ -147,8 +147,11 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
         ({"preemption_mode": "swap", "swap_space": 0.0}, "--preemption-mode swap needs --swap-space above 0"),
         ({"device": "cuda"}, "--device cuda: no CUDA device was found.* Or use --device cpu"),
         ({"dtype": "float16"}, "--dtype float16 is not built for CPUs"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not built yet"),
-        ({"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "both must be the same"),
+        (
+            {"kv_cache_dtype": "nvfp4"},
+            "--kv-cache-dtype nvfp4 is not built yet; auto, int8, fp8, fp8_e4m3 and fp8_e5m2 are",
+        ),
+        ({"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "floats of the cache must be the model's"),
         ({"quantization": "squeezellm"}, "--quantization squeezellm is not built yet on CPUs; int8, int4, gguf, gptq"),
         ({"quantization": "awq"}, "--quantization awq is for checkpoints quantized with awq, but .* has dummy weights"),
         ({"quantization": "gguf"}, "--quantization gguf is for GGUF files, but .* has dummy weights"),
@@ -316,7 +319,8 @@ def test_a_config_crosses_processes_as_json(model: dict[str, Any]) -> None:
 
 
 def test_the_async_engine_takes_the_same_arguments() -> None:
-    assert dataclasses.asdict(AsyncEngineArgs()) == dataclasses.asdict(EngineArgs())
+    own = {"enable_log_requests": False, "disable_log_requests": True, "max_log_len": None}
+    assert dataclasses.asdict(AsyncEngineArgs()) == dataclasses.asdict(EngineArgs()) | own
 
 
 def test_threads_are_a_number_or_a_list_of_processors(tmp_path: Path) -> None:
@@ -352,7 +356,7 @@ def test_a_gpu_has_types_and_sizes_of_its_own(model: dict[str, Any], gpu: None) 
         ({"cpu_threads": 2}, "--cpu-threads is for CPUs, and the device is a GPU"),
         ({"cpu_threads_bind": "0"}, "--cpu-threads-bind is for CPUs"),
         ({"cpu_memory_utilization": 0.5}, "--cpu-memory-utilization is for CPUs"),
-        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype int4 is not built yet; use auto"),
+        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype int4 is not built yet; auto, int8"),
     ]:
         with pytest.raises(ConfigError, match=message):
             config(**(model | args))

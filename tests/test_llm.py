@@ -44,7 +44,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
 
 
 def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
-    conversation = [{"role": "user", "content": "Name the capital of France."}]
+    conversation = [{"role": "user", "content": "What is the capital of France?"}]
     (one,) = llm.chat(conversation, greedy(30), use_tqdm=False)
     assert "Paris" in one.outputs[0].text
     assert one.outputs[0].finish_reason == "stop"

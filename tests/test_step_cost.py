@@ -50,7 +50,7 @@ def noise(rng: random.Random, slowness: float = 1.0) -> Iterator[float]:
 
 def test_the_work_of_a_step_is_that_of_its_rows() -> None:
     rows = [PlannedRow(0, 100, 1, 1), PlannedRow(1, 7, 3, 0), PlannedRow(2, 0, 2, 2, 1, (5,))]
-    expected = StepWork(num_tokens=6, num_samples=3, num_chunks=2, num_decode_keys=100, num_chunk_pairs=3 * 7 + 6 + 3)
+    expected = StepWork(num_tokens=6, num_samples=3, num_chunks=2, num_keys=107, num_chunk_pairs=3 * 7 + 6 + 3)
     assert StepWork.of(rows) == expected
     assert StepWork.of(rows[:2]).plus(0, 2, 2) == expected
 
@@ -84,7 +84,7 @@ def test_hours_of_decoding_do_not_make_it_forget_what_prompts_cost() -> None:
     model, rng, truth = derived(), random.Random(3), StepCostModel(TRUTH)
     errors(model, random_steps(rng, 500), truth, noise(rng))
     for factor, _ in zip(noise(rng), range(5000), strict=False):
-        work = StepWork(num_tokens=4, num_samples=4, num_decode_keys=2000)
+        work = StepWork(num_tokens=4, num_samples=4, num_keys=2000)
         model.observe(work, truth.seconds(work) * factor)
     prompt = StepWork().plus(0, 512, 1)
     assert abs(model.seconds(prompt) / truth.seconds(prompt) - 1) < 0.25

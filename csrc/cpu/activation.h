@@ -12,8 +12,8 @@ void activate(const ActivationArgs& a, int64_t task, Function f) {
         using T = typename decltype(element)::T;
         for_rows(a, task, a.rows, [&](int64_t row) {
             const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-            write_row<T>(a.out, a.out_dtype, row, a.width,
-                         [&](int64_t i, int lanes) { return f(load_some(x + i, lanes)); });
+            write_row(a.out, a.out_dtype, row, a.width,
+                      [&](int64_t i, int lanes) { return f(load_some(x + i, lanes)); });
         });
     });
 }
@@ -24,7 +24,7 @@ void reorder(const ActivationArgs& a, int64_t task) {
         using T = typename decltype(element)::T;
         for_rows(a, task, a.rows, [&](int64_t row) {
             const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-            write_row<T>(a.out, a.out_dtype, row, a.width, [&](int64_t i, int lanes) {
+            write_row(a.out, a.out_dtype, row, a.width, [&](int64_t i, int lanes) {
                 T gathered[kLanes] = {};
                 for (int lane = 0; lane < lanes; ++lane) gathered[lane] = x[a.order[i + lane]];
                 return load(gathered);
@@ -58,7 +58,7 @@ void multiply(const void* args, int64_t task) {
         for_rows(a, task, a.rows, [&](int64_t row) {
             const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
             const T* y = static_cast<const T*>(a.y) + row * a.y_stride;
-            write_row<T>(a.out, a.out_dtype, row, a.width, [&](int64_t i, int lanes) {
+            write_row(a.out, a.out_dtype, row, a.width, [&](int64_t i, int lanes) {
                 const Vec v = load_some(y + i, lanes);
                 const Vec scaled = a.kind == kIdentity ? v : gated_by(a.kind == kSilu ? v : set1(1.0f), v);
                 return mul(load_some(x + i, lanes), scaled);

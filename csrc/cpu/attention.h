@@ -1,17 +1,29 @@
 // Attention over the paged cache with an online softmax (Milakov & Gimelshein 2018). What makes a row's bits a function
 // of its position alone: keys are met in tiles of 64 within partitions at fixed positions of the sequence, a partition
 // starts from nothing, partitions are merged in order, and a key that a row may not see is never multiplied in,
-// whatever its slot holds. Included by kernels.cpp only.
+// whatever its slot holds. (Where attention goes both ways, of its position and its sequence's length.) Included by
+// kernels.cpp only.
 #pragma once
 
-#include "attention_tile.h"
+#include "attention_bytes.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// All rows against the keys of one partition. `after` is the tile to fetch during the last one.
+// How the kernel reads tiles and queries: as they lie. Latent attention has a view of its own.
 template <class E>
-void attend_partition(const Head<E>& h, Rows<E>& rows, int partition, const TileRefs<E>& after) {
+struct StoredView {
+    const Head<E>& head;
+
+    const TileRefs<E>& tile(const TileRefs<E>& refs) { return refs; }
+    const typename E::T* query(const AttentionArgs& a, int64_t token, int64_t head_number, int) {
+        return static_cast<const typename E::T*>(a.query) + token * a.query_stride + head_number * a.head_size;
+    }
+};
+
+// All rows against the keys of one partition. `after` is the tile to fetch during the last one.
+template <class E, class View>
+void attend_partition(const Head<E>& h, View& view, Rows<E>& rows, int partition, const TileRefs<E>& after) {
     int first = rows.first[0], last = rows.last[0];
     for (int r = 0; r < rows.count; ++r) {
         first = min_of(first, rows.first[r]);
@@ -32,11 +44,12 @@ void attend_partition(const Head<E>& h, Rows<E>& rows, int partition, const Tile
             find_tile(h, tile + kKeyTile, first, last, refs[turn ^ 1]);
             refs[turn].next = &refs[turn ^ 1];
         }
+        const TileRefs<E>& seen = view.tile(refs[turn]);
         for (int g = 0; g < groups; ++g) {
             const int begin = rows.count * g / groups;
             const int count = rows.count * (g + 1) / groups - begin;
             with_constant<kScoreRows>(
-                count, [&](auto r) { attend_tile<E, decltype(r)::kValue>(h, refs[turn], rows, begin, tile); });
+                count, [&](auto r) { attend_tile<decltype(r)::kValue>(E{}, view.head, seen, rows, begin, tile); });
         }
     }
 }
@@ -116,17 +129,18 @@ void write_rows(const AttentionArgs& a, const AttentionTask& task, int kv_head, 
 
 template <class E>
 Head<E> find_head(const AttentionArgs& a, const AttentionTask& task, int kv_head) {
-    using T = typename E::T;
-    const int64_t padded = (a.head_size + kValuePad - 1) / kValuePad * kValuePad;
+    using Cached = typename E::Cached;
+    const int64_t padded = padded_size(a.head_size);
     Head<E> h;
-    h.steps = a.head_size / E::kStep;
+    const int64_t key_size = a.rotated_query ? a.rotated_size : a.head_size;
+    h.steps = static_cast<int32_t>(key_size / E::kStep);
     h.block_size = a.block_size;
     h.block_shift = __builtin_ctz(static_cast<unsigned>(a.block_size));
     h.value_stride = padded * E::kStep;
-    h.key_block = static_cast<int64_t>(a.kv_heads) * a.head_size * a.block_size;
+    h.key_block = a.kv_heads * key_elements<E>(key_size, a.block_size);
     h.value_block = static_cast<int64_t>(a.kv_heads) * padded * a.block_size;
-    h.keys = static_cast<const T*>(a.key_cache) + kv_head * (h.key_block / a.kv_heads);
-    h.values = static_cast<const T*>(a.value_cache) + kv_head * (h.value_block / a.kv_heads);
+    h.keys = static_cast<const Cached*>(a.key_cache) + kv_head * (h.key_block / a.kv_heads);
+    h.values = static_cast<const Cached*>(a.value_cache) + kv_head * (h.value_block / a.kv_heads);
     h.table = a.block_tables + task.seq * a.table_stride;
     return h;
 }
@@ -136,6 +150,14 @@ inline int first_key(const AttentionArgs& a, const AttentionTask& task, int toke
     return a.window > 0 ? max_of(task.first_position + token - a.window + 1, 0) : 0;
 }
 
+// The last one.
+inline int last_key(const AttentionArgs& a, const AttentionTask& task, int token) {
+    const int position = task.first_position + token;
+    if (!a.bidirectional) return position;
+    const int last = a.seq_lens[task.seq] - 1;
+    return a.window > 0 ? min_of(position + a.window - 1, last) : last;
+}
+
 // The first tile of a task: threads mostly take tasks in turn, so the one before fetches it.
 template <class E>
 void find_first_tile(const AttentionArgs& a, int64_t task_number, TileRefs<E>& refs) {
@@ -143,33 +165,37 @@ void find_first_tile(const AttentionArgs& a, int64_t task_number, TileRefs<E>& r
     const Head<E> h = find_head<E>(a, task, static_cast<int>(task_number % a.kv_heads));
     const int ratio = a.query_heads / a.kv_heads;
     const int first = max_of(first_key(a, task, task.row_begin / ratio), partition_begin(task.part_begin));
-    const int last = task.first_position + (task.row_end - 1) / ratio;
+    const int last = last_key(a, task, (task.row_end - 1) / ratio);
     find_tile(h, first / kKeyTile * kKeyTile, first, last, refs);
 }
 
-template <class E>
+template <class E, template <class> class View>
 void attention_task(const AttentionArgs& a, int64_t task_number) {
-    using T = typename E::T;
     const AttentionSchedule& schedule = *a.schedule;
     const AttentionTask& task = schedule.tasks[task_number / a.kv_heads];
     const int kv_head = static_cast<int>(task_number % a.kv_heads);
     const int ratio = a.query_heads / a.kv_heads;
     const Head<E> h = find_head<E>(a, task, kv_head);
+    View<E> view{h};
     Rows<E> rows;
     rows.count = task.row_end - task.row_begin;
     rows.padded = h.value_stride / E::kStep;
-    rows.adjusts = a.softcap > 0.0f || a.slopes;
+    rows.adjusts = a.softcap > 0.0f || a.slopes || a.biases;
     rows.scale = a.scale;
     rows.softcap = a.softcap;
     rows.exponent = (rows.adjusts ? 1.0f : a.scale) * 1.44269504f;  // log2(e): weights are powers of two.
     for (int r = 0; r < rows.count; ++r) {
         const int token = (task.row_begin + r) / ratio;
         const int64_t head = static_cast<int64_t>(kv_head) * ratio + (task.row_begin + r) % ratio;
-        rows.last[r] = task.first_position + token;
+        rows.last[r] = last_key(a, task, token);
         rows.first[r] = first_key(a, task, token);
-        if (rows.adjusts) rows.slope[r] = a.slopes ? a.slopes[head] : 0.0f;
-        rows.query[r] =
-            static_cast<const T*>(a.query) + (task.first_token + token) * a.query_stride + head * a.head_size;
+        if (rows.adjusts) {
+            rows.slope[r] = a.slopes ? a.slopes[head] : 0.0f;
+            const int64_t columns = 2 * a.bias_reach + kKeyTile;
+            const int position = task.first_position + token;
+            rows.bias[r] = a.biases ? a.biases + head * columns + a.bias_reach - position : nullptr;
+        }
+        rows.query[r] = prepare(E{}, rows, r, view.query(a, task.first_token + token, head, r), a.head_size);
     }
     TileRefs<E> after;
     find_first_tile(a, min_of(task_number + 1, schedule.num_tasks - 1), after);
@@ -177,7 +203,7 @@ void attention_task(const AttentionArgs& a, int64_t task_number) {
     if (task.split >= 0) {
         const AttentionSplit& split = schedule.splits[task.split];
         for (int p = task.part_begin; p < task.part_end; ++p) {
-            attend_partition(h, rows, p, after);
+            attend_partition(h, view, rows, p, after);
             take_partials(rows, partials_at(schedule, split, kv_head, p, rows.padded));
         }
         int32_t* remaining = schedule.remaining + static_cast<int64_t>(task.split) * a.kv_heads + kv_head;
@@ -197,7 +223,7 @@ void attention_task(const AttentionArgs& a, int64_t task_number) {
     const Partials part{max[0], sum[0], rows.out};
     const Partials total = task.part_end - task.part_begin == 1 ? part : Partials{max[1], sum[1], total_out};
     for (int p = task.part_begin; p < task.part_end; ++p) {
-        attend_partition(h, rows, p, after);
+        attend_partition(h, view, rows, p, after);
         if (p == task.part_begin) {
             take_partials(rows, total);
         } else {
@@ -210,7 +236,7 @@ void attention_task(const AttentionArgs& a, int64_t task_number) {
 
 void attention(const void* args, int64_t task) {
     const AttentionArgs& a = *static_cast<const AttentionArgs*>(args);
-    with_element(a.dtype, [&](auto element) { attention_task<decltype(element)>(a, task); });
+    with_cache(a.dtype, a.cache_dtype, [&](auto cache) { attention_task<decltype(cache), StoredView>(a, task); });
 }
 
 }  // namespace

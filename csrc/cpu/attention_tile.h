@@ -1,8 +1,8 @@
 // Attention of the rows of a task over one tile of keys: scores, weights, and weighted values. In bf16, weights are
-// rounded to bf16 to meet the values in pairs of keys; their sum is not rounded. Included by attention.h only.
+// rounded to bf16 to meet the values in pairs of keys; their sum is not rounded. Included by attention_bytes.h only.
 #pragma once
 
-#include "functions.h"
+#include "kv_cache.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
@@ -42,13 +42,12 @@ inline void store_weights(uint16_t* p, Vec v) { store_own(p, v); }
 inline Pairs keep_first(Pairs v) { return and_pairs(v, set1_pair(0x0000ffffu)); }
 inline Pairs keep_second(Pairs v) { return and_pairs(v, set1_pair(0xffff0000u)); }
 
-// One (sequence, key/value head) and the cache layout:
-// keys [block][kv_head][D / step][block_size][step], values [block][kv_head][block_size / step][padded D][step].
+// One (sequence, key/value head) of a cache (kv_cache.h).
 template <class E>
 struct Head {
-    using T = typename E::T;
-    const T* keys;
-    const T* values;
+    using Cached = typename E::Cached;
+    const Cached* keys;
+    const Cached* values;
     const int32_t* table;
     int64_t key_block, value_block;  // Elements from one block to the next.
     int64_t value_stride;            // Elements from one key, or pair of keys, to the next.
@@ -59,8 +58,8 @@ struct Head {
 // the processor's own prefetcher does not find the next one.
 template <class E>
 struct TileRefs {
-    const typename E::T* keys[kTileGroups];
-    const typename E::T* values[kTileGroups];
+    const typename E::Cached* keys[kTileGroups];
+    const typename E::Cached* values[kTileGroups];
     const TileRefs* next;
 };
 
@@ -143,42 +142,50 @@ inline void score_tile(const Head<E>& h, const TileRefs<E>& refs, const typename
     for (; vec < end; ++vec) score_vectors<E, R, 1>(h, refs, query, vec, scores);
 }
 
+// Queries as the products with a cache want them, where they are not multiplied where they lie.
+template <class E>
+struct PreparedQueries {};
+
 // The rows of one task: what each may see, and its state within the current partition. Scores and `max` are bare
 // products, or what `adjust` makes of them; `exponent` is what takes their differences to powers of two.
 template <class E>
-struct Rows {
+struct Rows : PreparedQueries<E> {
     int count;
     int64_t padded;  // Elements of a row of `out`.
     float exponent;
     bool adjusts;
     float scale, softcap;
     float slope[kQueryRows];
+    const float* bias[kQueryRows];            // of key 0, or null
     int first[kQueryRows], last[kQueryRows];  // Key positions that the row sees.
-    const typename E::T* query[kQueryRows];
+    const typename E::Query* query[kQueryRows];
     float max[kQueryRows + kLanes];  // Of the scores so far. Read in whole vectors.
     float sums[kQueryRows][kLanes];  // By lane, of the weights relative to it.
     alignas(64) float out[kQueryRows * kMaxHeadSize];
 };
 
-// Scales the scores of keys [begin, end) of a row, caps them, and lets them fall with the distance.
+// Scales the scores of keys [begin, end) of a row, caps them, lets them fall with the distance, adds their biases.
 template <class E>
 void adjust(const Rows<E>& rows, int row, float* scores, int tile_begin, int begin, int end) {
     alignas(64) float ramp[kLanes];
     for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<float>(i);
     const Vec scale = set1(rows.scale), slope = set1(rows.slope[row]), cap = set1(rows.softcap);
     const Vec inverse = set1(1.0f / rows.softcap);
+    const float* bias = rows.bias[row];
     for (int base = begin / kLanes * kLanes; base < end; base += kLanes) {
         Vec x = mul(load(scores + base), scale);
         if (rows.softcap > 0.0f) x = softcap(x, cap, inverse);
         const Vec distance = add(load(ramp), set1(static_cast<float>(tile_begin + base - rows.last[row])));
-        store(scores + base, fma(slope, distance, x));
+        x = fma(slope, distance, x);
+        if (bias) x = add(x, load(bias + tile_begin + base));
+        store(scores + base, x);
     }
 }
 
 // Turns the scores of keys [begin[r], end[r]) of each row into weights relative to the new maximum (0 for all others in
 // their vectors). shrink[r] is the factor by which what was summed up before must shrink.
 template <class E, int R>
-inline void soften(Rows<E>& rows, int row, float* scores, typename E::T* weights, const int* begin, const int* end,
+inline void soften(Rows<E>& rows, int row, float* scores, typename E::Weight* weights, const int* begin, const int* end,
                    float* shrink) {
     static_assert(R <= kLanes, "maxima of the rows share a vector");
     const Vec lowest = set1(-__builtin_inff());
@@ -205,7 +212,7 @@ inline void soften(Rows<E>& rows, int row, float* scores, typename E::T* weights
     store(shrink, pow2<E>(mul(sub(load(rows.max + row), shift), exponent)));
     for (int r = 0; r < R; ++r) {
         const float* s = scores + r * kKeyTile;
-        typename E::T* w = weights + r * kKeyTile;
+        typename E::Weight* w = weights + r * kKeyTile;
         const Vec relative = set1(shifts[r]);
         Vec sum = zero();
         for (int base = begin[r] / kLanes * kLanes; base < end[r]; base += kLanes) {
@@ -286,33 +293,50 @@ inline void add_values(const Head<E>& h, const TileRefs<E>& refs, const typename
     }
 }
 
-// R rows (from `row`) against the keys of one tile.
+// Keys [begin, end) of a tile that each of R rows sees, what any of them sees, and what all of them do.
+template <int R>
+struct Visible {
+    int begin[R], end[R];
+    int lowest = kKeyTile, highest = 0, common_begin = 0, common_end = kKeyTile;
+};
+
 template <class E, int R>
-void attend_tile(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int row, int tile_begin) {
+inline Visible<R> find_visible(const Rows<E>& rows, int row, int tile_begin) {
+    Visible<R> v;
+    for (int r = 0; r < R; ++r) {
+        v.begin[r] = max_of(rows.first[row + r] - tile_begin, 0);
+        v.end[r] = min_of(rows.last[row + r] + 1 - tile_begin, kKeyTile);
+        if (v.begin[r] >= v.end[r]) {
+            v.begin[r] = v.end[r] = 0;
+            v.common_end = 0;
+            continue;
+        }
+        v.lowest = min_of(v.lowest, v.begin[r]);
+        v.highest = max_of(v.highest, v.end[r]);
+        v.common_begin = max_of(v.common_begin, v.begin[r]);
+        v.common_end = min_of(v.common_end, v.end[r]);
+    }
+    return v;
+}
+
+// R rows (from `row`) against the keys of one tile of a cache of floats.
+template <int R, class E>
+void attend_tile(PlainCache<E>, const Head<PlainCache<E>>& h, const TileRefs<PlainCache<E>>& refs,
+                 Rows<PlainCache<E>>& rows, int row, int tile_begin) {
+    using C = PlainCache<E>;
     alignas(64) float scores[R * kKeyTile];
     alignas(64) typename E::T weights[R * kKeyTile];
     alignas(64) float shrink[kLanes];
-    int begin[R], end[R];  // Keys of this tile that each row sees.
-    int lowest = kKeyTile, highest = 0, common_begin = 0, common_end = kKeyTile;
-    for (int r = 0; r < R; ++r) {
-        begin[r] = max_of(rows.first[row + r] - tile_begin, 0);
-        end[r] = min_of(rows.last[row + r] + 1 - tile_begin, kKeyTile);
-        if (begin[r] >= end[r]) {
-            begin[r] = end[r] = 0;
-            common_end = 0;
-            continue;
-        }
-        lowest = min_of(lowest, begin[r]);
-        highest = max_of(highest, end[r]);
-        common_begin = max_of(common_begin, begin[r]);
-        common_end = min_of(common_end, end[r]);
-    }
+    const Visible<R> seen = find_visible<C, R>(rows, row, tile_begin);
+    const int *begin = seen.begin, *end = seen.end;
+    const int lowest = seen.lowest, highest = seen.highest;
+    int common_begin = seen.common_begin, common_end = seen.common_end;
     if (lowest >= highest) return;
-    score_tile<E, R>(h, refs, rows.query + row, lowest / kLanes, (highest + kLanes - 1) / kLanes, scores);
+    score_tile<C, R>(h, refs, rows.query + row, lowest / kLanes, (highest + kLanes - 1) / kLanes, scores);
     if (rows.adjusts) {
         for (int r = 0; r < R; ++r) adjust(rows, row + r, scores + r * kKeyTile, tile_begin, begin[r], end[r]);
     }
-    soften<E, R>(rows, row, scores, weights, begin, end, shrink);
+    soften<C, R>(rows, row, scores, weights, begin, end, shrink);
     // Steps that all rows see are added for all at once; those at the edges, in the same order, row by row. Only where
     // all rows begin or end at the same key may a pair be cut there for all.
     float* out = rows.out + row * rows.padded;
@@ -321,12 +345,12 @@ void attend_tile(const Head<E>& h, const TileRefs<E>& refs, Rows<E>& rows, int r
     const bool shared = common_begin < common_end;
     const auto add_row = [&](int r, int from, int until) {
         if (from >= until) return;
-        add_values<E, 1>(h, refs, weights + r * kKeyTile, from, until, out + r * rows.padded, rows.padded, shrink + r);
+        add_values<C, 1>(h, refs, weights + r * kKeyTile, from, until, out + r * rows.padded, rows.padded, shrink + r);
         shrink[r] = 1.0f;
     };
     for (int r = 0; r < R; ++r) add_row(r, begin[r], shared ? common_begin : end[r]);
     if (!shared) return;
-    add_values<E, R>(h, refs, weights, common_begin, common_end, out, rows.padded, shrink);
+    add_values<C, R>(h, refs, weights, common_begin, common_end, out, rows.padded, shrink);
     for (int r = 0; r < R; ++r) {
         shrink[r] = 1.0f;
         add_row(r, common_end, end[r]);

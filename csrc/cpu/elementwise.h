@@ -2,6 +2,7 @@
 // decides. Included by kernels.cpp only.
 #pragma once
 
+#include "kv_cache.h"
 #include "quantize.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -21,13 +22,15 @@ inline float sum_row(const T* x, int64_t n, Step step) {
 }
 
 // Row `row` of the outputs from what f(index, lanes) yields vector by vector.
-template <class T, class F>
+template <class F>
 inline void write_row(void* out, int32_t out_dtype, int64_t row, int64_t width, F f) {
     if (out_dtype == kQ8) {
         quantize_row(width, static_cast<QBlock*>(out) + row * ((width + kQBlock - 1) / kQBlock), f);
     } else {
-        T* to = static_cast<T*>(out) + row * width;
-        for_vectors(width, [&](int64_t i, int lanes) { store_some(to + i, f(i, lanes), lanes); });
+        with_element(out_dtype, [&](auto element) {
+            auto* to = static_cast<typename decltype(element)::T*>(out) + row * width;
+            for_vectors(width, [&](int64_t i, int lanes) { store_some(to + i, f(i, lanes), lanes); });
+        });
     }
 }
 
@@ -35,7 +38,7 @@ template <class T, class W>
 void rms_norm_row(const NormArgs& a, int64_t row, const T* x, const W* weight) {
     const float squares = sum_row(x, a.hidden, [](Vec sum, Vec v, int) { return fma(v, v, sum); });
     const Vec scale = set1(1.0f / __builtin_sqrtf(squares / static_cast<float>(a.hidden) + a.eps));
-    write_row<T>(a.out, a.out_dtype, row, a.hidden, [&](int64_t i, int lanes) {
+    write_row(a.out, a.out_dtype, row, a.hidden, [&](int64_t i, int lanes) {
         return mul(mul(load_some(x + i, lanes), scale), load_some(weight + i, lanes));
     });
 }
@@ -52,7 +55,7 @@ void layer_norm_row(const NormArgs& a, int64_t row, const T* x, const W* weight,
         return fma(kept, kept, sum);
     });
     const Vec scale = set1(1.0f / __builtin_sqrtf(squares / count + a.eps));
-    write_row<T>(a.out, a.out_dtype, row, a.hidden, [&](int64_t i, int lanes) {
+    write_row(a.out, a.out_dtype, row, a.hidden, [&](int64_t i, int lanes) {
         const Vec normed = mul(sub(load_some(x + i, lanes), center), scale);
         const Vec weighted = mul(normed, load_some(weight + i, lanes));
         // A quantized row ends in zeros: these lanes have a center taken off, and a weight of zero.
@@ -74,6 +77,44 @@ void norm(const void* args, int64_t task) {
                 a.centered ? layer_norm_row(a, row, x, weight, bias) : rms_norm_row(a, row, x, weight);
             });
         });
+    });
+}
+
+// Rows are added in order, into what stays in registers; a single row is itself, whatever the kind.
+template <class T>
+void pool_row(const PoolArgs& a, int64_t row) {
+    const int64_t start = a.starts[row], count = a.ends[row] - start + 1;
+    const T* x = static_cast<const T*>(a.x) + start * a.x_stride;
+    const float n = static_cast<float>(count);
+    const float divisor = a.kind == kMean           ? n
+                          : a.kind == kMeanSqrt     ? __builtin_sqrtf(n)
+                          : a.kind == kWeightedMean ? n * (n + 1.0f) / 2.0f
+                                                    : 1.0f;
+    const auto pooled = [&](int64_t i, int lanes) {
+        Vec sum = load_some(x + i, lanes);
+        for (int64_t r = 1; r < count; ++r) {
+            const Vec v = load_some(x + r * a.x_stride + i, lanes);
+            sum = a.kind == kMax            ? max(sum, v)
+                  : a.kind == kWeightedMean ? fma(v, set1(static_cast<float>(r + 1)), sum)
+                                            : add(sum, v);
+        }
+        return count == 1 ? sum : div(sum, set1(divisor));
+    };
+    if (a.out_dtype == kF32) {
+        write_row(a.out, a.out_dtype, row, a.width, pooled);
+    } else {
+        write_row(a.out, a.out_dtype, row, a.width, pooled);
+    }
+}
+
+void pool(const void* args, int64_t task) {
+    const PoolArgs& a = *static_cast<const PoolArgs*>(args);
+    for_rows(a, task, a.rows, [&](int64_t row) {
+        if (a.dtype == kF32) {
+            pool_row<float>(a, row);
+        } else {
+            pool_row<uint16_t>(a, row);
+        }
     });
 }
 
@@ -99,50 +140,81 @@ inline void rotate(const T* x, T* out, const float* cos_sin, int64_t half) {
 }
 
 // Where a token's keys and values go: the first element of each, in the block of its first key/value head.
-template <class E>
+template <class C>
 struct CacheSlot {
-    using T = typename E::T;
-    T* key;
-    T* value;
+    using Cached = typename C::Cached;
+    Cached* key;
+    Cached* value;
     int64_t key_head, value_head;  // Elements from one head to the next.
 };
 
-template <class E>
-inline CacheSlot<E> find_slot(const RotaryArgs& a, int64_t slot) {
-    using T = typename E::T;
-    const int64_t padded = (a.head_size + kValuePad - 1) / kValuePad * kValuePad;
+template <class C>
+inline CacheSlot<C> find_slot(const RotaryArgs& a, int64_t slot) {
+    using Cached = typename C::Cached;
+    const int64_t padded = padded_size(a.value_size);
     const int64_t block = slot / a.block_size;
     const int64_t offset = slot % a.block_size;
-    CacheSlot<E> s;
-    s.key_head = static_cast<int64_t>(a.head_size) * a.block_size;
+    CacheSlot<C> s;
+    s.key_head = key_elements<C>(a.key_size, a.block_size);
     s.value_head = padded * a.block_size;
-    s.key = static_cast<T*>(a.key_cache) + block * a.kv_heads * s.key_head + offset * E::kStep;
-    s.value = static_cast<T*>(a.value_cache) + block * a.kv_heads * s.value_head +
-              offset / E::kStep * E::kStep * padded + offset % E::kStep;
+    s.key = static_cast<Cached*>(a.key_cache) + block * a.kv_heads * s.key_head + offset * C::kStep;
+    s.value =
+        static_cast<Cached*>(a.value_cache) + block * a.kv_heads * s.value_head + offset / C::kStep * C::kStep * padded;
+    if constexpr (C::kHasScales) {
+        s.value += C::kOrder[offset % C::kStep];
+    } else {
+        s.value += offset % C::kStep;
+    }
     return s;
 }
 
 // A token's key lies in as many cache lines as it has steps, hardly any of which are in a cache: all are asked for
 // while the token before is worked on.
-template <class E>
+template <class C>
 inline void prefetch_slot(const RotaryArgs& a, int64_t slot) {
-    const CacheSlot<E> s = find_slot<E>(a, slot);
-    const int64_t stride = static_cast<int64_t>(a.block_size) * E::kStep;
+    const CacheSlot<C> s = find_slot<C>(a, slot);
+    const int64_t stride = static_cast<int64_t>(a.block_size) * C::kStep;
     for (int32_t g = 0; g < a.kv_heads; ++g) {
         const auto* key = s.key + g * s.key_head;
-        for (int64_t i = 0; i < a.head_size / E::kStep; ++i) __builtin_prefetch(key + i * stride, 1, 3);
+        for (int64_t i = 0; i < s.key_head / stride; ++i) __builtin_prefetch(key + i * stride, 1, 3);
     }
 }
 
+// A rotated key and a value go to their places in a cache of floats.
 template <class E>
+inline void write_slot(PlainCache<E>, const typename E::T* key, const typename E::T* value, int64_t key_size,
+                       int64_t value_size, int64_t key_stride, typename E::T* key_slot, typename E::T* value_slot) {
+    for (int64_t i = 0; i < key_size / E::kStep; ++i) {
+        memcpy(key_slot + i * key_stride, key + i * E::kStep, E::kStep * sizeof(*key));
+    }
+    for (int64_t i = 0; i < value_size; ++i) value_slot[i * E::kStep] = value[i];
+}
+
+// The same in a cache of bytes: a function of the key and of the value alone.
+template <class C>
+inline void write_slot(C cache, const typename C::T* key, const typename C::T* value, int64_t key_size,
+                       int64_t value_size, int64_t key_stride, uint8_t* key_slot, uint8_t* value_slot) {
+    uint8_t bytes[kMaxHeadSize + kLanes];
+    uint16_t scales[2];
+    scales[0] = encode(cache, key, key_size, bytes);
+    for (int64_t i = 0; i < key_size / 4; ++i) {
+        uint8_t four[4];
+        for (int j = 0; j < 4; ++j) four[C::kOrder[j]] = bytes[4 * i + j] ^ C::kKeyZero;
+        memcpy(key_slot + i * key_stride, four, 4);
+    }
+    scales[1] = encode(cache, value, value_size, bytes);
+    memcpy(key_slot + key_size / 4 * key_stride, scales, 4);
+    for (int64_t i = 0; i < value_size; ++i) value_slot[i * 4] = bytes[i];
+}
+
+template <class C>
 void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
-    using T = typename E::T;
+    using T = typename C::T;
     const int64_t d = a.head_size;
     const int64_t half = a.rotary_size / 2;
-    const int64_t steps = d / E::kStep;
     T rotated[kMaxHeadSize];
     for (int64_t t = begin; t < end; ++t) {
-        if (t + 1 < end && a.slots && a.slots[t + 1] >= 0) prefetch_slot<E>(a, a.slots[t + 1]);
+        if (t + 1 < end && a.slots && a.slots[t + 1] >= 0) prefetch_slot<C>(a, a.slots[t + 1]);
         const float* cos_sin = a.cos_sin + a.positions[t] * a.rotary_size;
         T* query = static_cast<T*>(a.query) + t * a.query_stride;
         for (int32_t h = 0; h < a.query_heads; ++h) rotate(query + h * d, query + h * d, cos_sin, half);
@@ -153,18 +225,15 @@ void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
             });
         }
         if (!a.slots || a.slots[t] < 0) continue;
-        const CacheSlot<E> s = find_slot<E>(a, a.slots[t]);
+        const CacheSlot<C> s = find_slot<C>(a, a.slots[t]);
+        const int64_t stride = static_cast<int64_t>(a.block_size) * C::kStep;
         for (int32_t g = 0; g < a.kv_heads; ++g) {
-            const T* key = static_cast<const T*>(a.key) + t * a.key_stride + g * d;
-            const T* value = static_cast<const T*>(a.value) + t * a.value_stride + g * d;
-            memcpy(rotated, key, static_cast<size_t>(d) * sizeof(T));
+            const T* key = static_cast<const T*>(a.key) + t * a.key_stride + g * a.key_size;
+            const T* value = static_cast<const T*>(a.value) + t * a.value_stride + g * a.value_size;
+            memcpy(rotated, key, static_cast<size_t>(a.key_size) * sizeof(T));
             rotate(key, rotated, cos_sin, half);
-            T* key_slot = s.key + g * s.key_head;
-            const int64_t stride = static_cast<int64_t>(a.block_size) * E::kStep;
-            for (int64_t i = 0; i < steps; ++i)
-                memcpy(key_slot + i * stride, rotated + i * E::kStep, E::kStep * sizeof(T));
-            T* value_slot = s.value + g * s.value_head;
-            for (int64_t i = 0; i < d; ++i) value_slot[i * E::kStep] = value[i];
+            write_slot(C{}, rotated, value, a.key_size, a.value_size, stride, s.key + g * s.key_head,
+                       s.value + g * s.value_head);
         }
     }
 }
@@ -173,7 +242,7 @@ void rotary(const void* args, int64_t task) {
     const RotaryArgs& a = *static_cast<const RotaryArgs*>(args);
     const int64_t begin = task * a.rows_per_task;
     const int64_t end = min_of(begin + a.rows_per_task, a.rows);
-    with_element(a.dtype, [&](auto element) { rotary_tokens<decltype(element)>(a, begin, end); });
+    with_cache(a.dtype, a.cache_dtype, [&](auto cache) { rotary_tokens<decltype(cache)>(a, begin, end); });
 }
 
 }  // namespace

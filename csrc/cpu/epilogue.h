@@ -14,14 +14,16 @@ constexpr int kPrefetchBytes = 4096;
 // Vectors of outputs that are finished together: whole pairs of gate and up panels, and enough of them for a block of
 // a quantized row.
 inline int64_t unit_vecs(const LinearArgs& a, int64_t otherwise) {
+    const bool is_quantized = a.out_dtype == kQ8;
+    if (a.epilogue == kActivated && is_quantized) return 2 * kVecsPerPanel;
     if (a.epilogue != kGated) return otherwise;
-    return (a.out_dtype == kQ8 ? 4 : 2) * kVecsPerPanel;
+    return (is_quantized ? 4 : 2) * kVecsPerPanel;
 }
 constexpr int kMaxUnit = 4 * kPanel;
 
 // Rows of products, from output `col` of the packed matrix on.
 struct Products {
-    const float* y;
+    float* y;
     int64_t stride, row, rows, col, width;
 };
 
@@ -72,6 +74,14 @@ inline void quantize_gated(const LinearArgs& a, const Products& p, Gate gate) {
     }
 }
 
+template <class Activation>
+inline void quantize_activated(const LinearArgs& a, const Products& p, Activation activation) {
+    for (int64_t r = 0; r < p.rows; ++r) {
+        QBlock* out = static_cast<QBlock*>(a.out) + (p.row + r) * a.out_stride + p.col / kQBlock;
+        quantize_row(p.width, out, [&](int64_t i, int) { return activation(with_bias(a, p, r, i)); });
+    }
+}
+
 inline void scatter(const LinearArgs& a, const Products& p) {
     const int64_t width = min_of(p.width, a.matrix.n - p.col);
     for (int64_t r = 0; r < p.rows; ++r) {
@@ -83,15 +93,104 @@ inline void scatter(const LinearArgs& a, const Products& p) {
     }
 }
 
+// Rows of shrunk inputs that meet the same factors at once.
+constexpr int kExpandRows = kTileRows4;
+
+// y[r] += s[r] B^T for V vectors of outputs, on top of the sums of the product, pair by pair in order.
+template <class E, int R, int V>
+inline void expand_tile(const typename E::T* const* s, const typename E::T* b, int64_t steps, float* y,
+                        int64_t stride) {
+    Vec acc[R][V];
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) acc[r][v] = load(y + r * stride + v * kLanes);
+    }
+    for (int64_t j = 0; j < steps; ++j, b += kPanel * E::kStep) {
+        typename E::Lanes wv[V];
+        for (int v = 0; v < V; ++v) wv[v] = E::load_lanes(b + v * kLanes * E::kStep);
+        for (int r = 0; r < R; ++r) {
+            const typename E::Lanes xv = E::broadcast(s[r] + j * E::kStep);
+            for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], xv, wv[v]);
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) store(y + r * stride + v * kLanes, acc[r][v]);
+    }
+}
+
+// Rows row .. row + rows - 1 of the products, which have the same adapter.
+template <class E>
+void expand_rows(const LinearArgs& a, const Products& p, int64_t row, int64_t rows, const AdapterFactors& f) {
+    using T = typename E::T;
+    const T* s[kExpandRows];
+    float* y = p.y + row * p.stride;
+    for (int64_t i = 0; i < p.width;) {
+        const int64_t col = p.col + i;
+        const int64_t left = min_of(p.width - i, kPanel - col % kPanel);
+        const int64_t width = left >= 2 * kLanes ? 2 * kLanes : kLanes;
+        const AdapterPanel& panel = f.panels[col / kPanel];
+        if (panel.count > 0) {
+            const T* b = static_cast<const T*>(f.b) + panel.offset + col % kPanel * E::kStep;
+            // The panel that these rows meet when all others have met this one.
+            const T* next = b + max_of<int64_t>(p.width, kPanel) * panel.count;
+            for (int64_t line = 0; line < panel.count * width; line += 64 / static_cast<int64_t>(sizeof(T))) {
+                __builtin_prefetch(next + line);
+            }
+            for (int64_t r = 0; r < rows; ++r) {
+                s[r] = static_cast<const T*>(a.shrunk) + (p.row + row + r) * a.shrunk_stride + panel.first;
+            }
+            with_constant<kExpandRows>(rows, [&](auto count) {
+                constexpr int kRows = decltype(count)::kValue;
+                if (width == 2 * kLanes) {
+                    expand_tile<E, kRows, 2>(s, b, panel.count / E::kStep, y + i, p.stride);
+                } else {
+                    expand_tile<E, kRows, 1>(s, b, panel.count / E::kStep, y + i, p.stride);
+                }
+            });
+        }
+        i += width;
+    }
+    for (int64_t r = 0; r < rows && (f.scales || f.bias); ++r) {
+        for (int64_t i = 0; i < p.width; i += kLanes) {
+            float* at = y + r * p.stride + i;
+            Vec sum = load(at);
+            if (f.scales) sum = mul(sum, load(f.scales + p.col + i));
+            if (f.bias) sum = add(sum, load(f.bias + p.col + i));
+            store(at, sum);
+        }
+    }
+}
+
+// What the rows' adapters add to the products. A row's bits do not depend on which rows are next to it.
+void expand(const LinearArgs& a, const Products& p) {
+    for (int64_t row = 0, end; row < p.rows; row = end) {
+        const int32_t slot = a.slots[p.row + row];
+        end = row + 1;
+        if (slot < 0) continue;
+        while (end < p.rows && end < row + kExpandRows && a.slots[p.row + end] == slot) ++end;
+        const AdapterFactors& f = a.factors[slot];
+        if (f.panels == nullptr) continue;
+        with_element(a.factor_dtype, [&](auto element) { expand_rows<decltype(element)>(a, p, row, end - row, f); });
+    }
+}
+
 void finish(const LinearArgs& a, const Products& p) {
+    if (a.expands) expand(a, p);
     if (a.epilogue == kScatter) return scatter(a, p);
     if (a.epilogue == kGated && a.out_dtype == kQ8) {
         return with_gate(a, [&](auto f) { quantize_gated(a, p, f); });
     }
+    if (a.epilogue == kActivated && a.out_dtype == kQ8) {
+        return with_activation(a.activation, [&](auto f) { quantize_activated(a, p, f); });
+    }
     with_element(a.out_dtype, [&](auto element) {
         using T = typename decltype(element)::T;
         const int64_t width = min_of(p.width, a.matrix.n - p.col);
-        if (a.epilogue == kStore) {
+        if (a.epilogue == kActivated) {
+            with_activation(a.activation, [&](auto f) {
+                write_outputs<T>(a, p, p.col, width,
+                                 [&](const T*, int64_t r, int64_t i, int) { return f(with_bias(a, p, r, i)); });
+            });
+        } else if (a.epilogue == kStore) {
             write_outputs<T>(a, p, p.col, width,
                              [&](const T*, int64_t r, int64_t i, int) { return with_bias(a, p, r, i); });
         } else if (a.epilogue == kAdd) {

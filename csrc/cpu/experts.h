@@ -21,10 +21,11 @@ void experts_up(const void* args, int64_t task) {
     if (s.num_parts == 0) return;
     LinearArgs linear{};
     linear.out_dtype = p.inner_dtype;
-    linear.epilogue = kGated;
+    linear.epilogue = a.up->gated ? kGated : kActivated;
     linear.activation = a.activation;
     linear.clamp = a.clamp;
-    const int64_t panels = (a.up->n / 2 + kPanel - 1) / kPanel * 2;
+    const int64_t sides = a.up->gated ? 2 : 1;
+    const int64_t panels = (a.up->n / sides + kPanel - 1) / kPanel * sides;
     const int64_t unit = unit_vecs(linear, kVecsPerPanel) / kVecsPerPanel;
     const int64_t units = (panels + unit - 1) / unit;
     const int64_t cost = s.parts[s.num_parts - 1].cost_end;

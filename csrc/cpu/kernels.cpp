@@ -1,10 +1,12 @@
 // Every kernel, for one instruction set. The build compiles this file once per set with that set's flags and
 // OCTAVO_ISA (its namespace and the suffix of its table) defined.
 #include "activation.h"
+#include "adapters.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "embedding.h"
 #include "experts.h"
+#include "latent.h"
 #include "logprobs.h"
 #include "recurrent.h"
 #include "route.h"
@@ -13,12 +15,31 @@
 namespace octavo {
 
 const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
-    OCTAVO_STRING(OCTAVO_ISA), OCTAVO_ISA::linear,       OCTAVO_ISA::embedding, OCTAVO_ISA::take_rows,
-    OCTAVO_ISA::norm,          OCTAVO_ISA::activation,   OCTAVO_ISA::add_rows,  OCTAVO_ISA::rotary,
-    OCTAVO_ISA::attention,     OCTAVO_ISA::argmax,       OCTAVO_ISA::sample,    OCTAVO_ISA::mask,
-    OCTAVO_ISA::log_sum,       OCTAVO_ISA::rank,         OCTAVO_ISA::route,     OCTAVO_ISA::gather_experts,
-    OCTAVO_ISA::experts_up,    OCTAVO_ISA::experts_down, OCTAVO_ISA::multiply,  OCTAVO_ISA::conv,
-    OCTAVO_ISA::scan,          OCTAVO_ISA::delta,
+    OCTAVO_STRING(OCTAVO_ISA),
+    OCTAVO_ISA::linear,
+    OCTAVO_ISA::embedding,
+    OCTAVO_ISA::take_rows,
+    OCTAVO_ISA::norm,
+    OCTAVO_ISA::activation,
+    OCTAVO_ISA::add_rows,
+    OCTAVO_ISA::rotary,
+    OCTAVO_ISA::attention,
+    OCTAVO_ISA::argmax,
+    OCTAVO_ISA::sample,
+    OCTAVO_ISA::mask,
+    OCTAVO_ISA::log_sum,
+    OCTAVO_ISA::rank,
+    OCTAVO_ISA::route,
+    OCTAVO_ISA::gather_experts,
+    OCTAVO_ISA::experts_up,
+    OCTAVO_ISA::experts_down,
+    OCTAVO_ISA::multiply,
+    OCTAVO_ISA::conv,
+    OCTAVO_ISA::scan,
+    OCTAVO_ISA::delta,
+    OCTAVO_ISA::shrink,
+    OCTAVO_ISA::pool,
+    OCTAVO_ISA::latent_attention,
 };
 
 }  // namespace octavo

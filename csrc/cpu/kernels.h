@@ -9,8 +9,8 @@
 
 namespace octavo {
 
-// Element types, as the Python side names them. kQ8 is rows of QBlock.
-enum DType : int32_t { kF32 = 0, kBF16 = 1, kQ8 = 2 };
+// Element types, as the Python side names them. kQ8 is rows of QBlock; the last three are of caches of keys and values.
+enum DType : int32_t { kF32 = 0, kBF16 = 1, kQ8 = 2, kInt8 = 3, kFloat8E4M3 = 4, kFloat8E5M2 = 5 };
 
 // Output channels that share a panel of a packed matrix.
 constexpr int kPanel = 32;
@@ -28,6 +28,8 @@ static constexpr int partition_begin(int partition) {
 // Query rows (token, head of one key/value group) that one attention task serves.
 constexpr int kQueryRows = 32;
 constexpr int kMaxHeadSize = 512;
+// Elements of the part of a latent attention's keys that is rotated.
+constexpr int kMaxRotatedSize = 128;
 // Elements that a row of the value cache is padded to a multiple of.
 constexpr int kValuePad = 16;
 
@@ -38,15 +40,22 @@ enum WeightFormat : int32_t { kWeightF32 = 0, kWeightBF16 = 1, kWeightInt4 = 2, 
 constexpr int kQBlock = 64;
 
 // 64 elements of a quantized row. An integer accumulator starts at minus z times the sum of the elements that it will
-// see, because codes stand for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones).
+// see, because codes stand for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones). An element that stands out of its
+// 32 would take all of the scale's range from the others: it is kept apart, as a float, and is zero in q.
 struct QBlock {
     int8_t q[kQBlock];
-    float scale[2];      // of each 32 elements
-    uint16_t sums[2];    // bf16: scale times the sum of each 32 elements, to be multiplied by minima
-    int32_t start4[2];   // -8 times the sum of each 32 elements
-    int32_t start8[2];   // -128 times the same
-    int32_t start16[4];  // -128 times the sum of each 16 elements
+    float scale[2];         // of each 32 elements
+    float outlier[2];       // of each 32 elements one that is kept apart, or zero
+    uint16_t sums[2];       // bf16: scale times the sum of each 32 elements, to be multiplied by minima
+    int32_t start4[2];      // -8 times the sum of each 32 elements
+    int32_t start8[2];      // -128 times the same
+    int32_t start16[4];     // -128 times the sum of each 16 elements
+    int32_t outlier_at[2];  // where in the block the outliers stand
 };
+
+// How many times the second largest magnitude of 32 elements the largest must exceed to be kept apart: measured, see
+// docs/kernels.md.
+constexpr float kOutlierRatio = 4.0f;
 
 // A packed matrix [n, k]. Integer weights are factor * (scale * (code - z) + minimum), with a scale for every `group`
 // (16 or 32) elements of k and a minimum, if there are any, for every 32. Gate and up projections that are `gated`
@@ -61,10 +70,11 @@ struct Matrix {
 
 // What becomes of the outputs y of a product. kGated is for gated matrices alone, and they take nothing else.
 enum Epilogue : int32_t {
-    kStore = 0,    // out = y
-    kAdd = 1,      // out += scale * y, in float32, rounded once
-    kGated = 2,    // out = activation(gate) * up, as floats or as quantized rows
-    kScatter = 3,  // out[out_rows[r]] += row_scales[r] * y[r], in float32
+    kStore = 0,     // out = y
+    kAdd = 1,       // out += scale * y, in float32, rounded once
+    kGated = 2,     // out = activation(gate) * up, as floats or as quantized rows
+    kScatter = 3,   // out[out_rows[r]] += row_scales[r] * y[r], in float32
+    kActivated = 4  // out = activation(y), as floats or as quantized rows
 };
 
 // Element-wise functions, as the Python side names them.
@@ -97,6 +107,28 @@ struct RowWiseArgs : RowArgs {
     int64_t rows_per_task;  // Planned.
 };
 
+// Of an adapter's B at one panel of a product's outputs: `count` columns of the shrunk row, from `first` on, and where
+// their factors lie, in elements. Both counts are even.
+struct AdapterPanel {
+    int64_t offset;
+    int32_t first, count;
+};
+
+// Rows of A that share a panel, and rows of a step with one adapter that are a task.
+constexpr int kFactorPanel = 16;
+constexpr int kAdapterRows = 16;
+
+// What one adapter adds to one product, beside it: (x A^T) B^T. A [rank, k] is [panel][ceil(k / step)][kFactorPanel]
+// [step] and B [panel][count / step][kPanel][step], step being the elements of a lane (1 of f32, 2 of bf16). Where
+// there are `scales` the sum of both products is multiplied with them, then `bias` is added, each padded to whole
+// panels or null. Without panels an adapter adds nothing.
+struct AdapterFactors {
+    const void *a, *b;
+    const AdapterPanel* panels;
+    const float *scales, *bias;
+    int64_t rank;
+};
+
 // y[rows, n] = x[rows, k] W^T + bias. Packed f32 weights are [panel][k][32] and multiply f32 rows, bf16 ones are
 // [panel][ceil(k / 2)][32][2] and multiply bf16 rows; integer ones (docs/kernels.md) multiply quantized rows. Strides
 // are in elements, those of quantized rows in blocks.
@@ -108,10 +140,56 @@ struct LinearArgs : RowArgs {
     int64_t out_stride;
     int32_t out_dtype, epilogue, activation;
     float scale;
-    Clamp clamp;                       // of kClamped
-    const int32_t* out_rows;           // kScatter only, as are
-    const float* row_scales;           // null: all 1
+    Clamp clamp;                    // of kClamped
+    const int32_t* out_rows;        // of kScatter, and of kStore where it is not null
+    const float* row_scales;        // kScatter only; null: all 1
+    const int32_t* slots;           // whose factors a row takes, -1 is nobody's; null: there are no adapters
+    const AdapterFactors* factors;  // by slot
+    const void* shrunk;             // what ShrinkArgs made of x
+    int64_t shrunk_stride, num_slots;
+    int32_t factor_dtype;
+    int32_t expands;                   // Planned: some row has an adapter.
     int64_t row_chunks, panel_chunks;  // Planned: the grid of tasks.
+};
+
+// Rows of a step that have the same adapter, places `begin` and after in the order by adapter.
+struct AdapterRows {
+    int32_t slot, begin, rows;
+};
+
+struct AdapterSchedule {
+    const int32_t* rows;  // ordered by adapter, then by number
+    const AdapterRows* parts;
+    int64_t num_parts, splits;  // a part's outputs are shared among so many tasks
+};
+
+// out[r] = x[r] A^T, where A is that of the row's adapter, in `dtype`, which is that of the factors; rows without one
+// are left as they are. Rows that do not lie as the products want them are copied to `scratch`, which holds as many
+// rows as AdapterPlan says, of k elements.
+struct ShrinkArgs : RowArgs {
+    const void* x;
+    int64_t x_stride;  // in elements, or in blocks of quantized rows
+    const int32_t* slots;
+    const AdapterFactors* factors;
+    void *out, *scratch;
+    int64_t out_stride, k, num_slots;
+    int32_t x_dtype, dtype;
+    const AdapterSchedule* schedule;  // Filled in by AdapterPlan.
+};
+
+// out[r, h] = x[r, h, k] W[h]^T for each head h; matrices are alike and have no bias. Strides are in elements, those of
+// quantized rows in blocks.
+struct HeadLinearArgs : RowArgs {
+    const void* x;
+    int64_t x_stride, x_head_stride, x_bytes;  // of an element, or of a block
+    const Matrix* matrices;
+    void* out;
+    int64_t out_stride, out_head_stride;
+    int32_t heads, out_dtype;
+    // Planned: the product of a head, whose addresses and matrix are those of the first, its kernel and its tasks.
+    LinearArgs product;
+    void (*kernel)(const void* args, int64_t task);
+    int64_t tasks_per_head;
 };
 
 // Packs weight[n, k] (rows `stride` elements apart) into every `panel_step`th panel from `out`; a task packs one panel.
@@ -148,6 +226,18 @@ struct NormArgs : RowWiseArgs {
     int64_t inner, hidden, x_stride, x_inner_stride, weight_stride;
     float eps;
     int32_t dtype, weight_dtype, out_dtype, centered;
+};
+
+// What becomes of the rows that are pooled, as the Python side names it.
+enum PoolKind : int32_t { kMean = 0, kMax = 1, kMeanSqrt = 2, kWeightedMean = 3 };
+
+// out[r, :] = rows starts[r] .. ends[r] of x, both included, made one in float32; outputs are dense.
+struct PoolArgs : RowWiseArgs {
+    const void* x;
+    const int64_t *starts, *ends;
+    void* out;
+    int64_t x_rows, x_stride, width;
+    int32_t dtype, out_dtype, kind;
 };
 
 // out[r, :] = f(x[r, :]); outputs are dense. kQ8 outputs are quantized from float32, as rows of
@@ -227,7 +317,8 @@ struct DeltaArgs : StateArgs {
 };
 
 // Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written, and nothing
-// if `slots` is null. Queries are multiplied with query_scales[position], if it is not null.
+// if `slots` is null. Queries are multiplied with query_scales[position], if it is not null. Query heads have
+// head_size elements, those of keys and values key_size and value_size.
 struct RotaryArgs : RowWiseArgs {
     void* query;
     const void *key, *value;
@@ -237,7 +328,7 @@ struct RotaryArgs : RowWiseArgs {
     const int64_t* slots;
     int64_t query_stride, key_stride, value_stride;
     int64_t max_positions, num_slots;
-    int32_t query_heads, kv_heads, head_size, rotary_size, block_size, dtype;
+    int32_t query_heads, kv_heads, head_size, key_size, value_size, rotary_size, block_size, dtype, cache_dtype;
 };
 
 // Rows [row_begin, row_end) of a sequence for each key/value head, over partitions [part_begin, part_end). Row r is
@@ -269,9 +360,16 @@ struct AttentionArgs : RowArgs {
     const int32_t *block_tables, *query_start, *seq_lens;
     void* out;
     int64_t query_stride, table_stride, max_blocks;
-    int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, dtype;
-    float scale, softcap;               // of the scores; a cap of 0 is none
-    const float *slopes, *sinks;        // by query head, or null; see octavo.ops.Ops.paged_attention
+    int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, bidirectional, dtype, cache_dtype;
+    float scale, softcap;         // of the scores; a cap of 0 is none
+    const float *slopes, *sinks;  // by query head, or null; see octavo.ops.Ops.paged_attention
+    const float* biases;          // [query_heads, 2 * bias_reach + kKeyTile], or null: likewise
+    int64_t bias_reach;           // what is added for a distance of 0 is at this column of a head
+    // Of latent attention alone: the rotated parts of the queries, of which the keys are in key_cache. What is in
+    // value_cache are keys and values then.
+    const void* rotated_query;
+    int64_t rotated_stride, rotated_head_stride;
+    int32_t rotated_size;
     const AttentionSchedule* schedule;  // Filled in by AttentionPlan.
 };
 
@@ -309,9 +407,10 @@ struct ExpertsSchedule {
     int64_t num_entries, num_parts;
 };
 
-// out[r] = the sum over r's experts e of weight * (f(x[r] up[e]^T) down[e]^T), in the order of their numbers, which is
-// what makes the sum a matter of the row alone. An expert that is none (its id is negative, or too large) adds nothing.
-// With `scale_inputs` the weights multiply x, which is floats then, instead of the outputs.
+// out[r] = the sum over r's experts e of weight * (f(x[r] up[e]^T) down[e]^T), where f is of gate and up if matrices
+// are gated, else of each output, in the order of their numbers, which is what makes the sum a matter of the row alone.
+// An expert that is none (its id is negative, or too large) adds nothing. With `scale_inputs` the weights multiply x,
+// which is floats then, instead of the outputs.
 struct ExpertsArgs : RowArgs {
     const void* x;
     int64_t x_stride;  // in elements, or in blocks of quantized rows
@@ -391,6 +490,8 @@ struct KernelTable {
         route;
     Kernel gather_experts, experts_up, experts_down;  // of an ExpertsPass, after group_experts
     Kernel multiply, conv, scan, delta;
+    Kernel shrink, pool;
+    Kernel latent_attention;
 };
 // What an instruction set with products of its own brings.
 struct ProductKernels {
@@ -412,5 +513,7 @@ extern const ProductKernels kProducts_amx_emulated;
 // These move bits only, so they are compiled once.
 void pack_panel(const void* args, int64_t task);
 void group_experts(const void* pass, int64_t task);
+// Calls the kernel of products for each head.
+void linear_by_head(const void* args, int64_t task);
 
 }  // namespace octavo

@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "thread_pool.h"
+
 namespace octavo {
 
 namespace {
@@ -48,7 +50,7 @@ double weight_bytes(const Matrix& m) {
     return (m.format == kWeightInt4 ? 0.5 : 1.0) + 2.0 / m.group + (m.minima ? 2.0 / 32 : 0.0);
 }
 
-int64_t size_of(int32_t dtype) { return dtype == kF32 ? 4 : 2; }
+int64_t size_of(int32_t dtype) { return dtype == kF32 ? 4 : dtype == kBF16 ? 2 : 1; }
 
 // A row-wise kernel: whole rows a task, at least some microseconds' worth, where a row costs `row_ns`.
 template <class Args>
@@ -77,6 +79,13 @@ void check_indices(const char* what, const T* indices, int64_t count, int64_t lo
     }
 }
 
+// The last key that the token of sequence `seq` at `position` sees.
+int64_t last_key(const AttentionArgs& args, int32_t seq, int64_t position) {
+    if (!args.bidirectional) return position;
+    const int64_t last = args.seq_lens[seq] - 1;
+    return args.window > 0 ? std::min<int64_t>(position + args.window - 1, last) : last;
+}
+
 void check_states(const StateArgs& args) {
     for (int32_t s = 0; s < args.num_seqs; ++s) {
         const int64_t num_tokens = args.query_start[s + 1] - args.query_start[s];
@@ -100,6 +109,12 @@ void check(const ConvArgs& args) { check_states(args); }
 void check(const ScanArgs& args) { check_states(args); }
 void check(const DeltaArgs& args) { check_states(args); }
 
+void check(const LinearArgs& args) {
+    if (args.slots != nullptr) check_indices("adapter slot", args.slots, args.rows, -1, args.num_slots);
+}
+
+void check(const ShrinkArgs& args) { check_indices("adapter slot", args.slots, args.rows, -1, args.num_slots); }
+
 void check(const EmbeddingArgs& args) { check_indices("token id", args.token_ids, args.rows, 0, args.matrix.n); }
 
 void check(const TakeRowsArgs& args) { check_indices("row", args.indices, args.rows, 0, args.x_rows); }
@@ -107,6 +122,17 @@ void check(const TakeRowsArgs& args) { check_indices("row", args.indices, args.r
 void check(const RotaryArgs& args) {
     check_indices("position", args.positions, args.rows, 0, args.max_positions);
     if (args.slots) check_indices("slot", args.slots, args.rows, INT64_MIN, args.num_slots);
+}
+
+void check(const PoolArgs& args) {
+    check_indices("first row", args.starts, args.rows, 0, args.x_rows);
+    check_indices("last row", args.ends, args.rows, 0, args.x_rows);
+    for (int64_t r = 0; r < args.rows; ++r) {
+        if (args.ends[r] < args.starts[r]) {
+            throw std::invalid_argument("pool: rows " + std::to_string(args.starts[r]) + " to " +
+                                        std::to_string(args.ends[r]) + " are none.");
+        }
+    }
 }
 
 void check(const MaskArgs& args) { check_indices("sample", args.samples, args.masks, 0, args.rows); }
@@ -155,7 +181,38 @@ Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     }
     args.panel_chunks = std::min(ceil_div(args.panel_chunks, threads) * threads, units);
     if (threads == 1) args.panel_chunks = std::min<int64_t>(args.panel_chunks, 1);
+    args.expands = args.slots != nullptr &&
+                   std::any_of(args.slots, args.slots + args.rows, [](int32_t slot) { return slot >= 0; });
     return {table.linear, &args, args.row_chunks * args.panel_chunks, cost_ns};
+}
+
+Launch plan(HeadLinearArgs& args, const KernelTable& table, int threads) {
+    LinearArgs& product = args.product;
+    product = {};
+    product.rows = args.rows;
+    product.x = args.x;
+    product.x_stride = args.x_stride;
+    product.matrix = args.matrices[0];
+    product.out = args.out;
+    product.out_stride = args.out_stride;
+    product.out_dtype = args.out_dtype;
+    product.epilogue = kStore;
+    product.scale = 1;
+    // Heads share the threads, so a head's product is cut only where there are fewer of them than threads.
+    const Launch head = plan(product, table, static_cast<int>(ceil_div(threads, args.heads)));
+    args.kernel = head.kernel;
+    args.tasks_per_head = head.num_tasks;
+    return {linear_by_head, &args, head.num_tasks * args.heads, head.cost_ns * args.heads};
+}
+
+void linear_by_head(const void* args, int64_t task) {
+    const HeadLinearArgs& a = *static_cast<const HeadLinearArgs*>(args);
+    const int64_t head = task / a.tasks_per_head;
+    LinearArgs product = a.product;
+    product.matrix = a.matrices[head];
+    product.x = static_cast<const char*>(a.x) + head * a.x_head_stride * a.x_bytes;
+    product.out = static_cast<char*>(a.out) + head * a.out_head_stride * size_of(a.out_dtype);
+    a.kernel(&product, task % a.tasks_per_head);
 }
 
 Launch plan(EmbeddingArgs& args, const KernelTable& table, int) {
@@ -167,6 +224,13 @@ Launch plan(EmbeddingArgs& args, const KernelTable& table, int) {
 
 Launch plan(TakeRowsArgs& args, const KernelTable& table, int threads) {
     return by_rows(table.take_rows, args, args.rows, static_cast<double>(args.row_bytes) * 0.1, threads);
+}
+
+Launch plan(PoolArgs& args, const KernelTable& table, int threads) {
+    int64_t rows = 0;
+    for (int64_t r = 0; r < args.rows; ++r) rows += args.ends[r] - args.starts[r] + 1;
+    const double row_ns = static_cast<double>(rows * args.width) * 0.15 / static_cast<double>(args.rows);
+    return by_rows(table.pool, args, args.rows, row_ns, threads);
 }
 
 Launch plan(NormArgs& args, const KernelTable& table, int threads) {
@@ -220,7 +284,7 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
     splits_.clear();
     cost_ns_ = 0;
     const int64_t ratio = args.query_heads / args.kv_heads;
-    const double bytes_per_key = static_cast<double>(2 * args.head_size * size_of(args.dtype));
+    const double bytes_per_key = static_cast<double>(2 * args.head_size * size_of(args.cache_dtype));
     const double flops_per_row = static_cast<double>(4 * args.head_size);
     const double flops_per_ns = args.dtype == kF32 ? kF32FlopsPerNs : kBf16FlopsPerNs;
     for (int32_t s = 0; s < args.num_seqs; ++s) {
@@ -233,6 +297,11 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
                                         " keys and a table of " + std::to_string(args.max_blocks) + " blocks of " +
                                         std::to_string(args.block_size) + ".");
         }
+        if (args.biases && seq_len > args.bias_reach) {
+            throw std::invalid_argument("paged_attention: sequence " + std::to_string(s) + " has " +
+                                        std::to_string(seq_len) + " keys and the biases reach " +
+                                        std::to_string(args.bias_reach) + ".");
+        }
         AttentionTask task{};
         task.seq = s;
         task.first_token = args.query_start[s];
@@ -242,7 +311,7 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
         for (int64_t c = 0; c < chunks; ++c) {
             task.row_begin = static_cast<int32_t>(rows * c / chunks);
             task.row_end = static_cast<int32_t>(rows * (c + 1) / chunks);
-            const int64_t last = task.first_position + (task.row_end - 1) / ratio;
+            const int64_t last = last_key(args, s, task.first_position + (task.row_end - 1) / ratio);
             const int64_t first_row = task.first_position + task.row_begin / ratio;
             const int64_t first = args.window > 0 ? std::max<int64_t>(first_row - args.window + 1, 0) : 0;
             task.part_begin = partition_of(static_cast<int>(first));
@@ -341,6 +410,43 @@ Launch plan(DeltaArgs& args, const KernelTable& table, int threads) {
 
 Launch plan(RouteArgs& args, const KernelTable& table, int threads) {
     return by_rows(table.route, args, args.rows, static_cast<double>(args.num_experts * (args.top_k + 4)), threads);
+}
+
+int64_t shrink_scratch_rows(int64_t rows) { return rows + kAdapterRows * num_threads(); }
+
+void AdapterPlan::plan(const ShrinkArgs& args, int threads) {
+    rows_.clear();
+    parts_.clear();
+    for (int64_t r = 0; r < args.rows; ++r) {
+        if (args.slots[r] >= 0) rows_.push_back(static_cast<int32_t>(r));
+    }
+    std::stable_sort(rows_.begin(), rows_.end(), [&](int32_t a, int32_t b) { return args.slots[a] < args.slots[b]; });
+    for (size_t begin = 0, end; begin < rows_.size(); begin = end) {
+        const int32_t slot = args.slots[rows_[begin]];
+        for (end = begin; end < rows_.size() && args.slots[rows_[end]] == slot;) ++end;
+        const int64_t count = static_cast<int64_t>(end - begin), tasks = ceil_div(count, kAdapterRows);
+        for (int64_t i = 0; i < tasks; ++i) {
+            const int64_t from = count * i / tasks, to = count * (i + 1) / tasks;
+            parts_.push_back(
+                {slot, static_cast<int32_t>(static_cast<int64_t>(begin) + from), static_cast<int32_t>(to - from)});
+        }
+    }
+    const int64_t num_parts = static_cast<int64_t>(parts_.size());
+    // Few rows: their outputs are shared out, and each task copies the inputs for itself.
+    const int64_t splits = num_parts == 0 ? 1 : std::max<int64_t>(threads / num_parts, 1);
+    schedule_ = {rows_.data(), parts_.data(), num_parts, splits};
+}
+
+Launch AdapterPlan::launch(ShrinkArgs& args, const KernelTable& table) const {
+    args.schedule = &schedule_;
+    const double row_ns = static_cast<double>(args.k) * 0.5;
+    return {table.shrink, &args, schedule_.num_parts * schedule_.splits, static_cast<double>(rows_.size()) * row_ns};
+}
+
+Launch plan(ShrinkArgs& args, const KernelTable& table, int threads) {
+    static thread_local AdapterPlan plan;
+    plan.plan(args, threads);
+    return plan.launch(args, table);
 }
 
 void ExpertsScratch::reserve(size_t entries, size_t parts, size_t input_bytes, size_t inner_bytes) {
@@ -452,7 +558,7 @@ void group_experts(const void* args, int64_t) {
 
 Launch AttentionPlan::launch(AttentionArgs& args, const KernelTable& table) const {
     args.schedule = &schedule_;
-    return {table.attention, &args, schedule_.num_tasks, cost_ns_};
+    return {args.rotated_query ? table.latent_attention : table.attention, &args, schedule_.num_tasks, cost_ns_};
 }
 
 }  // namespace octavo

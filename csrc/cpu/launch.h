@@ -21,9 +21,12 @@ struct Launch {
 // each costs a nanosecond. Most operations have no indices.
 template <class Args>
 void check(const Args&) {}
+void check(const LinearArgs& args);
+void check(const ShrinkArgs& args);
 void check(const EmbeddingArgs& args);
 void check(const TakeRowsArgs& args);
 void check(const RotaryArgs& args);
+void check(const PoolArgs& args);
 void check(const MaskArgs& args);
 void check(const LogSumArgs& args);
 void check(const RankArgs& args);
@@ -33,8 +36,10 @@ void check(const DeltaArgs& args);
 
 Launch plan(PackArgs& args, const KernelTable& table, int threads);
 Launch plan(LinearArgs& args, const KernelTable& table, int threads);
+Launch plan(HeadLinearArgs& args, const KernelTable& table, int threads);
 Launch plan(EmbeddingArgs& args, const KernelTable& table, int threads);
 Launch plan(TakeRowsArgs& args, const KernelTable& table, int threads);
+Launch plan(PoolArgs& args, const KernelTable& table, int threads);
 Launch plan(NormArgs& args, const KernelTable& table, int threads);
 Launch plan(ActivationArgs& args, const KernelTable& table, int threads);
 Launch plan(AddArgs& args, const KernelTable& table, int threads);
@@ -49,7 +54,8 @@ Launch plan(MultiplyArgs& args, const KernelTable& table, int threads);
 Launch plan(ConvArgs& args, const KernelTable& table, int threads);
 Launch plan(ScanArgs& args, const KernelTable& table, int threads);
 Launch plan(DeltaArgs& args, const KernelTable& table, int threads);
-// By a plan of this thread, which is good until the next of its calls.
+// By plans of this thread, which are good until the next of its calls.
+Launch plan(ShrinkArgs& args, const KernelTable& table, int threads);
 Launch plan(AttentionArgs& args, const KernelTable& table, int threads);
 
 // Memory that calls of experts share, each while it runs. It grows to what the calls that were planned need.
@@ -83,6 +89,27 @@ class ExpertsPlan {
   private:
     std::vector<ExpertsPass> passes_;
     std::vector<Launch> launches_;
+};
+
+// Rows of scratch that calls of ShrinkArgs for `rows` rows need.
+int64_t shrink_scratch_rows(int64_t rows);
+
+// A step's rows in the order of their adapters: planned once for all calls that read the same slots.
+class AdapterPlan {
+  public:
+    AdapterPlan() = default;
+    AdapterPlan(const AdapterPlan&) = delete;
+    AdapterPlan& operator=(const AdapterPlan&) = delete;
+
+    // Reads the slots of `args`, nothing else.
+    void plan(const ShrinkArgs& args, int threads);
+    // One call over what was planned. Without tasks nobody has an adapter.
+    Launch launch(ShrinkArgs& args, const KernelTable& table) const;
+
+  private:
+    AdapterSchedule schedule_{};
+    std::vector<int32_t> rows_;
+    std::vector<AdapterRows> parts_;
 };
 
 // The attention tasks of a step and the memory that they share. Planned once a step, from lengths alone, then launched

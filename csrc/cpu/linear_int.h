@@ -5,6 +5,7 @@
 #pragma once
 
 #include "epilogue.h"
+#include "outliers.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
@@ -111,34 +112,84 @@ void int_tile(const char* w, int64_t blocks, const QBlock* rows, int64_t x_strid
     }
 }
 
-// Each unit of panels meets every row tile before the next. Meanwhile what follows is fetched, in equal parts.
+// Element k of a panel's rows, as floats.
+template <class F>
+inline void int_column(const char* w, int32_t k, Vec* column) {
+    const char* block = w + k / kQBlock * F::kBlockBytes;
+    const int at = k % kQBlock;
+    const char* codes = block + (F::kBits == 4 ? at / 8 : at / 4) * kPanel * 4;
+    const int shift = at % 4 * 8 + (F::kBits == 4 ? at / 4 % 2 * 4 : 0);
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(block + F::kCodeBytes) + at / F::kGroup * kPanel;
+    const uint16_t* minima = reinterpret_cast<const uint16_t*>(block + F::kCodeBytes + F::kScaleBytes);
+    for (int v = 0; v < kVecsPerPanel; ++v) {
+        const Vec code = to_float(code_at<F::kBits>(load_ints(codes + v * kLanes * 4), shift));
+        column[v] = mul(load_half(scales + v * kLanes), code);
+        if constexpr (F::kMinima) {
+            column[v] = add(column[v], one_of_pairs(load_pairs(minima + v * kLanes * 2), at / 32));
+        }
+    }
+}
+
+// Adds to rows of y what the outliers of a batch contribute to the panel at w.
+template <class F>
+void add_outliers(const char* w, const Outlier* outlier, const Outlier* end, float factor, float* y) {
+    while (outlier < end) {
+        const int32_t k = outlier->k;
+        Vec column[kVecsPerPanel];
+        int_column<F>(w, k, column);
+        for (; outlier < end && outlier->k == k; ++outlier) {
+            const Vec x = set1(outlier->value * factor);
+            float* to = y + outlier->row * kMaxUnit;
+            for (int v = 0; v < kVecsPerPanel; ++v) store(to + v * kLanes, fma(x, column[v], load(to + v * kLanes)));
+        }
+    }
+}
+
+// Each unit of panels meets every row before the next: rows in batches, which share what is made of weights for their
+// outliers, and those in tiles. Meanwhile what follows is fetched, in equal parts.
 template <class F>
 void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-    alignas(64) float y[kIntRows * kMaxUnit];
+    alignas(64) float y[kOutlierRows * kMaxUnit];
+    OutlierList outliers;
     const int64_t blocks = (a.matrix.k + kQBlock - 1) / kQBlock;
     const int64_t panel_bytes = blocks * F::kBlockBytes;
     const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
     const int64_t rows = row_end - row_begin;
-    const int64_t tiles = (rows + kIntRows - 1) / kIntRows;
-    const int lines = static_cast<int>((F::kBlockBytes / 64 + tiles - 1) / tiles);
+    const QBlock* x = static_cast<const QBlock*>(a.x) + row_begin * a.x_stride;
+    if (!outliers.collect(x, a.x_stride, blocks, rows, kOutlierRows)) {
+        const int64_t middle = row_begin + rows / 2;
+        int_block<F>(a, row_begin, middle, panel_begin, panel_end);
+        return int_block<F>(a, middle, row_end, panel_begin, panel_end);
+    }
+    const int64_t all_tiles = (rows + kIntRows - 1) / kIntRows;
+    const int lines = static_cast<int>((F::kBlockBytes / 64 + all_tiles - 1) / all_tiles);
     const Vec factor = set1(a.matrix.factor);
     for (int64_t panel = panel_begin; panel < panel_end; panel += unit) {
         const int64_t panels = min_of(unit, panel_end - panel);
         const char* w = static_cast<const char*>(a.matrix.data) + panel * panel_bytes;
-        for (int64_t t = 0; t < tiles; ++t) {
-            const int64_t begin = row_begin + rows * t / tiles;
-            const int64_t end = row_begin + rows * (t + 1) / tiles;
-            const QBlock* x = static_cast<const QBlock*>(a.x) + begin * a.x_stride;
-            for (int64_t p = 0; p < panels; ++p) {
-                const char* panel_w = w + p * panel_bytes;
-                const char* next =
-                    tiles == 1 ? panel_w + kIntPrefetchBytes : panel_w + panels * panel_bytes + t * lines * blocks * 64;
-                with_constant<kIntRows>(end - begin, [&](auto r) {
-                    int_tile<F, decltype(r)::kValue>(panel_w, blocks, x, a.x_stride, factor, y + p * kPanel,
-                                                     Fetch{next, lines});
-                });
+        int64_t tile = 0;
+        for (int64_t first = 0; first < rows; first += kOutlierRows) {
+            const int64_t some = min_of<int64_t>(kOutlierRows, rows - first);
+            const int64_t tiles = (some + kIntRows - 1) / kIntRows;
+            for (int64_t t = 0; t < tiles; ++t, ++tile) {
+                const int64_t begin = some * t / tiles;
+                const int64_t end = some * (t + 1) / tiles;
+                for (int64_t p = 0; p < panels; ++p) {
+                    const char* panel_w = w + p * panel_bytes;
+                    const char* next = all_tiles == 1 ? panel_w + kIntPrefetchBytes
+                                                      : panel_w + panels * panel_bytes + tile * lines * blocks * 64;
+                    with_constant<kIntRows>(end - begin, [&](auto r) {
+                        int_tile<F, decltype(r)::kValue>(panel_w, blocks, x + (first + begin) * a.x_stride, a.x_stride,
+                                                         factor, y + begin * kMaxUnit + p * kPanel, Fetch{next, lines});
+                    });
+                }
             }
-            finish(a, {y, kMaxUnit, begin, end - begin, panel * kPanel, panels * kPanel});
+            const int64_t batch = first / kOutlierRows;
+            for (int64_t p = 0; p < panels; ++p) {
+                add_outliers<F>(w + p * panel_bytes, outliers.begin(batch), outliers.end(batch), a.matrix.factor,
+                                y + p * kPanel);
+            }
+            finish(a, {y, kMaxUnit, row_begin + first, some, panel * kPanel, panels * kPanel});
         }
     }
 }

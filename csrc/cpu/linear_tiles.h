@@ -238,6 +238,16 @@ void int_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, i
                       int64_t panel_end) {
     alignas(64) float y[kUnpackRows * kMaxUnit];
     alignas(64) TileSums sums[2][F::kGroups] = {};
+    OutlierList outliers;
+    const int64_t blocks = (a.matrix.k + kQBlock - 1) / kQBlock;
+    const int64_t all_rows = row_end - row_begin;
+    const QBlock* first = static_cast<const QBlock*>(a.x) + row_begin * a.x_stride;
+    if (!outliers.collect(first, a.x_stride, blocks, all_rows, kUnpackRows)) {
+        if (all_rows <= count) return int_block<F>(a, row_begin, row_end, panel_begin, panel_end);
+        const int64_t middle = row_begin + all_rows / count / 2 * count;
+        int_tile_columns<F>(a, row_begin, middle, count, panel_begin, panel_end);
+        return int_tile_columns<F>(a, middle, row_end, count, panel_begin, panel_end);
+    }
     TileShapes shapes;
     for (int g = 0; g < F::kGroups; ++g) shapes.set(g, count, kTileMaxBytes);
     for (int i = 0; i < 2; ++i) {
@@ -245,7 +255,6 @@ void int_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, i
         shapes.set(6 + i, F::kGroup / 4, kTileMaxBytes);
     }
     const TileScope scope(shapes);
-    const int64_t blocks = (a.matrix.k + kQBlock - 1) / kQBlock;
     const int64_t panel_bytes = blocks * F::kBlockBytes;
     const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
     const Vec factor = set1(a.matrix.factor);
@@ -256,8 +265,10 @@ void int_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, i
             const int64_t rows = min_of<int64_t>(kUnpackRows, row_end - row);
             const QBlock* x = static_cast<const QBlock*>(a.x) + row * a.x_stride;
             for (int64_t p = 0; p < panels; ++p) {
-                int_tile_panel<F>(w + p * panel_bytes, blocks, x, a.x_stride, rows, count, factor, sums,
-                                  y + p * kPanel);
+                const char* panel_w = w + p * panel_bytes;
+                const int64_t tile = (row - row_begin) / kUnpackRows;
+                int_tile_panel<F>(panel_w, blocks, x, a.x_stride, rows, count, factor, sums, y + p * kPanel);
+                add_outliers<F>(panel_w, outliers.begin(tile), outliers.end(tile), a.matrix.factor, y + p * kPanel);
             }
             finish(a, {y, kMaxUnit, row, rows, panel * kPanel, panels * kPanel});
         }

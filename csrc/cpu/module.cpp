@@ -179,6 +179,24 @@ void experts(Address x, int64_t x_stride, int32_t x_dtype, int64_t rows, Address
     submit(args);
 }
 
+void linear_by_head(Address x, int64_t x_stride, int64_t x_head_stride, int64_t x_bytes, int64_t rows,
+                    const Matrices& matrices, Address out, int64_t out_stride, int64_t out_head_stride,
+                    int32_t out_dtype) {
+    octavo::HeadLinearArgs args{};
+    args.rows = rows;
+    args.x = at<void>(x);
+    args.x_stride = x_stride;
+    args.x_head_stride = x_head_stride;
+    args.x_bytes = x_bytes;
+    args.matrices = matrices.of.data();
+    args.out = at<void>(out);
+    args.out_stride = out_stride;
+    args.out_head_stride = out_head_stride;
+    args.heads = static_cast<int32_t>(matrices.of.size());
+    args.out_dtype = out_dtype;
+    submit(args);
+}
+
 void define_operations(nb::module_& m) {
     using namespace octavo;
     using T = RouteArgs;
@@ -192,12 +210,19 @@ void define_operations(nb::module_& m) {
            &PackArgs::panel_step>(m, "pack_linear");
     define<LinearArgs, &LinearArgs::x, &LinearArgs::x_stride, &LinearArgs::rows, &LinearArgs::matrix, &LinearArgs::out,
            &LinearArgs::out_stride, &LinearArgs::out_dtype, &LinearArgs::epilogue, &LinearArgs::scale,
-           &LinearArgs::activation>(m, "linear");
+           &LinearArgs::activation, &LinearArgs::slots, &LinearArgs::num_slots, &LinearArgs::factors,
+           &LinearArgs::shrunk, &LinearArgs::shrunk_stride, &LinearArgs::factor_dtype>(m, "linear");
+    using K = ShrinkArgs;
+    define<K, &K::x, &K::x_stride, &K::x_dtype, &K::rows, &K::slots, &K::num_slots, &K::factors, &K::out,
+           &K::out_stride, &K::scratch, &K::k, &K::dtype>(m, "shrink");
     define<EmbeddingArgs, &EmbeddingArgs::token_ids, &EmbeddingArgs::rows, &EmbeddingArgs::matrix, &EmbeddingArgs::out,
            &EmbeddingArgs::out_dtype, &EmbeddingArgs::scale>(m, "embedding");
     define<TakeRowsArgs, &TakeRowsArgs::x, &TakeRowsArgs::x_rows, &TakeRowsArgs::row_bytes,
            &TakeRowsArgs::x_stride_bytes, &TakeRowsArgs::indices, &TakeRowsArgs::rows, &TakeRowsArgs::out>(m,
                                                                                                            "take_rows");
+    define<PoolArgs, &PoolArgs::x, &PoolArgs::x_rows, &PoolArgs::x_stride, &PoolArgs::starts, &PoolArgs::ends,
+           &PoolArgs::rows, &PoolArgs::width, &PoolArgs::dtype, &PoolArgs::out, &PoolArgs::out_dtype, &PoolArgs::kind>(
+        m, "pool");
     define<NormArgs, &NormArgs::x, &NormArgs::weight, &NormArgs::bias, &NormArgs::out, &NormArgs::rows,
            &NormArgs::inner, &NormArgs::hidden, &NormArgs::x_stride, &NormArgs::x_inner_stride, &NormArgs::eps,
            &NormArgs::dtype, &NormArgs::weight_dtype, &NormArgs::out_dtype, &NormArgs::centered,
@@ -210,12 +235,16 @@ void define_operations(nb::module_& m) {
            &AddArgs::out_dtype, &AddArgs::rows, &AddArgs::width, &AddArgs::scale>(m, "add");
     define<R, &R::query, &R::query_stride, &R::key, &R::key_stride, &R::value, &R::value_stride, &R::positions,
            &R::cos_sin, &R::max_positions, &R::rotary_size, &R::key_cache, &R::value_cache, &R::num_slots, &R::slots,
-           &R::rows, &R::query_heads, &R::kv_heads, &R::head_size, &R::block_size, &R::dtype, &R::query_scales>(
-        m, "rotary_and_cache");
+           &R::rows, &R::query_heads, &R::kv_heads, &R::head_size, &R::key_size, &R::value_size, &R::block_size,
+           &R::dtype, &R::cache_dtype, &R::query_scales>(m, "rotary_and_cache");
     define<A, &A::query, &A::rows, &A::query_stride, &A::key_cache, &A::value_cache, &A::block_tables, &A::table_stride,
            &A::max_blocks, &A::query_start, &A::seq_lens, &A::num_seqs, &A::query_heads, &A::kv_heads, &A::head_size,
-           &A::block_size, &A::window, &A::scale, &A::dtype, &A::out, &A::softcap, &A::slopes, &A::sinks>(
-        m, "paged_attention");
+           &A::block_size, &A::window, &A::scale, &A::dtype, &A::cache_dtype, &A::out, &A::softcap, &A::slopes,
+           &A::sinks, &A::bidirectional, &A::biases, &A::bias_reach>(m, "paged_attention");
+    define<A, &A::query, &A::rows, &A::query_stride, &A::rotated_query, &A::rotated_stride, &A::rotated_head_stride,
+           &A::rotated_size, &A::key_cache, &A::value_cache, &A::block_tables, &A::table_stride, &A::max_blocks,
+           &A::query_start, &A::seq_lens, &A::num_seqs, &A::query_heads, &A::kv_heads, &A::head_size, &A::block_size,
+           &A::scale, &A::dtype, &A::cache_dtype, &A::out>(m, "latent_attention");
     define<ArgmaxArgs, &ArgmaxArgs::x, &ArgmaxArgs::stride, &ArgmaxArgs::rows, &ArgmaxArgs::width, &ArgmaxArgs::out>(
         m, "argmax");
     define<SampleArgs, &SampleArgs::logits, &SampleArgs::stride, &SampleArgs::rows, &SampleArgs::width,
@@ -232,6 +261,7 @@ void define_operations(nb::module_& m) {
            &T::bias_logits, &T::num_groups, &T::kept_groups, &T::group_by_two, &T::normalize, &T::scale, &T::softcap,
            &T::jitter>(m, "route");
     m.def("experts", &experts);
+    m.def("linear_by_head", &linear_by_head);
     define<M, &M::x, &M::x_stride, &M::y, &M::y_stride, &M::rows, &M::width, &M::dtype, &M::out, &M::out_dtype,
            &M::kind>(m, "multiply");
     define<C, &C::states, &C::state_stride, &C::num_blocks, &C::block_tables, &C::table_stride, &C::query_start,
@@ -271,6 +301,9 @@ NB_MODULE(_cpu, m) {
     m.attr("F32") = static_cast<int>(octavo::kF32);
     m.attr("BF16") = static_cast<int>(octavo::kBF16);
     m.attr("Q8") = static_cast<int>(octavo::kQ8);
+    m.attr("INT8") = static_cast<int>(octavo::kInt8);
+    m.attr("FLOAT8_E4M3") = static_cast<int>(octavo::kFloat8E4M3);
+    m.attr("FLOAT8_E5M2") = static_cast<int>(octavo::kFloat8E5M2);
     m.attr("WEIGHT_F32") = static_cast<int>(octavo::kWeightF32);
     m.attr("WEIGHT_BF16") = static_cast<int>(octavo::kWeightBF16);
     m.attr("WEIGHT_INT4") = static_cast<int>(octavo::kWeightInt4);
@@ -280,16 +313,20 @@ NB_MODULE(_cpu, m) {
     m.attr("GATED") = static_cast<int>(octavo::kGated);
     m.attr("ACTIVATIONS") = numbered(
         {"silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "xielu", "softcap", "clip", "clamped", "sigmoid"});
+    m.attr("POOLINGS") = numbered({"mean", "max", "mean_sqrt", "weighted_mean"});
     m.attr("SCORINGS") = numbered({"softmax", "sigmoid", "sparsemixer"});
     m.attr("STATE_TILE") = octavo::kStateTile;
     m.attr("MAX_STATE_SIZE") = octavo::kMaxStateSize;
     m.attr("MAX_CONV_KERNEL") = octavo::kMaxConvKernel;
     m.attr("MAX_EXPERTS") = octavo::kMaxExperts;
     m.attr("PANEL") = octavo::kPanel;
+    m.attr("FACTOR_PANEL") = octavo::kFactorPanel;
     m.attr("QBLOCK") = octavo::kQBlock;
     m.attr("QBLOCK_BYTES") = sizeof(octavo::QBlock);
+    m.attr("KEY_TILE") = octavo::kKeyTile;
     m.attr("VALUE_PAD") = octavo::kValuePad;
     m.attr("MAX_HEAD_SIZE") = octavo::kMaxHeadSize;
+    m.attr("MAX_ROTATED_SIZE") = octavo::kMaxRotatedSize;
     m.def("available_isas", &octavo::available_isas);
     m.def("isa", [] { return std::string(octavo::kernels().name); });
     m.def("set_isa", &octavo::set_isa);
@@ -316,5 +353,6 @@ NB_MODULE(_cpu, m) {
     define_operations(m);
     m.attr("SOURCE_FORMATS") = numbered(octavo::source_formats());
     m.def("packed_bytes", &octavo::packed_bytes);
+    m.def("shrink_scratch_rows", &octavo::shrink_scratch_rows);
     m.def("max_scale", &max_scale);
 }

@@ -19,21 +19,24 @@ thread_local bool recording_per_sample = false;
 
 // By the place of the arguments in Program::Args.
 constexpr const char* kNames[] = {
-    "linear", "embedding", "take_rows", "norm",     "rotary_and_cache", "paged_attention", "argmax",     "activation",
-    "add",    "route",     "experts",   "multiply", "causal_conv",      "selective_scan",  "gated_delta"};
+    "linear",      "embedding", "take_rows", "norm",          "rotary_and_cache", "paged_attention", "argmax",
+    "activation",  "add",       "route",     "experts",       "multiply",         "causal_conv",     "selective_scan",
+    "gated_delta", "shrink",    "pool",      "linear_by_head"};
 constexpr const char* kExpertsNames[] = {"group_experts", "gather_experts", "experts_up", "experts_down"};
 static_assert(std::size(kNames) == std::variant_size_v<Program::Args>);
 
 const char* name_of(const Program::Args& args) {
     if (const auto* norm = std::get_if<NormArgs>(&args); norm && norm->centered) return "layer_norm";
     if (const auto* f = std::get_if<ActivationArgs>(&args); f && f->kind == kIdentity) return "quantize";
+    if (const auto* a = std::get_if<AttentionArgs>(&args); a && a->rotated_query) return "latent_attention";
     return kNames[args.index()];
 }
 
 bool are_planned_alike(const AttentionArgs& a, const AttentionArgs& b) {
     return a.query_start == b.query_start && a.seq_lens == b.seq_lens && a.max_blocks == b.max_blocks &&
            a.query_heads == b.query_heads && a.kv_heads == b.kv_heads && a.head_size == b.head_size &&
-           a.block_size == b.block_size && a.window == b.window && a.dtype == b.dtype;
+           a.block_size == b.block_size && a.window == b.window && a.bidirectional == b.bidirectional &&
+           a.dtype == b.dtype && a.cache_dtype == b.cache_dtype && a.bias_reach == b.bias_reach;
 }
 
 }  // namespace
@@ -59,10 +62,18 @@ void Program::add(const Args& args) {
             attention = attention_plans_.emplace_back(std::make_unique<AttentionPlan>()).get();
         }
     }
+    AdapterPlan* adapters = nullptr;
+    if (const ShrinkArgs* a = std::get_if<ShrinkArgs>(&args)) {
+        for (const Call& call : calls_) {
+            const ShrinkArgs* other = std::get_if<ShrinkArgs>(&call.args);
+            if (other != nullptr && other->slots == a->slots) adapters = call.adapters;
+        }
+        if (adapters == nullptr) adapters = adapter_plans_.emplace_back(std::make_unique<AdapterPlan>()).get();
+    }
     const int64_t rows = std::visit([](const RowArgs& a) { return a.rows; }, args);
     const bool has_experts = std::holds_alternative<ExpertsArgs>(args);
-    calls_.push_back(
-        {args, recording_per_sample, rows, attention, has_experts ? std::make_unique<ExpertsPlan>() : nullptr});
+    calls_.push_back({args, recording_per_sample, rows, attention,
+                      has_experts ? std::make_unique<ExpertsPlan>() : nullptr, adapters});
 }
 
 void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
@@ -70,6 +81,7 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
     const int threads = num_threads();
     std::vector<const RotaryArgs*> checked;
     std::vector<const AttentionPlan*> planned;
+    std::vector<const AdapterPlan*> ordered;
     launches_.clear();
     names_.clear();
     for (Call& call : calls_) {
@@ -80,7 +92,8 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                                         " rows was asked of a program that was recorded with " +
                                         std::to_string(call.recorded_rows) + ".");
         }
-        if (call.experts == nullptr) names_.push_back(name_of(call.args));
+        const bool names_itself = call.experts == nullptr && call.adapters == nullptr;
+        if (names_itself) names_.push_back(name_of(call.args));
         std::visit(
             [&](auto& args) {
                 using A = std::decay_t<decltype(args)>;
@@ -106,6 +119,15 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                         planned.push_back(call.attention);
                     }
                     launches_.push_back(call.attention->launch(args, table));
+                } else if constexpr (std::is_same_v<A, ShrinkArgs>) {
+                    if (std::find(ordered.begin(), ordered.end(), call.adapters) == ordered.end()) {
+                        call.adapters->plan(args, threads);
+                        ordered.push_back(call.adapters);
+                    }
+                    const Launch launch = call.adapters->launch(args, table);
+                    if (launch.num_tasks == 0) return;  // a step of the base model alone is as fast as without adapters
+                    names_.push_back(name_of(call.args));
+                    launches_.push_back(launch);
                 } else if constexpr (std::is_same_v<A, ExpertsArgs>) {
                     call.experts->plan(args, table, threads, experts_scratch_);
                     const std::vector<Launch>& launches = call.experts->launches();

@@ -15,9 +15,9 @@ namespace octavo {
 
 class Program {
   public:
-    using Args =
-        std::variant<LinearArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs, AttentionArgs, ArgmaxArgs,
-                     ActivationArgs, AddArgs, RouteArgs, ExpertsArgs, MultiplyArgs, ConvArgs, ScanArgs, DeltaArgs>;
+    using Args = std::variant<LinearArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs, AttentionArgs, ArgmaxArgs,
+                              ActivationArgs, AddArgs, RouteArgs, ExpertsArgs, MultiplyArgs, ConvArgs, ScanArgs,
+                              DeltaArgs, ShrinkArgs, PoolArgs, HeadLinearArgs>;
 
     Program() = default;
     Program(const Program&) = delete;
@@ -47,11 +47,13 @@ class Program {
         int64_t recorded_rows;
         AttentionPlan* attention;              // of an attention call: shared with the layers that look alike
         std::unique_ptr<ExpertsPlan> experts;  // of a call of experts
+        AdapterPlan* adapters;                 // of a call for adapters: shared by those that read the same slots
     };
     void plan(int64_t tokens, int32_t seqs, int64_t samples);
 
     std::vector<Call> calls_;
     std::vector<std::unique_ptr<AttentionPlan>> attention_plans_;
+    std::vector<std::unique_ptr<AdapterPlan>> adapter_plans_;
     ExpertsScratch experts_scratch_;
     std::vector<Launch> launches_;
     std::vector<const char*> names_;

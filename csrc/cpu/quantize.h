@@ -13,29 +13,70 @@ inline uint16_t narrow_scalar(float x) {
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// One block from kQBlock floats. A block that is not finite yields NaN in all that it is multiplied with. One below
-// 2^-100 is zero: the quotient would overflow.
-inline void quantize_block(const float* x, QBlock& out) {
-    constexpr int kVecs = kQBlock / 2 / kLanes;
+inline Vec magnitude(Vec v) { return max(v, sub(zero(), v)); }
+
+// Of n magnitudes the largest; infinite if one is NaN.
+inline float largest(const float* x, int n) {
     const Vec infinity = set1(__builtin_inff());
+    Vec highest = zero();
+    for (int i = 0; i < n; i += kLanes) {
+        const Vec m = magnitude(load(x + i));
+        highest = max(highest, select_greater(infinity, m, m, infinity));
+    }
+    return reduce_max(highest);
+}
+
+inline float largest_below(const float* x, int n, float limit) {
+    Vec highest = zero();
+    for (int i = 0; i < n; i += kLanes) {
+        const Vec m = magnitude(load(x + i));
+        highest = max(highest, select_greater(set1(limit), m, m, zero()));
+    }
+    return reduce_max(highest);
+}
+
+// The only one of n floats whose magnitude is `absmax`, or n.
+inline int only_largest(const float* x, int n, float absmax) {
+    int found = n;
+    for (int i = 0; i < n; ++i) {
+        if (__builtin_fabsf(x[i]) != absmax) continue;
+        if (found < n) return n;
+        found = i;
+    }
+    return found;
+}
+
+// One block from kQBlock floats, of which outliers are taken out. A block that is not finite yields NaN in all that it
+// is multiplied with. One below 2^-100 is zero: the quotient would overflow.
+inline void quantize_block(float* x, QBlock& out) {
+    constexpr int kHalf = kQBlock / 2;
+    constexpr int kVecs = kHalf / kLanes;
     const Vec magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, found in the low bits.
     for (int half = 0; half < 2; ++half) {
-        Vec v[kVecs];
-        Vec highest = zero();
-        for (int i = 0; i < kVecs; ++i) {
-            v[i] = load(x + half * (kQBlock / 2) + i * kLanes);
-            const Vec magnitude = max(v[i], sub(zero(), v[i]));
-            highest = max(highest, select_greater(infinity, magnitude, magnitude, infinity));
+        float* of_half = x + half * kHalf;
+        float absmax = largest(of_half, kHalf);
+        out.outlier[half] = 0.0f;
+        out.outlier_at[half] = 0;
+        if (absmax >= 0x1p-100f && absmax < __builtin_inff()) {
+            const float next = largest_below(of_half, kHalf, absmax);
+            if (absmax > kOutlierRatio * next) {
+                if (const int at = only_largest(of_half, kHalf, absmax); at < kHalf) {
+                    out.outlier[half] = of_half[at];
+                    out.outlier_at[half] = half * kHalf + at;
+                    of_half[at] = 0.0f;
+                    absmax = next;
+                }
+            }
         }
-        const float absmax = reduce_max(highest);
         if (absmax >= 0x1p-100f && absmax < __builtin_inff()) {
             const Vec inverse = set1(127.0f / absmax);
             for (int i = 0; i < kVecs; ++i) {
-                store_low_bytes(out.q + half * (kQBlock / 2) + i * kLanes, add(mul(v[i], inverse), magic));
+                store_low_bytes(out.q + half * kHalf + i * kLanes,
+                                add(mul(load(of_half + i * kLanes), inverse), magic));
             }
             out.scale[half] = absmax / 127.0f;
         } else {
-            memset(out.q + half * (kQBlock / 2), 0, kQBlock / 2);
+            memset(out.q + half * kHalf, 0, kHalf);
             out.scale[half] = absmax >= 0x1p-100f ? __builtin_nanf("") : 0.0f;
         }
     }

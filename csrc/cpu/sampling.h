@@ -1,5 +1,5 @@
-// Argmax, masks of tokens, and drawing one token a row: temperature, min-p, top-k and top-p, then the inverse of the
-// cumulative distribution. Thresholds are found by radix selection on the bits of the probabilities, which order as the
+// Argmax, masks of tokens, and drawing one token a row: temperature, min-p, top-k and top-p, then a race of exponential
+// numbers. Thresholds are found by radix selection on the bits of the probabilities, which order as the
 // numbers do, so nothing is sorted. Every sum runs in an order that the row's length alone decides. Included by
 // kernels.cpp only.
 #pragma once
@@ -140,6 +140,64 @@ inline float find_floor(const float* p, int64_t n, double wanted, bool by_mass) 
     return bits_of<float>(prefix);
 }
 
+// 32 bits for a token, of the 53 of a row's number. The mixers are MurmurHash3's finalizer (Appleby) and lowbias32
+// (Wellons).
+inline uint32_t race_bits(uint32_t token, uint32_t low, uint32_t high) {
+    uint32_t x = token * 0x9E3779B1u + low;
+    x ^= x >> 16;
+    x *= 0x85EBCA6Bu;
+    x ^= x >> 13;
+    x *= 0xC2B2AE35u;
+    x ^= x >> 16;
+    x += high;
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x *= 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+// Draws a token from weights [n] of which the largest is 1: each token's exponential number, divided by its weight, is
+// a time, and the first one wins (see `Ops.sample`). A token's time is at least its uniform number over its weight, so
+// that most are seen to lose before their logarithm is taken.
+inline int64_t race(const float* p, int64_t n, double uniform) {
+    constexpr int64_t kBlock = 256;
+    const uint64_t bits = static_cast<uint64_t>(uniform * 9007199254740992.0);  // 2^53
+    const uint32_t low = static_cast<uint32_t>(bits);
+    const uint32_t high = static_cast<uint32_t>(bits >> 32) * 0x27D4EB2Fu, fine = high + 0x165667B1u;
+    int64_t winner = -1;
+    double best = __builtin_inf();
+    const auto enter = [&](int64_t token) {
+        const double coarse = race_bits(static_cast<uint32_t>(token), low, high);
+        const double rest = race_bits(static_cast<uint32_t>(token), low, fine);
+        const double u = (coarse + (rest + 0.5) * 0x1p-32) * 0x1p-32;
+        const double time = -__builtin_log1p(-u) / static_cast<double>(p[token]);
+        if (time < best) {
+            best = time;
+            winner = token;
+        }
+    };
+    for (int64_t i = 0; i < n && winner < 0; ++i) {
+        if (p[i] == 1.0f) enter(i);
+    }
+    for (int64_t start = 0; start < n; start += kBlock) {
+        const float limit = static_cast<float>(best) * 1.00001f;
+        const int64_t end = min_of(start + kBlock, n);
+        int32_t may_win = 0;
+        for (int64_t i = start; i < end; ++i) {
+            const int32_t upper = static_cast<int32_t>(race_bits(static_cast<uint32_t>(i), low, high) >> 8);
+            may_win |= static_cast<float>(upper) * 0x1p-24f <= p[i] * limit;
+        }
+        if (!may_win) continue;
+        for (int64_t i = start; i < end; ++i) {
+            if (!(p[i] > 0)) continue;
+            const int32_t upper = static_cast<int32_t>(race_bits(static_cast<uint32_t>(i), low, high) >> 8);
+            if (static_cast<float>(upper) * 0x1p-24f <= p[i] * limit) enter(i);
+        }
+    }
+    return winner;
+}
+
 // A task is a row. Its logits are overwritten.
 void sample(const void* args, int64_t task) {
     const SampleArgs& a = *static_cast<const SampleArgs*>(args);
@@ -167,29 +225,7 @@ void sample(const void* args, int64_t task) {
         drop_below(p, n, find_floor(p, n, wanted, true));
     }
 
-    const double target = a.uniforms[task] * sum_weights(p, n);
-    double before = 0;
-    int64_t drawn = -1;
-    for (int64_t start = 0; start < n; start += kSumChunk) {
-        const int64_t length = min_of(kSumChunk, n - start);
-        const double after = before + sum_chunk(p + start, length);
-        if (after > target) {
-            // The chunk's own sum rounds differently from this one: its last token with any weight ends the search.
-            for (int64_t j = start; j < start + length; ++j) {
-                if (!(p[j] > 0)) continue;
-                drawn = j;
-                before += p[j];
-                if (before > target) break;
-            }
-            break;
-        }
-        before = after;
-    }
-    // The number may round up to the whole: that is the last token with any weight.
-    for (int64_t j = n - 1; drawn < 0 && j >= 0; --j) {
-        if (p[j] > 0) drawn = j;
-    }
-    a.out[task] = drawn;
+    a.out[task] = race(p, n, a.uniforms[task]);
 }
 
 void mask(const void* args, int64_t task) {

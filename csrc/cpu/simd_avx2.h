@@ -70,6 +70,11 @@ inline Vec pow2_of_magic(Vec t) {
 inline Pairs load_pairs(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline Pairs set1_pair(uint32_t bits) { return _mm256_set1_epi32(static_cast<int>(bits)); }
 inline Pairs and_pairs(Pairs a, Pairs b) { return _mm256_and_si256(a, b); }
+// The first and the second of each pair.
+inline Vec first_of_pairs(Pairs v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
+inline Vec second_of_pairs(Pairs v) {
+    return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
 inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
     acc = fma(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
@@ -84,6 +89,15 @@ inline Ints set1_int(int32_t x) { return _mm256_set1_epi32(x); }
 inline Vec to_float(Ints v) { return _mm256_cvtepi32_ps(v); }
 inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+template <int bits>
+inline Ints code_at(Ints v, int shift) {
+    const Ints code = _mm256_and_si256(_mm256_srl_epi32(v, _mm_cvtsi32_si128(shift)), set1_int((1 << bits) - 1));
+    return _mm256_sub_epi32(code, set1_int(1 << (bits - 1)));
+}
+inline Vec one_of_pairs(Pairs p, int which) {
+    return _mm256_castsi256_ps(
+        _mm256_and_si256(_mm256_sll_epi32(p, _mm_cvtsi32_si128(16 - 16 * which)), set1_int(-65536)));
+}
 inline Vec load_half(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -127,6 +141,27 @@ inline void store_low_bytes(int8_t* p, Vec v) {
     const Ints low = _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(255));
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+// The same as dot_codes8 for elements from -64 to 63, which cannot saturate vpmaddubsw either.
+inline Ints dot_pieces(Ints acc, Ints codes, Ints x) { return dot_codes4(acc, codes, x); }
+// Bits 0 to 6 and 7 to 13 of the lanes, as bytes.
+inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
+    const __m256i seven = _mm256_set1_epi32(127), bits = _mm256_castps_si256(v);
+    const __m256i a = _mm256_and_si256(bits, seven), b = _mm256_and_si256(_mm256_srli_epi32(bits, 7), seven);
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(low), bytes);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(high), _mm_unpackhi_epi64(bytes, bytes));
+}
+// A vector of bytes in eight bits of sign, exponent and kMantissa, as pairs of bf16 of the same bits: numbers 2^-120
+// (e4m3) or 2^-112 (e5m2) times as large, of which those that are not normal are finite, but wrong.
+template <int kMantissa>
+inline void unpack_float8(Ints v, Pairs& even, Pairs& odd) {
+    const __m256i sign = _mm256_set1_epi16(static_cast<int16_t>(0x8000));
+    const __m256i rest = _mm256_set1_epi16(0x7f << (7 - kMantissa));
+    even = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi16(v, 7 - kMantissa), rest),
+                           _mm256_and_si256(_mm256_slli_epi16(v, 8), sign));
+    odd = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(v, 1 + kMantissa), rest), _mm256_and_si256(v, sign));
 }
 // Sums of each 16 of 64 bytes.
 inline void sum_bytes(const int8_t* p, int32_t* sums) {

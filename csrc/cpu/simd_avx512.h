@@ -79,6 +79,11 @@ inline Vec pow2_of_magic(Vec t) {
 inline Pairs load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
 inline Pairs set1_pair(uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
 inline Pairs and_pairs(Pairs a, Pairs b) { return _mm512_and_si512(a, b); }
+// The first and the second of each pair.
+inline Vec first_of_pairs(Pairs v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
+inline Vec second_of_pairs(Pairs v) {
+    return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
 inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
 #ifdef __AVX512BF16__
     return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
@@ -109,6 +114,16 @@ inline Ints set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Vec to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
 inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+// One code of each lane, `shift` bits up in it, less z.
+template <int bits>
+inline Ints code_at(Ints v, int shift) {
+    const Ints code = _mm512_and_si512(_mm512_srl_epi32(v, _mm_cvtsi32_si128(shift)), set1_int((1 << bits) - 1));
+    return _mm512_sub_epi32(code, set1_int(1 << (bits - 1)));
+}
+inline Vec one_of_pairs(Pairs p, int which) {
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_sll_epi32(p, _mm_cvtsi32_si128(16 - 16 * which)), set1_int(-65536)));
+}
 inline Vec load_half(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -134,6 +149,30 @@ inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
 // The low bytes of the lanes' bits.
 inline void store_low_bytes(int8_t* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_castps_si512(v)));
+}
+// The same as dot_codes8 for elements from -64 to 63, which cannot saturate vpmaddubsw either.
+inline Ints dot_pieces(Ints acc, Ints codes, Ints x) { return dot_codes4(acc, codes, x); }
+// Bits 0 to 6 and 7 to 13 of the lanes, as bytes.
+inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
+    const __m512i seven = _mm512_set1_epi32(127), bits = _mm512_castps_si512(v);
+    const auto bytes = [&](uint8_t* p, __m512i x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_and_si512(x, seven)));
+    };
+    bytes(low, bits);
+    bytes(high, _mm512_srli_epi32(bits, 7));
+}
+// A vector of bytes in eight bits of sign, exponent and kMantissa, as pairs of bf16 of the same bits: numbers 2^-120
+// (e4m3) or 2^-112 (e5m2) times as large, of which those that are not normal are finite, but wrong.
+template <int kMantissa>
+inline void unpack_float8(Ints v, Pairs& even, Pairs& odd) {
+    const __m512i sign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
+    const __m512i rest = _mm512_set1_epi16(0x7f << (7 - kMantissa));
+    even = _mm512_or_si512(_mm512_and_si512(_mm512_slli_epi16(v, 7 - kMantissa), rest),
+                           _mm512_and_si512(_mm512_slli_epi16(v, 8), sign));
+    odd = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(v, 1 + kMantissa), rest), _mm512_and_si512(v, sign));
+}
+inline Ints load_int_halves(const void* a, const void* b) {
+    return load_pair_halves(static_cast<const uint16_t*>(a), static_cast<const uint16_t*>(b));
 }
 // Sums of each 16 of 64 bytes.
 inline void sum_bytes(const int8_t* p, int32_t* sums) {

@@ -69,6 +69,9 @@ inline Vec pow2_of_magic(Vec t) { return bits_of<Vec>((bits_of<Pairs>(t) << 23) 
 inline Pairs load_pairs(const uint16_t* p) { return read<Pairs>(p); }
 inline Pairs set1_pair(uint32_t bits) { return Pairs{bits, bits, bits, bits}; }
 inline Pairs and_pairs(Pairs a, Pairs b) { return a & b; }
+// The first and the second of each pair.
+inline Vec first_of_pairs(Pairs v) { return bits_of<Vec>(v << 16); }
+inline Vec second_of_pairs(Pairs v) { return bits_of<Vec>(v & 0xffff0000u); }
 inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     acc = fma(bits_of<Vec>(a << 16), bits_of<Vec>(b << 16), acc);
     return fma(bits_of<Vec>(a & 0xffff0000u), bits_of<Vec>(b & 0xffff0000u), acc);
@@ -80,6 +83,11 @@ inline Ints set1_int(int32_t x) { return Ints{x, x, x, x}; }
 inline Vec to_float(Ints v) { return __builtin_convertvector(v, Vec); }
 inline Ints low_nibbles(Ints v) { return v & 0x0f0f0f0f; }
 inline Ints high_nibbles(Ints v) { return (v >> 4) & 0x0f0f0f0f; }
+template <int bits>
+inline Ints code_at(Ints v, int shift) {
+    return bits_of<Ints>(bits_of<Pairs>(v) >> shift & ((1u << bits) - 1)) - (1 << (bits - 1));
+}
+inline Vec one_of_pairs(Pairs p, int which) { return bits_of<Vec>(p << (16 - 16 * which) & 0xffff0000u); }
 // Exact for denormals too. What is infinite or NaN stays so: weights that are not finite have such scales.
 inline Vec load_half(const uint16_t* p) {
     const Pairs h = {p[0], p[1], p[2], p[3]};
@@ -121,6 +129,25 @@ inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {
 inline void store_low_bytes(int8_t* p, Vec v) {
     const Ints bits = bits_of<Ints>(v);
     for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(bits[i]);
+}
+// The same as dot_codes8 for elements from -64 to 63.
+inline Ints dot_pieces(Ints acc, Ints codes, Ints x) { return dot_codes8(acc, codes, x); }
+// Bits 0 to 6 and 7 to 13 of the lanes, as bytes.
+inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
+    const Ints bits = bits_of<Ints>(v);
+    for (int i = 0; i < kLanes; ++i) {
+        low[i] = bits[i] & 127;
+        high[i] = bits[i] >> 7 & 127;
+    }
+}
+// A vector of bytes in eight bits of sign, exponent and kMantissa, as pairs of bf16 of the same bits: numbers 2^-120
+// (e4m3) or 2^-112 (e5m2) times as large, of which those that are not normal are finite, but wrong.
+template <int kMantissa>
+inline void unpack_float8(Ints v, Pairs& even, Pairs& odd) {
+    constexpr uint32_t kSign = 0x80008000u, kRest = (0x7fu << (7 - kMantissa)) * 0x10001u;
+    const Pairs bits = bits_of<Pairs>(v);
+    even = ((bits << (7 - kMantissa)) & kRest) | ((bits << 8) & kSign);
+    odd = ((bits >> (1 + kMantissa)) & kRest) | (bits & kSign);
 }
 // Sums of each 16 of 64 bytes.
 inline void sum_bytes(const int8_t* p, int32_t* sums) {

@@ -15,7 +15,6 @@ import gc
 import json
 import math
 import os
-import resource
 import sys
 import time
 from collections import Counter
@@ -32,6 +31,7 @@ from octavo.bench.results import METRICS, details, summarize, table, write_json
 from octavo.entrypoints.cli import run_command
 from octavo.errors import ConfigError, OctavoError
 from octavo.flags import FlagParser
+from octavo.processes import allow_files, event_loop_factory
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _ALIASES = {"vllm": "openai"}
@@ -101,11 +101,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench serve")
 
     def bench() -> None:
         plans = _plans(args)
-        _raise_open_files()
-        import uvloop
-
+        allow_files()  # a connection is a file
         results = []
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             for plan in plans:
                 answers, duration_s, prompts = runner.run(_measure(args, plan))
                 results.append(_report(args, plan, answers, duration_s, prompts))
@@ -358,13 +356,6 @@ def _json_object(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"--extra-body {text} is not a JSON object.")
     return value
-
-
-def _raise_open_files() -> None:
-    """A connection is a file, and shells allow 1024 of them."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

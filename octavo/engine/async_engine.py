@@ -7,31 +7,54 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
+from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig, ModelConfig
 from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import InputProcessor, PromptInput
-from octavo.engine.off_loop import run_off_loop
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
+from octavo.engine.request_log import log_request
 from octavo.engine.restarts import Restarts
-from octavo.engine.wire import Abort, BlockMap, CoreMessage, Failed, FrontendMessage, GetBlockMap, Ready, StepOutputs
+from octavo.engine.sleeping import SLEEPERS, check_level, woken_by
+from octavo.engine.wire import (
+    Abort,
+    AdapterLoaded,
+    BlockMap,
+    CacheWasReset,
+    CoreMessage,
+    Failed,
+    FrontendMessage,
+    GetBlockMap,
+    LoadAdapter,
+    Ready,
+    ResetCache,
+    SetPaused,
+    StepOutputs,
+    UnloadAdapter,
+)
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
-from octavo.outputs import RequestOutput
-from octavo.request import EngineRequest
+from octavo.lora.request import LoRARequest
+from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import SamplingParams, is_unicode
 from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
+    from octavo.loading.tokenizer import ModelTokenizer
     from octavo.metrics.prometheus import EngineMetrics
 
 logger = logging.getLogger(__name__)
 
+PAUSE_MODES = ("abort", "wait", "keep")
 _BLOCK_MAP_TIMEOUT_S = 5.0  # a step of the core, and then some
+
+
+Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 def _length(prompt: PromptInput) -> int:
@@ -39,7 +62,7 @@ def _length(prompt: PromptInput) -> int:
     return len(given) if isinstance(given, str | list | tuple) else 0
 
 
-class _Stream(asyncio.Queue[RequestOutput | OctavoError]):
+class _Stream(asyncio.Queue[Output | OctavoError]):
     """Outputs of one request on their way to its caller, or the error that ended it."""
 
     def __init__(self, request_id: str) -> None:
@@ -68,14 +91,19 @@ class AsyncLLMEngine:
         max_restarts: int = 0,
         step_timeout_s: float | None = None,
         ready_timeout_s: float | None = None,
+        logs_requests: bool = False,
+        max_log_len: int | None = None,
     ) -> None:
         self.config = config
         self.metrics = metrics
         self.stats = EngineStats()  # of the core's last step
         self.forecast = FirstTokenForecast()
+        if metrics is not None and config.lora is not None:
+            metrics.max_loras = config.lora.max_loras
         self._restarts = Restarts(max_restarts)
         self._step_timeout_s = step_timeout_s
         self._ready_timeout_s = ready_timeout_s
+        self._logs_requests, self._max_log_len = logs_requests, max_log_len
         self._core = CoreClient(config, core)
         try:
             # The core loads its model meanwhile.
@@ -86,6 +114,8 @@ class AsyncLLMEngine:
         self.inputs = InputProcessor(config, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer, metrics)
         self._streams: dict[str, _Stream] = {}
+        self._adapters: dict[int, AdapterSource] = {}  # by `lora_int_id`
+        self._loading: dict[str, list[asyncio.Future[None]]] = {}  # who waits for an adapter, by its identity
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._num_messages = 0  # from the core
@@ -96,6 +126,12 @@ class AsyncLLMEngine:
         self._failure: OctavoError | None = None  # for good
         self._failure_event = asyncio.Event()
         self._block_map: asyncio.Future[BlockMap] | None = None
+        self._resets: list[asyncio.Future[None]] = []  # that wait for the core
+        self._is_open = asyncio.Event()  # to new requests; not while paused or asleep
+        self._is_open.set()
+        self._asleep: frozenset[str] = frozenset()  # of `SLEEPERS`
+        self._wake: asyncio.Event | None = None  # set to go on with a core again after one has ended to sleep
+        self._next_core: CoreProcess | None = None  # meanwhile: it has imported what it needs, and no model
         self._is_closed = False
 
     @classmethod
@@ -104,7 +140,11 @@ class AsyncLLMEngine:
     ) -> AsyncLLMEngine:
         """Find the model, start the core's process and load the tokenizer. Returns before the core is ready; requests
         made before that wait."""
-        return cls(args.create_engine_config(), metrics=metrics)
+        if isinstance(args, AsyncEngineArgs):
+            log: Any = {"logs_requests": args.logs_requests, "max_log_len": args.max_log_len}
+        else:
+            log = {}
+        return cls(args.create_engine_config(), metrics=metrics, **log)
 
     @property
     def has_died(self) -> bool:
@@ -138,10 +178,23 @@ class AsyncLLMEngine:
         """Do not start a core that dies from now on again."""
         self._restarts.limit = 0
 
+    async def get_model_config(self) -> ModelConfig:
+        return self.config.model
+
+    async def get_tokenizer(self) -> ModelTokenizer:
+        return self.tokenizer
+
     async def generate(
-        self, prompt: PromptInput, sampling_params: SamplingParams | None, request_id: str, *, priority: int = 0
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield a request's outputs as they come (`SamplingParams.output_kind` says how much each holds).
+        """Yield a request's outputs as they come (`SamplingParams.output_kind` says how much each holds), computed with
+        an adapter if one is named.
 
         Raises `RequestError` for a request that cannot run, `EngineDeadError` when the core has gone. Closing the
         generator, or cancelling the task that iterates it, aborts the request and frees its blocks.
@@ -149,11 +202,16 @@ class AsyncLLMEngine:
         if not isinstance(request_id, str) or not is_unicode(request_id):
             raise RequestError(f"the request id {request_id!r} is not valid Unicode text.", param="request_id")
         arrival_time = time.monotonic()
+        adapter = None if lora_request is None else await self._find_adapter(lora_request)
         request = await run_off_loop(
-            lambda: self.inputs.process(prompt, sampling_params, priority=priority, arrival_time=arrival_time),
+            lambda: self.inputs.process(
+                prompt, sampling_params, priority=priority, arrival_time=arrival_time, adapter=adapter
+            ),
             length=_length(prompt),
             has_grammar=sampling_params is not None and sampling_params.structured_outputs is not None,
         )
+        if self._logs_requests:
+            log_request(logger, request_id, request.prompt, request.params, self._max_log_len)
         async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
             async for output in outputs:
                 yield output
@@ -165,6 +223,22 @@ class AsyncLLMEngine:
 
         At the request's `deadline` it ends with what it has: finish reason "abort", stop reason "timeout".
         """
+        async with contextlib.aclosing(self._outputs_of(request, shown_id)) as outputs:
+            async for output in outputs:
+                assert isinstance(output, RequestOutput)
+                yield output
+
+    async def pool(self, request: EngineRequest) -> PoolingRequestOutput[PoolingOutput]:
+        """What a request for pooling gives, which `PoolingInput.process` has made. Raises as `generate_from` does, and
+        `RequestError` (408) at the request's `deadline`."""
+        async with contextlib.aclosing(self._outputs_of(request)) as outputs:
+            async for output in outputs:
+                if isinstance(output, PoolingRequestOutput):
+                    return output
+        raise RequestError("the request was not answered in the time that it may take.", status=408, code="timeout")
+
+    async def _outputs_of(self, request: EngineRequest, shown_id: str | None = None) -> AsyncGenerator[Output, None]:
+        await self._is_open.wait()
         await self.wait_ready()
         shown_id = shown_id or request.request_id
         if request.params.logits_processors:
@@ -214,6 +288,49 @@ class AsyncLLMEngine:
                 has_begun = output.metrics is not None and output.metrics.first_token_time is not None
                 stream.put_nowait(output if has_begun else EngineStoppingError("the server is stopping."))
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Bring an adapter to the host and check it, before a request asks for it. Raises `RequestError` if it cannot
+        be served."""
+        await self.load_adapter(await self._find_adapter(lora_request))
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapter of a `lora_int_id`. Whether there was one."""
+        found = self._adapters.pop(lora_id, None)
+        if found is not None and all(one.identity != found.identity for one in self._adapters.values()):
+            self.unload_adapter(found.identity)
+        return found is not None
+
+    async def list_loras(self) -> set[int]:
+        """The `lora_int_id`s that have been asked for and not removed."""
+        return set(self._adapters)
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep the adapter of a `lora_int_id` on the host, and on the device while others can make room."""
+        found = self._adapters.get(lora_id)
+        if found is None:
+            raise RequestError(f"there is no adapter {lora_id}; add it first.", param="lora_id")
+        await self.load_adapter(found, pins=True)
+        return True
+
+    async def load_adapter(self, source: AdapterSource, pins: bool = False) -> None:
+        """Return when an adapter is on the host. Raises `RequestError` if it cannot be served."""
+        await self.wait_ready()
+        waiting = self._loading.setdefault(source.identity, [])
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting.append(ready)
+        self._core.send(LoadAdapter(source, pins))
+        await ready
+
+    def unload_adapter(self, identity: str) -> None:
+        """Free an adapter's memory when no request uses it."""
+        self._tell(UnloadAdapter(identity))
+
+    async def _find_adapter(self, asked: LoRARequest) -> AdapterSource:
+        found = await run_off_loop(lambda: self.inputs.find_adapter(asked), length=MAX_INLINE_LENGTH + 1)
+        self._adapters[asked.lora_int_id] = found
+        return found
+
     async def block_map(self) -> BlockMap | None:
         """What each KV block is used for, between two steps; None from a core that takes too long to say.
 
@@ -230,6 +347,86 @@ class AsyncLLMEngine:
             return None
         return asked.result()
 
+    @property
+    def is_paused(self) -> bool:
+        return not self._is_open.is_set()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
+
+    async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Let new requests wait until `resume_generation`. Those under way end with what they have (`mode` "abort"),
+        run to their end first ("wait"), or stand still ("keep"; the cache is not cleared then)."""
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}.", param="mode")
+        await self.wait_ready()
+        self._is_open.clear()
+        if mode == "keep":
+            self._tell(SetPaused(True))
+            return
+        if mode == "abort":
+            await self.abort(list(self._streams))
+        while self._outputs.requests:  # noqa: ASYNC110 - nothing tells that the last one has ended
+            await asyncio.sleep(0.01)
+        if clear_cache:
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        """Take requests again, and go on with those that stand still. Nothing happens while the engine sleeps."""
+        if not self._asleep:
+            self._tell(SetPaused(False))
+            self._is_open.set()
+
+    async def reset_prefix_cache(self, *, frees_memory: bool = False) -> bool:
+        """Forget what has been computed for others to share. False if the core ended meanwhile, and its cache too."""
+        await self.wait_ready()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._resets.append(done)
+        self._tell(ResetCache(frees_memory))
+        try:
+            while not done.done() and self.is_ready:
+                await asyncio.wait((done,), timeout=0.2)
+        finally:
+            if not done.done():
+                self._resets.remove(done)
+        return done.done()
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free memory until `wake_up`; requests wait.
+
+        Level 1 keeps the weights and frees the KV cache. Level 2 ends the core's process, with all that it holds;
+        another one waits, with nothing but its modules. On GPUs, whose memory a process gives back only at its end,
+        level 1 does as level 2, and weights are read again from the page cache.
+        """
+        check_level(level)
+        if mode not in ("abort", "wait"):
+            raise RequestError(f"mode must be abort or wait, got {mode!r}.", param="mode")
+        if self._asleep:
+            return
+        await self.pause_generation(mode, clear_cache=False)
+        self._asleep = SLEEPERS
+        if level == 1 and self.config.device == "cpu":
+            await self.reset_prefix_cache(frees_memory=True)
+        else:
+            self._wake = asyncio.Event()
+            self._ready_event.clear()
+            self._core.end()
+            await asyncio.to_thread(self._core.process.wait)
+            self._next_core = CoreProcess()
+        logger.info("the engine sleeps (level %d)", level)
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Have memory again, for "weights", the "kv_cache", or both. Requests go on when both have it."""
+        woken = woken_by(tags)
+        if not self._asleep:
+            return
+        if self._wake is not None:
+            self._wake.set()
+        await self.wait_ready()
+        self._asleep -= woken
+        await self.resume_generation()
+
     def shutdown(self) -> None:
         """End the core's process. Streams still open raise `EngineDeadError`."""
         if self._is_closed:
@@ -240,6 +437,8 @@ class AsyncLLMEngine:
                 task.cancel()
         self._fail(EngineStoppingError("the engine has been shut down."))
         self._core.close()
+        if self._next_core is not None:
+            self._next_core.close()
 
     def _expire(self, stream: _Stream) -> None:
         if (output := self._abort_now(stream, stop_reason="timeout")) is not None:
@@ -271,6 +470,11 @@ class AsyncLLMEngine:
             while True:
                 reason = await self._follow_core()
                 self._core.close()
+                if self._wake is not None:  # it has ended to sleep
+                    await self._wake.wait()
+                    self._core, self._next_core = CoreClient(self.config, self._next_core), None
+                    self._wake = None
+                    continue
                 delay_s = self._restarts.next_delay(time.monotonic()) if self._ready is not None else None
                 if delay_s is None:
                     self._fail(EngineDeadError(f"{reason}."))
@@ -304,7 +508,7 @@ class AsyncLLMEngine:
 
     def _check_start(self, timeout_s: float) -> None:
         """Kill a core that is still not ready."""
-        if not self.is_ready and self._end_reason is None:
+        if not (self.is_ready and self._ready_event.is_set()) and self._end_reason is None:
             self._end_reason = f"the engine core was not ready after {timeout_s:g} s and was killed"
             self._core.process.kill()
 
@@ -314,7 +518,7 @@ class AsyncLLMEngine:
         while True:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             now = time.monotonic()
-            if not self._outputs.requests or not self.is_ready or self._num_messages != seen:
+            if not self._outputs.requests or not self.is_ready or self.is_paused or self._num_messages != seen:
                 seen, since = self._num_messages, now
             elif now - since > timeout_s:
                 self._end_reason = f"the engine core has finished no step for {timeout_s:g} s and was killed"
@@ -324,8 +528,10 @@ class AsyncLLMEngine:
     def _handle(self, message: CoreMessage) -> None:
         self._num_messages += 1
         match message:
-            case StepOutputs(outputs, stats):
+            case StepOutputs(outputs, stats, adapters):
                 self.stats = stats
+                for loaded in adapters:
+                    self._end_loading(loaded)
                 self.forecast.record_step(outputs, stats)
                 results, aborts = self._outputs.process(outputs)
                 for abort in aborts:
@@ -338,6 +544,9 @@ class AsyncLLMEngine:
             case BlockMap():
                 if self._block_map is not None and not self._block_map.done():
                     self._block_map.set_result(message)
+            case CacheWasReset():
+                if self._resets:
+                    self._resets.pop(0).set_result(None)
             case Ready():
                 if self._outage is not None:
                     logger.info(
@@ -367,6 +576,15 @@ class AsyncLLMEngine:
                 self._drop_requests(EngineDeadError("the engine core has failed; the request is lost."))
                 self._core.process.kill()  # it has nothing more to say, and might not manage to end
 
+    def _end_loading(self, loaded: AdapterLoaded) -> None:
+        for ready in self._loading.pop(loaded.identity, []):
+            if ready.done():
+                continue
+            if loaded.error is None:
+                ready.set_result(None)
+            else:
+                ready.set_exception(RequestError(loaded.error, param="lora_path"))
+
     def _suspend(self, reason: str) -> None:
         """The core has ended and will be started again."""
         self._outage = EngineRestartingError(f"{reason}; it is being started again.")
@@ -388,6 +606,11 @@ class AsyncLLMEngine:
 
     def _drop_requests(self, error: OctavoError) -> None:
         """Fail all requests under way."""
+        for waiting in self._loading.values():
+            for ready in waiting:
+                if not ready.done():
+                    ready.set_exception(error)
+        self._loading.clear()
         self.stats = EngineStats()  # nothing runs, waits or holds a block any more
         if self.metrics is not None:
             self.metrics.record_step(self.stats)

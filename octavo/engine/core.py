@@ -9,21 +9,27 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
-from octavo.engine.wire import BlockMap, StepOutputs
-from octavo.errors import DeviceMemoryError, RequestError
+from octavo.engine.adapters import AdapterLibrary
+from octavo.engine.preparing import LoadingAdapter, Preparing
+from octavo.engine.wire import AdapterLoaded, BlockMap, StepOutputs
+from octavo.errors import ConfigError, DeviceMemoryError, RequestError
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.lora.pool import AdapterPool
 from octavo.plan import StepPlan
-from octavo.request import EngineRequest, SequenceOutput
-from octavo.scheduling.scheduler import Proposer, Scheduler
+from octavo.request import AdapterSource, EngineRequest, SequenceOutput
+from octavo.scheduling.scheduler import Scheduler
+from octavo.speculative.methods import make_speculation
+from octavo.stats import EngineStats
 from octavo.step_cost import StepCostModel
 
 if TYPE_CHECKING:
     from octavo.execution.executor import Executor, PendingStep
+    from octavo.speculative.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +54,9 @@ class EngineCore:
     """A scheduler and an executor in step, or the scheduler one step ahead of a device that need not wait for it."""
 
     def __init__(
-        self, config: EngineConfig, executor: Executor | None = None, proposer: Proposer | None = None
+        self, config: EngineConfig, executor: Executor | None = None, speculation: Speculation | None = None
     ) -> None:
+        """Tests bring their own executor, and guesses in the place of the configuration's."""
         if executor is None:
             from octavo.execution.executor import LocalExecutor  # imports kernels: not before they are needed
 
@@ -63,29 +70,68 @@ class EngineCore:
         self.cost = StepCostModel.derived(
             executor.weight_bytes, executor.cache_bytes // num_slots, *_MACHINES[config.device]
         )
-        self.scheduler = Scheduler(config.scheduler, cache, config.model.seed, executor.runs_ahead, proposer, self.cost)
+        if config.speculative is not None and cache.states:
+            raise ConfigError(
+                f"the speculative method {config.speculative.method} needs a model without recurrent states: what "
+                "guesses do to a state cannot be undone. Leave speculation out."
+            )
+        if speculation is None:
+            max_draft_len = config.draft.max_model_len if config.draft is not None else 0
+            speculation = make_speculation(config.speculative, self.cost, max_draft_len)
+        self.adapters: AdapterLibrary | None = None
+        if config.lora is not None:
+            pool = AdapterPool(*executor.adapter_pages, config.lora.max_loras)
+            self.adapters = AdapterLibrary(executor, pool, config.lora.max_cpu_loras)
+        self.scheduler = Scheduler(
+            config.scheduler, cache, config.model.seed, executor.runs_ahead, speculation, self.cost,
+            None if self.adapters is None else self.adapters.pool,
+        )  # fmt: skip
+        self.is_paused = False  # nothing is computed
         self._under_way: deque[_UnderWay] = deque()
         self._last_end = 0.0  # time.monotonic, of the last step
         self._refused: list[SequenceOutput] = []
-        self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}  # their grammars are being compiled
+        self._preparing: dict[str, Preparing] = {}  # in order of arrival
+        self._loading: list[LoadingAdapter] = []  # that no request has asked for
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._under_way) or bool(self._refused) or bool(self._preparing)
+        if self.is_paused:
+            return False
+        return (
+            self.scheduler.has_work or bool(self._under_way) or bool(self._refused or self._preparing or self._loading)
+        )
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run is answered with an error in the next step's outputs."""
-        if request.params.grammar is not None:
-            ready = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids)
-            self._preparing[request.request_id] = request, ready
-            self._queue_prepared()
-        else:
+        if request.params.grammar is None and request.adapter is None:
             self._queue(request)
+            return
+        preparing = Preparing(request)
+        if request.params.grammar is not None:
+            preparing.grammar = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids)
+        self._preparing[request.request_id] = preparing
+        self._queue_prepared()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
             self._preparing.pop(request_id, None)
         self.scheduler.abort(request_id, index)
+
+    def reset_prefix_cache(self, *, frees_memory: bool = False) -> None:
+        """Forget what has been computed for others to share, and give the cache's memory back to the system, for which
+        no request may be under way."""
+        self.scheduler.cache.forget_prefixes()
+        if frees_memory:
+            self.executor.release_cache()
+
+    def load_adapter(self, source: AdapterSource, pins: bool = False) -> None:
+        """Have an adapter on the host; a step's outputs say when it is there."""
+        self._loading.append(LoadingAdapter(source, pins))
+
+    def unload_adapter(self, identity: str) -> None:
+        """Free an adapter's memory, now or when the requests that use it have ended."""
+        if self.adapters is not None:
+            self.adapters.remove(identity, self._adapters_in_use())
 
     def block_map(self) -> BlockMap:
         return BlockMap(self.scheduler.cache.states_of_blocks())
@@ -93,11 +139,13 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Schedule, execute, account; or, while the device computes what was scheduled, account for the step before.
         Returns at once when there is nothing to run."""
-        if self._preparing:
+        if self._preparing or self._loading:
             if not self.scheduler.has_work and not self._refused:  # nothing else to do
-                futures = [ready for _, ready in self._preparing.values()]
+                futures = [future for one in self._preparing.values() for future in one.futures]
+                futures += [one.ready for one in self._loading if one.ready is not None]
                 wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
             self._queue_prepared()
+        loaded = self._take_in_adapters()
         outputs, self._refused = self._refused, []
         begin = time.monotonic()
         plan = self.scheduler.schedule()
@@ -113,7 +161,7 @@ class EngineCore:
         while len(self._under_way) > num_ahead:
             ended = self._under_way.popleft()
             result = ended.pending.result()
-            took_s = self._measure(ended)
+            took_s = self._measure(ended, result.draft_s)
             step_s, predicted_step_s = step_s + took_s, predicted_step_s + ended.predicted_s
             outputs += self.scheduler.update(ended.plan, result)
         stats = self.scheduler.take_stats()
@@ -122,15 +170,17 @@ class EngineCore:
             [row.num_computed + row.num_tokens for row in plan.rows if not row.num_positions]
         )
         stats.num_waiting += len(self._preparing)
-        return StepOutputs(outputs, stats)
+        if self.adapters is not None:
+            self._add_adapter_stats(stats, self.adapters)
+        return StepOutputs(outputs, stats, loaded)
 
-    def _measure(self, step: _UnderWay) -> float:
-        """Seconds of a step that has just ended, from which the next ones are predicted. While steps run ahead, one
-        begins when the one before ends."""
+    def _measure(self, step: _UnderWay, draft_s: float) -> float:
+        """Seconds of a step that has just ended, from which the next ones are predicted, as drafts took `draft_s` of
+        them. While steps run ahead, one begins when the one before ends."""
         now = time.monotonic()
         seconds = now - max(step.begin, self._last_end)
         self._last_end = now
-        self.cost.observe(step.plan.work, seconds)
+        self.cost.observe(step.plan.work, seconds - draft_s)
         return seconds
 
     def _queue(self, request: EngineRequest) -> None:
@@ -143,16 +193,76 @@ class EngineCore:
         self._refused.append(SequenceOutput(request.request_id, 0, [], finish_reason="error", error=str(error)))
 
     def _queue_prepared(self) -> None:
-        """Queue the requests whose grammars are compiled, and refuse those whose grammars cannot be."""
-        for request_id, (request, ready) in list(self._preparing.items()):
-            if not ready.done():
+        """Queue the requests whose grammars are compiled and whose adapters are read, and refuse those whose cannot
+        be."""
+        if self.adapters is not None and any(one.waits_for_room for one in self._preparing.values()):
+            self._find_room(self.adapters)
+        for request_id, one in list(self._preparing.items()):
+            if not one.is_ready:
                 continue
             del self._preparing[request_id]
-            error = ready.exception()
+            error = one.error
             if error is None:
-                self._queue(request)
+                if self.adapters is not None and one.request.adapter is not None:
+                    self.adapters.take_in(one.request.adapter.identity)
+                self._queue(one.request)
             elif isinstance(error, RequestError):
-                self._refuse(request, error)
+                self._refuse(one.request, error)
             else:
-                logger.error("a grammar could not be compiled", exc_info=error)
-                self._refuse(request, RequestError(f"structured_outputs failed: {type(error).__name__}."))
+                logger.error("a request could not be prepared", exc_info=error)
+                what = "adapter" if one.grammar is None or one.grammar.exception() is None else "structured_outputs"
+                self._refuse(one.request, RequestError(f"{what} failed: {type(error).__name__}."))
+
+    def _find_room(self, adapters: AdapterLibrary) -> None:
+        """Have the adapters read that requests wait for, in the order of these: once there is no room for one, others
+        after it get none either, but for those that are there already."""
+        in_use, has_room = self._adapters_in_use(), True
+        for one in self._preparing.values():
+            source = one.request.adapter
+            if source is None or not one.waits_for_room or not (has_room or adapters.has(source.identity)):
+                continue
+            one.adapter = adapters.want(source, in_use)
+            if one.adapter is None:
+                has_room = False
+            else:
+                in_use.add(source.identity)
+
+    def _adapters_in_use(self) -> set[str]:
+        """Of requests that are queued, or whose adapters are being read."""
+        found = {seq.adapter for seq in self.scheduler.live if seq.adapter is not None}
+        return found | {one.request.prompt.adapter or "" for one in self._preparing.values() if one.adapter is not None}
+
+    def _take_in_adapters(self) -> list[AdapterLoaded]:
+        """Ask for the adapters that there was no room for, and tell of those that are there."""
+        loaded = []
+        for one in list(self._loading):
+            if self.adapters is None:
+                loaded.append(AdapterLoaded(one.source.identity, "adapters need --enable-lora."))
+                self._loading.remove(one)
+                continue
+            if one.ready is None:
+                one.ready = self.adapters.want(one.source, self._adapters_in_use())
+            if one.ready is None or not one.ready.done():
+                continue
+            self._loading.remove(one)
+            error = one.ready.exception()
+            if error is None:
+                self.adapters.take_in(one.source.identity)
+                if one.pins:
+                    self.adapters.pin(one.source.identity)
+            elif not isinstance(error, RequestError):
+                logger.error("an adapter could not be read", exc_info=error)
+            loaded.append(AdapterLoaded(one.source.identity, None if error is None else str(error)))
+        return loaded
+
+    def _add_adapter_stats(self, stats: EngineStats, adapters: AdapterLibrary) -> None:
+        pool = adapters.pool
+        running = dict.fromkeys(seq.adapter for seq in self.scheduler.live.running if seq.adapter is not None)
+        waiting = dict.fromkeys(seq.adapter for seq in self.scheduler.live.waiting if seq.adapter is not None)
+        preparing = [one.request.adapter.name for one in self._preparing.values() if one.request.adapter is not None]
+        stats.running_adapters = [adapters.names.get(identity, identity) for identity in running]
+        stats.waiting_adapters = [*dict.fromkeys([*(adapters.names.get(one, one) for one in waiting), *preparing])]
+        stats.num_adapter_loads, pool.num_loads = pool.num_loads, 0
+        stats.num_adapter_evictions, pool.num_evictions = pool.num_evictions, 0
+        stats.num_adapter_reads, stats.adapter_read_s = adapters.take_reads()
+        stats.num_adapters_on_host, stats.num_adapters_on_device = len(adapters), len(pool.resident)

@@ -111,6 +111,12 @@ class CoreClient:
             self._stop_reading()
             ended.cancel()
 
+    def end(self) -> None:
+        """Have the process end, and its memory be free. What it sent is still received."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+
     def _stop_reading(self) -> None:
         if self._reading_loop is not None and not self._reading_loop.is_closed():
             self._reading_loop.remove_reader(self._receiver.fileno())

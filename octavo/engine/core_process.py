@@ -22,10 +22,15 @@ import zmq
 from octavo.engine.core import EngineCore
 from octavo.engine.wire import (
     Abort,
+    CacheWasReset,
     CoreProcessArgs,
     Failed,
     GetBlockMap,
+    LoadAdapter,
     Ready,
+    ResetCache,
+    SetPaused,
+    UnloadAdapter,
     decode_frontend_message,
     encode_message,
     is_readable,
@@ -90,7 +95,7 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
             has_news = _handle(core, sender, receiver.recv())
         while is_readable(receiver):
             has_news |= _handle(core, sender, receiver.recv())
-        if has_news:
+        if has_news and not core.is_paused:
             # A step without work still tells the front end that aborts have emptied the engine.
             sender.send(encode_message(core.step()))
 
@@ -101,8 +106,18 @@ def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
         case GetBlockMap():
             sender.send(encode_message(core.block_map()))
             return False
+        case ResetCache(frees_memory):
+            core.reset_prefix_cache(frees_memory=frees_memory)
+            sender.send(encode_message(CacheWasReset()))
+            return False
+        case SetPaused(is_paused):
+            core.is_paused = is_paused
         case EngineRequest() as request:
             core.add(request)
+        case LoadAdapter(source, pins):
+            core.load_adapter(source, pins)
+        case UnloadAdapter(identity):
+            core.unload_adapter(identity)
         case Abort(request_id, index):
             core.abort(request_id, index)
     return True

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.off_loop import MAX_INLINE_LENGTH
-from octavo.errors import RequestError
-from octavo.request import EngineRequest, Prompt
+from octavo.errors import LoadError, RequestError
+from octavo.lora.files import source
+from octavo.lora.request import LoRARequest
+from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling.grammar import WantedGrammar, make_grammar
 from octavo.sampling_params import SamplingParams, is_unicode
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
+
     from octavo.loading.tokenizer import ModelTokenizer
 
-# str, {"prompt": str} or {"prompt_token_ids": [int]}; the dictionaries may also hold "cache_salt".
+# str, {"prompt": str} or {"prompt_token_ids": [int]}; the dictionaries may also hold "cache_salt", and
+# "prediction", text or token ids of which the answer may largely consist.
 PromptInput = str | Mapping[str, Any]
 
 _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabulary we know
@@ -31,18 +36,14 @@ class InputProcessor:
     def __init__(self, config: EngineConfig, tokenizer: ModelTokenizer) -> None:
         self.model = model = config.model
         self.scheduler = config.scheduler
+        self._lora = config.lora
+        self._allows_additional_properties = config.allow_additional_properties
         self.tokenizer = tokenizer
         self._ids = itertools.count()
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if len(text) > self.model.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
-            raise RequestError(
-                f"the prompt has {len(text)} characters, which cannot fit the model's {self.model.max_model_len} "
-                "tokens.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        self._check_characters(text)
         backend = self.tokenizer.backend_tokenizer
         try:
             if len(text) <= MAX_INLINE_LENGTH:
@@ -52,6 +53,34 @@ class InputProcessor:
         except (TypeError, UnicodeEncodeError) as e:  # lone surrogates
             raise RequestError(f"the prompt is not valid Unicode text: {e}.", param="prompt") from None
         return ids
+
+    def new_id(self) -> str:
+        """An id that no request has."""
+        return str(next(self._ids))
+
+    def encode_all(self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool, many: int) -> list[Encoding]:
+        """The encodings of texts and pairs, `many` or more of them on several threads."""
+        for text in texts:
+            for part in (text,) if isinstance(text, str) else text:
+                self._check_characters(part)
+        backend = self.tokenizer.backend_tokenizer
+        try:
+            if len(texts) >= many:
+                encodings: list[Encoding] = backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+                return encodings
+            pairs = [(text, None) if isinstance(text, str) else text for text in texts]
+            return [backend.encode(one, other, add_special_tokens=add_special_tokens) for one, other in pairs]
+        except (TypeError, UnicodeEncodeError) as e:  # lone surrogates
+            raise RequestError(f"the prompt is not valid Unicode text: {e}.", param="prompt") from None
+
+    def _check_characters(self, text: str) -> None:
+        if len(text) > self.model.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, which cannot fit the model's {self.model.max_model_len} "
+                "tokens.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def process(
         self,
@@ -63,32 +92,78 @@ class InputProcessor:
         add_special_tokens: bool = True,
         grammar: WantedGrammar | None = None,
         clamps_max_tokens: bool = True,
+        adapter: AdapterSource | None = None,
     ) -> EngineRequest:
         """The request for the core, under an id that no other has. No `params` are the model's defaults.
 
         `grammar` is what the answer must be, in the place of what `params` say of it. With `clamps_max_tokens` a
-        `max_tokens` that does not fit is as much as fits; without, it is refused.
+        `max_tokens` that does not fit is as much as fits; without, it is refused. An `adapter` is what `find_adapter`
+        has found.
         """
+        self.refuse_if_it_pools()
         if params is None:
             params = SamplingParams(**self.model.default_sampling_params)
         self._check_scheduling(params, priority)
+        self._check_logprobs(params)
         made = self._make_prompt(prompt, params, add_special_tokens)
+        if adapter is not None:
+            made = msgspec.structs.replace(made, adapter=adapter.identity)
         params = msgspec.structs.replace(params)
         self._check_token_ids(params)
         if grammar is None and params.structured_outputs is not None:
             grammar = WantedGrammar(params.structured_outputs)
         if grammar is not None:
-            params.grammar, params.structured_outputs = make_grammar(*grammar), None
+            params.grammar = make_grammar(*grammar, closes_objects=not self._allows_additional_properties)
+            params.structured_outputs = None
         params.bad_words_token_ids = self._bad_words(params.bad_words) if params.bad_words else None
         return EngineRequest(
-            request_id=str(next(self._ids)),
+            request_id=self.new_id(),
             prompt=made,
             params=params,
             eos_token_ids=self.eos_token_ids,
             max_tokens=self._max_tokens(params, len(made.token_ids), clamps_max_tokens),
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
+            prediction=[] if isinstance(prompt, str) else self._prediction(prompt.get("prediction")),
+            adapter=adapter,
         )
+
+    def find_adapter(self, asked: LoRARequest) -> AdapterSource:
+        """Where an adapter lies and what it holds now. It may read files, and fetch them from the hub."""
+        if self._lora is None:
+            raise RequestError(f"adapter {asked.lora_name!r} needs --enable-lora.", param="lora_request")
+        try:
+            return source(asked.lora_name, asked.lora_path, self._lora.download_dir, may_fetch=True)
+        except LoadError as e:
+            raise RequestError(f"adapter {asked.lora_name!r}: {e}", param="lora_request") from None
+
+    def refuse_if_it_pools(self) -> None:
+        """Raise `RequestError` for a model that does not generate."""
+        pooling = self.model.pooling
+        if pooling is not None:
+            raise RequestError(
+                f"{self.model.served_model_names[0]} pools and has no tokens to answer with. Ask it for "
+                f"{' or '.join(pooling.tasks)}: /v1/embeddings, /pooling, /classify, /score and /rerank, or LLM.embed, "
+                "encode, classify and score.",
+                code="model_pools",
+            )
+
+    def _prediction(self, given: object) -> list[int]:
+        """Tokens of a predicted output. What no answer can have, or the model does not know, is left out."""
+        if given is None:
+            return []
+        limit = self.model.max_model_len
+        if isinstance(given, str):
+            tokens = self.encode(given[: limit * _MAX_CHARACTERS_PER_TOKEN], add_special_tokens=False)
+        else:
+            tokens = self.check_ids(given, "prediction")
+        return [token for token in tokens[:limit] if token < self.model.vocab_size]
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        limit = self.model.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > limit:
+                raise RequestError(f"{name} must be at most {limit} here (--max-logprobs).", param=name)
 
     def _make_prompt(self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool) -> Prompt:
         """A prompt as callers give it, tokenized, cut if that is asked for, and checked."""
@@ -103,7 +178,7 @@ class InputProcessor:
         if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
             raise RequestError("cache_salt must be a string of valid Unicode.", param="cache_salt")
         if (given := prompt.get("prompt_token_ids")) is not None:
-            token_ids = self._check_prompt_ids(given)
+            token_ids = self.check_ids(given, "prompt_token_ids", "prompt")
         elif isinstance(text, str):
             token_ids = self.encode(text, add_special_tokens)
         else:
@@ -111,14 +186,7 @@ class InputProcessor:
         limit, keep = self.model.max_model_len, params.truncate_prompt_tokens
         if keep is not None:
             token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
-        if not token_ids:
-            raise RequestError("the prompt is empty: it has no tokens.", param="prompt")
-        if max(token_ids) >= self.model.vocab_size:
-            # A tokenizer may know added tokens that the model has no embedding for.
-            raise RequestError(
-                f"the prompt has token id {max(token_ids)}; the model's are 0 to {self.model.vocab_size - 1}.",
-                param="prompt",
-            )
+        self.check_known(token_ids)
         if len(token_ids) >= limit:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens and the model takes {limit} of prompt and output together; "
@@ -128,15 +196,27 @@ class InputProcessor:
             )
         return Prompt(token_ids, text, cache_salt=salt)
 
-    def _check_prompt_ids(self, token_ids: object) -> list[int]:
+    def check_known(self, token_ids: list[int]) -> None:
+        """Raise `RequestError` for a prompt that is empty or has tokens that the model does not know."""
+        if not token_ids:
+            raise RequestError("the prompt is empty: it has no tokens.", param="prompt")
+        if max(token_ids) >= self.model.vocab_size:
+            # A tokenizer may know added tokens that the model has no embedding for.
+            raise RequestError(
+                f"the prompt has token id {max(token_ids)}; the model's are 0 to {self.model.vocab_size - 1}.",
+                param="prompt",
+            )
+
+    def check_ids(self, token_ids: object, name: str, param: str | None = None) -> list[int]:
+        """What was given as `name`, if it is a list of token ids. Raises `RequestError`."""
         if not isinstance(token_ids, list | tuple):
             raise RequestError(
-                f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}.", param="prompt"
+                f"{name} must be a list of token ids, got {type(token_ids).__name__}.", param=param or name
             )
         for token in token_ids:
             if type(token) is not int or not 0 <= token < self.model.vocab_size:
                 raise RequestError(
-                    f"token id {token!r} is not an integer from 0 to {self.model.vocab_size - 1}.", param="prompt"
+                    f"token id {token!r} is not an integer from 0 to {self.model.vocab_size - 1}.", param=param or name
                 )
         return list(token_ids)
 
@@ -166,6 +246,10 @@ class InputProcessor:
                 f"{self.scheduler.max_num_seqs}.",
                 param="n" if params.best_of is None else "best_of",
             )
+        self.check_priority(priority)
+
+    def check_priority(self, priority: int) -> None:
+        """Raise `RequestError` for a priority that is none, or that nothing follows."""
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             raise RequestError(f"priority must be a 64-bit integer, got {priority!r}.", param="priority")
         if priority and self.scheduler.policy != "priority":

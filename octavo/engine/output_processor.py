@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 from octavo.engine.detokenizer import Detokenizer, StopStrings, make_detokenizer
 from octavo.engine.wire import Abort
 from octavo.errors import RequestError
-from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
+from octavo.outputs import (
+    CompletionOutput,
+    Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
+from octavo.pooling.vectors import finished
 from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind
 
@@ -37,6 +46,7 @@ class _Completion:
         self.is_end_sent = False
         self.last_token_time: float | None = None
         self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self.num_accepted_prediction_tokens = self.num_rejected_prediction_tokens = 0
         self._min_tokens = params.min_tokens
         self._detokenizer: Detokenizer | None = None
         if params.detokenize:
@@ -128,12 +138,14 @@ class _Request:
     def __init__(self, request: EngineRequest, tokenizer: ModelTokenizer, shown_id: str) -> None:
         self.request = request
         self.shown_id = shown_id
-        self.completions = [_Completion(request, i, tokenizer) for i in range(request.params.num_completions)]
+        num_completions = 0 if request.pooling is not None else request.params.num_completions
+        self.completions = [_Completion(request, i, tokenizer) for i in range(num_completions)]
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.num_cached_tokens = 0
         self.error: str | None = None
         self.error_status = 400
+        self.pooling_end = "abort"  # why a request for pooling has ended, unless its vectors have come
         params = request.params
         self.is_delta = params.output_kind is RequestOutputKind.DELTA
         # Which completions are the best is known only at the end.
@@ -155,6 +167,9 @@ class RequestFailed:
     def __init__(self, request_id: str, message: str, status: int) -> None:
         self.request_id = request_id
         self.error = RequestError(message, status=status)
+
+
+Result = RequestOutput | PoolingRequestOutput[PoolingOutput] | RequestFailed
 
 
 class OutputProcessor:
@@ -192,10 +207,11 @@ class OutputProcessor:
         self._record_finished(state)
         return True
 
-    def process(self, outputs: list[SequenceOutput]) -> tuple[list[RequestOutput | RequestFailed], list[Abort]]:
+    def process(self, outputs: list[SequenceOutput]) -> tuple[list[Result], list[Abort]]:
         """Take in a step. Returns what callers should see, one entry a request at most, and the sequences that stop
         strings ended, which the core must be told."""
         touched: dict[str, _Request] = {}
+        results: list[Result] = []
         aborts: list[Abort] = []
         first_latencies_s: list[float] = []
         latencies_s: list[float] = []
@@ -208,6 +224,10 @@ class OutputProcessor:
                 touched[output.request_id] = state
                 state.error = output.error or "the engine could not process the request"
                 state.error_status = output.error_status
+                continue
+            if output.vectors is not None:
+                results.append(self._pooled(state, output, now))
+                first_latencies_s.append(now - state.metrics.arrival_time)
                 continue
             completion = state.completions[output.index]
             if completion.finish_reason is not None:
@@ -222,6 +242,8 @@ class OutputProcessor:
             completion.last_token_time = times.last_token_time = now
             if output.num_preemptions > times.num_preemptions:
                 times.num_preemptions = output.num_preemptions
+            completion.num_accepted_prediction_tokens = output.num_accepted_prediction_tokens
+            completion.num_rejected_prediction_tokens = output.num_rejected_prediction_tokens
             if completion.add(output):
                 aborts.append(Abort(output.request_id, output.index))
             if completion.logprobs is not None and output.logprobs is not None:
@@ -230,7 +252,6 @@ class OutputProcessor:
         if self.metrics is not None:
             self.metrics.ttft_s.observe_all(first_latencies_s)
             self.metrics.inter_token_latency_s.observe_all(latencies_s)
-        results: list[RequestOutput | RequestFailed] = []
         for request_id, state in touched.items():
             is_finished = state.is_finished
             if is_finished:
@@ -244,6 +265,22 @@ class OutputProcessor:
                 results.append(self._output(state, is_finished))
         return results, aborts
 
+    def _pooled(self, state: _Request, output: SequenceOutput, now: float) -> PoolingRequestOutput[PoolingOutput]:
+        """The end of a request whose vectors have come."""
+        request = state.request
+        assert request.pooling is not None and output.vectors is not None
+        self._begin(state, output, now)
+        state.metrics.last_token_time = state.metrics.finished_time = now
+        state.pooling_end = "stop"
+        del self.requests[output.request_id]
+        self._record_finished(state)
+        num_tokens = len(request.prompt.token_ids)
+        data = finished(output.vectors, num_tokens, request.pooling)
+        return PoolingRequestOutput(
+            state.shown_id, PoolingOutput(data), request.prompt.token_ids, metrics=state.metrics,
+            num_cached_tokens=state.num_cached_tokens,
+        )  # fmt: skip
+
     def _begin(self, state: _Request, output: SequenceOutput, now: float) -> None:
         """Take in what comes with the first token of a request: times, and what is known of its prompt."""
         state.metrics.first_token_time = now
@@ -255,8 +292,10 @@ class OutputProcessor:
     def _record_finished(self, state: _Request) -> None:
         if self.metrics is None:
             return
-        reason = "error" if state.error is not None else state.completions[0].finish_reason
-        num_generated = sum(len(completion.token_ids) for completion in state.completions)
+        reason: str | None = "error"
+        if state.error is None:
+            reason = state.completions[0].finish_reason if state.completions else state.pooling_end
+        num_generated = [len(completion.token_ids) for completion in state.completions]
         self.metrics.record_finished(
             state.metrics, len(state.request.prompt.token_ids), num_generated, state.request.params, reason
         )
@@ -283,6 +322,8 @@ class OutputProcessor:
             prompt_logprobs=state.prompt_logprobs,
             metrics=state.metrics,
             num_cached_tokens=state.num_cached_tokens,
+            num_accepted_prediction_tokens=sum(c.num_accepted_prediction_tokens for c in state.completions),
+            num_rejected_prediction_tokens=sum(c.num_rejected_prediction_tokens for c in state.completions),
         )
 
     def _position(self, entry: TokenLogprobs) -> PositionLogprobs:

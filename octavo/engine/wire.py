@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from octavo.config import EngineConfig
-from octavo.request import EngineRequest, SequenceOutput
+from octavo.request import AdapterSource, EngineRequest, SequenceOutput
 from octavo.stats import EngineStats
 
 
@@ -35,9 +35,42 @@ class GetBlockMap(msgspec.Struct, tag="get_block_map"):
     """Asks for a `BlockMap`."""
 
 
+class ResetCache(msgspec.Struct, tag="reset_cache"):
+    """Asks to forget all prefixes, and to give the cache's memory back. `CacheWasReset` says that it is done."""
+
+    frees_memory: bool = False
+
+
+class SetPaused(msgspec.Struct, tag="set_paused"):
+    """No steps from now on, or again."""
+
+    is_paused: bool
+
+
+class LoadAdapter(msgspec.Struct, tag="load_adapter"):
+    """Have an adapter on the host, before a request asks for it; answered by an `AdapterLoaded`."""
+
+    source: AdapterSource
+    pins: bool = False  # it stays
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
+    """No new request is going to ask for an adapter."""
+
+    identity: str
+
+
+class AdapterLoaded(msgspec.Struct, array_like=True):
+    """An adapter is on the host, or why it cannot be."""
+
+    identity: str
+    error: str | None = None
+
+
 class StepOutputs(msgspec.Struct, tag="step"):
     outputs: list[SequenceOutput]
     stats: EngineStats
+    adapters: list[AdapterLoaded] = []
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -65,8 +98,12 @@ class BlockMap(msgspec.Struct, tag="block_map"):
     states: bytes
 
 
-FrontendMessage = EngineRequest | Abort | GetBlockMap
-CoreMessage = StepOutputs | Ready | Failed | BlockMap
+class CacheWasReset(msgspec.Struct, tag="cache_was_reset"):
+    """The answer to `ResetCache`."""
+
+
+FrontendMessage = EngineRequest | Abort | GetBlockMap | ResetCache | SetPaused | LoadAdapter | UnloadAdapter
+CoreMessage = StepOutputs | Ready | Failed | BlockMap | CacheWasReset
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_frontend_message = msgspec.msgpack.Decoder(FrontendMessage).decode

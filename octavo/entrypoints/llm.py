@@ -8,18 +8,26 @@ from typing import Any
 
 from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
-from octavo.engine.input_processor import InputProcessor, PromptInput
-from octavo.engine.output_processor import OutputProcessor, RequestFailed
+from octavo.engine.input_processor import PromptInput
+from octavo.engine.llm_engine import LLMEngine
 from octavo.entrypoints.chat_template import render_chat
+from octavo.entrypoints.llm_pooling import PoolingMethods
 from octavo.errors import RequestError
-from octavo.loading.tokenizer import load_tokenizer
 from octavo.logs import configure_logging
-from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
-from octavo.request import EngineRequest
+from octavo.lora.request import LoRARequest
+from octavo.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
+from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model that answers lists of prompts.
 
     Every field of `EngineArgs` is a keyword: `LLM(model="org/name", max_model_len=2048, dtype="bfloat16")`. Raises
@@ -34,11 +42,40 @@ class LLM:
         unknown = set(engine_args) - set(EngineArgs.__dataclass_fields__)
         if unknown:
             raise TypeError(f"LLM() got unknown or not yet built arguments: {', '.join(sorted(unknown))}")
-        self.config = EngineArgs(model=model, **engine_args).create_engine_config()
-        self.tokenizer = load_tokenizer(self.config.model.checkpoint, self.config.model.chat_template)
-        self.core = EngineCore(self.config)
-        self.config = self.config.with_max_model_len(self.core.executor.max_model_len)
-        self.inputs = InputProcessor(self.config, self.tokenizer)
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
+        self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
+        self.inputs = self.llm_engine.inputs
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory of model and cache back. Nothing can be generated any more."""
+        self.llm_engine.close()
+
+    @property
+    def core(self) -> EngineCore:
+        return self.llm_engine.core
+
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until `wake_up`. Level 1 frees the KV cache and keeps the weights, level 2 frees both; on GPUs
+        both levels do."""
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Have the memory again that `sleep` freed, for "weights", the "kv_cache", or both."""
+        self.llm_engine.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.llm_engine.is_sleeping
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what has been computed for others to share."""
+        return self.llm_engine.reset_prefix_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` use when they are given no parameters: the model's own recommendations."""
@@ -55,11 +92,13 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts: text, `{"prompt": …}`, `{"prompt_token_ids": […]}`, or a list of them.
 
-        `sampling_params` is one for all or one a prompt. Raises `RequestError` before anything runs if a request is
-        refused, and while it runs if one of its logits processors fails or leaves no token to choose.
+        `sampling_params` is one for all or one a prompt; so is `lora_request`, the adapter to compute with. Raises
+        `RequestError` before anything runs if a request is refused, and while it runs if its adapter cannot be read, or
+        one of its logits processors fails or leaves no token to choose.
         """
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
@@ -68,9 +107,11 @@ class LLM:
             priority = [0] * len(prompts)
         elif len(priority) != len(prompts):
             raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts.", param="priority")
-        asked = zip(prompts, params, priority, strict=True)
-        requests = [self.inputs.process(prompt, one, priority=its) for prompt, one, its in asked]
-        return self._run(requests, use_tqdm)
+        asked = zip(prompts, params, priority, self._adapters_for(prompts, lora_request), strict=True)
+        requests = [
+            self.inputs.process(prompt, one, priority=its, adapter=adapter) for prompt, one, its, adapter in asked
+        ]
+        return self._generated(requests, use_tqdm)
 
     def chat(
         self,
@@ -83,6 +124,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of `{"role": …, "content": …}`. `tools` are told to the model."""
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -100,10 +142,11 @@ class LLM:
         ]
         params = self._params_for(prompts, sampling_params)
         requests = [
-            self.inputs.process(prompt, one, add_special_tokens=False)  # the template has put them in
-            for prompt, one in zip(prompts, params, strict=True)
+            # The template has put special tokens in.
+            self.inputs.process(prompt, one, add_special_tokens=False, adapter=adapter)
+            for prompt, one, adapter in zip(prompts, params, self._adapters_for(prompts, lora_request), strict=True)
         ]
-        return self._run(requests, use_tqdm)
+        return self._generated(requests, use_tqdm)
 
     def beam_search(
         self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams, use_tqdm: bool = False
@@ -145,35 +188,46 @@ class LLM:
             raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts.", param="sampling_params")
         return list(params)
 
-    def _run(self, requests: list[EngineRequest], use_tqdm: bool) -> list[RequestOutput]:
+    def _adapters_for(
+        self, prompts: Sequence[PromptInput], asked: LoRARequest | Sequence[LoRARequest | None] | None
+    ) -> list[AdapterSource | None]:
+        if asked is None or isinstance(asked, LoRARequest):
+            asked = [asked] * len(prompts)
+        elif len(asked) != len(prompts):
+            raise RequestError(f"{len(asked)} lora_requests for {len(prompts)} prompts.", param="lora_request")
+        found = {one: self.inputs.find_adapter(one) for one in asked if one is not None}
+        return [None if one is None else found[one] for one in asked]
+
+    def _generated(self, requests: list[EngineRequest], use_tqdm: bool) -> list[RequestOutput]:
+        for request in requests:
+            # Only the last output of each is returned: what comes between need not be put together.
+            request.params.output_kind = RequestOutputKind.FINAL_ONLY
+        return [output for output in self.run(requests, use_tqdm) if isinstance(output, RequestOutput)]
+
+    def run(
+        self, requests: list[EngineRequest], use_tqdm: bool
+    ) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
+        """Have the engine compute requests, and return what they gave, in order."""
         from tqdm import tqdm
 
-        outputs = OutputProcessor(self.tokenizer)
-        finished: dict[str, RequestOutput] = {}
+        engine = self.llm_engine
+        finished: dict[str, RequestOutput | PoolingRequestOutput[PoolingOutput]] = {}
         num_prompt = num_output = 0
         bar = tqdm(total=len(requests), desc="Requests", unit="req", dynamic_ncols=True, disable=not use_tqdm)
         try:
             for request in requests:
-                # Only the last output of each is returned: what comes between need not be put together.
-                request.params.output_kind = RequestOutputKind.FINAL_ONLY
-                outputs.add(request)
-                self.core.add(request)
-            while outputs.requests:
-                results, aborts = outputs.process(self.core.step().outputs)
-                for abort in aborts:
-                    self.core.abort(abort.request_id, abort.index)
-                for result in results:
-                    if isinstance(result, RequestFailed):
-                        raise result.error
+                engine.add(request)
+            while engine.has_unfinished_requests():
+                for result in engine.step():
                     finished[result.request_id] = result
                     num_prompt += len(result.prompt_token_ids)
-                    num_output += sum(len(completion.token_ids) for completion in result.outputs)
+                    if isinstance(result, RequestOutput):
+                        num_output += sum(len(completion.token_ids) for completion in result.outputs)
                     elapsed = max(bar.format_dict["elapsed"], 1e-9)
                     rates = f"in {num_prompt / elapsed:.0f} tok/s, out {num_output / elapsed:.0f} tok/s"
                     bar.set_postfix_str(rates, refresh=False)
                     bar.update()
         finally:
-            for request in requests:
-                self.core.abort(request.request_id)
+            engine.abort_request(request.request_id for request in requests)
             bar.close()
         return [finished[request.request_id] for request in requests]

@@ -9,11 +9,11 @@ step that reads them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from octavo.config import CacheConfig
-from octavo.errors import LoadError
 from octavo.execution.device import Device, Event
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.ops import Array, LayerKVCache, Ops
@@ -26,17 +26,17 @@ Pairs = Sequence[tuple[int, int]]
 
 def block_bytes(cache: LayerKVCache) -> int:
     """Bytes of one block of a layer, keys and values."""
-    return int(cache.key.nbytes + cache.value.nbytes) // cache.num_blocks
+    return sum(int(part.nbytes) for part in cache.arrays) // cache.num_blocks
 
 
 def layer_cache(config: CacheConfig, device: Device, ops: Ops, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
-    """Memory for what a layer keeps. Raises `LoadError` for what is not built."""
+    """Memory for what a layer keeps."""
     if spec.kind == "state":
         states = device.zeros([num_blocks, spec.num_bytes // 4], "float32")
         return LayerKVCache(states, states[:, :0])
-    if spec.key_size != spec.value_size:
-        raise LoadError(f"keys of {spec.key_size} and values of {spec.value_size} elements are not built yet.")
-    return ops.allocate_kv_cache(num_blocks, config.block_size, spec.num_kv_heads, spec.key_size, config.dtype)
+    return ops.allocate_kv_cache(
+        num_blocks, config.block_size, spec.num_kv_heads, spec.key_size, config.dtype, spec.value_size
+    )
 
 
 class _Stage:
@@ -53,9 +53,11 @@ class _PoolMover:
     def __init__(self, ops: Ops, device: Device, caches: Sequence[LayerKVCache], num_host_blocks: int) -> None:
         self._ops, self._device, self._caches = ops, device, caches
         self._stages: list[_Stage] = []
+        self.host_arrays: list[Any] = []  # that hold swapped blocks
         if num_host_blocks:
             num_bytes = sum(block_bytes(cache) for cache in caches)
             self._host = device.pinned([num_host_blocks, num_bytes], "uint8")
+            self.host_arrays = [self._host]
             num_staged = max(1, min(num_host_blocks, _STAGE_BYTES // num_bytes))
             self._stages = [_Stage(device.zeros([num_staged, num_bytes], "uint8")) for _ in range(2)]
 
@@ -132,6 +134,11 @@ class BlockMover:
         self, ops: Ops, device: Device, caches: Sequence[Sequence[LayerKVCache]], num_host_blocks: Sequence[int]
     ) -> None:
         self._pools = [_PoolMover(ops, device, *of_pool) for of_pool in zip(caches, num_host_blocks, strict=True)]
+
+    @property
+    def host_arrays(self) -> list[Any]:
+        """The host's memory for swapped blocks."""
+        return [array for pool in self._pools for array in pool.host_arrays]
 
     def move(self, moves: Sequence[BlockMoves]) -> None:
         """Have the device move blocks, by pool, before anything that it is given later."""

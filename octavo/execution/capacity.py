@@ -37,6 +37,8 @@ def num_blocks(
 
     `source` says where the budget comes from. Raises `ConfigError` if it is too small."""
     limits, max_model_len = config.scheduler, config.model.max_model_len
+    if config.cache.is_scratch and config.cache.num_blocks_override is None:
+        return _scratch_blocks(config, groups)
     least, override, counted = _longest_request(config, groups), config.cache.num_blocks_override, _counted_pool(groups)
     costs = [count * size for count, size in zip(least, block_bytes, strict=True)]
     state_pools = {group.pool for group in groups if group.spec.kind == "state"}
@@ -63,6 +65,16 @@ def num_blocks(
             f"{source} holds {holds} tokens, less than one request of --max-model-len {max_model_len}; lower "
             f"--max-model-len to at most {holds}, or give more memory."
         )
+    return found
+
+
+def _scratch_blocks(config: EngineConfig, groups: Sequence[CacheGroup]) -> list[int]:
+    """By pool, the blocks of as many tokens and sequences as a step may have."""
+    limits = config.scheduler
+    count = limits.max_num_batched_tokens // config.cache.block_size + limits.max_num_seqs
+    found = [0] * num_pools(groups)
+    for group in groups:
+        found[group.pool] += limits.max_num_seqs + 1 if group.spec.kind == "state" else count + 1
     return found
 
 

@@ -58,10 +58,10 @@ class CapturedProgram:
             *(self.program.input(getattr(inputs, field.name)) for field in fields(inputs))
         )
         with self.program.record(per_sample=False):
-            hidden: Any = model.hidden(watched)
+            hidden, features = model.hidden(watched)
         with self.program.record(per_sample=True):
             logits, best = model.logits(watched, hidden)
-        results: Any = hidden, logits, best
+        results: Any = hidden, features, logits, best
         outputs: list[Any] = [self.program.output(array) for array in results]
         self.outputs = StepOutputs(*outputs)
 
@@ -103,6 +103,9 @@ class CpuDevice:
 
     def beside(self, pinned: NDArray[Any]) -> Any:
         return pinned
+
+    def as_input(self, array: Any) -> Any:
+        return Program.input(array)
 
     def view(self, array: Any, dtype: str) -> Any:
         return array.view(np.dtype(dtype))

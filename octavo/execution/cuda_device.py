@@ -6,7 +6,7 @@ import gc
 import mmap
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -111,9 +111,9 @@ class CudaDevice:
         self.compute = CudaStream(compute)
         self.copies = CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
         self._graph_memory = torch.cuda.graph_pool_handle()
-        # Of the largest captured step: smaller ones leave theirs in the beginnings. Graphs that kept results of their
-        # own would take as much for each.
-        self._outputs = [torch.empty(0, device=self._device)] * 3
+        # Of the largest captured step of a model: smaller ones leave theirs in the beginnings. Graphs that kept results
+        # of their own would take as much for each.
+        self._outputs: dict[StepModel, list[Tensor]] = {}
 
     def free_bytes(self) -> int:
         return self._memory_bytes()[0]
@@ -158,6 +158,9 @@ class CudaDevice:
     def beside(self, pinned: NDArray[Any]) -> Any:
         return self.zeros(pinned.shape, pinned.dtype.name)
 
+    def as_input(self, array: Any) -> Any:
+        return array
+
     def view(self, array: Any, dtype: str) -> Any:
         return array.view(getattr(torch, dtype))
 
@@ -175,16 +178,20 @@ class CudaDevice:
         """What it launches must have been launched before."""
 
         def work() -> list[Tensor]:
-            hidden: Any = model.hidden(inputs)
+            """Hidden states, logits, the likeliest tokens; and features where those are no hidden states."""
+            hidden, features = model.hidden(inputs)
             found: list[Any] = [hidden, *model.logits(inputs, hidden)]
-            return found
+            return found + ([] if features is hidden else [features])
 
         with torch.inference_mode(), torch.cuda.stream(self.compute.stream):
             num_rows = (len(inputs.token_ids), len(inputs.sample_rows), len(inputs.sample_rows))
-            if any(len(whole) < count for whole, count in zip(self._outputs, num_rows, strict=True)):
-                self._outputs = [
+            kept = self._outputs.get(model, [])
+            if not kept or any(len(whole) < count for whole, count in zip(kept, num_rows, strict=False)):
+                found = work()
+                kept = kept or [tensor[:0] for tensor in found]
+                self._outputs[model] = kept = [
                     whole if len(whole) >= len(tensor) else torch.empty_like(tensor)
-                    for whole, tensor in zip(self._outputs, work(), strict=True)
+                    for whole, tensor in zip(kept, found, strict=True)
                 ]
             self.compute.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -193,7 +200,7 @@ class CudaDevice:
                 graph.capture_begin(pool=self._graph_memory)
                 try:
                     found = work()
-                    outputs = [whole[: len(each)] for whole, each in zip(self._outputs, found, strict=True)]
+                    outputs = [whole[: len(each)] for whole, each in zip(kept, found, strict=True)]
                     for output, tensor in zip(outputs, found, strict=True):
                         output.copy_(tensor)
                     del found, tensor
@@ -201,8 +208,8 @@ class CudaDevice:
                     graph.capture_end()
             finally:
                 gc.enable()
-        kept: list[Any] = outputs
-        return CapturedGraph(graph, StepOutputs(*kept))
+        hidden, logits, best, *other = cast(list[Any], outputs)
+        return CapturedGraph(graph, StepOutputs(hidden, other[0] if other else hidden, logits, best))
 
     def fetch(self, arrays: Sequence[Array], after: Event) -> list[NDArray[Any]]:
         self.copies.wait(after)

@@ -51,6 +51,7 @@ class StepOutputs:
     """What the model makes of a step."""
 
     hidden: Array  # [T, H] before the final norm
+    features: Array  # [T, F]: what a head that guesses tokens reads of the step; `hidden` where it asks for no other
     logits: Array  # [N, V] float32
     best: Array  # [N] int64: the likeliest tokens
 
@@ -58,7 +59,8 @@ class StepOutputs:
 class StepModel(Protocol):
     """The model's part of a step, in two pieces because the second has a row for each sample and not for each token."""
 
-    def hidden(self, inputs: StepArrays[Array]) -> Array: ...
+    def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
+        """-> hidden states and features, as in `StepOutputs`; they may be the same array."""
 
     def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
         """-> logits and their likeliest tokens."""
@@ -120,6 +122,10 @@ class Device(Protocol):
 
     def beside(self, pinned: NDArray[Any]) -> Array:
         """Memory of the device that `pinned` is uploaded to: itself, if the device shares memory."""
+        ...
+
+    def as_input(self, array: Array) -> Array:
+        """The same memory, for captured steps to read whatever it holds when they are replayed."""
         ...
 
     def view(self, array: Array, dtype: str) -> Array:

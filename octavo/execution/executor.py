@@ -16,6 +16,7 @@ from octavo.kv_cache.groups import CacheGroup
 from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases
 from octavo.plan import StepPlan, StepResult
+from octavo.request import AdapterSource
 
 
 class PendingStep(Protocol):
@@ -43,9 +44,25 @@ class Executor(Protocol):
         memory for it, with nothing lost but this step."""
         ...
 
+    def release_cache(self) -> None:
+        """Give the cache's memory back to the system; what it held is lost. Where the device has its own memory this is
+        `NotImplementedError`: ending the process does it."""
+        ...
+
     def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
         """Make ready to follow a grammar. Plans may admit sequences that have it when the future is done; it raises
         `RequestError` if the grammar cannot be followed."""
+        ...
+
+    adapter_pages: tuple[int, int]  # pages and slots of the device for adapters; none where they are not served
+
+    def prepare_adapter(self, source: AdapterSource) -> Future[int]:
+        """Bring an adapter to the host. Plans may load it when the future is done, with the pages that it takes; it
+        raises `RequestError` if the adapter cannot be served."""
+        ...
+
+    def forget_adapter(self, identity: str) -> None:
+        """Let go of an adapter on the host."""
         ...
 
 
@@ -66,12 +83,25 @@ class LocalExecutor:
         self.num_blocks, self.num_host_blocks = worker.num_blocks, worker.num_host_blocks
         self.weight_bytes, self.cache_bytes = worker.weight_bytes, worker.cache_bytes
         self.startup = phases.seconds
+        adapters = worker.adapters
+        self.adapter_pages = (0, 0) if adapters is None else (adapters.num_pages, adapters.num_slots)
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        return self.worker.runner.submit(plan)
+        return self.worker.submit(plan)
+
+    def release_cache(self) -> None:
+        self.worker.release_cache()
 
     def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
         return self.worker.grammars.prepare(grammar, eos_token_ids)
+
+    def prepare_adapter(self, source: AdapterSource) -> Future[int]:
+        assert self.worker.adapters is not None, "adapters are not served"
+        return self.worker.adapters.prepare(source)
+
+    def forget_adapter(self, identity: str) -> None:
+        assert self.worker.adapters is not None, "adapters are not served"
+        self.worker.adapters.forget(identity)
 
 
 def _open_device(config: EngineConfig) -> tuple[Device, Ops]:

@@ -110,6 +110,9 @@ class OutlineDevice:
     def beside(self, pinned: NDArray[Any]) -> Any:
         return self.zeros(pinned.shape, pinned.dtype.name)
 
+    def as_input(self, array: Any) -> Any:
+        return array
+
     def view(self, array: Any, dtype: str) -> Any:
         return array.view(getattr(torch, dtype))
 

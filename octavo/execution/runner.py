@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,10 @@ from octavo.batch import GroupTables, StepBatch
 from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.device import CapturedStep, Device, Event, StepOutputs
+from octavo.execution.pooling_table import PoolingTable
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
-from octavo.models.registry import Model
+from octavo.models.registry import Model, PoolingModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
 from octavo.plan import StepPlan, StepResult
 from octavo.sampling.batch import Samples, SamplingTable
@@ -30,6 +32,12 @@ from octavo.sampling.grammar_masks import GrammarCompiler
 from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
 from octavo.sampling.sampler import SampledTokens, sample_tokens, write_settings
 from octavo.sampling_params import MAX_LOGPROBS
+from octavo.speculative.synthetic import SyntheticAcceptance
+
+if TYPE_CHECKING:
+    from octavo.execution.adapter_store import AdapterStore
+    from octavo.lora.ops import AdaptedOps
+    from octavo.models.heads import Taps
 
 # Rows of prompt log-probabilities computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
 _PROMPT_LOGPROB_ROWS = 256
@@ -68,17 +76,27 @@ class _PromptPart:
     num_top: int
 
 
+class RunnerAdapters(NamedTuple):
+    """Where the runner says whose adapters rows take, and has them loaded."""
+
+    ops: AdaptedOps
+    store: AdapterStore
+
+
 class SubmittedStep:
     """A step that the device has been given."""
 
-    def __init__(self, runner: Runner, stage: _Stage, samples: Samples) -> None:
+    def __init__(self, runner: Runner, plan: StepPlan, stage: _Stage, samples: Samples) -> None:
         self._runner = runner
+        self.plan = plan
         self.stage = stage
         self.samples = samples
         self.occupants = runner.occupants[samples.rows]
         self.sampled: SampledTokens | None = None  # set when the device's turn has come
+        self.vectors: Array | None = None  # likewise, [samples, size] float32: of a model that pools
         self.prompts: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
         self.done: Event | None = None
+        self.features: Array | None = None  # [T, F]; a captured step's are there until the next replay
 
     def result(self) -> StepResult:
         """Wait until the device has computed the step."""
@@ -96,13 +114,18 @@ class Runner:
         table: SequenceTable,
         max_num_tokens: int,
         grammars: GrammarCompiler | None = None,
+        adapters: RunnerAdapters | None = None,
+        pools: bool = False,
     ) -> None:
+        """With `pools` the model's vectors are the result in the place of tokens."""
         self.model, self.ops, self.device = model, ops, device
-        self.table = table
+        self._adapters = adapters
+        self.table, self.max_num_tokens = table, max_num_tokens
         self.caches: Sequence[LayerKVCache]
         self._mover: BlockMover
         num_groups, num_rows, max_blocks = table.blocks.shape
         self.sampling = SamplingTable(num_rows, grammars)
+        self.pooling = PoolingTable(num_rows) if pools else None
         self.occupants = np.zeros(num_rows, np.int64)  # how many sequences have had each row
         self._wants_prompt_logprobs: dict[int, int] = {}  # row -> how many
         self._stale: set[int] = set()  # rows whose block tables the device may not have got
@@ -124,19 +147,30 @@ class Runner:
         ]
         self._buffer = device.beside(self._stages[0].inputs)  # what the stages are uploaded to
         self.captured: list[Captured] = []
+        self.keeps_features = False  # whether steps have their `features`
+        self.taps: Taps | None = None  # what makes them of other layers than the last
+        self.target_ids: Array | None = None  # [vocab_size, 1] int64: what its tokens are to others, if not the same
+        self.synthetic: SyntheticAcceptance | None = None  # for benchmarks
 
     def use_caches(self, caches: Sequence[LayerKVCache], mover: BlockMover) -> None:
         """Where keys and values are kept, by layer. To be called before anything runs; captured steps stay with what
         they were captured with."""
         self.caches, self._mover = caches, mover
 
-    def hidden(self, inputs: StepArrays[Array]) -> Array:
+    def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
         """`StepModel.hidden`."""
-        return self.model.forward(self._batch(inputs), self.caches)
+        with self._taking(inputs.adapter_slots):
+            hidden = self.model.forward(self._batch(inputs), self.caches)
+        features = None if self.taps is None else self.taps.features
+        return hidden, hidden if features is None else features
 
     def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
         """`StepModel.logits`."""
-        logits = self.model.logits(self.ops.take_rows(hidden, inputs.sample_rows))
+        if self.pooling is not None:
+            vectors = cast(PoolingModel, self.model).pool(hidden, inputs.pool_starts, inputs.sample_rows)
+            return vectors, vectors
+        with self._taking(inputs.sample_adapter_slots):
+            logits = self.model.logits(self.ops.take_rows(hidden, inputs.sample_rows))
         return logits, self.ops.argmax(logits)
 
     def capture(self) -> None:
@@ -194,7 +228,9 @@ class Runner:
         inputs = layout.on_device(self._buffer, self.device.view)
 
         def work() -> None:
-            logits, best = self.logits(inputs, self.hidden(inputs))
+            logits, best = self.logits(inputs, self.hidden(inputs)[0])
+            if self.pooling is not None:
+                return
             raw = self.ops.rows_of(logits, np.arange(num_samples))  # as if all asked what they were before
             measure(self.ops, raw, best, np.full(num_samples, MAX_LOGPROBS))
             one, neutral = np.zeros(1, np.int64), np.ones(num_samples, np.float32)
@@ -209,9 +245,20 @@ class Runner:
         """Have the device compute a plan, which must have at least one row, after those submitted before.
 
         Raises `DeviceMemoryError`; blocks were moved and rows admitted by then, but no token was computed."""
+        self.take_in(plan)
+        return self.compute(plan)
+
+    def take_in(self, plan: StepPlan) -> None:
+        """The part of a plan that comes before its rows: admissions, block tables, moves of blocks."""
         self.table.update(plan)
         self._admit(plan)
         self._mover.move(plan.moves)
+        if self._adapters is not None:
+            self._adapters.store.load(plan.adapters)
+
+    def compute(self, plan: StepPlan) -> SubmittedStep:
+        """Have the device compute the rows of a plan that `take_in` has seen. Raises as `submit`. Where that is put off
+        for any rows, `put_off` is to be called instead."""
         stage = self._stages.pop(0)
         self._stages.append(stage)
         if stage.is_free is not None:
@@ -229,6 +276,11 @@ class Runner:
         finally:
             stage.is_free = self.device.compute.record()
 
+    def put_off(self, plan: StepPlan) -> None:
+        """A plan that `take_in` has seen is not computed: what is new in block tables goes to the device later."""
+        self._stale.update(admission.row for admission in plan.admissions)
+        self._stale.update(entry.row for entry in plan.new_blocks)
+
     def collect(self, step: SubmittedStep) -> StepResult:
         """Wait for a step, and append its tokens to the rows that are still the same sequences'."""
         assert step.done is not None
@@ -239,9 +291,14 @@ class Runner:
             return self.device.fetch(arrays, done)
 
         result = StepResult(tokens=[])
+        if step.vectors is not None:
+            [vectors] = fetch([step.vectors])
+            result.vectors = vectors.copy()  # the next step overwrites them
         if sampled is not None:
             tokens = step.stage.tokens[: len(samples.rows)].copy()
             result.logprobs, errors = sampled.results(tokens, fetch)
+            if self.synthetic is not None:
+                self.synthetic.apply(samples, tokens, self._may_change)
             result.tokens = tokens.tolist()
             is_kept = self.occupants[samples.rows] == step.occupants
             if samples.guessed:
@@ -259,9 +316,17 @@ class Runner:
             found += entries(fetch(measured.arrays), measured.num_top)
         return result
 
+    def _may_change(self, row: int) -> bool:
+        """Whether any token may stand in the place of a row's own: a grammar could not be followed any further."""
+        settings = self.sampling.settings[row]
+        return settings is not None and settings.params.grammar is None
+
     def _admit(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
             self.occupants[admission.row] += 1
+            if self.pooling is not None:
+                self.pooling.admit(admission)
+                continue
             self.sampling.admit(admission)
             self._wants_prompt_logprobs.pop(admission.row, None)
             has_output = len(admission.token_ids) > admission.num_prompt_tokens
@@ -281,30 +346,43 @@ class Runner:
         row_of = self.table.gather(plan, arrays)
         samples = self.table.samples
         num_samples = used.samples
+        if self._adapters is not None:
+            self.table.gather_adapters(row_of, arrays)
         if updates is not None:
             self._fill_owners(plan, arrays, row_of, samples, updates)
             pad(arrays, used, self._padding_of(used))
         settings = None
-        if num_samples:
+        if self.pooling is not None:
+            self.pooling.gather(plan, arrays)
+        elif num_samples:
             settings = self.sampling.build(samples, self.table.tokens)
             if settings is not None:
                 write_settings(arrays, settings)
         self._upload(stage, layout.num_bytes)
-        step = SubmittedStep(self, stage, samples)
+        step = SubmittedStep(self, plan, stage, samples)
         if captured is not None:
             self.device.compute.run(lambda: captured.step.replay(used))
 
         def finish() -> None:
             outputs = self._run(inputs, num_samples) if captured is None else captured.step.outputs
-            if num_samples:
+            if self.keeps_features:
+                step.features = outputs.features[: used.tokens]
+            if self.pooling is not None:
+                step.vectors = outputs.logits[:num_samples]
+            elif num_samples:
                 step.sampled = sample_tokens(
                     self.ops, outputs.logits[:num_samples], outputs.best[:num_samples], inputs, settings,
                     self.device.shares_memory,
                 )  # fmt: skip
+                if self.target_ids is not None:
+                    known: Any = step.sampled.tokens
+                    step.sampled.tokens = self.ops.take_rows(self.target_ids, known * (known > 0)).reshape(-1)
                 if self._tables is not None:
                     self._tables.keep(self.ops, inputs.sample_owners[:num_samples], step.sampled.tokens)
             # Only now: on a device without a captured step they need as much memory as the logits had.
-            step.prompts = [measured for part in prompts for measured in self._measure_prompt(outputs.hidden, part)]
+            step.prompts = [
+                measured for part in prompts for measured in self._measure_prompt(outputs.hidden, part, inputs)
+            ]
 
         def download() -> None:
             if step.sampled is not None:
@@ -318,10 +396,10 @@ class Runner:
         return step
 
     def _run(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:
-        hidden = self.hidden(inputs)
+        hidden, features = self.hidden(inputs)
         if not num_samples:
-            return StepOutputs(hidden, hidden[:0], hidden[:0])
-        return StepOutputs(hidden, *self.logits(inputs, hidden))
+            return StepOutputs(hidden, features, hidden[:0], hidden[:0])
+        return StepOutputs(hidden, features, *self.logits(inputs, hidden))
 
     def _batch(self, inputs: StepArrays[Array]) -> StepBatch:
         """The model's input. What only the device knows comes from its own tables."""
@@ -336,7 +414,12 @@ class Runner:
             seq_lens=inputs.seq_lens,
             sample_rows=inputs.sample_rows,
             groups=tuple(GroupTables(inputs.slot_mapping[g], tables[g]) for g in range(self._largest.groups)),
+            token_types=inputs.token_types,
         )
+
+    def _taking(self, slots: Array) -> AbstractContextManager[None]:
+        """Meanwhile each row of the model takes the adapter of its slot, where adapters are served."""
+        return nullcontext() if self._adapters is None else self._adapters.ops.taking(slots)
 
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
         _, _, num_tokens, num_positions, num_forks, _ = zip(*plan.rows, strict=True)
@@ -367,7 +450,7 @@ class Runner:
         no_row = self._padding.no_row
         num_tokens, num_samples = len(row_of), len(samples.rows)
         # The last token of a row may be one that only the device knows.
-        is_unknown = arrays.positions[:num_tokens] >= self.table.num_known[row_of]
+        is_unknown = arrays.positions[:num_tokens] + self.table.num_ahead >= self.table.num_known[row_of]
         arrays.token_owners[:num_tokens] = np.where(is_unknown, row_of, no_row)
         arrays.seq_owners[: len(plan.rows)] = [planned.row for planned in plan.rows]
         # Forks bring their token when they are admitted, and guesses that were sampled right are known to the host.
@@ -409,12 +492,15 @@ class Runner:
             if settings is not None and planned.num_computed + planned.num_tokens >= settings.num_prompt_tokens:
                 self._wants_prompt_logprobs.pop(planned.row, None)
 
-    def _measure_prompt(self, hidden: Array, part: _PromptPart) -> list[tuple[int, MeasuredLogprobs]]:
+    def _measure_prompt(
+        self, hidden: Array, part: _PromptPart, inputs: StepArrays[Array]
+    ) -> list[tuple[int, MeasuredLogprobs]]:
         measured = []
         for start in range(0, len(part.predicted), _PROMPT_LOGPROB_ROWS):
             tokens = part.predicted[start : start + _PROMPT_LOGPROB_ROWS]
             first = part.first + start
-            logits = self.model.logits(hidden[first : first + len(tokens)])
+            with self._taking(inputs.adapter_slots[first : first + len(tokens)]):
+                logits = self.model.logits(hidden[first : first + len(tokens)])
             num_top = np.full(len(tokens), part.num_top)
             measured.append((part.row, measure(self.ops, logits, self.ops.place(tokens), num_top)))
         return measured

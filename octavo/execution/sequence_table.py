@@ -23,13 +23,28 @@ class SequenceTable:
     """Tokens [max_num_seqs, max_model_len + 1] and blocks [groups, max_num_seqs, max_blocks] of the running sequences.
     They never move."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, groups: Sequence[CacheGroup]) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        groups: Sequence[CacheGroup],
+        tokens_of: SequenceTable | None = None,
+        num_ahead: int = 0,
+        vocab_size: int | None = None,
+    ) -> None:
+        """A table may share the tokens of another one, whose sequences it has too. The model that it is for may read,
+        at a position, the token `num_ahead` positions later, and say what follows that; of a `vocab_size` that is
+        smaller than others', it reads the last token in the place of those that it does not have."""
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_blocks = -(-max_model_len // block_size)
         # np.zeros commits no memory until a row is used.
-        self.tokens: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self.tokens: NDArray[np.int32]
+        self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32) if tokens_of is None else tokens_of.tokens
+        self.num_ahead, self._vocab_size = num_ahead, vocab_size
         self.blocks: NDArray[np.int32] = np.zeros((len(groups), max_num_seqs, self.max_blocks), np.int32)
+        self.adapter_slots: NDArray[np.int32] = np.full(max_num_seqs, -1, np.int32)
         self.num_known = np.zeros(max_num_seqs, np.int64)  # leading tokens of each row that `tokens` holds
         self.samples: Samples  # of the last step that was gathered
         self._keeps_keys = [group.spec.kind != "state" for group in groups]
@@ -44,6 +59,7 @@ class SequenceTable:
             for group, table in enumerate(admission.block_tables):
                 self.blocks[group, row, : len(table)] = table
             self.num_known[row] = num_tokens
+            self.adapter_slots[row] = admission.adapter_slot
         for row, group, position, block in plan.new_blocks:
             self.blocks[group, row, position] = block
         for row, position, token in plan.new_tokens:
@@ -74,7 +90,10 @@ class SequenceTable:
         if any(guesses):
             self._write_guesses(plan.rows)
         into.seq_lens[:num_seqs] = seq_lens
-        into.token_ids[: len(row_of)] = self.tokens[row_of, positions]
+        tokens = into.token_ids[: len(row_of)]
+        tokens[:] = self.tokens[row_of, positions + self.num_ahead]
+        if self._vocab_size is not None:
+            np.minimum(tokens, self._vocab_size - 1, out=tokens)
         self._gather_slots(into, row_of, positions)
         if into.block_tables.size:
             width = -(-int(seq_lens.max()) // self.block_size)
@@ -82,10 +101,16 @@ class SequenceTable:
                 into.block_tables[group, :num_seqs, :width] = blocks[:, :width].take(rows, 0)
         if is_decode and num_positions.count(1) == num_seqs and num_forks.count(1) == num_seqs:
             into.sample_rows[:num_seqs] = self._numbers[:num_seqs]
-            self.samples = Samples(rows, self._no_forks[:num_seqs], seq_lens, {})
+            self.samples = Samples(rows, self._no_forks[:num_seqs], seq_lens + self.num_ahead, {})
         else:
             self._gather_samples(plan.rows, into, starts, seq_lens)
         return row_of
+
+    def gather_adapters(self, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
+        """Fill in whose adapters the tokens and samples of the step that was gathered take."""
+        into.adapter_slots[: len(row_of)] = self.adapter_slots[row_of]
+        rows = self.samples.rows
+        into.sample_adapter_slots[: len(rows)] = self.adapter_slots[rows]
 
     def append(self, samples: Samples, tokens: NDArray[np.int64]) -> None:
         """Continue the rows with the `tokens` [N] that were sampled for them and stand. Forks bring their tokens when
@@ -136,7 +161,7 @@ class SequenceTable:
         self.samples = Samples(
             np.repeat(np.array([planned.row for planned in rows], np.int64), num_samples),
             forks,
-            np.repeat(seq_lens, num_samples) - behind,
+            np.repeat(seq_lens + self.num_ahead, num_samples) - behind,
             {
                 planned.row: (int(first), planned.guesses)
                 for planned, first in zip(rows, firsts, strict=True)

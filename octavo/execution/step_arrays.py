@@ -78,6 +78,13 @@ class StepArrays(Generic[_A]):
     top_p: _A = array_of("samples", dtype=np.float32)
     min_p: _A = array_of("samples", dtype=np.float32)
     uniforms: _A = array_of("samples", dtype=np.float64)  # uniform in [0, 1)
+    # Slots of adapters, -1 for none: of each token, and of each sample. Filled where adapters are served.
+    adapter_slots: _A = array_of("tokens", dtype=np.int32, padding=-1)
+    sample_adapter_slots: _A = array_of("samples", dtype=np.int32, padding=-1)
+    # Of models that pool: the first token of what each sample is pooled from, up to its row; and which of two texts a
+    # token is of.
+    pool_starts: _A = array_of("samples", dtype=np.int64)
+    token_types: _A = array_of("tokens", dtype=np.int64)
 
 
 _FIELDS = tuple((f.name, f.metadata["dims"], f.metadata["dtype"], f.metadata["padding"]) for f in fields(StepArrays))

@@ -7,18 +7,19 @@ the most of it is run once the weights are there. Then the steps that are worth 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from threading import Thread
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from octavo.config import EngineArgs, EngineConfig
+from octavo.config import EngineArgs, EngineConfig, ModelConfig
 from octavo.execution import capacity
 from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
 from octavo.execution.device import Device
-from octavo.execution.runner import Runner
+from octavo.execution.runner import Runner, RunnerAdapters, SubmittedStep
 from octavo.execution.sequence_table import SequenceTable
 from octavo.kv_cache.groups import NULL_BLOCK, LayerCacheSpec, group_layers
 from octavo.layers.attention import AttentionDescription
@@ -29,9 +30,19 @@ from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import record
 from octavo.models.registry import Model, build, describe
-from octavo.ops import DeviceOps, LayerKVCache, Ops
+from octavo.ops import AdapterOps, DeviceOps, LayerKVCache, Ops
 from octavo.phases import Phases
+from octavo.plan import StepPlan
 from octavo.sampling.grammar_masks import GrammarCompiler
+from octavo.speculative.synthetic import SyntheticAcceptance
+from octavo.speculative_config import HEAD_METHODS
+
+if TYPE_CHECKING:
+    from octavo.execution.adapter_store import AdapterStore
+    from octavo.execution.draft_model import Draft
+    from octavo.execution.drafting_runner import DraftedStep
+    from octavo.lora.ops import AdaptedOps
+    from octavo.models.heads import MedusaHeads
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +56,16 @@ class Worker:
         self._config, self._device, self._ops = config, device, ops
         model_config, limits = config.model, config.scheduler
         checkpoint = model_config.checkpoint
-        description = describe(checkpoint.config, model_config.impl, model_config.code_folder)
-        ops = self._with_attention(description, phases)
-        weights = open_weights(
-            checkpoint, model_config.dtype, model_config.seed, model_config.quantization,
-            description.tie_word_embeddings,
-        )  # fmt: skip
-        self._check_fits(description, weights)
-        phases.end("weights opened")
+        description, weights, ops = self._open(model_config, phases)
         compiling = self._compile_ahead(description, weights, ops)
-        model = build(description, weights, ops, model_config.max_model_len, model_config.dtype)
+        adapted = self._with_adapters(ops)
+        model = build(
+            description,
+            weights,
+            ops if adapted is None else adapted.as_ops(),
+            model_config.max_model_len,
+            model_config.dtype,
+        )
         weights.check_all_taken()
         weights.close()
         phases.end("weights packed")
@@ -64,14 +75,29 @@ class Worker:
         self.weight_bytes = model.num_weight_bytes()
         self.groups = group_layers(model.layer_caches)
         self.grammars = GrammarCompiler(checkpoint, model.vocab_size)
+        self.adapters: AdapterStore | None = None
+        runner_adapters = None
+        if adapted is not None:
+            from octavo.execution.adapter_store import AdapterStore
+
+            self.adapters = AdapterStore(model.matrices, adapted, config, device)
+            runner_adapters = RunnerAdapters(adapted, self.adapters)
+            phases.end("adapter memory")
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
-        self.runner = Runner(model, ops, device, table, limits.max_num_batched_tokens, self.grammars)
+        self.runner = Runner(
+            model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
+            model_config.pooling is not None,
+        )  # fmt: skip
+        self._draft = self._load_draft(config.draft, phases) if config.draft is not None else None
+        self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit
+        self._set_synthetic_acceptance(model.vocab_size)
         self._allocate(phases)
-        if not device.shares_memory:
-            self.runner.warm_up()
-            phases.end("kernels launched")
-        if self._captures(model):
-            self.runner.capture()
+        for runner in self._runners:
+            if not device.shares_memory:
+                runner.warm_up()
+                phases.end("kernels launched")
+            if self._captures(runner):
+                runner.capture()
         phases.end("program")
         logger.info(
             "%s on %s: %d layers, %s, %.2f GiB of weights, loaded in %.2f s",
@@ -79,16 +105,65 @@ class Worker:
             phases.seconds["weights opened"] + phases.seconds["weights packed"],
         )  # fmt: skip
 
-    def _check_fits(self, description: ModelDescription, weights: Weights) -> None:
+    def _open(self, config: ModelConfig, phases: Phases) -> tuple[ModelDescription, Weights, Ops]:
+        """A model that fits: what it is, its weights, and the operations that it computes with."""
+        checkpoint = config.checkpoint
+        description = describe(checkpoint.config, config.impl, config.code_folder, config.pooling)
+        ops = self._with_attention(description, config.dtype, phases)
+        weights = open_weights(
+            checkpoint, config.dtype, config.seed, config.quantization, description.tie_word_embeddings
+        )
+        self._check_fits(description, weights, config.dtype)
+        phases.end("weights opened")
+        return description, weights, ops
+
+    def _load_draft(self, own: ModelConfig, phases: Phases) -> Draft:
+        """What guesses for the model that serves."""
+        from octavo.execution.draft_model import Draft, build_head, check_vocabulary
+
+        config, target = self._config, self.runner
+        assert config.speculative is not None
+        model: Model | MedusaHeads
+        ops = target.ops
+        if config.speculative.method in HEAD_METHODS:
+            model = build_head(config, own, target.model, ops, config.speculative.num_speculative_tokens)
+        else:
+            check_vocabulary(config.model, own)
+            description, weights, ops = self._open(own, phases)
+            model = build(description, weights, ops, config.model.max_model_len, own.dtype)
+            weights.check_all_taken()
+            weights.close()
+        draft = Draft(config, own, model, target, self.groups, ops, self._device)
+        self.weight_bytes += draft.num_weight_bytes
+        phases.end("draft")
+        return draft
+
+    @property
+    def _runners(self) -> list[Runner]:
+        own = None if self._draft is None else self._draft.runner
+        return [self.runner] if own is None else [self.runner, own]
+
+    def _run_largest_step(self) -> None:
+        for runner in self._runners:
+            runner.run_largest_step()
+
+    def _set_synthetic_acceptance(self, vocab_size: int) -> None:
+        speculative = self._config.speculative
+        rates = None if speculative is None else speculative.synthetic_acceptance_rates
+        if rates is not None:
+            logger.warning("synthetic_acceptance_rates: guesses are accepted at these rates, and answers are WRONG")
+            self.runner.synthetic = SyntheticAcceptance(rates, vocab_size)
+
+    def _check_fits(self, description: ModelDescription, weights: Weights, dtype: str) -> None:
         """Raise `LoadError` if the model's weights exceed the memory that is free."""
-        recorded = RecordingWeights(self._config.model.dtype, weights)
+        recorded = RecordingWeights(dtype, weights)
         record(description, recorded)
         needed, kinds = recorded.packed_bytes()
         free = self._device.free_bytes()
         logger.debug("device %s: %.1f GiB free", self._device.name, free / _GIB)
         check_fits(needed, kinds, free)
 
-    def _with_attention(self, description: ModelDescription, phases: Phases) -> Ops:
+    def _with_attention(self, description: ModelDescription, dtype: str, phases: Phases) -> Ops:
         """The operations, with the attention that is chosen for this model and device."""
         if self._config.device != "cuda":
             return self._ops
@@ -102,7 +177,7 @@ class Worker:
         attention = attentions[0]
         shape = AttentionShape(
             attention.num_heads, attention.num_kv_heads, attention.head_size, config.cache.block_size,
-            attention.window, config.model.dtype, config.cache.dtype,
+            attention.window, dtype, self._cache_dtype(dtype),
             score_settings=tuple({s: None for one in attentions for s in one.score_settings}),
         )  # fmt: skip
         ops = with_attention(cast(DeviceOps, self._ops), config.attention_backend, shape, self._device.time_s)
@@ -120,8 +195,23 @@ class Worker:
         thread.start()
         return thread
 
-    def _captures(self, model: Model) -> bool:
-        return model.is_recordable and not self._config.enforce_eager
+    def _with_adapters(self, ops: Ops) -> AdaptedOps | None:
+        """The operations that the model is built over where adapters are served."""
+        if self._config.lora is None:
+            return None
+        from octavo.lora.ops import AdaptedOps
+
+        return AdaptedOps(cast(AdapterOps, ops))
+
+    def _captures(self, runner: Runner) -> bool:
+        speculative, is_draft = self._config.speculative, runner is not self.runner
+        may_capture = not (is_draft and speculative is not None and speculative.enforce_eager)
+        return runner.model.is_recordable and may_capture and not self._config.enforce_eager
+
+    def _cache_dtype(self, dtype: str) -> str:
+        """In which a model of `dtype` keeps keys and values: its own type, unless they are to be of eight bits."""
+        config = self._config
+        return dtype if config.cache.dtype == config.model.dtype else config.cache.dtype
 
     def _allocate(self, phases: Phases) -> None:
         """Size the cache and allocate it."""
@@ -129,8 +219,8 @@ class Worker:
         small = self._caches([1] * capacity.num_pools(self.groups))
         sizes = [sum(block_bytes(cache) for cache in of_pool) for of_pool in small]
         self._use(small, [0] * len(small))
-        captured_bytes = self.runner.captured_bytes if self._captures(self.runner.model) else 0
-        budget, source = device.cache_bytes(config.cache, self.runner.run_largest_step, captured_bytes)
+        captured_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
+        budget, source = device.cache_bytes(config.cache, self._run_largest_step, captured_bytes)
         del small
         config = capacity.shortened(config, self.groups, sizes, budget)
         self.max_model_len = config.model.max_model_len
@@ -148,24 +238,50 @@ class Worker:
             )
 
     def _caches(self, num_blocks: Sequence[int]) -> list[list[LayerKVCache]]:
-        """By pool: memory for as many layers as its largest group has. The layers of its groups share it."""
+        """By pool: memory for as many layers as its largest group has, which the layers of its groups share (where it
+        is scratch, all of them the memory of one), and then for those of a draft model that keeps what it keeps in the
+        same blocks."""
         caches = []
         for pool, count in enumerate(num_blocks):
             groups = [group for group in self.groups if group.pool == pool]
-            num_layers = max(len(group.layers) for group in groups)
+            num_layers = 1 if self._config.cache.is_scratch else max(len(group.layers) for group in groups)
             caches.append([self._layer_cache(groups[0].spec, count) for _ in range(num_layers)])
+        if (draft := self._draft) is not None:
+            dtype, count = self._cache_dtype(draft.dtype), num_blocks[draft.pool]
+            caches[draft.pool] += [self._layer_cache(spec, count, dtype) for spec in draft.layer_caches]
         return caches
 
-    def _layer_cache(self, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
-        return layer_cache(self._config.cache, self._device, self._ops, spec, num_blocks)
+    def release_cache(self) -> None:
+        """Give the cache's memory back to the system, and the host tier's, until they are written again."""
+        if not self._device.shares_memory:
+            raise NotImplementedError("the cache of a GPU is freed by ending the process that has it.")
+        from octavo.ops.cpu_memory import release_pages
+
+        cached = [array for of_pool in self._cache for layer in of_pool for array in (layer.key, layer.value)]
+        for array in (*cached, *self._mover.host_arrays):
+            release_pages(array)
+
+    def _layer_cache(self, spec: LayerCacheSpec, num_blocks: int, dtype: str | None = None) -> LayerKVCache:
+        config = self._config.cache
+        config = config if dtype is None else replace(config, dtype=dtype)
+        return layer_cache(config, self._device, self._ops, spec, num_blocks)
 
     def _use(self, caches: list[list[LayerKVCache]], num_host_blocks: Sequence[int]) -> None:
         by_layer: dict[int, LayerKVCache] = {}
         for group in self.groups:
-            by_layer.update(zip(group.layers, caches[group.pool], strict=False))
+            of_pool = caches[group.pool]
+            by_layer.update(zip(group.layers, of_pool * (len(group.layers) // len(of_pool) or 1), strict=False))
         for pool, of_pool in enumerate(caches):  # what masked attention reads of the null block must be numbers
             if any(group.pool == pool and group.spec.kind == "window" for group in self.groups):
                 zeros = self._device.zeros([1, sum(block_bytes(cache) for cache in of_pool)], "uint8")
                 self._device.compute.run(partial(self._ops.scatter_blocks, zeros, np.array([NULL_BLOCK]), of_pool))
         mover = BlockMover(self._ops, self._device, caches, num_host_blocks)
+        self._cache, self._mover = caches, mover
         self.runner.use_caches([by_layer[layer] for layer in sorted(by_layer)], mover)
+        if (draft := self._draft) is not None:
+            from octavo.execution.drafting_runner import DraftingRunner
+
+            in_pool = caches[draft.pool]
+            of_draft = in_pool[len(in_pool) - len(draft.layer_caches) :]
+            drafter = draft.use_caches(of_draft, in_pool[0].num_blocks, num_host_blocks[draft.pool])
+            self.submit = DraftingRunner(self.runner, drafter).submit

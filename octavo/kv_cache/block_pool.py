@@ -88,6 +88,11 @@ class BlockPool:
             del self._index[key]
             self.hashes[block] = None
 
+    def forget_all(self) -> None:
+        """Empty the index. Blocks in use stay so, and none is found again."""
+        for block in list(self._index.values()):
+            self.forget(block)
+
     def states(self) -> bytes:
         """The `BlockState` of every block (for onlookers; O(num_blocks), 0.5 ms for 20,000)."""
         free, cached, used, shared = map(int, BlockState)

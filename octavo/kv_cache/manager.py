@@ -75,6 +75,11 @@ class KVCacheManager:
         self._moves = self._no_moves()
         self._returning: list[tuple[int, int]] = []  # (pool, host block): free once the step that reads it is under way
 
+    def forget_prefixes(self) -> None:
+        """No prefix of what has been computed until now is found again."""
+        for pool in (*self.pools, *self.host_pools):
+            pool.forget_all()
+
     # What there is room for.
 
     def most_blocks(self, num_tokens: int, num_step_tokens: int) -> list[int]:

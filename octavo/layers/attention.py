@@ -35,6 +35,9 @@ class AttentionDescription:
     alibi_max: float = 0.0  # scores fall with the distance, by 2^-this at least (Press et al. 2022); 0 is not
     alibi_scale: float = 1.0  # of that
     sinks: str | None = None  # tensor [heads] of scores that only take from the weights of keys
+    bidirectional: bool = False  # a token sees those after it too; a window counts to both sides
+    # Tensor [buckets, heads] of what is added to scores by the bucket of the distance: its name, and how many buckets.
+    distance_biases: tuple[str, int] | None = None
     # (b, n) or (b, n, first): queries times 1 + b * log(1 + (position + first) // n)
     query_growth: tuple[float, int] | tuple[float, int, int] | None = None
     qkv_clip: float = 0.0  # queries, keys and values lie between this and its negative; 0 is none
@@ -44,6 +47,7 @@ class AttentionDescription:
     output_norm: NormDescription | None = None  # of what the output matrix gets
     # The query matrix has a gate of equal size behind each head: the attended values are multiplied with its sigmoid.
     has_gate: bool = False
+    gate_name: str | None = None  # of a matrix of such a gate alone
     qkv_bias: bool = False
     output_bias: bool | str = False  # or the tensor's name
     qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -51,25 +55,34 @@ class AttentionDescription:
     qkv_order: str = "qkv"
     is_transposed: bool = False  # matrices are stored [inputs, outputs]
     output_name: str = "self_attn.o_proj"
+    num_inputs: int = 1  # arrays of the hidden size that stand side by side in the input of query, key and value
     qk_norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     output_norm_name: str = ""
 
     @property
     def cache(self) -> LayerCacheSpec:
-        """What the layer keeps of each token."""
+        """What the layer keeps of each token. What attends both ways keeps it for a step only, whole texts."""
+        window = 0 if self.bidirectional else self.window
         return LayerCacheSpec(
-            kind="window" if self.window else "full",
+            kind="window" if window else "full",
             num_kv_heads=self.num_kv_heads,
             key_size=self.head_size,
             value_size=self.head_size,
-            window=self.window,
+            window=window,
         )
 
     @property
     def score_settings(self) -> tuple[str, ...]:
         """What becomes of scores beyond their scale and the window: not every kernel does that."""
-        found = {"a soft cap": self.softcap, "ALiBi": self.alibi_max, "sinks": self.sinks}
+        found = {
+            "a soft cap": self.softcap, "ALiBi": self.alibi_max, "sinks": self.sinks,
+            "attention both ways": self.bidirectional,
+        }  # fmt: skip
         return tuple(name for name, value in found.items() if value)
+
+    @property
+    def is_gated(self) -> bool:
+        return self.has_gate or self.gate_name is not None
 
     @property
     def element_order(self) -> NDArray[np.intp]:
@@ -115,11 +128,22 @@ class Attention:
         head_size, num_heads, output_bias = description.head_size, description.num_heads, description.output_bias
         self._query_size = query_size = num_heads * head_size
         self._kv_size = kv_size = description.num_kv_heads * head_size
-        self._qkv = parameters.linear(
-            [f"{prefix}{name}" for name in description.qkv_names],
-            (query_size * (1 + description.has_gate), kv_size, kv_size), hidden_size,
-            description.qkv_bias, orders=description.row_orders(), is_transposed=description.is_transposed,
-        )  # fmt: skip
+        names, orders = [f"{prefix}{name}" for name in description.qkv_names], description.row_orders()
+        sizes = [query_size * (1 + description.has_gate), kv_size, kv_size]
+        if description.gate_name is not None:
+            assert len(names) == 3 and not description.has_gate
+            names.insert(1, f"{prefix}{description.gate_name}")
+            sizes.insert(1, query_size)
+            if orders is not None:
+                orders.insert(1, np.arange(query_size))
+        self._qkv_of_inputs = [
+            parameters.linear(
+                names, sizes, hidden_size, description.qkv_bias and number == 0, orders=orders,
+                is_transposed=description.is_transposed, part=(number, description.num_inputs),
+            )
+            for number in range(description.num_inputs)
+        ]  # fmt: skip
+        self._qkv = self._qkv_of_inputs[0]
         self._output = parameters.linear(
             [f"{prefix}{description.output_name}"], [hidden_size], query_size,
             f"{prefix}{output_bias}" if isinstance(output_bias, str) else output_bias,
@@ -151,20 +175,28 @@ class Attention:
         if description.sinks is not None:
             sinks = parameters.weights.take(f"{prefix}{description.sinks}", (num_heads,))
             self._sinks = self._ops.place(np.asarray(sinks, np.float32))
+        self._biases = None
+        if description.distance_biases is not None:
+            self._biases = parameters.distance_biases(*description.distance_biases, num_heads)
         if description.query_growth is not None:
             self._growth = parameters.query_growth(*description.query_growth)
 
-    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
-        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+    def forward(
+        self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, *others: Array
+    ) -> Product:
+        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group. The `others` are the inputs that
+        stand beside it, [T, H] each."""
         description, ops = self.description, self._ops
         qkv = ops.linear(hidden, self._qkv, self._dtype)
+        for other, weight in zip(others, self._qkv_of_inputs[1:], strict=True):
+            ops.linear_add(other, weight, qkv)
         if description.qkv_clip:
             qkv = ops.activation(qkv, "clip", parameters=(description.qkv_clip,))
-        first_key = self._query_size * (1 + description.has_gate)
+        first_key = self._query_size * (1 + description.is_gated)
         both = first_key + self._kv_size
         query, key = qkv[:, : self._query_size], qkv[:, first_key:both]
         if description.norms_after_rotation:
-            assert not description.has_gate
+            assert not description.is_gated
             ops.rotate(self._heads(qkv[:, :both]), batch.positions, self._rotary)
         if description.qk_norm_scope == "all":
             query, key = self._normed(query, key)
@@ -174,6 +206,7 @@ class Attention:
         ops.rotary_and_cache(
             query, key, value, batch.positions, self._identity, cache, tables.slot_mapping, self._growth
         )
+        both_ways = (True, self._biases) if description.bidirectional else ()
         attended = ops.paged_attention(
             query,
             cache,
@@ -185,8 +218,9 @@ class Attention:
             description.softcap,
             self._slopes,
             self._sinks,
+            *both_ways,
         )
-        if description.has_gate:
+        if description.is_gated:
             gate = qkv[:, self._query_size : 2 * self._query_size]
             attended = ops.multiply(attended, gate, "sigmoid", self._output)
         if self._output_norm is not None:

@@ -22,8 +22,9 @@ from octavo.quantization import StoredWeight
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of a layer's tensors of experts, after the layer's prefix: of gate and up, or of one that has both, and of
-    down. One with "{}" in it is a matrix of the expert of that number; another has all experts, [experts, N, K]."""
+    """Names of a layer's tensors of experts, after the layer's prefix: of gate and up, or of one that has both, or of
+    up where there are no gates, and of down. One with "{}" in it is a matrix of the expert of that number; another has
+    all experts, [experts, N, K]."""
 
     gate_up: tuple[str, ...]
     down: str
@@ -61,6 +62,7 @@ class ExpertsDescription:
     intermediate_size: int
     routing: Routing
     activation: str = "silu"
+    gated: bool = True
     clamp: tuple[float, float] | None = None  # of gpt-oss; see `Ops.experts`
     scales_inputs: bool = False  # weights multiply the experts' inputs
     bias: bool = False
@@ -70,6 +72,7 @@ class ExpertsDescription:
     router_bias: bool = False
     correction_names: tuple[str, ...] = ()  # of the bias for the choice; none: there is none
     correction_is_row: bool = False  # it is stored as a matrix of one row
+    needs_correction: bool = True  # a checkpoint without it is refused
     names: tuple[ExpertNames, ...] = EXPERT_NAMES
     shared_gate_name: str | None = None
 
@@ -113,6 +116,7 @@ class Experts:
         self._correction: Array | None = None
         if description.correction_names:
             name = _first(weights, prefix, description.correction_names)
+        if description.correction_names and (description.needs_correction or name in weights):
             shape = (1, num) if description.correction_is_row else (num,)
             self._correction = self._ops.place(weights.take(name, shape, "float32").reshape(num))
         self._gate_up, self._down = _stacks(description, hidden_size, parameters, prefix)
@@ -164,6 +168,11 @@ def _first(weights: Weights, prefix: str, names: tuple[str, ...], suffix: str = 
     return next((name for name in found if f"{name}{suffix}" in weights), found[0])
 
 
+def _bias_of(name: str) -> str:
+    """The tensor of biases beside one of matrices, of all experts."""
+    return f"{name.removesuffix('weight')}bias" if name.endswith(".weight") else f"{name}_bias"
+
+
 def _stacks(
     description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str
 ) -> tuple[ExpertsWeight, ExpertsWeight]:
@@ -171,8 +180,11 @@ def _stacks(
     names = next((n for n in description.names if f"{prefix}{n.down.format(0)}" in weights), description.names[0])
     gate_up_bias = down_bias = None
     if description.bias:
-        gate_up_bias = weights.take(f"{prefix}{names.gate_up[0]}_bias", (num, 2 * size))
-        down_bias = weights.take(f"{prefix}{names.down}_bias", (num, hidden_size))
+        assert description.gated
+        gate_up_bias = np.concatenate(
+            [weights.take(f"{prefix}{_bias_of(n)}", (num, 2 * size // len(names.gate_up))) for n in names.gate_up], 1
+        )
+        down_bias = weights.take(f"{prefix}{_bias_of(names.down)}", (num, hidden_size))
         if names.is_interleaved:
             gate_up_bias = np.concatenate([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], 1)
 
@@ -188,6 +200,8 @@ def _stacks(
         return found.transposed() if is_transposed else found
 
     def gate_up(expert: int) -> list[StoredWeight]:
+        if not description.gated:
+            return [matrix(names.gate_up[0], expert, size, hidden_size, names.is_transposed)]
         if len(names.gate_up) == 2:
             return [matrix(name, expert, size, hidden_size, names.is_transposed) for name in names.gate_up]
         both = matrix(names.gate_up[0], expert, 2 * size, hidden_size, names.is_transposed)
@@ -197,7 +211,8 @@ def _stacks(
 
     def gate_ups() -> Iterator[LinearWeight]:
         for e in range(num):
-            yield ops.pack_linear(gate_up(e), None if gate_up_bias is None else gate_up_bias[e], True)
+            bias = None if gate_up_bias is None else gate_up_bias[e]
+            yield ops.pack_linear(gate_up(e), bias, description.gated)
 
     def downs() -> Iterator[LinearWeight]:
         for e in range(num):

@@ -22,11 +22,13 @@ class FeedForwardDescription:
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
+    down_bias: bool | None = None  # None: as `bias`
     gate_multiplier: float = 1.0
     inner_norm: NormDescription | None = None  # of what the second matrix gets
     up_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # gate and up, one if they are stacked; ungated: up
     down_name: str = "mlp.down_proj"
     inner_norm_name: str = ""
+    up_first: bool = False  # stacked, up comes before gate
     is_transposed: bool = False  # matrices are stored [inputs, outputs]
 
     def __post_init__(self) -> None:
@@ -49,11 +51,13 @@ class FeedForward:
         sizes = (size, size) if description.gated else (size,)
         self._up = parameters.linear(
             names, sizes, hidden_size, description.bias, description.gated, is_transposed=transposed,
+            is_reversed=description.up_first,
             scales=(description.gate_multiplier, 1.0) if description.gated else (),
         )  # fmt: skip
         self._down = parameters.linear(
-            [f"{prefix}{description.down_name}"], [hidden_size], size, description.bias, is_transposed=transposed
-        )
+            [f"{prefix}{description.down_name}"], [hidden_size], size,
+            description.bias if description.down_bias is None else description.down_bias, is_transposed=transposed,
+        )  # fmt: skip
         self.consumer = self._up  # the only matrix that reads the layer's input
         self._inner_norm: Norm | None = None
         if description.inner_norm is not None:

@@ -7,15 +7,39 @@ layer, so that a checkpoint is never in memory twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.layers.rotary import RopeConfig, identity_table, query_growth, rotary_table
+from octavo.layers.rotary import RopeConfig, distance_buckets, identity_table, query_growth, rotary_table
 from octavo.loading.weights import Weights
-from octavo.ops import Array, LinearWeight, Ops
+from octavo.ops import BIAS_PADDING, Array, LinearWeight, Ops
 from octavo.quantization import take_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One of the checkpoint's modules in a packed matrix: what becomes of its rows, in this order."""
+
+    name: str
+    num_out: int
+    scales: NDArray[np.float32] | None  # [num_out] that they are multiplied with
+    order: NDArray[np.intp] | None  # [num_out] in which they are taken
+    bias: NDArray[np.float32] | None  # [num_out] as it is packed
+    is_transposed: bool = False  # it is stored [inputs, outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedMatrix:
+    """A packed matrix, and the modules whose outputs lie side by side in it."""
+
+    weight: LinearWeight
+    num_in: int
+    gated: bool
+    modules: tuple[Module, ...]
 
 
 class Parameters:
@@ -24,6 +48,7 @@ class Parameters:
     def __init__(self, weights: Weights, ops: Ops, max_positions: int, dtype: str) -> None:
         self.weights, self.ops, self.max_positions, self.dtype = weights, ops, max_positions, dtype
         self.num_matrix_bytes = 0  # of packed matrices
+        self.matrices: list[NamedMatrix] = []  # that `linear` has packed
         self._tables: dict[tuple[object, ...], Array] = {}  # made once for all layers of the same settings
 
     def array(self, name: str, shape: tuple[int, ...]) -> Array:
@@ -40,13 +65,17 @@ class Parameters:
         *,
         orders: Sequence[NDArray[np.intp]] | None = None,
         is_transposed: bool = False,
+        is_reversed: bool = False,
         scales: Sequence[float] = (),
+        part: tuple[int, int] = (0, 1),
     ) -> LinearWeight:
         """Projections to `sizes` outputs of one input of `num_in` as one matrix: outputs side by side, or `gated`.
 
         `names` are those of the checkpoint's modules: one a projection, or a single one that has them stacked. `orders`
         are, of each, its rows in the order that is wanted; stored `is_transposed` they are columns. `bias` may be the
-        name of the tensor. Projections, without their biases, may be multiplied with `scales`.
+        name of the tensor. Projections, without their biases, may be multiplied with `scales`. Gate and up that are
+        stacked the other way round are `is_reversed`. The input may be a `part` (number, of how many) of what the
+        checkpoint's matrices read, each of `num_in`.
         """
         num_out = sum(sizes)
         stored_sizes = sizes if len(names) == len(sizes) else [num_out]
@@ -54,23 +83,41 @@ class Parameters:
         for name, size in zip(names, stored_sizes, strict=True):
             bounds = accumulate(sizes, initial=0) if gated and len(names) != len(sizes) else (0, size)
             for share in pairwise(bounds):
-                shape = (num_in, size) if is_transposed else (size, num_in)
-                parts.append(self.weights.take_matrix(f"{name}.weight", shape, share, is_transposed=is_transposed))
+                all_in = num_in * part[1]
+                shape = (all_in, size) if is_transposed else (size, all_in)
+                columns = None if part[1] == 1 else (part[0] * num_in, (part[0] + 1) * num_in)
+                parts.append(
+                    self.weights.take_matrix(f"{name}.weight", shape, share, columns, is_transposed=is_transposed)
+                )
+        if is_reversed:
+            assert gated and not bias and len(names) == 1
+            parts.reverse()
         if any(scale != 1.0 for scale in scales):
             if len(parts) != len(sizes):
                 parts = [parts[0].rows(*share) for share in pairwise(accumulate(sizes, initial=0))]
             parts = [part.scaled(scale) for part, scale in zip(parts, scales, strict=True)]
         if orders is not None:
             parts = [take_rows(part, order) for part, order in zip(parts, orders, strict=True)]
-        biases = None
+        biases: NDArray[Any] | None = None
+        own_biases: list[NDArray[np.float32] | None] = [None] * len(names)
         if bias:
             bias_names = [bias] if isinstance(bias, str) else [f"{name}.bias" for name in names]
             taken = [self.weights.take(n, (size,)) for n, size in zip(bias_names, stored_sizes, strict=True)]
             if orders is not None:
                 taken = [part[order] for part, order in zip(taken, orders, strict=True)]
             biases = np.concatenate(taken)
+            own_biases = [np.asarray(part, np.float32) for part in taken]
         packed = self.ops.pack_linear(parts, biases, gated)
         self.num_matrix_bytes += packed.num_bytes
+        row_scales: list[NDArray[np.float32] | None] = [None] * len(names)
+        if any(scale != 1.0 for scale in scales):
+            rows = [np.full(size, scale, np.float32) for size, scale in zip(sizes, scales, strict=True)]
+            row_scales = [*rows] if len(names) == len(sizes) else [np.concatenate(rows)]
+        own_orders = [None] * len(names) if orders is None else orders
+        what = zip(names, stored_sizes, row_scales, own_orders, own_biases, strict=True)
+        self.matrices.append(
+            NamedMatrix(packed, num_in, gated, tuple(Module(*module, is_transposed) for module in what))
+        )
         return packed
 
     def rotary(self, rope: RopeConfig | None, head_size: int) -> Array:
@@ -84,6 +131,16 @@ class Parameters:
     def query_growth(self, beta: float, length: int, first: int = 0) -> Array:
         """What queries are multiplied with, [max_positions] float32."""
         return self._table((beta, length, first), lambda: query_growth(beta, length, self.max_positions, first))
+
+    def distance_biases(self, name: str, num_buckets: int, num_heads: int) -> Array:
+        """What scores of attention get by the key's distance, [num_heads, 2 * max_positions + BIAS_PADDING] float32."""
+
+        def make() -> NDArray[np.float32]:
+            buckets = self.weights.take(name, (num_buckets, num_heads)).astype(np.float32)
+            distances = np.arange(2 * self.max_positions + BIAS_PADDING) - self.max_positions
+            return np.ascontiguousarray(buckets[distance_buckets(distances, num_buckets)].T)
+
+        return self._table((name,), make)
 
     def _table(self, key: tuple[object, ...], make: Callable[[], NDArray[np.float32]]) -> Array:
         if key not in self._tables:

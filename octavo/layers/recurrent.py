@@ -1,5 +1,6 @@
 """What stands in the place of attention and keeps a state of fixed size: state spaces (Mamba), short convolutions, the
-gated delta rule. A state lies in one block of the layer's cache: the convolution's rows, then the recurrence's numbers.
+gated delta rule, lightning attention. A state lies in one block of the layer's cache: the convolution's rows, then the
+recurrence's numbers.
 """
 
 from __future__ import annotations
@@ -265,4 +266,55 @@ class GatedDelta:
         )  # fmt: skip
         normed = self._norm.forward(y.reshape(num_tokens, heads, d.value_size)).reshape(num_tokens, -1)
         gated = ops.multiply(normed, projected[:, width : -2 * heads], "silu", self._output)
+        return Product(ops, gated, self._output)
+
+
+@dataclass(frozen=True, slots=True)
+class LightningDescription:
+    """Lightning attention (Qin et al. 2024): linear attention whose heads forget at rates of their own, with a gate and
+    a norm over all heads. Of two matrices: query, key and value of each head together, and the gate."""
+
+    num_heads: int
+    head_size: int
+    rate: float  # of all heads in this layer; that of head h is 2^(-8 (h + 1) / heads) times this
+    norm: NormDescription
+    activation: str = "silu"  # of queries, keys and values
+    name: str = "self_attn"
+
+    @property
+    def cache(self) -> LayerCacheSpec:
+        return _state(1, 0, self.num_heads * self.head_size, self.num_heads, self.head_size)
+
+
+class Lightning:
+    def __init__(
+        self, description: LightningDescription, hidden_size: int, parameters: Parameters, prefix: str
+    ) -> None:
+        self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
+        d, prefix = description, f"{prefix}{description.name}."
+        width = d.num_heads * d.head_size
+        by_part = np.arange(3 * width).reshape(d.num_heads, 3, d.head_size).swapaxes(0, 1).reshape(-1)
+        self.consumer = parameters.linear(
+            [f"{prefix}qkv_proj", f"{prefix}output_gate"], [3 * width, width], hidden_size,
+            orders=[by_part, np.arange(width)],
+        )  # fmt: skip
+        rates = -d.rate * 2.0 ** (-8 / d.num_heads * (np.arange(d.num_heads) + 1))
+        self._rates = self._ops.place(np.repeat(rates, d.head_size).astype(np.float32))
+        self._norm = Norm(d.norm, parameters, f"{prefix}norm", width)
+        self._output = parameters.linear([f"{prefix}out_proj"], [hidden_size], width)
+
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
+        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
+        width = d.num_heads * d.head_size
+        projected = ops.linear(hidden, self.consumer, self._dtype)
+        qkv = ops.activation(projected[:, : 3 * width], d.activation)
+        query, key = (
+            qkv[:, begin : begin + width].reshape(num_tokens, d.num_heads, d.head_size) for begin in (0, width)
+        )
+        y = ops.selective_scan(
+            qkv[:, 2 * width :], None, key, query, self._rates, None, None, (0.0, inf), cache.key, tables.block_tables,
+            batch.query_start_loc, batch.seq_lens,
+        )  # fmt: skip
+        gated = ops.multiply(self._norm.forward(y), projected[:, 3 * width :], "sigmoid", self._output)
         return Product(ops, gated, self._output)

@@ -133,3 +133,14 @@ def _frequencies(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:
 def _dimension_of(turns: float, rope: RopeConfig) -> float:
     """The dimension that turns so often over the original length."""
     return rope.rotary_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def distance_buckets(distances: NDArray[np.int64], num_buckets: int, longest: int = 128) -> NDArray[np.int64]:
+    """Buckets of the distances from queries to keys (Raffel et al. 2020): half for keys before and half for those
+    after; of each half one for each short distance, and the rest in logarithmic steps up to `longest`."""
+    half = num_buckets // 2
+    exact, size = half // 2, np.abs(distances)
+    # In float32, as those who trained the tables computed it: at the borders it decides.
+    steps = np.log(np.maximum(size, 1).astype(np.float32) / np.float32(exact)) / np.float32(math.log(longest / exact))
+    far = np.minimum(exact + (steps * np.float32(half - exact)).astype(np.int64), half - 1)
+    return np.where(size < exact, size, far) + np.where(distances > 0, half, 0)

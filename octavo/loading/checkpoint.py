@@ -15,6 +15,7 @@ from octavo.loading.default_model import DEFAULT_MODEL_NAME, DEFAULT_MODEL_SAMPL
 from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_config import gguf_config
 from octavo.loading.mistral_format import consolidated_files, mistral_config
+from octavo.loading.sentence_transformers import module_weights
 from octavo.loading.weight_files import complete_shards, gguf_parts, pick_weights, read_json
 
 # "name", "org/name", or either with ":file" to choose among GGUF files.
@@ -36,6 +37,7 @@ class Checkpoint:
     tokenizer_path: str  # a folder with tokenizer files, or a .gguf file
     config: dict[str, Any]
     generation_config: dict[str, Any] = field(default_factory=dict)
+    module_files: dict[str, str] = field(default_factory=dict)  # weights of modules behind the network, by prefix
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -109,7 +111,8 @@ def _from_folder(name: str, folder: str, load_format: str, tokenizer_path: str) 
             )
         files = complete_shards(folder, weight_format, files)
     paths = [os.path.join(folder, file) for file in files]
-    return Checkpoint(name, weight_format, folder, paths, tokenizer_path, config, generation_config)
+    modules = module_weights(folder) if weight_format in ("safetensors", "pt") else {}
+    return Checkpoint(name, weight_format, folder, paths, tokenizer_path, config, generation_config, modules)
 
 
 # Where tools that leave config.json alone say how they have quantized, and by which method.

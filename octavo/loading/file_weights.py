@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import LoadError
@@ -56,6 +57,10 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
         tensors, mapped = _safetensors_tensors(files)
         if checkpoint.format == "mistral":
             tensors = _of_mistral(tensors, checkpoint.config)
+    for prefix, path in checkpoint.module_files.items():
+        of_module, more = (_safetensors_tensors if path.endswith(".safetensors") else _pt_tensors)([path])
+        tensors |= {f"{prefix}.{name}": tensor for name, tensor in of_module.items()}
+        mapped += more
     source = files[0] if checkpoint.format == "gguf" else os.path.dirname(files[0])
     if checkpoint.format != "gguf" and (settings := checkpoint.config.get("quantization_config")):
         if quantization is not None:
@@ -112,6 +117,17 @@ class FileWeights(Weights):
         self.stored_format(name)
         self._left.pop(self._stored_name(name), None)
         return tensor.read()
+
+    def take_integers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
+        tensor = self._find(name)
+        found = None if tensor.array is None else tensor.array()
+        if found is None or tensor.shape != shape or not np.issubdtype(found.dtype, np.integer):
+            raise LoadError(
+                f"{self._source}: tensor {name} has the shape {list(tensor.shape)} and type {tensor.format}; "
+                f"{list(shape)} integers are expected."
+            )
+        self._left.pop(self._stored_name(name), None)
+        return found.astype(np.int64)
 
     def _stored_name(self, name: str) -> str:
         """Older checkpoints were written from within a model's first module, which their names do not have."""

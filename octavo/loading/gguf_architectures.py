@@ -54,6 +54,7 @@ class Architecture:
     variants: Mapping[str, Callable[[Metadata], bool]] = field(default_factory=dict)  # classes of some of the files
     settings: Mapping[str, Setting] = field(default_factory=dict)  # None is not said
     names: Names | Callable[[Metadata], Names] = field(default_factory=lambda: _LLAMA_NAMES)
+    tensor_names: Mapping[str, str] = field(default_factory=dict)  # of tensors: those that end in another way
     top_names: Mapping[str, str] = field(default_factory=lambda: _LLAMA_TOP)
     layer_prefix: str = "model.layers."
     rows: Mapping[str, RowOrder] = field(default_factory=dict)  # by the file's module
@@ -188,6 +189,34 @@ _SOFTCAPS = {
     "final_logit_softcapping": _real("final_logit_softcapping"),
 }
 _QKV_BIAS = _biases("attention_bias", "attn_q", "attn_k", "attn_v")
+
+
+_LATENT_NAMES = {
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj", "attn_k_b": "self_attn.k_b_proj", "attn_v_b": "self_attn.v_b_proj",
+}  # fmt: skip
+
+
+def _latent_head(m: Metadata) -> int:
+    """Of a query: files say how large keys are once they are made under another name than older ones."""
+    return m.number("attention.key_length_mla", m.head_dim)
+
+
+def _latent_rope(m: Metadata) -> dict[str, Any]:
+    """llama.cpp's one number for yarn's mscale stands for two, which are equal in the models that there are."""
+    rope, sharper = m.rope() | {"partial_rotary_factor": 1.0}, m.real("rope.scaling.yarn_log_multiplier", 0.0)
+    return rope | ({"mscale": 10 * sharper, "mscale_all_dim": 10 * sharper} if sharper else {})
+
+
+_LATENT: dict[str, Setting] = {
+    "head_dim": lambda m: m.number("rope.dimension_count"),
+    "q_lora_rank": lambda m: m.number("attention.q_lora_rank", 0),  # 0 is none
+    "kv_lora_rank": lambda m: m.number("attention.kv_lora_rank"),
+    "qk_rope_head_dim": lambda m: m.number("rope.dimension_count"),
+    "qk_nope_head_dim": lambda m: _latent_head(m) - m.number("rope.dimension_count"),
+    "rope_parameters": _latent_rope,
+}
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -356,5 +385,38 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder": Architecture(
         class_name="GPTBigCodeForCausalLM", names=_GPT2_NAMES, top_names=_GPT2_TOP, layer_prefix="transformer.h.",
         settings={"multi_query": lambda m: m.number("attention.head_count_kv", 1) == 1},
+    ),
+    "deepseek2": Architecture(
+        class_name="DeepseekV2ForCausalLM",
+        variants={"DeepseekV3ForCausalLM": lambda m: m.number("expert_gating_func", 1) == 2},  # sigmoid
+        names=_LLAMA_NAMES | _LATENT_NAMES | _EXPERT_NAMES | {
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj", "exp_probs_b": "mlp.gate.e_score_correction",
+        },
+        settings=_experts() | _LATENT | {
+            "v_head_dim": lambda m: m.number("attention.value_length_mla", m.number("attention.value_length")),
+            "first_k_dense_replace": lambda m: m.number("leading_dense_block_count", 0),
+            "n_shared_experts": lambda m: m.number("expert_shared_count", 0),
+            "routed_scaling_factor": lambda m: m.real("expert_weights_scale", 1.0) or 1.0,
+            "n_group": lambda m: m.number("expert_group_count", 1),
+            "topk_group": lambda m: m.number("expert_group_used_count", 1),
+            "topk_method": lambda m: "group_limited_greedy" if m.number("expert_group_count", 1) > 1 else "greedy",
+        },
+        has_experts=True,
+    ),
+    # llama.cpp knows the multipliers of the model, of which there is one size.
+    "minicpm3": Architecture(class_name="MiniCPM3ForCausalLM", names=_LLAMA_NAMES | _LATENT_NAMES, settings=_LATENT),
+    "gpt-oss": Architecture(
+        class_name="GptOssForCausalLM",
+        names=_LLAMA_NAMES | _EXPERT_NAMES | {
+            "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"
+        },
+        tensor_names={"attn_sinks.weight": "self_attn.sinks"},
+        settings=_experts(normalizes=True) | _window(2) | {
+            "rope_parameters": lambda m: m.rope() | {"truncate": False},  # the model's; files do not say
+            "attention_bias": lambda m: m.has_biases(("attn_q", "attn_k", "attn_v", "attn_output")),
+            "intermediate_size": lambda m: m.number("expert_feed_forward_length"),
+        },
+        has_experts=True,
     ),
 }  # fmt: skip

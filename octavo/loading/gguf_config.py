@@ -37,7 +37,7 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     if num_heads <= 0 or num_kv_heads <= 0:
         raise LoadError(f"{file.path} is damaged: it counts {num_heads} query and {num_kv_heads} key/value heads.")
     value_dim = metadata.number("attention.value_length", metadata.head_dim)
-    if value_dim != metadata.head_dim:
+    if value_dim != metadata.head_dim and metadata.get("attention.kv_lora_rank") is None:
         raise LoadError(f"{file.path}: heads with keys of {metadata.head_dim} and values of {value_dim} are not built.")
     has_experts = metadata.number("expert_count", 0) > 0
     feed_forward = metadata.number("feed_forward_length", 0) if has_experts else metadata.number("feed_forward_length")

@@ -48,6 +48,9 @@ def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTe
         if info.name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT):
             continue  # part of the configuration
         parts = info.name.split(".")
+        if parts[0] == "blk" and (own := architecture.tensor_names.get(".".join(parts[2:]))) is not None:
+            yield NamedTensor(f"{architecture.layer_prefix}{parts[1]}.{own}", info)
+            continue
         if parts[0] == "blk" and len(parts) == 4 and parts[2] in names:
             _, layer, module, kind = parts
             name, prefix = names[module], f"{architecture.layer_prefix}{layer}."

@@ -6,6 +6,7 @@ cache has the model. `huggingface_hub` is imported here and nowhere else, when a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from octavo.errors import LoadError
@@ -21,6 +22,8 @@ _SMALL_SUFFIXES = (
     "vocab.txt",
     ".py",
 )
+# Of a sentence-transformers repository: settings and weights of what comes after the network.
+_MODULE_FILE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors|pytorch_model\.bin)")
 _TIMEOUT_S = 10.0
 
 
@@ -43,6 +46,7 @@ def download(
             return _cached(repo, revision, download_dir, unreachable)
         wanted = [n for n in names if n.endswith(_SMALL_SUFFIXES) or n.startswith("tokenizer.model.v")]
         wanted += [path for path in paths if path.startswith("additional_chat_templates/")]
+        wanted += [path for path in paths if _MODULE_FILE.fullmatch(path)]
         wanted += pick(names) if pick else []
         if not wanted:
             raise LoadError(

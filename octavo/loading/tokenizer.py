@@ -47,6 +47,7 @@ class ModelTokenizer:
         added_tokens: Iterable[AddedToken] = (),
         chat_template: str | dict[str, str] | None = None,
         cleans_up_spaces: bool = False,
+        response_template: Mapping[str, Any] | None = None,
     ) -> None:
         backend.no_padding()
         backend.no_truncation()
@@ -57,6 +58,7 @@ class ModelTokenizer:
         self.extra_special_tokens = [str(token) for token in extra_special_tokens]
         self.chat_template = chat_template
         self.cleans_up_spaces = cleans_up_spaces
+        self.response_template = response_template
         known = backend.get_added_tokens_decoder().values()
         known_as_they_are = {repr(token) for token in known}  # the flags too
         new = [token for token in added_tokens if repr(token) not in known_as_they_are]
@@ -244,7 +246,7 @@ def _from_gguf(path: str) -> ModelTokenizer:
 def _of_parts(parts: TokenizerParts) -> ModelTokenizer:
     return ModelTokenizer(
         parts.backend, parts.special_tokens, parts.extra_special_tokens, parts.added_tokens, parts.chat_template,
-        parts.cleans_up_spaces,
+        parts.cleans_up_spaces, parts.response_template,
     )  # fmt: skip
 
 

@@ -82,6 +82,7 @@ def _with_special_tokens(folder: str, backend: Backend, config: dict[str, Any]) 
         [token for _, token in sorted(added.items())],
         _chat_template(folder, config),
         bool(config.get("clean_up_tokenization_spaces", False)),
+        stated if isinstance(stated := config.get("response_template"), dict) else None,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -26,6 +27,7 @@ class TokenizerParts:
     added_tokens: Sequence[AddedToken] = ()
     chat_template: str | dict[str, str] | None = None
     cleans_up_spaces: bool = False
+    response_template: Mapping[str, Any] | None = None  # how answers are to be read
 
 
 def byte_level_bpe(

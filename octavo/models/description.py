@@ -10,12 +10,22 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.head import HeadDescription
+from octavo.layers.latent import LatentDescription
 from octavo.layers.norm import NormDescription
+from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.layers.recurrent import GatedDeltaDescription, MambaDescription, ShortConvDescription
+from octavo.layers.recurrent import GatedDeltaDescription, LightningDescription, MambaDescription, ShortConvDescription
 
 # Attention, or what stands in its place
-MixerDescription = AttentionDescription | MambaDescription | ShortConvDescription | GatedDeltaDescription
+MixerDescription = (
+    AttentionDescription
+    | LatentDescription
+    | MambaDescription
+    | ShortConvDescription
+    | GatedDeltaDescription
+    | LightningDescription
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +48,13 @@ class LayerDescription:
     feed_forward_post_norm: str | None = None
     is_parallel: bool = False
     norms_stream: bool = False  # norms after see the sum instead, and what they return is the residual stream
+    keeps_normed: bool = False  # what a norm before returns is the residual stream
+    # Of the residual stream as attention, and the feed-forward, are added to it.
+    stream_multipliers: tuple[float, float] = (1.0, 1.0)
     beside: MixerDescription | None = None  # another mixer that sees what attention does
     # Of what attention, the mixer beside it and the feed-forward return.
     multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
     residual_multiplier: float = 1.0  # of what is added to the residual stream
-
-
-@dataclass(frozen=True, slots=True)
-class HeadDescription:
-    """What stands between the final norm and the output matrix: a matrix, an activation, a norm."""
-
-    name: str
-    size: int  # of its output
-    bias: bool = False
-    activation: str | None = None
-    norm: NormDescription | None = None
-    norm_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,12 @@ class ModelDescription:
     norm: NormDescription | None  # the final one
     embedding_multiplier: float = 1.0
     embedding_size: int | None = None  # where it is not the hidden size, and a matrix leads from one to the other
+    projects_last: bool = False  # that matrix, which has a bias then, comes after the tables and the norm
     embedding_norm: NormDescription | None = None
     positions: PositionsDescription | None = None  # that are added to the embedding
-    head: HeadDescription | None = None
+    token_types: int = 0  # rows of a table that is added to the embedding: 0 of the first text, 1 of the second
+    head: HeadDescription | None = None  # between the final norm and the output matrix
+    pooling: PoolingDescription | None = None  # in the place of the output matrix
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0  # 0 is none
     output_bias: bool = False
@@ -80,9 +84,17 @@ class ModelDescription:
     embedding_name: str = "model.embed_tokens"
     embedding_norm_name: str = ""
     embedding_projection_name: str = ""
+    token_types_name: str = ""
     layer_prefix: str = "model.layers."  # then the layer's number
     norm_name: str = "model.norm"
     output_name: str = "lm_head"
+    unused: tuple[str, ...] = ()  # prefixes of tensors that checkpoints have and the model has no use for
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether a token's hidden state depends on those after it, so that a text is one step's."""
+        mixers = [layer.attention for layer in self.layers]
+        return any(isinstance(mixer, AttentionDescription) and mixer.bidirectional for mixer in mixers)
 
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:

@@ -28,7 +28,7 @@ def required_tensors(description: ModelDescription, builder: Builder = build) ->
 class _NoOps:
     """As much of `Ops` as constructors call, doing nothing."""
 
-    num_bytes = 0
+    num_bytes, takes_float32 = 0, False
 
     def place(self, array: Any) -> Any:
         return array

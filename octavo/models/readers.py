@@ -7,7 +7,7 @@ A setting that config.json leaves out has the default of the architecture's conf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,11 +42,11 @@ _DEFAULTS: dict[str, Any] = {
 }
 # Names that configurations have for the same thing.
 _ALIASES: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("n_embd", "d_model", "n_embed"),
+    "hidden_size": ("n_embd", "d_model", "n_embed", "dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
-    "intermediate_size": ("n_inner", "ffn_dim", "dff", "ffn_hidden_size"),
+    "intermediate_size": ("n_inner", "ffn_dim", "dff", "ffn_hidden_size", "hidden_dim"),
     "hidden_act": ("hidden_activation", "activation_function", "activation", "afn"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
@@ -82,6 +82,7 @@ class Family:
     # Another description in the place of attention's; "attention"; or None, where the layer has neither.
     mixer: Setting = lambda _, __: "attention"
     rope: Mapping[str, Any] | None = field(default_factory=dict)  # None: nothing rotates
+    rope_kinds: tuple[str, ...] = ()  # of its own, beside `ROPE_KINDS`
     feed_forward: Mapping[str, Any] = field(default_factory=dict)
     has_feed_forward: Setting = lambda _, __: True  # whether the layer does
     layer: Mapping[str, Any] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class Family:
     slides: Setting | None = None
     window_switch: str | None = None  # a setting without which no layer has the window
     refuses: tuple[str, ...] = ()  # settings that are not built
+    pooling: Setting | None = None  # of a model that pools; None: it generates
 
 
 def read(name: str, family: Family, given: Config) -> ModelDescription:
@@ -109,6 +111,7 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
         "max_position_embeddings": config["max_position_embeddings"],
         "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         "norm": family.norm(config, 0),
+        "pooling": family.pooling(config, 0) if family.pooling is not None else None,
     }
     return ModelDescription(architecture=name, layers=layers, **described | _values(family.model, config, 0))
 
@@ -150,7 +153,7 @@ def _attention(family: Family, config: Config, i: int) -> MixerDescription:
         "num_kv_heads": config["num_key_value_heads"] or num_heads,
         "head_size": size,
         "scale": size**-0.5,
-        "rope": _rope(family, config, i, layer_type, size) if turns else None,
+        "rope": rope_of(config, i, size, family.rope or {}, layer_type, family.rope_kinds) if turns else None,
         "window": (config["sliding_window"] or 0) if layer_type == "sliding_attention" else 0,
     } | _values(family.attention, config, i)
     num_heads, num_kv_heads = attention["num_heads"], attention["num_kv_heads"]
@@ -168,6 +171,11 @@ def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescript
     size = config["intermediate_size"] or 4 * config["hidden_size"]
     settings = {"intermediate_size": size, "activation": activation}
     return FeedForwardDescription(**settings | _values(family.feed_forward, config, i))
+
+
+def num_labels(config: Config) -> int:
+    """Of a classifier; transformers writes them only where they are not two."""
+    return len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
 
 
 def head_size(config: Config) -> int:
@@ -206,7 +214,11 @@ def per_layer(setting: str) -> Setting:
     return find
 
 
-def _rope(family: Family, config: Config, i: int, layer_type: str, size: int) -> RopeConfig:
+def rope_of(
+    config: Config, i: int, size: int, changes: Mapping[str, Any], layer_type: str = "full_attention",
+    own_kinds: Sequence[str] = (),
+) -> RopeConfig:  # fmt: skip
+    """The rotation of heads of that size in layer i, with `changes` of a family's table and its `own_kinds`."""
     # transformers 5 writes rope_parameters, for each type of layer where they differ; earlier versions wrote rope_theta
     # and rope_scaling, which it prefers.
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -218,7 +230,7 @@ def _rope(family: Family, config: Config, i: int, layer_type: str, size: int) ->
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # its first name
     theta = float(scaling.get("rope_theta") or theta)
-    if kind not in ROPE_KINDS:
+    if kind not in (*ROPE_KINDS, *own_kinds):
         raise LoadError(f"rope scaling {kind!r} is not built yet; {', '.join(ROPE_KINDS)} are.")
     partial = scaling.get("partial_rotary_factor") or config["partial_rotary_factor"]
     rotary_dim = size if kind == "proportional" else int(size * partial)
@@ -228,6 +240,8 @@ def _rope(family: Family, config: Config, i: int, layer_type: str, size: int) ->
     original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
     original = int(longest if original is None or kind == "dynamic" else original)
     factor = float(scaling.get("factor") or (longest / original if kind in ("yarn", "longrope") else 1.0))
+    if kind == "ntk":  # GTE's: another base, and as linear as that leaves it (formula 6 of Su 2023, "RoPE upgrade")
+        kind, theta, factor = "linear", theta * factor, factor ** (2 / rotary_dim)
     settings = {
         "theta": theta,
         "rotary_dim": rotary_dim,
@@ -244,7 +258,7 @@ def _rope(family: Family, config: Config, i: int, layer_type: str, size: int) ->
         "num_turning": 2 * int(partial * size // 2) if kind == "proportional" else 0,
         "attention_factor": _attention_factor(kind, factor, original, scaling),
     }
-    return RopeConfig(**settings | _values(family.rope or {}, config, i))
+    return RopeConfig(**settings | _values(changes, config, i))
 
 
 def _attention_factor(kind: str, factor: float, original: int, scaling: Config) -> float:

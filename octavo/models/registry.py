@@ -13,12 +13,15 @@ from typing import Any, Protocol
 from octavo.batch import StepBatch
 from octavo.errors import LoadError
 from octavo.kv_cache.groups import LayerCacheSpec
+from octavo.layers.parameters import NamedMatrix
 from octavo.loading.weights import Weights
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES
+from octavo.models.pooling import decoder_of, with_pooling
 from octavo.models.readers import read
 from octavo.ops import Array, LayerKVCache, Ops
+from octavo.pooling_params import PoolingConfig
 
 
 class Model(Protocol):
@@ -35,6 +38,10 @@ class Model(Protocol):
     def is_recordable(self) -> bool:
         """Whether it computes by operations of `Ops` only, so that a step can be captured."""
 
+    @property
+    def matrices(self) -> tuple[NamedMatrix, ...]:
+        """The products that adapters may add to."""
+
     def num_weight_bytes(self) -> int:
         """Bytes of the packed matrices."""
 
@@ -43,6 +50,13 @@ class Model(Protocol):
 
     def logits(self, hidden: Array) -> Array:
         """hidden [N, H] -> [N, vocab_size] float32."""
+
+
+class PoolingModel(Model, Protocol):
+    """One that was described with pooling."""
+
+    def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
+        """hidden [T, H], rows starts[n] .. ends[n] of which are pooled ([N] int64) -> vectors [N, size] float32."""
 
 
 # Raises `LoadError` for a setting that is not built, and `KeyError` for one that it needs and that is absent.
@@ -66,13 +80,16 @@ def architectures() -> list[str]:
     return sorted(_ARCHITECTURES)
 
 
-def describe(config: Mapping[str, Any], impl: str = "auto", code_folder: str | None = None) -> ModelDescription:
+def describe(
+    config: Mapping[str, Any], impl: str = "auto", code_folder: str | None = None, pooling: PoolingConfig | None = None
+) -> ModelDescription:
     """Read config.json. Raises `LoadError` for an architecture or a setting that is not built.
 
     `impl` "octavo" and "transformers" say who computes the model; "auto" is Octavo where it can. `code_folder` is the
-    checkpoint whose own Python code transformers may run.
+    checkpoint whose own Python code transformers may run. With `pooling` it is a model that pools as that says.
     """
-    name = (config.get("architectures") or ["(none)"])[0]
+    given = (config.get("architectures") or ["(none)"])[0]
+    name = decoder_of(given)
     if impl == "transformers" or (impl == "auto" and name not in _ARCHITECTURES):
         return _describe_by_transformers(name, config, code_folder)
     if name not in _ARCHITECTURES:
@@ -82,7 +99,8 @@ def describe(config: Mapping[str, Any], impl: str = "auto", code_folder: str | N
         )
     try:
         reader, _ = _ARCHITECTURES[name]
-        return reader(config)
+        description = reader(config)
+        return description if pooling is None else with_pooling(given, description, config, pooling)
     except KeyError as e:
         raise LoadError(f"the model's configuration has no {e.args[0]!r}.") from None
     except LoadError as e:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 
 from numpy.typing import NDArray
 
@@ -29,6 +29,8 @@ NO_TOKEN = -1  # in the place of a token where none could be chosen
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # And with how many parameters.
 PARAMETRIC_ACTIVATIONS = {"xielu": 4, "softcap": 1, "clip": 1}
+POOLINGS = ("mean", "max", "mean_sqrt", "weighted_mean")
+BIAS_PADDING = 64  # columns behind those of distances, which kernels may read: a tile of keys
 
 HostArray = NDArray[Any]
 
@@ -52,13 +54,21 @@ class LayerKVCache:
     """One layer's keys and values, as arrays. The first dimension of both is the block; the rest is the backend's own
     layout.
 
-    The scales are what stored elements are multiplied with; they are for eight-bit floats and 1 for other types.
+    Elements of one byte, int8 and eight-bit floats, are multiplied with the scale of their token and head. A token's
+    scales follow from its own key and value, as they are written: of int8 the largest magnitude over 127 as bfloat16,
+    rounded up; of floats the least power of two by which the largest magnitude does not exceed what the type holds. So
+    a row's bytes do not depend on other tokens. `scales` are those of keys and values where the backend keeps them by
+    themselves.
     """
 
     key: Any
     value: Any
-    key_scale: float = 1.0
-    value_scale: float = 1.0
+    scales: Any = None
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """All that a block consists of. A state has no values."""
+        return tuple(part for part in (self.key, self.value, self.scales) if part is not None and part.nbytes)
 
     @property
     def num_blocks(self) -> int:
@@ -106,9 +116,9 @@ class ExpertsWeight(Protocol):
 class LinearWeight(Protocol):
     """A weight matrix [out_features, in_features] in the layout that the backend's products want, with its bias.
 
-    Integer matrices multiply quantized activations: each 32 elements of a row as int8 with one scale. Norms,
-    activations and `linear_silu_and_mul` write those for the matrix that consumes them; `linear` and `linear_add`
-    quantize what is not quantized yet.
+    Integer matrices multiply quantized activations: each 32 elements of a row as int8 with one scale, but for one that
+    stands out of the others. Norms, activations and `linear_silu_and_mul` write those for the matrix that consumes
+    them; `linear` and `linear_add` quantize what is not quantized yet.
     """
 
     @property
@@ -117,6 +127,73 @@ class LinearWeight(Protocol):
     def in_features(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
+    @property
+    def takes_float32(self) -> bool:
+        """Whether rows may be float32 whatever the model's type, because products quantize them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FactorShape:
+    """Of what adapters may add to one product: projections of `widths` outputs side by side, each of its own factors;
+    `gated` as the matrix is. No rank is above `max_rank`."""
+
+    num_in: int
+    widths: tuple[int, ...]
+    gated: bool
+    max_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """a [r, K] and b [N, r] float32: a projection becomes x W^T + (x a^T) b^T."""
+
+    a: HostArray
+    b: HostArray
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What one adapter does to one product: low-rank factors of its projections, None for those that it leaves alone;
+    then, over all outputs [N] float32, what the sum is multiplied with (DoRA, Liu et al. 2024), and what is added."""
+
+    projections: tuple[LowRank | None, ...]
+    scales: HostArray | None = None
+    bias: HostArray | None = None
+
+
+class PackedFactors(Protocol):
+    """`Factors` as a backend reads them, on the host: pieces that may lie anywhere, each at a multiple of 64 bytes."""
+
+    @property
+    def pieces(self) -> tuple[HostArray, ...]: ...
+
+
+class AdapterTable(Protocol):
+    """The factors that adapters have for one product, by slot; a slot without any adds nothing."""
+
+    @property
+    def shape(self) -> FactorShape: ...
+    def pack(self, factors: Factors, page_bytes: int) -> Any:
+        """-> `PackedFactors` whose pieces take a page at most. Only host memory is touched: any thread may."""
+
+    def least_page_bytes(self) -> int:
+        """Bytes that a page must have, for the largest rank."""
+
+    def largest(self, page_bytes: int) -> list[int]:
+        """Bytes of the pieces of an adapter of the largest rank that has everything."""
+
+    def put(self, slot: int, packed: Any, arena: Any, places: Sequence[int]) -> None:
+        """The slot's factors are those that lie in `arena` [bytes] uint8 of the device, each piece at its place."""
+
+    def clear(self, slot: int) -> None: ...
+
+
+class Expand(NamedTuple):
+    """The second half of what adapters add to a product, in float32 before anything is rounded."""
+
+    table: Any  # `AdapterTable`
+    slots: Any  # [T] int32: the slot of each row's adapter, or -1
+    shrunk: Any  # of `Ops.shrink`
 
 
 A = TypeVar("A")  # the arrays of a backend
@@ -168,7 +245,8 @@ class OpsOver(Protocol[A]):
         clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
     ) -> A:  # fmt: skip
         """x [T, H] -> the sum over a token's experts e = ids[t, j] of weights[t, j] * down[e](f(gate) * up): [T, H]
-        float32, where gate and up are those of gate_up[e](x), in the order of the experts' numbers.
+        float32, where gate and up are those of gate_up[e](x), in the order of the experts' numbers. Of matrices that
+        are not gated it is f of all outputs.
 
         x is what `linear` takes with either stack's matrices; with `scales_inputs` it is not quantized, and multiplied
         with the weight in the place of the output. An id outside the stack stands for nothing. With a `clamp` (a,
@@ -176,7 +254,7 @@ class OpsOver(Protocol[A]):
         negative (gpt-oss). Matrices that no token needs are not read."""
 
     def quantize(self, x: A, consumer: LinearWeight) -> A:
-        """x [T, K] as `consumer` multiplies it: x itself, unless the consumer is an integer matrix."""
+        """x [T, K] as `consumer` multiplies it: quantized for an integer matrix, rounded to bfloat16 for such a one."""
 
     def add(self, residual: A, x: A, scale: float = 1.0) -> None:
         """residual [T, N] += scale * x [T, N], in place, in float32, rounded once.
@@ -243,6 +321,12 @@ class OpsOver(Protocol[A]):
     def take_rows(self, x: A, rows: A) -> A:
         """x [T, H], rows [N] int64 -> x[rows]: [N, H]. x may be a constant, as a table of learned positions."""
 
+    def pool(self, x: A, starts: A, ends: A, kind: str, out_dtype: str | None = None) -> A:
+        """Rows starts[n] .. ends[n] of x [T, H], both included ([N] int64), made one: [N, H], in float32, rounded once.
+
+        `kind` is one of `POOLINGS`: "mean"; "max"; "mean_sqrt", the sum over the square root of their number; or
+        "weighted_mean", where the i-th counts i times. A single row is itself. The default dtype is that of x."""
+
     def rms_norm(self, x: A, weight: A, eps: float, consumer: LinearWeight | None = None) -> A:
         """x [..., H] / sqrt(mean(x²) + eps) * weight [H], in float32, rounded once (Zhang & Sennrich 2019).
 
@@ -263,15 +347,16 @@ class OpsOver(Protocol[A]):
         """Rotate query [T, Q, D] in place and key [T, G, D], then write key and value [T, G, D] to the cache.
 
         The three may be views into one [T, (Q + 2G) * D] matrix: only the heads of one token must be contiguous.
-        `positions` [T] int64; `cos_sin` [max_positions, R] float32 holds R/2 cosines, then R/2 sines; the first R ≤ D
-        elements of a head are rotated as two halves (Su et al. 2021, the layout of GPT-NeoX). `slot_mapping` [T] int64
-        is block * block_size + offset. Whether `key` is rotated in place too is unspecified. Rotated queries of
-        position p are multiplied with `query_scales` [max_positions] float32.
+        Keys and values may be of other sizes than queries. `positions` [T] int64; `cos_sin` [max_positions, R] float32
+        holds R/2 cosines, then R/2 sines; the first R ≤ D elements of a head are rotated as two halves (Su et al. 2021,
+        the layout of GPT-NeoX). `slot_mapping` [T] int64 is block * block_size + offset. Whether `key` is rotated in
+        place too is unspecified. Queries of position p are multiplied with `query_scales` [max_positions] float32.
         """
 
     def paged_attention(
         self, query: A, cache: LayerKVCache, block_tables: A, query_start_loc: A, seq_lens: A, scale: float,
         sliding_window: int = 0, softcap: float = 0.0, slopes: A | None = None, sinks: A | None = None,
+        bidirectional: bool = False, distance_biases: A | None = None,
     ) -> A:  # fmt: skip
         """Causal attention of query [T, Q, D] over the paged cache -> [T, Q * D] in the dtype of query.
 
@@ -283,7 +368,26 @@ class OpsOver(Protocol[A]):
         to them (Press et al. 2022). `sinks` [Q] float32 are scores of one more key, whose value is zero (Xiao et al.
         2024). The row's summation order is a function of its position alone (online softmax, Milakov & Gimelshein
         2018, over fixed tiles of keys).
+
+        Where attention is `bidirectional` a token also sees the keys after it, all of which the step must have
+        computed: all of its sequence, or p - W + 1 .. p + W - 1. Then scores may have `distance_biases`
+        [Q, 2 P + BIAS_PADDING] float32 for sequences of up to P tokens: column P + key's position - query's is added
+        (Raffel et al. 2020).
         """
+
+    def linear_by_head(self, x: A, weight: ExpertsWeight) -> A:
+        """x [T, Q, K] times the matrix [N, K] of each head, which are floats of its type and have no bias -> [T, Q, N],
+        accumulated in float32. Heads may be any distance apart."""
+
+    def latent_attention(
+        self, query: A, rotated: A, cache: LayerKVCache, block_tables: A, query_start_loc: A, seq_lens: A,
+        scale: float,
+    ) -> A:  # fmt: skip
+        """`paged_attention` of heads that share one key, whose greater part is the value too (DeepSeek-AI 2024):
+        query [T, Q, L] and rotated [T, Q, R] -> [T, Q, L].
+
+        The cache holds for each token L elements as its value and R rotated ones as its key. A score is the product
+        of both with those of the query, times `scale`. The heads of `rotated` may be any distance apart."""
 
     def argmax(self, logits: A) -> A:
         """logits [N, V] float32 -> [N] int64; the lowest index wins a tie. `NO_TOKEN` where nothing can be chosen: the
@@ -294,10 +398,12 @@ class OpsOver(Protocol[A]):
 
         The distribution is softmax(logits / temperature); then tokens less likely than min_p times the likeliest go;
         then all but the top_k likeliest (int64, 0 is all); then all but the smallest set of the likeliest that has
-        top_p of the mass left. Tokens that are equally likely stay or go together. The token is the first one, by
-        index, up to which the remaining mass exceeds its number of `uniforms` (float64 in [0, 1)) times the sum. Other
-        arrays are [N] float32. A row whose temperature is 0 gives its argmax, so that one call serves any mix.
-        `NO_TOKEN` is given as by `argmax`.
+        top_p of the mass left. Tokens that are equally likely stay or go together. Each token then gets an exponential
+        number, which follows from the row's number of `uniforms` (float64 in [0, 1)) and its index alone; the token
+        whose number divided by its probability is the smallest is drawn (the Gumbel-max trick). Two distributions so
+        draw the same token from the same number as often as they can without knowing of each other (Daliri, Musco and
+        Suresh 2024, arXiv 2408.07978). Other arrays are [N] float32. A row whose temperature is 0 gives its argmax, so
+        that one call serves any mix. `NO_TOKEN` is given as by `argmax`.
         """
 
     def mask_tokens(self, logits: A, words: HostArray, samples: HostArray) -> None:
@@ -340,10 +446,11 @@ class OpsOver(Protocol[A]):
         has NaN. The row is a torch tensor; on a CPU where torch is not installed it is numpy's array."""
 
     def allocate_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str
-    ) -> LayerKVCache:
-        """An uninitialised cache in this backend's layout, on its device. Pages that are never written cost no
-        memory."""
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str,
+        value_size: int | None = None,
+    ) -> LayerKVCache:  # fmt: skip
+        """An uninitialised cache in this backend's layout, on its device, of values of `value_size` elements if that is
+        not the keys' size. Pages that are never written cost no memory."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
         """Copy whole blocks (source, destination) of all layers, as if one after the other."""
@@ -353,6 +460,32 @@ class OpsOver(Protocol[A]):
 
     def scatter_blocks(self, staged: A, blocks: HostArray, caches: Sequence[LayerKVCache]) -> None:
         """The reverse of `gather_blocks`."""
+
+
+class AdapterOpsOver(OpsOver[A], Protocol[A]):
+    """What a backend provides that adapters run on. Its three products also take what adapters add: part of the sum in
+    float32 before anything is rounded. A row without an adapter has the bits that it has without `expand`."""
+
+    def allocate_arena(self, num_bytes: int) -> A:
+        """[num_bytes] uint8 of the device, for factors."""
+
+    def adapter_table(self, shape: FactorShape, num_slots: int, dtype: str) -> AdapterTable:
+        """An empty table of factors that are held in `dtype`."""
+
+    def shrink(self, x: A, table: AdapterTable, slots: A) -> A:
+        """x [T, K], as products take it, times the first factors of each row's adapter: [T, R] in the table's dtype,
+        where `slots` [T] int32 are not -1. Rows of an adapter are multiplied together."""
+
+    def linear(self, x: A, weight: LinearWeight, out_dtype: str | None = None, expand: Expand | None = None) -> A: ...
+
+    def linear_add(
+        self, x: A, weight: LinearWeight, residual: A, scale: float = 1.0, expand: Expand | None = None
+    ) -> None: ...
+
+    def linear_silu_and_mul(
+        self, x: A, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None,
+        activation: str = "silu", expand: Expand | None = None,
+    ) -> A: ...  # fmt: skip
 
 
 class DeviceOpsOver(OpsOver[A], Protocol[A]):
@@ -386,6 +519,7 @@ class DeviceOpsOver(OpsOver[A], Protocol[A]):
 # What models, runner and sampler are written against: the same over arrays of which they know no more than `Array`.
 Ops = OpsOver[Array]
 DeviceOps = DeviceOpsOver[Array]
+AdapterOps = AdapterOpsOver[Array]
 
 
 def load(cpu_threads: int | None = None, cpus: list[int] | None = None) -> Ops:
@@ -396,7 +530,7 @@ def load(cpu_threads: int | None = None, cpus: list[int] | None = None) -> Ops:
     from octavo.ops import cpu
 
     cpu.use_threads(cpu_threads, cpus)
-    backend: OpsOver[HostArray] = (
+    backend: AdapterOpsOver[HostArray] = (
         cpu  # what lacks an operation, or takes other arguments, does not pass the type checker
     )
     return cast(Ops, backend)
@@ -416,3 +550,4 @@ if TYPE_CHECKING:
     from octavo.ops import torch_ref
 
     _reference: DeviceOpsOver[Tensor] = torch_ref
+    _reference_of_adapters: AdapterOpsOver[Tensor] = torch_ref

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
 from octavo.errors import ConfigError
-from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS, LayerKVCache, LinearWeight
-from octavo.ops.cpu_arrays import BFLOAT16, CODES, DTYPES, FLOAT32, INT32, INT64, UINT8, code_of, is_dense, stride
-from octavo.ops.cpu_cache import allocate_kv_cache, copy_blocks, gather_blocks, scatter_blocks
+from octavo.ops import ACTIVATIONS, BIAS_PADDING, PARAMETRIC_ACTIVATIONS, Expand, LayerKVCache, LinearWeight
+from octavo.ops.cpu_adapters import adapter_table, allocate_arena, expand_arguments, shrink
+from octavo.ops.cpu_arrays import CACHE_CODES, CODES, DTYPES, FLOAT32, INT32, INT64, UINT8, code_of, is_dense, stride
+from octavo.ops.cpu_cache import allocate_kv_cache, cache_code, copy_blocks, gather_blocks, scatter_blocks
 from octavo.ops.cpu_experts import experts, route, stack_experts
+from octavo.ops.cpu_latent import latent_attention, linear_by_head
 from octavo.ops.cpu_logits import (
     add_bias,
     argmax,
@@ -34,16 +36,16 @@ from octavo.ops.cpu_logits import (
 )
 from octavo.ops.cpu_pack import PackedWeight, pack_linear, packed_weight
 from octavo.ops.cpu_program import Program, check_inputs, empty, recording
-from octavo.ops.cpu_quantize import quantize
+from octavo.ops.cpu_quantize import FLOAT_FORMATS, quantize
 from octavo.ops.cpu_recurrent import causal_conv, gated_delta, num_scan_floats, selective_scan
 
 __all__ = [
-    "PackedWeight", "Program", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "causal_conv",
-    "copy_blocks", "embedding", "experts", "gated_delta", "gather_blocks", "layer_norm", "linear", "linear_add",
-    "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
-    "packed_weight", "paged_attention", "penalize", "place", "process_row", "quantize", "rms_norm", "rotary_and_cache",
-    "rotate", "route", "rows_of", "sample", "scatter_blocks", "selective_scan", "stack_experts", "take_rows",
-    "top_tokens", "use_threads",
+    "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "allocate_arena", "allocate_kv_cache",
+    "argmax", "causal_conv", "copy_blocks", "embedding", "experts", "gated_delta", "gather_blocks", "latent_attention",
+    "layer_norm", "linear", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens",
+    "multiply", "normalize", "num_scan_floats", "pack_linear", "packed_weight", "paged_attention", "penalize", "place",
+    "pool", "process_row", "quantize", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample",
+    "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens", "use_threads",
 ]  # fmt: skip
 
 
@@ -85,12 +87,9 @@ def place(array: NDArray[Any]) -> NDArray[Any]:
     return np.array(array, order="C")  # a copy: `array` may alias a file, which may change while the model serves
 
 
-_FLOAT_FORMATS = {_cpu.WEIGHT_F32: FLOAT32, _cpu.WEIGHT_BF16: BFLOAT16}
-
-
 def _product(
     op: str, x: NDArray[Any], weight: PackedWeight, out: NDArray[Any], epilogue: int, out_code: int | None = None,
-    scale: float = 1.0, activation: str = "silu",
+    scale: float = 1.0, activation: str = "silu", expand: Expand | None = None,
 ) -> None:  # fmt: skip
     """Call the kernel: x, as `weight` wants it, into the rows of `out`."""
     check_inputs(op, x=x, out=out)
@@ -104,7 +103,7 @@ def _product(
         x_stride, rest = divmod(x.strides[0], _cpu.QBLOCK_BYTES)
         assert rest == 0
     else:
-        expected = _FLOAT_FORMATS[weight.format]
+        expected = FLOAT_FORMATS[weight.format]
         if x.dtype != expected:
             raise TypeError(f"{op}: the input is {x.dtype} but the matrix is packed as {expected}.")
         assert x.shape[1] == weight.in_features, f"{op}: {x.shape[1]} inputs for a matrix of {weight.in_features}"
@@ -112,7 +111,10 @@ def _product(
     assert is_dense(x)
     out_stride = stride(out) if out_code != _cpu.Q8 else stride(out) // _cpu.QBLOCK_BYTES
     kind = _cpu.ACTIVATIONS[activation]
-    _cpu.linear(x, x_stride, x.shape[0], weight.matrix, out, out_stride, out_code, epilogue, scale, kind)
+    _cpu.linear(
+        x, x_stride, x.shape[0], weight.matrix, out, out_stride, out_code, epilogue, scale, kind,
+        *expand_arguments(expand),
+    )  # fmt: skip
 
 
 def _float_output(x: NDArray[Any], out_dtype: str | None) -> np.dtype[Any]:
@@ -129,29 +131,33 @@ def _output_for(
     return empty(shape, dtype), CODES.get(dtype)
 
 
-def linear(x: NDArray[Any], weight: LinearWeight, out_dtype: str | None = None) -> NDArray[Any]:
+def linear(
+    x: NDArray[Any], weight: LinearWeight, out_dtype: str | None = None, expand: Expand | None = None
+) -> NDArray[Any]:
     assert isinstance(weight, PackedWeight) and not weight.gated
     out = empty((x.shape[0], weight.out_features), _float_output(x, out_dtype))
-    _product("linear", x, weight, out, _cpu.STORE)
+    _product("linear", x, weight, out, _cpu.STORE, expand=expand)
     return out
 
 
-def linear_add(x: NDArray[Any], weight: LinearWeight, residual: NDArray[Any], scale: float = 1.0) -> None:
+def linear_add(
+    x: NDArray[Any], weight: LinearWeight, residual: NDArray[Any], scale: float = 1.0, expand: Expand | None = None
+) -> None:
     assert isinstance(weight, PackedWeight) and not weight.gated
     assert residual.shape == (x.shape[0], weight.out_features)
     assert is_dense(residual)
-    _product("linear_add", x, weight, residual, _cpu.ADD, scale=scale)
+    _product("linear_add", x, weight, residual, _cpu.ADD, scale=scale, expand=expand)
 
 
 def linear_silu_and_mul(
     x: NDArray[Any], gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None,
-    activation: str = "silu",
+    activation: str = "silu", expand: Expand | None = None,
 ) -> NDArray[Any]:  # fmt: skip
     assert isinstance(gate_up, PackedWeight) and gate_up.gated
     shape = (x.shape[0], gate_up.out_features // 2)
     out, out_code = _output_for(consumer, shape, _float_output(x, out_dtype))
     assert activation in ACTIVATIONS
-    _product("linear_silu_and_mul", x, gate_up, out, _cpu.GATED, out_code, activation=activation)
+    _product("linear_silu_and_mul", x, gate_up, out, _cpu.GATED, out_code, activation=activation, expand=expand)
     return out
 
 
@@ -198,7 +204,7 @@ def embedding(
         raise ConfigError("embeddings that were quantized in the order of activations (desc_act) are not built.")
     assert token_ids.dtype == INT32 and is_dense(token_ids)
     check_inputs("embedding", token_ids=token_ids)
-    dtype = DTYPES[out_dtype] if out_dtype else _FLOAT_FORMATS.get(weight.format, FLOAT32)
+    dtype = DTYPES[out_dtype] if out_dtype else FLOAT_FORMATS.get(weight.format, FLOAT32)
     out = empty((token_ids.shape[0], weight.in_features), dtype)
     _cpu.embedding(token_ids, token_ids.shape[0], weight.matrix, out, code_of("embedding", out), scale)
     return out
@@ -210,6 +216,20 @@ def take_rows(x: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
     count, width = x.shape
     out = empty((rows.shape[0], width), x.dtype)
     _cpu.take_rows(x, count, width * x.itemsize, x.strides[0], rows, rows.shape[0], out)
+    return out
+
+
+def pool(
+    x: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any], kind: str, out_dtype: str | None = None
+) -> NDArray[Any]:
+    assert starts.dtype == ends.dtype == INT64 and is_dense(starts) and is_dense(ends) and is_dense(x)
+    assert starts.shape == ends.shape
+    check_inputs("pool", x=x, starts=starts, ends=ends)
+    out = empty((starts.shape[0], x.shape[1]), _float_output(x, out_dtype))
+    _cpu.pool(
+        x, x.shape[0], stride(x), starts, ends, starts.shape[0], x.shape[1], code_of("pool", x), out,
+        code_of("pool", out), _cpu.POOLINGS[kind],
+    )  # fmt: skip
     return out
 
 
@@ -264,7 +284,7 @@ def rotate(x: NDArray[Any], positions: NDArray[Any], cos_sin: NDArray[Any]) -> N
     check_inputs("rotate", x=x, positions=positions)
     _cpu.rotary_and_cache(
         x, stride(x), 0, 0, 0, 0, positions, cos_sin, cos_sin.shape[0], rotary_size, 0, 0, 0, 0, tokens,
-        heads, 0, head_size, 0, code_of("rotate", x), 0,
+        heads, 0, head_size, 0, 0, 0, code_of("rotate", x), 0, 0,
     )  # fmt: skip
 
 
@@ -278,9 +298,12 @@ def rotary_and_cache(
     for x in (query, key, value):
         assert x.shape[0] == tokens
         assert _has_dense_heads(x), "the heads of a token must be contiguous"
-    assert key.shape == value.shape == (tokens, kv_heads, head_size)
-    assert cache.key.shape[1] == kv_heads
-    assert rotary_size <= head_size and rotary_size % 2 == 0
+    key_size, value_size = key.shape[2], value.shape[2]
+    assert key.shape[:2] == value.shape[:2] == (tokens, kv_heads)
+    steps = cache.key.shape[2] - (cache.key.dtype in CACHE_CODES)  # without that of the scales
+    assert cache.key.shape[1] == kv_heads and steps * cache.key.shape[4] == key_size
+    assert cache.value.shape[3] - _cpu.VALUE_PAD < value_size <= cache.value.shape[3]
+    assert rotary_size <= min(head_size, key_size) and rotary_size % 2 == 0
     assert positions.dtype == slot_mapping.dtype == INT64 and is_dense(positions) and is_dense(slot_mapping)
     assert cos_sin.dtype == FLOAT32 and cos_sin.flags.c_contiguous
     if query_scales is not None:
@@ -289,15 +312,16 @@ def rotary_and_cache(
     _cpu.rotary_and_cache(
         query, stride(query), key, stride(key), value, stride(value), positions, cos_sin, cos_sin.shape[0], rotary_size,
         cache.key, cache.value, cache.num_blocks * block_size, slot_mapping, tokens, query_heads, kv_heads, head_size,
-        block_size, code_of("rotary_and_cache", query, key, value, cache.key, cache.value),
-        0 if query_scales is None else query_scales,
+        key_size, value_size, block_size, code_of("rotary_and_cache", query, key, value),
+        cache_code("rotary_and_cache", cache, query), 0 if query_scales is None else query_scales,
     )  # fmt: skip
 
 
 def paged_attention(
     query: NDArray[Any], cache: LayerKVCache, block_tables: NDArray[Any], query_start_loc: NDArray[Any],
     seq_lens: NDArray[Any], scale: float, sliding_window: int = 0, softcap: float = 0.0,
-    slopes: NDArray[Any] | None = None, sinks: NDArray[Any] | None = None,
+    slopes: NDArray[Any] | None = None, sinks: NDArray[Any] | None = None, bidirectional: bool = False,
+    distance_biases: NDArray[Any] | None = None,
 ) -> NDArray[Any]:  # fmt: skip
     tokens, query_heads, head_size = query.shape
     kv_heads = cache.key.shape[1]
@@ -310,11 +334,18 @@ def paged_attention(
     check_inputs(
         "paged_attention", query=query, block_tables=block_tables, query_start_loc=query_start_loc, seq_lens=seq_lens
     )
+    assert not bidirectional or slopes is None
+    reach = 0
+    if distance_biases is not None:
+        reach = (distance_biases.shape[1] - BIAS_PADDING) // 2
+        assert bidirectional and distance_biases.dtype == FLOAT32 and distance_biases.flags.c_contiguous
+        assert distance_biases.shape == (query_heads, 2 * reach + BIAS_PADDING)
     out = empty((tokens, query_heads * head_size), query.dtype)
     _cpu.paged_attention(
         query, tokens, stride(query), cache.key, cache.value, block_tables, stride(block_tables), block_tables.shape[1],
         query_start_loc, seq_lens, seq_lens.shape[0], query_heads, kv_heads, head_size, cache.key.shape[3],
-        sliding_window, scale, code_of("paged_attention", query, cache.key, cache.value), out, softcap,
-        0 if slopes is None else slopes, 0 if sinks is None else sinks,
+        sliding_window, scale, code_of("paged_attention", query), cache_code("paged_attention", cache, query), out,
+        softcap, 0 if slopes is None else slopes, 0 if sinks is None else sinks, bidirectional,
+        0 if distance_biases is None else distance_biases, reach,
     )  # fmt: skip
     return out

@@ -22,10 +22,17 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "int32": np.dtype(np.int32),
     "int64": np.dtype(np.int64),
     "uint8": np.dtype(np.uint8),
+    "int8": np.dtype(np.int8),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 FLOAT32, BFLOAT16, INT32, INT64, UINT8 = (DTYPES[n] for n in ("float32", "bfloat16", "int32", "int64", "uint8"))
 FLOAT64 = DTYPES["float64"]
 CODES: dict[np.dtype[Any], int] = {FLOAT32: _cpu.F32, BFLOAT16: _cpu.BF16}
+# Bytes that a cache of keys and values may hold.
+CACHE_CODES: dict[np.dtype[Any], int] = {
+    DTYPES["int8"]: _cpu.INT8, DTYPES["float8_e4m3fn"]: _cpu.FLOAT8_E4M3, DTYPES["float8_e5m2"]: _cpu.FLOAT8_E5M2
+}  # fmt: skip
 
 
 def code_of(op: str, *arrays: NDArray[Any]) -> int:

@@ -12,35 +12,51 @@ from numpy.typing import NDArray
 import octavo._cpu as _cpu
 from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache
-from octavo.ops.cpu_arrays import CODES, DTYPES, FLOAT32, UINT8
+from octavo.ops.cpu_arrays import CACHE_CODES, CODES, DTYPES, FLOAT32, UINT8, code_of
 from octavo.ops.cpu_memory import empty_pages
 from octavo.ops.cpu_program import check_runs_now
 
 
-def allocate_kv_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str) -> LayerKVCache:
+def allocate_kv_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str, value_size: int | None = None
+) -> LayerKVCache:
     """Keys lie as [block, kv_head, D / step, block_size, step] so that keys are the lanes of a score vector; `step` is
-    1 in float32 and 2 in bfloat16. Values lie as [block, kv_head, block_size / step, D rounded up to 16, step]."""
+    1 in float32, 2 in bfloat16 and 4 where elements are bytes. Values lie as [block, kv_head, block_size / step, D
+    rounded up to 16, step]. Where elements are bytes, keys have one more step: for each token the scales of its key and
+    of its value, as two bfloat16."""
     element = DTYPES.get(dtype)
-    if element not in CODES:
-        raise TypeError(f"the KV cache holds float32 or bfloat16, not {dtype}.")
+    has_scales = element in CACHE_CODES
+    if element is None or not (has_scales or element in CODES):
+        raise TypeError(f"the KV cache holds float32, bfloat16, int8, float8_e4m3fn or float8_e5m2, not {dtype}.")
     if block_size not in (8, 16, 32):
         raise ConfigError(f"block size {block_size} is not supported by the CPU kernels; use 8, 16 or 32.")
-    if not 0 < head_size <= _cpu.MAX_HEAD_SIZE or head_size % 2:
-        raise ConfigError(f"head size {head_size} is not supported; it must be even and at most {_cpu.MAX_HEAD_SIZE}.")
-    padded = -(-head_size // _cpu.VALUE_PAD) * _cpu.VALUE_PAD
-    step = 1 if element == FLOAT32 else 2
+    value_size = value_size or head_size
+    if has_scales and value_size != head_size:
+        raise ConfigError(f"--kv-cache-dtype {dtype} is not built yet for latent attention on CPUs; use auto.")
+    for size in (head_size, value_size):
+        if not 0 < size <= _cpu.MAX_HEAD_SIZE or size % 2:
+            raise ConfigError(f"head size {size} is not supported; it must be even and at most {_cpu.MAX_HEAD_SIZE}.")
+    if has_scales and head_size % 4:
+        raise ConfigError(f"head size {head_size} is not supported with --kv-cache-dtype {dtype}: 4 must divide it.")
+    padded = -(-value_size // _cpu.VALUE_PAD) * _cpu.VALUE_PAD
+    step = 4 if has_scales else 1 if element == FLOAT32 else 2
     shapes = (
-        (num_blocks, num_kv_heads, head_size // step, block_size, step),
+        (num_blocks, num_kv_heads, head_size // step + has_scales, block_size, step),
         (num_blocks, num_kv_heads, block_size // step, padded, step),
     )
     key, value = (empty_pages(math.prod(shape) * element.itemsize).view(element).reshape(shape) for shape in shapes)
     return LayerKVCache(key, value)
 
 
+def cache_code(op: str, cache: LayerKVCache, *arrays: NDArray[Any]) -> int:
+    """What the cache holds, as the kernels name it: the type of the step's `arrays`, or bytes."""
+    code = CACHE_CODES.get(cache.key.dtype)
+    return code_of(op, *arrays, cache.key, cache.value) if code is None else code
+
+
 def _pieces(caches: Sequence[LayerKVCache]) -> list[NDArray[np.uint8]]:
-    """The bytes of all layers' keys and values, [blocks, bytes of a block] each. A state has no values."""
-    parts = [part for cache in caches for part in (cache.key, cache.value) if part.nbytes]
-    return [part.view(UINT8).reshape(len(part), -1) for part in parts]
+    """The bytes of all layers' keys and values, [blocks, bytes of a block] each."""
+    return [part.view(UINT8).reshape(len(part), -1) for cache in caches for part in cache.arrays]
 
 
 def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:

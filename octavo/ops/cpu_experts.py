@@ -87,8 +87,8 @@ def experts(
 ) -> NDArray[Any]:  # fmt: skip
     assert isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts)
     first, second = gate_up.weights[0], down.weights[0]
-    assert first.gated and not second.gated and gate_up.num_experts == down.num_experts
-    assert first.out_features == 2 * second.in_features
+    assert not second.gated and gate_up.num_experts == down.num_experts
+    assert first.out_features == (2 if first.gated else 1) * second.in_features and (first.gated or clamp is None)
     num_tokens, top_k = ids.shape
     assert x.shape[0] == num_tokens and weights.shape == ids.shape and is_dense(x)
     assert ids.dtype == INT32 and weights.dtype == FLOAT32 and ids.flags.c_contiguous and weights.flags.c_contiguous

@@ -54,6 +54,10 @@ class PackedWeight:
         return self.format in (_cpu.WEIGHT_INT4, _cpu.WEIGHT_INT8)
 
     @property
+    def takes_float32(self) -> bool:
+        return self.is_quantized
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of a quantized row of inputs."""
         return int(-(-self.in_features // _cpu.QBLOCK))

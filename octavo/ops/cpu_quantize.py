@@ -1,4 +1,4 @@
-"""Activations as integer matrices multiply them (csrc/cpu/quantize.h)."""
+"""Activations as matrices multiply them: as int8 (csrc/cpu/quantize.h), or in the matrix's type."""
 
 from __future__ import annotations
 
@@ -8,22 +8,31 @@ from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
 from octavo.ops import LinearWeight
-from octavo.ops.cpu_arrays import UINT8, code_of, is_dense, stride
+from octavo.ops.cpu_arrays import BFLOAT16, CODES, FLOAT32, UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_pack import PackedWeight
 from octavo.ops.cpu_program import check_inputs, empty
+
+# What float matrices multiply.
+FLOAT_FORMATS = {_cpu.WEIGHT_F32: FLOAT32, _cpu.WEIGHT_BF16: BFLOAT16}
 
 
 def quantize(x: NDArray[Any], consumer: LinearWeight) -> NDArray[Any]:
     assert isinstance(consumer, PackedWeight)
-    if not consumer.is_quantized or x.dtype == UINT8:
-        assert x.dtype != UINT8 or consumer.order is None, "quantize: in another order than the matrix's"
+    if x.dtype == UINT8:
+        assert consumer.order is None, "quantize: in another order than the matrix's"
+        return x
+    if x.dtype == FLOAT_FORMATS.get(consumer.format):
         return x
     rows, width = x.shape
     assert width == consumer.in_features, f"quantize: {width} elements for a matrix of {consumer.in_features}"
     assert is_dense(x)
     check_inputs("quantize", x=x)
-    out = empty((rows, consumer.num_blocks * _cpu.QBLOCK_BYTES), UINT8)
+    if consumer.is_quantized:
+        out, out_code = empty((rows, consumer.num_blocks * _cpu.QBLOCK_BYTES), UINT8), _cpu.Q8
+    else:
+        out = empty(x.shape, FLOAT_FORMATS[consumer.format])
+        out_code = CODES[out.dtype]
     code, kind = code_of("quantize", x), _cpu.ACTIVATIONS["identity"]
     order = 0 if consumer.order is None else consumer.order
-    _cpu.activation(x, stride(x), rows, width, code, out, _cpu.Q8, kind, 0.0, 0.0, 0.0, 0.0, order)
+    _cpu.activation(x, stride(x), rows, width, code, out, out_code, kind, 0.0, 0.0, 0.0, 0.0, order)
     return out

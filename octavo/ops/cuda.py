@@ -16,6 +16,7 @@ from octavo.ops.torch_ops import (
     keep_tokens,
     logprobs,
     normalize,
+    pool,
     process_row,
     resolve_step,
     rows_of,
@@ -27,6 +28,7 @@ from octavo.ops.triton import logits as logits_kernels
 from octavo.ops.triton.attention import begin_step, paged_attention
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache, rotate
 from octavo.ops.triton.experts import experts, route, stack_experts
+from octavo.ops.triton.latent import latent_attention, linear_by_head
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, quantize
@@ -37,11 +39,11 @@ from octavo.ops.triton.schedule import ROW_CLASSES
 
 __all__ = [
     "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks",
-    "embedding", "experts", "gated_delta", "gather_blocks", "keep_tokens", "layer_norm", "linear", "linear_add",
-    "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
-    "paged_attention", "penalize", "place", "process_row", "quantize", "resolve_step", "rms_norm", "rotary_and_cache",
-    "rotate", "route", "row_classes", "rows_of", "sample", "scatter_blocks", "selective_scan", "stack_experts",
-    "take_rows", "top_tokens",
+    "embedding", "experts", "gated_delta", "gather_blocks", "keep_tokens", "latent_attention", "layer_norm", "linear",
+    "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize",
+    "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row", "quantize",
+    "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample",
+    "scatter_blocks", "selective_scan", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 

@@ -41,9 +41,10 @@ def _function() -> Any:
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
+    bidirectional: bool = False, distance_biases: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`Ops.paged_attention`. Rows that belong to no sequence may be anything."""
-    assert softcap == 0 and slopes is None and sinks is None
+    assert softcap == 0 and slopes is None and sinks is None and not bidirectional and distance_biases is None
     num_tokens = len(query)
     out: Tensor = _function()(
         query, cache.key, cache.value, cache_seqlens=seq_lens, page_table=block_tables, cu_seqlens_q=query_start_loc,

@@ -29,9 +29,12 @@ def to_torch(array: NDArray[Any]) -> Tensor:
     if array.dtype.itemsize == 4 and array.dtype.kind == "u":
         array = array.view(np.int32)  # words of bits
     integers, dtype = _AS_INTEGERS.get(array.dtype, (array.dtype, None))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+    if array.flags.writeable:
         tensor = torch.from_numpy(array.view(integers))
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            tensor = torch.from_numpy(array.view(integers))
     return tensor if dtype is None else tensor.view(dtype)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import LayerKVCache
-from octavo.ops.torch_arrays import upload
+from octavo.ops.torch_arrays import DTYPES, upload
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -45,6 +45,23 @@ def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return top, logits.gather(1, top)
 
 
+def pool(x: Tensor, starts: Tensor, ends: Tensor, kind: str, out_dtype: str | None = None) -> Tensor:
+    pooled = []
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        rows = x[start : end + 1].float()
+        if len(rows) == 1:
+            pooled.append(rows[0])
+        elif kind == "max":
+            pooled.append(rows.amax(0))
+        elif kind == "weighted_mean":
+            weights = torch.arange(1, len(rows) + 1, device=x.device)
+            pooled.append((rows * weights[:, None]).sum(0) / weights.sum())
+        else:
+            pooled.append(rows.sum(0) / (len(rows) if kind == "mean" else len(rows) ** 0.5))
+    dtype = DTYPES[out_dtype] if out_dtype else x.dtype
+    return torch.stack(pooled).to(dtype) if pooled else x[:0].to(dtype)
+
+
 def rows_of(x: Tensor, samples: NDArray[Any]) -> Tensor:
     return x[upload(samples, x.device)]
 
@@ -62,7 +79,7 @@ def add_bias(logits: Tensor, samples: NDArray[Any], tokens: NDArray[Any], values
 
 def _pieces(caches: Sequence[LayerKVCache]) -> list[Tensor]:
     """The bytes of all layers' keys and values, [blocks, bytes of a block] each."""
-    return [part.view(torch.uint8).flatten(1) for cache in caches for part in (cache.key, cache.value)]
+    return [part.view(torch.uint8).flatten(1) for cache in caches for part in cache.arrays]
 
 
 def gather_blocks(blocks: NDArray[Any], caches: Sequence[LayerKVCache]) -> Tensor:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import NO_TOKEN, ExpertsWeight, LayerKVCache, LinearWeight, Routing
+from octavo.ops import BIAS_PADDING, NO_TOKEN, AdapterTable, Expand, ExpertsWeight, LayerKVCache, LinearWeight, Routing
+from octavo.ops.torch_adapters import TorchAdapterTable, adapter_table, allocate_arena, expand_rows, shrink_rows
 from octavo.ops.torch_arrays import DTYPES, to_torch
 from octavo.ops.torch_ops import (
     add_bias,
@@ -21,6 +23,7 @@ from octavo.ops.torch_ops import (
     keep_tokens,
     logprobs,
     normalize,
+    pool,
     process_row,
     resolve_step,
     rows_of,
@@ -30,12 +33,13 @@ from octavo.ops.torch_ops import (
 from octavo.quantization import StoredWeight, dequantize
 
 __all__ = [
-    "DenseWeight", "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "causal_conv",
-    "copy_blocks", "embedding", "experts", "fake_quantize", "gated_delta", "gather_blocks", "keep_tokens",
-    "layer_norm", "linear", "linear_add", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize",
-    "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "process_row", "quantize",
-    "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample",
-    "scatter_blocks", "selective_scan", "stack_experts", "take_rows", "top_tokens",
+    "DenseWeight", "activation", "adapter_table", "add", "add_bias", "allocate_arena", "allocate_kv_cache", "argmax",
+    "begin_step", "causal_conv", "copy_blocks", "embedding", "experts", "fake_quantize", "gated_delta",
+    "gather_blocks", "keep_tokens", "latent_attention", "layer_norm", "linear", "linear_add", "linear_by_head",
+    "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
+    "paged_attention", "penalize", "place", "pool", "process_row", "quantize", "resolve_step", "rms_norm",
+    "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample", "scatter_blocks", "selective_scan",
+    "shrink", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 
@@ -57,6 +61,10 @@ class DenseWeight:
     @property
     def in_features(self) -> int:
         return self.weight.shape[1]
+
+    @property
+    def takes_float32(self) -> bool:
+        return self.is_quantized
 
     @property
     def num_bytes(self) -> int:
@@ -96,19 +104,36 @@ def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None,
     return DenseWeight(torch.cat(tensors), None if bias is None else to_torch(bias), gated=gated)
 
 
-def fake_quantize(x: Tensor) -> Tensor:
-    """x [..., K] as integer matrices see it, in float64: 32 at a time as int8 times a float32 scale, absmax / 127.
-    A block that is not finite is NaN; one below 2^-100 is zero."""
-    k = x.shape[-1]
-    blocks = torch.nn.functional.pad(x.float(), (0, -k % 32)).reshape(*x.shape[:-1], -1, 32)
-    absmax = blocks.abs().amax(-1, keepdim=True)
+def _without_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., groups, 32] -> x with zeros for outliers, and those: of each 32 the largest magnitude, if it is finite,
+    at least 2^-100, the only one, and more than 4 times the next."""
+    magnitudes = x.abs().nan_to_num(torch.inf)
+    largest = magnitudes.amax(-1, keepdim=True)
+    is_largest = magnitudes == largest
+    following = magnitudes.masked_fill(is_largest, 0.0).amax(-1, keepdim=True)
+    stands_out = (largest > 4.0 * following) & (is_largest.sum(-1, keepdim=True) == 1)
+    kept_apart = is_largest & stands_out & largest.isfinite() & (largest >= 2.0**-100)
+    return torch.where(kept_apart, 0.0, x), torch.where(kept_apart, x, 0.0)
+
+
+def _quantized_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] -> int8 times a float32 scale in float64, absmax / 127, and outliers: both [..., groups, 32]. A group
+    that is not finite is NaN; one below 2^-100 is zero."""
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 32)).reshape(*x.shape[:-1], -1, 32)
+    groups, outliers = _without_outliers(groups)
+    absmax = groups.abs().amax(-1, keepdim=True)
     # Two tensors are truly divided; a number over a tensor is a product with the reciprocal.
     largest = torch.full_like(absmax, 127)
-    q = (blocks * (largest / absmax)).round()
+    q = (groups * (largest / absmax)).round()
     out = q.double() * (absmax / largest).double()
     out = torch.where(absmax < 2.0**-100, 0.0, out)
-    out = torch.where(absmax.isfinite(), out, float("nan"))
-    return out.flatten(-2)[..., :k]
+    return torch.where(absmax.isfinite(), out, float("nan")), outliers.double()
+
+
+def fake_quantize(x: Tensor) -> Tensor:
+    """x [..., K] as integer matrices see it, in float64."""
+    quantized, outliers = _quantized_groups(x)
+    return (quantized + outliers).flatten(-2)[..., : x.shape[-1]]
 
 
 def quantize(x: Tensor, consumer: LinearWeight) -> Tensor:
@@ -116,14 +141,16 @@ def quantize(x: Tensor, consumer: LinearWeight) -> Tensor:
     return fake_quantize(x) if consumer.is_quantized else x
 
 
-def _product(x: Tensor, weight: LinearWeight) -> Tensor:
+def _product(x: Tensor, weight: LinearWeight, what: Expand | None = None) -> Tensor:
     assert isinstance(weight, DenseWeight)
     dtype = torch.float64 if weight.is_quantized else torch.float32
-    x = quantize(x, weight).to(dtype)
-    out = x @ weight.weight.to(dtype).T
+    out = quantize(x, weight).to(dtype) @ weight.weight.to(dtype).T
     if weight.minima is not None:
-        sums = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).reshape(len(x), -1, 32).sum(-1)
-        out = out + sums.float().bfloat16().to(dtype) @ weight.minima.to(dtype).T
+        quantized, outliers = _quantized_groups(x)
+        sums = quantized.sum(-1).float().bfloat16().to(dtype) + outliers.sum(-1)
+        out = out + sums @ weight.minima.to(dtype).T
+    if what is not None:
+        return expand_rows(out.float(), weight.bias, what)
     return out if weight.bias is None else out + weight.bias.to(dtype)
 
 
@@ -136,21 +163,28 @@ def _rounded(out: Tensor, dtype: torch.dtype, consumer: LinearWeight | None) -> 
     return fake_quantize(out) if isinstance(consumer, DenseWeight) and consumer.is_quantized else out.to(dtype)
 
 
-def linear(x: Tensor, weight: LinearWeight, out_dtype: str | None = None) -> Tensor:
-    return _product(x, weight).to(_float_output(x, out_dtype))
+def linear(x: Tensor, weight: LinearWeight, out_dtype: str | None = None, expand: Expand | None = None) -> Tensor:
+    return _product(x, weight, expand).to(_float_output(x, out_dtype))
 
 
-def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor, scale: float = 1.0) -> None:
-    residual.copy_(residual.float() + scale * _product(x, weight))
+def linear_add(
+    x: Tensor, weight: LinearWeight, residual: Tensor, scale: float = 1.0, expand: Expand | None = None
+) -> None:
+    residual.copy_(residual.float() + scale * _product(x, weight, expand))
 
 
 def linear_silu_and_mul(
     x: Tensor, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None,
-    activation: str = "silu",
+    activation: str = "silu", expand: Expand | None = None,
 ) -> Tensor:  # fmt: skip
-    gate, up = _product(x, gate_up).chunk(2, dim=-1)
+    gate, up = _product(x, gate_up, expand).chunk(2, dim=-1)
     out = _ACTIVATIONS[activation](gate) * up
     return _rounded(out, _float_output(x, out_dtype), consumer)
+
+
+def shrink(x: Tensor, table: AdapterTable, slots: Tensor) -> Tensor:
+    assert isinstance(table, TorchAdapterTable)
+    return shrink_rows(x.float(), table, slots)
 
 
 def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> DenseExperts:
@@ -213,7 +247,8 @@ def experts(
         scales, rows = weights[tokens, choices, None], x[tokens]
         if scales_inputs:
             rows = rows * scales if first.is_quantized else (rows * scales).to(x.dtype)
-        gate, up = _product(rows, first).float().chunk(2, dim=-1)
+        outputs = _product(rows, first).float()
+        gate, up = outputs.chunk(2, dim=-1) if first.gated else (outputs, torch.ones_like(outputs))
         if clamp is None:
             inner = _ACTIVATIONS[activation](gate) * up
         else:
@@ -385,8 +420,11 @@ def rotary_and_cache(
     has_slot = slot_mapping >= 0
     block, offset = slot_mapping[has_slot] // block_size, slot_mapping[has_slot] % block_size
     rotated = _rotate(key, cos, sin)
-    for part, rows, scale in ((cache.key, rotated, cache.key_scale), (cache.value, value, cache.value_scale)):
-        _bytes_of(part)[block, offset] = _bytes_of(_to_cache(rows[has_slot], part.dtype, scale))
+    for i, (part, rows) in enumerate(((cache.key, rotated), (cache.value, value))):
+        elements, scales = _to_cache(rows[has_slot], part.dtype)
+        _bytes_of(part)[block, offset] = _bytes_of(elements)
+        if cache.scales is not None:
+            cache.scales[block, offset, :, i] = scales.to(cache.scales.dtype)
 
 
 def _bytes_of(x: Tensor) -> Tensor:
@@ -394,11 +432,23 @@ def _bytes_of(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+def _to_cache(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows x [..., D] as the cache holds them, and their scales [...] (`LayerKVCache`). Rows that are not finite have
+    the scale NaN."""
+    largest = x.float().abs().amax(-1, keepdim=True)
     if dtype.itemsize > 1:
-        return x.to(dtype)
-    largest = torch.finfo(dtype).max  # beyond it conversion would give NaN
-    return (x.float() / scale).clamp(-largest, largest).to(dtype)
+        return x.to(dtype), largest[..., 0]
+    if dtype is torch.int8:
+        bits = (largest / 127).view(torch.int32)
+        scale = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
+    else:
+        bits = (largest / torch.finfo(dtype).max).view(torch.int32)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    # Quotients of the smallest numbers are not finite.
+    is_zero = largest < 2.0**-100
+    scale = torch.where(is_zero, 0.0, torch.where(largest.isfinite(), scale, float("nan")))
+    quotients = torch.where(is_zero | ~largest.isfinite(), 0.0, x.float() / scale)
+    return (quotients.round() if dtype is torch.int8 else quotients).to(dtype), scale[..., 0]
 
 
 def row_classes(max_rows: int) -> list[int]:
@@ -413,6 +463,7 @@ def begin_step(query_start_loc: Tensor, seq_lens: Tensor) -> None:
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
+    bidirectional: bool = False, distance_biases: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     num_tokens, num_heads, head_size = query.shape
     group = num_heads // cache.key.shape[2]
@@ -424,23 +475,48 @@ def paged_attention(
             _bytes_of(part)[blocks].view(part.dtype).flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
             for part in (cache.key, cache.value)
         )
-        scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), keys * cache.key_scale) * scale
+        if cache.scales is not None:
+            scales = cache.scales[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+            keys, values = keys * scales[..., :1], values * scales[..., 1:]
+        scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), keys) * scale
         if softcap > 0:
             scores = softcap * (scores / softcap).tanh()
         positions = torch.arange(seq_len, device=query.device)
         distance = positions[seq_len - (end - start) :, None] - positions[None, :]
         if slopes is not None:
             scores = scores - slopes[:, None, None] * distance
-        hidden = distance < 0
+        if distance_biases is not None:
+            reach = (distance_biases.shape[1] - BIAS_PADDING) // 2
+            scores = scores + distance_biases[:, reach - distance]
+        hidden = distance < 0 if not bidirectional else torch.zeros_like(distance, dtype=torch.bool)
         if sliding_window > 0:
-            hidden |= distance >= sliding_window
+            hidden |= distance.abs() >= sliding_window
         scores.masked_fill_(hidden, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, end - start, 1)], -1)
         weights = scores.softmax(-1)[..., :seq_len]
-        attended = torch.einsum("hqk,khd->qhd", weights, values) * cache.value_scale
-        out[start:end] = attended.to(query.dtype)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
     return out.view(num_tokens, num_heads * head_size)
+
+
+def linear_by_head(x: Tensor, weight: ExpertsWeight) -> Tensor:
+    assert isinstance(weight, DenseExperts)
+    return torch.stack([linear(x[:, head], matrix) for head, matrix in enumerate(weight.weights)], 1)
+
+
+def latent_attention(
+    query: Tensor, rotated: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor,
+    seq_lens: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    (num_tokens, num_heads, size), rotated_size = query.shape, rotated.shape[2]
+    key, value = cache.key.float(), cache.value.float()
+    if cache.scales is not None:
+        scales = cache.scales.float()
+        key, value = key * scales[..., :1], value * scales[..., 1:]
+    joint = LayerKVCache(torch.cat([key, value], -1), torch.cat([key * 0, value], -1))
+    both = torch.cat([rotated, query], -1)
+    attended = paged_attention(both, joint, block_tables, query_start_loc, seq_lens, scale)
+    return attended.view(num_tokens, num_heads, rotated_size + size)[..., rotated_size:]
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -484,18 +560,41 @@ def sample(
             ranked = probs.sort(descending=True).values
             last = int((ranked.cumsum(-1) < top_p[r] * probs.sum()).sum())
             probs[probs < ranked[min(last, len(ranked) - 1)]] = 0
-        cumulative = probs.cumsum(-1)
-        tokens.append(int((cumulative <= uniforms[r] * cumulative[-1]).sum()))
-    return torch.tensor(tokens, device=logits.device).clamp(max=logits.shape[1] - 1)
+        times = exponentials(float(uniforms[r]), len(probs)) / probs.cpu()
+        tokens.append(int(times.nan_to_num(torch.inf).argmin()))
+    return torch.tensor(tokens, device=logits.device)
+
+
+def exponentials(uniform: float, count: int) -> Tensor:
+    """[count] float64: the exponential number of each token, as `Ops.sample` has them."""
+    bits = int(uniform * 2**53)
+    low, high = bits & 0xFFFFFFFF, (bits >> 32) * 0x27D4EB2F
+    tokens = np.arange(count, dtype=np.uint32)
+
+    def mixed(x: NDArray[np.uint32], *steps: int) -> NDArray[np.uint32]:
+        for shift, factor in zip(steps[::2], (*steps[1::2], 1), strict=True):
+            x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+        return x
+
+    x = mixed(tokens * np.uint32(0x9E3779B1) + np.uint32(low), 16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
+    parts = [
+        mixed(x + np.uint32((high + more) & 0xFFFFFFFF), 16, 0x7FEB352D, 15, 0x846CA68B, 16) for more in (0, 0x165667B1)
+    ]
+    coarse, rest = (torch.from_numpy(part.astype(np.float64)) for part in parts)
+    return -torch.log1p(-(coarse + (rest + 0.5) * 2**-32) * 2**-32)
 
 
 def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
     for source, destination in pairs:
         for cache in caches:
-            cache.key[destination] = cache.key[source]
-            cache.value[destination] = cache.value[source]
+            for part in cache.arrays:
+                part[destination] = part[source]
 
 
-def allocate_kv_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str) -> LayerKVCache:
-    shape = (num_blocks, block_size, num_kv_heads, head_size)
-    return LayerKVCache(torch.empty(shape, dtype=DTYPES[dtype]), torch.empty(shape, dtype=DTYPES[dtype]))
+def allocate_kv_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str, value_size: int | None = None
+) -> LayerKVCache:
+    shape, element = (num_blocks, block_size, num_kv_heads), DTYPES[dtype]
+    key, value = (torch.empty(*shape, size, dtype=element) for size in (head_size, value_size or head_size))
+    scales = torch.empty((*shape, 2), dtype=torch.bfloat16) if element.itemsize == 1 else None
+    return LayerKVCache(key, value, scales)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import atexit
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,23 +35,68 @@ atexit.register(_trial.close)
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterText:
+    """What stands around the key of a parameter and its value, a text as it is or JSON."""
+
+    before_key: str
+    after_key_of_text: str
+    after_key_of_json: str
+    after_value: str
+    separator: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """What stands around the arguments of a function: one JSON object, or each one as `parameter` says."""
+
+    before: str
+    after: str
+    parameter: ParameterText | None = None
+    # By name what a value is: "text", one of several texts, or None for JSON.
+    parameters: Mapping[str, list[str] | str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How calls are written: `open call separator call close`, and each by its function's name."""
+
+    open: str
+    close: str
+    separator: str
+    calls: Mapping[str, CallText]
+
+    @property
+    def has_json_arguments(self) -> bool:
+        return all(call.parameter is None for call in self.calls.values())
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Every text in which there may be special tokens that must be shown."""
+        texts = [self.open, self.close, self.separator]
+        return (*texts, *(text for call in self.calls.values() for text in (call.before, call.after)))
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCalls:
-    """An answer that calls functions. That of one function by `name` is its arguments; otherwise it is a list in one
-    spelling, of which only the arguments are the model's to lay out:
-    `[{"name": "f", "parameters": {…}}, {"name": "g", "parameters": {…}}]`."""
+    """An answer that calls functions, in one spelling, of which only the values of arguments are the model's to lay
+    out."""
 
     schemas: Mapping[str, Mapping[str, Any]]  # of the functions' arguments, by name
-    name: str | None = None
+    spelling: Spelling
     is_parallel: bool = True  # more than one call is allowed
+    # Where calls are optional: the marks that only calls begin with, none if these are the whole answer.
+    marks: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What stands around the reasoning that an answer begins with, as `mark` writes it."""
+    """What stands around the reasoning that an answer begins with."""
 
     start: str | None  # None if the answer begins inside of the reasoning
     end: str
     is_optional: bool
+    answer_start: str = ""  # what stands around the content after it
+    answer_end: str = ""
 
 
 class WantedGrammar(NamedTuple):
@@ -60,25 +105,34 @@ class WantedGrammar(NamedTuple):
     content: StructuredOutputsParams | ToolCalls
     reasoning: ReasoningMarks | None = None
     field: str | None = None
+    special_tokens: Mapping[str, int] | None = None  # ids by text
 
 
 def make_grammar(
-    content: StructuredOutputsParams | ToolCalls, reasoning: ReasoningMarks | None = None, field: str | None = None
+    content: StructuredOutputsParams | ToolCalls,
+    reasoning: ReasoningMarks | None = None,
+    field: str | None = None,
+    special_tokens: Mapping[str, int] | None = None,
+    *,
+    closes_objects: bool = True,
 ) -> str:
     """The grammar of answers that are `content`, after `reasoning` if any, checked. Every grammar is made here.
 
-    `field` is what errors call a structure, where that is not `structured_outputs`. Takes some seconds for the largest.
+    `field` is what errors call a structure, where that is not `structured_outputs`; `special_tokens` are those of the
+    vocabulary, which have no text in a grammar and are named by their ids. Takes some seconds for the largest.
+    `closes_objects`: objects whose schema names properties have no others, where neither the schema nor the request
+    says anything of others.
     Raises `RequestError` with the reason if it is not one that can be followed.
     """
     if isinstance(content, ToolCalls):
         field = "tools"
-        grammar = _of_tool_calls(content)
+        grammar = _of_tool_calls(content, special_tokens or {})
     else:
         if field is None:
             field = "structured_outputs." + next(n for n in STRUCTURES if getattr(content, n) not in (None, False))
-        grammar = _of_structure(content, field)
+        grammar = _of_structure(content, field, closes_objects)
     if reasoning is not None:
-        grammar = _after_reasoning(grammar, reasoning)
+        grammar = _after_reasoning(grammar, reasoning, special_tokens or {}, is_call=isinstance(content, ToolCalls))
     check_grammar(grammar, field)
     return grammar
 
@@ -100,29 +154,135 @@ def mark(text: str, special_token_id: int | None) -> str:
     return json.dumps(text) if special_token_id is None else f"<[{special_token_id}]>"
 
 
-def _of_structure(wanted: StructuredOutputsParams, field: str) -> str:
+def _of_structure(wanted: StructuredOutputsParams, field: str, closes_objects: bool) -> str:
     try:
-        grammar = _write(wanted)
+        grammar = _write(wanted, closes_objects)
     except (ValueError, RecursionError) as e:
         raise RequestError(f"{field} cannot be read: {_first_line(e)}.", param=field) from None
     check_grammar(grammar, field)
     return grammar
 
 
-def _of_tool_calls(calls: ToolCalls) -> str:
-    schemas = list(calls.schemas.items())
-    if calls.name is not None:
-        i = list(calls.schemas).index(calls.name)
-        return json.dumps({"grammars": [_of_arguments(schemas[i][1], i)]})
-    grammars, lines = [], []
-    for i, (name, schema) in enumerate(schemas):
-        head = json.dumps(json.dumps({"name": name, "parameters": 0})[:-2], ensure_ascii=False)
-        lines.append(f'call{i}: {head} @arguments{i} "}}"')
-        grammars.append({**_of_arguments(schema, i), "name": f"arguments{i}"})
-    names = " | ".join(f"call{i}" for i in range(len(schemas)))
-    more = f' (", " call){{0,{MAX_CALLS - 1}}}' if calls.is_parallel else ""
-    lark = "\n".join([f'start: "[" call{more} "]"', f"call: {names}", *lines])
-    return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
+def _of_tool_calls(calls: ToolCalls, special_tokens: Mapping[str, int]) -> str:
+    def literal(text: str) -> str:
+        return " ".join(mark(piece, special_tokens.get(piece)) for piece in _pieces(text, special_tokens))
+
+    spelling, grammars, lines = calls.spelling, list[dict[str, Any]](), list[str]()
+    indices = {name: i for i, name in enumerate(calls.schemas)}
+    for name, call in spelling.calls.items():
+        i, schema = indices[name], calls.schemas[name]
+        if call.parameter is None:
+            lines.append(f"rest{i}: @arguments{i} {literal(call.after)}")
+            grammars.append({**_of_arguments(schema, i), "name": f"arguments{i}"})
+        else:
+            lines.append(f"rest{i}: first{i}_0 {literal(call.after)}")
+            more, their_grammars = _of_parameters(call, schema, i, literal, special_tokens)
+            lines += more
+            grammars += their_grammars
+        lines.append(f"call{i}: {literal(call.before)} rest{i}")
+        # The separator and what is before a call are one text: the lexer cannot go back to where a shorter one ended.
+        lines.append(f"next{i}: {literal(spelling.separator + call.before)} rest{i}")
+    names = " | ".join(f"call{indices[name]}" for name in spelling.calls)
+    limit = MAX_CALLS - 1 if calls.is_parallel else 0
+    more_calls = f"next_call{{0,{limit}}}" if limit else ""
+    ending = f"{more_calls} {literal(spelling.close)}"
+    lines += [f"call: {names}", f"next_call: {names.replace('call', 'next')}"]
+    if calls.marks is None:
+        start = [f"start: {literal(spelling.open)} call {ending}"]
+    else:
+        start = _after_free_text(calls, ending, literal, special_tokens, indices)
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(start + lines)}, *grammars]})
+
+
+def _after_free_text(
+    calls: ToolCalls,
+    ending: str,
+    literal: Callable[[str], str],
+    special_tokens: Mapping[str, int],
+    indices: Mapping[str, int],
+) -> list[str]:
+    """Rules of an answer that is any text, with calls after it or not. What begins as a call must go on as one."""
+    spelling, marks = calls.spelling, calls.marks or ()
+    heads = {name: spelling.open + call.before for name, call in spelling.calls.items()}
+    if not marks:
+        start = [f"start: {literal(spelling.open)} call {ending} | FREE", "FREE: /(.|\\n)*/ & ~/\\s*[{\\[](.|\\n)*/"]
+        return start
+    trigger = next(text for text in sorted(marks, key=len) if all(head.startswith(text) for head in heads.values()))
+    first, *_ = _pieces(trigger, special_tokens)
+    others = [text for text in marks if _pieces(text, special_tokens)[0] not in special_tokens]
+    kept_out = "".join(f" & ~/(.|\\n)*{_escaped(text)}(.|\\n)*/" for text in others)
+    free = f"FREE: /(.|\\n)*/{kept_out}"
+    if first in special_tokens:
+        trigger, before = first, f"before: FREE {literal(first)}"
+    else:
+        before = f"before[lazy]: /(.|\\n)*{_escaped(trigger)}/"
+    heads_left = [f"{literal(head[len(trigger) :])} rest{indices[name]}" for name, head in heads.items()]
+    # Blanks after a call begin another one.
+    after = f"AFTER: /[^ \\t\\r\\n](.|\\n)*/{kept_out}"
+    begun = f"begun: {' | '.join(heads_left)}"
+    return [f"start: FREE | before begun {ending} AFTER?", before, free, after, begun]
+
+
+def _of_parameters(
+    call: CallText,
+    schema: Mapping[str, Any],
+    index: int,
+    literal: Callable[[str], str],
+    special_tokens: Mapping[str, int],
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Rules for the parameters of a function, in the order of its schema, and the grammars that they name."""
+    form = call.parameter
+    assert form is not None
+    required = schema.get("required", ())
+    lines, grammars = [], list[dict[str, Any]]()
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    for j, (name, kind) in enumerate(call.parameters.items()):
+        here = f"{index}_{j}"
+        before = form.before_key + name + (form.after_key_of_json if kind is None else form.after_key_of_text)
+        head, end = literal(before), literal(form.after_value)
+        if kind is None:
+            one = StructuredOutputsParams(
+                json={**definitions, **schema["properties"][name]}, disable_additional_properties=True
+            )
+            text = _of_structure(one, f"tools[{index}].function.parameters", closes_objects=True)
+            grammars.append({**json.loads(text)["grammars"][0], "name": f"value{here}"})
+            lines.append(f"parameter{here}: {head} @value{here} {end}")
+        elif isinstance(kind, list):
+            lines.append(f"parameter{here}: {head} ({' | '.join(json.dumps(text) for text in kind)}) {end}")
+        else:
+            stripped = form.after_value.strip()
+            after = literal(form.after_value.lstrip().removeprefix(stripped))
+            if stripped in special_tokens:
+                lines.append(f"parameter{here}: {head} /(.|\\n)*/ {literal(stripped)} {after}")
+            else:
+                lines.append(f"parameter{here}: {head} value{here} {after}")
+                lines.append(f"value{here}[lazy]: /(.|\\n)*{_escaped(stripped)}/")
+        nothing_first = f" | first{index}_{j + 1}" if name not in required else ""
+        nothing_more = f" | more{index}_{j + 1}" if name not in required else ""
+        lines.append(f"first{here}: parameter{here} more{index}_{j + 1}{nothing_first}")
+        lines.append(f"more{here}: {literal(form.separator)} parameter{here} more{index}_{j + 1}{nothing_more}")
+    last = len(call.parameters)
+    lines += [f'first{index}_{last}: ""', f'more{index}_{last}: ""']
+    return lines, grammars
+
+
+def _pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
+    """`text` cut so that each special token in it is a piece of its own."""
+    pieces, begin, position = list[str](), 0, 0
+    while position < len(text):
+        # Longest first: one token may begin with another.
+        found = max((token for token in special_tokens if text.startswith(token, position)), key=len, default="")
+        if found:
+            pieces += [text[begin:position], found]
+            begin = position = position + len(found)
+        else:
+            position += 1
+    return [piece for piece in [*pieces, text[begin:]] if piece]
+
+
+def _escaped(text: str) -> str:
+    """`text` within a regular expression of Lark."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda found: "\\" + found[0], text).replace("\n", "\\n")
 
 
 def _of_arguments(schema: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -131,27 +291,36 @@ def _of_arguments(schema: Mapping[str, Any], index: int) -> dict[str, Any]:
     schema = {"type": "object", **schema}
     if schema["type"] != "object":
         raise RequestError(f"{field} must describe an object, not {schema['type']!r:.100}.", param=field)
-    # Parts of an allOf know nothing of each other's properties.
-    is_closed = '"allOf"' not in json.dumps(schema)
-    wanted = StructuredOutputsParams(json=schema, disable_additional_properties=is_closed)
-    grammar: dict[str, Any] = json.loads(_of_structure(wanted, field))["grammars"][0]
+    wanted = StructuredOutputsParams(json=schema)
+    grammar: dict[str, Any] = json.loads(_of_structure(wanted, field, closes_objects=True))["grammars"][0]
     return grammar
 
 
-def _after_reasoning(grammar: str, marks: ReasoningMarks) -> str:
+def _after_reasoning(
+    grammar: str, marks: ReasoningMarks, special_tokens: Mapping[str, int], *, is_call: bool = False
+) -> str:
     """`grammar` after any text up to the mark at its end, or, if that is optional, after none."""
     whole = json.loads(grammar)
     first, *others = whole["grammars"]
-    is_token = marks.end.startswith("<[")
-    thought = f"thought: /(.|\\n)*/ {marks.end}" if is_token else f"thought: upto\nupto[lazy]: /(.|\\n)*/ {marks.end}"
+
+    def literal(text: str | None) -> str:
+        return " ".join(mark(piece, special_tokens.get(piece)) for piece in _pieces(text or "", special_tokens))
+
+    end, *more = _pieces(marks.end, special_tokens)
+    after = " ".join(map(literal, more))
+    if end in special_tokens:
+        thought = f"thought: /(.|\\n)*/ {literal(end)} {after}"
+    else:
+        thought = f"thought: upto {after}\nupto[lazy]: /(.|\\n)*/ {literal(end)}"
+    answer = "@answer" if is_call else f"{literal(marks.answer_start)} @answer {literal(marks.answer_end)}"
     lark = (
-        f"start: {'reasoning?' if marks.is_optional else 'reasoning'} @answer\n"
-        f"reasoning: {marks.start or ''} thought SPACE?\n{thought}\nSPACE: /\\n{{1,2}}/\n"
+        f"start: {'reasoning?' if marks.is_optional else 'reasoning'} {answer}\n"
+        f"reasoning: {literal(marks.start)} thought SPACE?\n{thought}\nSPACE: /\\n{{1,2}}/\n"
     )
     return json.dumps({**whole, "grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
 
 
-def _write(wanted: StructuredOutputsParams) -> str:
+def _write(wanted: StructuredOutputsParams, closes_objects: bool) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if wanted.regex is not None:
@@ -175,7 +344,8 @@ def _write(wanted: StructuredOutputsParams) -> str:
     _check_parts(schema)
     if not isinstance(schema, dict):
         raise ValueError(f"a schema is an object, not {json.dumps(schema)[:40]}")
-    if wanted.disable_additional_properties:
+    closes = wanted.disable_additional_properties
+    if closes if closes is not None else closes_objects and not _is_composed(schema):
         schema = _closed(schema)
     options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or DEFAULT_WHITESPACE}
     if wanted.disable_any_whitespace:
@@ -217,10 +387,31 @@ def _closed(schema: Any) -> Any:
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {name: _closed(value) for name, value in schema.items()}
-    if isinstance(schema.get("properties"), dict) and not {"additionalProperties", "patternProperties"} & schema.keys():
-        closed["additionalProperties"] = False
+    closed = {name: value if name in _VALUES else _closed(value) for name, value in schema.items()}
+    properties = schema.get("properties")
+    if isinstance(properties, dict):
+        closed["properties"] = {name: _closed(value) for name, value in properties.items()}
+        required = schema.get("required")
+        needs_others = isinstance(required, list) and any(name not in properties for name in required)
+        if not needs_others and not _SAYS_OF_OTHERS & schema.keys():
+            closed["additionalProperties"] = False
     return closed
+
+
+def _is_composed(schema: Any) -> bool:
+    """Whether some object's properties are named in several places, which know nothing of each other."""
+    if isinstance(schema, list):
+        return any(map(_is_composed, schema))
+    if not isinstance(schema, dict):
+        return False
+    if "allOf" in schema or ("properties" in schema and _COMPOSING & schema.keys()):
+        return True
+    return any(_is_composed(value) for name, value in schema.items() if name not in _VALUES)
+
+
+_VALUES = ("const", "enum", "default", "examples")  # of a schema, which are no schemas
+_SAYS_OF_OTHERS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"))
+_COMPOSING = frozenset(("anyOf", "oneOf", "$ref", "if", "dependentSchemas"))
 
 
 @lru_cache(maxsize=256)

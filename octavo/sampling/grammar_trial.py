@@ -73,7 +73,7 @@ class GrammarTrial:
             if has_come:  # it ended, and how is what its exit status says
                 process.wait()
             self._end(process)
-        if has_come and process.returncode != -signal.SIGXCPU:
+        if has_come and process.returncode != -getattr(signal, "SIGXCPU", 0):
             raise TrialFailed("it is nested too deep, or takes too much memory.")
         raise TrialFailed(f"to compile it takes more than {self._time_limit_s} s.")
 
@@ -121,8 +121,10 @@ def _follow_parent(time_limit_s: int) -> None:
 
 
 def _limit(name: str, value: int) -> None:
-    import resource
-
+    try:
+        import resource
+    except ImportError:  # Windows: the time that the parent waits is then all that bounds it
+        return
     kind = getattr(resource, name)
     _, most = resource.getrlimit(kind)
     with contextlib.suppress(ValueError):  # a system that does not have this limit

@@ -1,4 +1,4 @@
-"""Chooses tokens: the likeliest, or by inverting the cumulative distribution at a number that the request's seed gives.
+"""Chooses tokens: the likeliest, or drawn from their distribution with a number that the request's seed gives.
 
 All of it is row-wise operations of the backend, so a sample is a function of its logits and its request alone, and
 nothing waits for a device: `sample_tokens` has it choose the tokens of a step, and measure whatever requests

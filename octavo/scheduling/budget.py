@@ -6,12 +6,11 @@ The scheduler asks; what a step costs is `octavo.step_cost`'s. The budget of tok
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Protocol
 
 from octavo.plan import StepPlan
 from octavo.sampling_params import RequestOutputKind
 from octavo.sequence import Sequence
-from octavo.step_cost import StepWork
+from octavo.step_cost import StepCost, StepWork
 
 # `--target-step-time auto`. A tenth of a second is about what one does not notice (R. B. Miller, "Response time in
 # man-computer conversational transactions", 1968); a little less, since steps take longer than predicted as often as
@@ -23,12 +22,6 @@ AUTO_TIMES_DECODES = 3.0
 MIN_CHUNK_TOKENS = 32
 
 
-class StepCost(Protocol):
-    """How long a step takes: `octavo.step_cost.StepCostModel`, or a formula in tests."""
-
-    def seconds(self, work: StepWork) -> float: ...
-
-
 class TimeLimit:
     """What is left of the time of one step. Decodes are counted before anything else and always run."""
 
@@ -36,13 +29,13 @@ class TimeLimit:
         """`target_s` is None for `auto`."""
         self._cost = cost
         self._work = decodes
+        self._has_prompts = False  # a part of one is in the step
         self.seconds = target_s or max(AUTO_STEP_S, AUTO_TIMES_DECODES * cost.seconds(decodes))
 
     @property
     def is_spent(self) -> bool:
         """Whether another part of a prompt would be too much, beside one that is there already."""
-        work = self._work
-        return work.num_chunks > 0 and self._cost.seconds(work.plus(0, MIN_CHUNK_TOKENS, 0)) > self.seconds
+        return self._has_prompts and self._cost.seconds(self._work.plus(0, MIN_CHUNK_TOKENS, 0)) > self.seconds
 
     def chunk(self, num_computed: int, most: int) -> int:
         """How many of the next `most` tokens of a prompt fit, the least that it gets included."""
@@ -54,7 +47,13 @@ class TimeLimit:
 
     def take(self, num_computed: int, num_tokens: int) -> None:
         """A part of a prompt is in the step."""
+        self._has_prompts = True
         self._work.add(num_computed, num_tokens, 0)
+
+    def take_guesses(self, num_computed: int, num_guesses: int) -> None:
+        """A decode brings guesses."""
+        for count in range(1, num_guesses + 1):
+            self._work.add_guess(num_computed, count)
 
 
 def time_limit(
@@ -78,7 +77,7 @@ def time_limit(
 def prompt_token_s(cost: StepCost, plan: StepPlan, num_tokens: int, limit: TimeLimit | None) -> float:
     """How long a token of a prompt takes while there are others to compute: steps are as full as `num_tokens` and
     `limit` let them be, and decodes have their part of each."""
-    decodes = StepWork.of([row for row in plan.rows if row.num_tokens == 1])
+    decodes = StepWork.of([row for row in plan.rows if row.is_decode])
     decode_s = cost.seconds(decodes)
     token_s = (cost.seconds(plan.work) - decode_s) / (plan.work.num_tokens - decodes.num_tokens)
     if token_s == 0.0:

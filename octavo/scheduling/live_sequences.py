@@ -7,10 +7,11 @@ scheduler's.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.lora.pool import AdapterPool
 from octavo.sequence import Sequence
 
 scheduling_order = attrgetter("key", "index")
@@ -20,8 +21,16 @@ class LiveSequences:
     """Every sequence that has not ended is either running or waiting. Both are in scheduling order: the first one waits
     least, the last one is preempted first."""
 
-    def __init__(self, max_num_seqs: int, cache: KVCacheManager) -> None:
-        self.cache = cache
+    def __init__(
+        self,
+        max_num_seqs: int,
+        cache: KVCacheManager,
+        on_end: Callable[[Sequence], None] | None = None,
+        adapters: AdapterPool | None = None,
+    ) -> None:
+        """`on_end` is told of each sequence that has ended."""
+        self.cache, self.adapters = cache, adapters
+        self._on_end = on_end
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.requests: dict[str, list[Sequence]] = {}  # by request
@@ -90,6 +99,8 @@ class LiveSequences:
         siblings.remove(seq)
         if not siblings:
             del self.requests[seq.request.request_id]
+        if self._on_end is not None:
+            self._on_end(seq)
 
     def check(self, under_way: list[Sequence]) -> None:
         """Assert that no sequence, row or block is lost or owned twice."""
@@ -105,12 +116,16 @@ class LiveSequences:
         assert len(running) + len(waiting) == len(live) and {*running, *waiting} == {*live}, "a sequence was lost"
         for seq in running:
             assert (seq.num_lacking_tokens > 0) != seq.is_held or seq in under_way, "a sequence lacks nothing"
+        if self.adapters is not None:
+            self.adapters.check([seq.adapter for seq in running if seq.adapter is not None])
         if not live:
             pools = [*self.cache.pools, *self.cache.host_pools]
             assert all(pool.num_used == 0 for pool in pools), "blocks are in use when idle"
 
     def _take_row(self, seq: Sequence) -> None:
         seq.row = self.free_rows.pop()
+        if seq.adapter is not None and self.adapters is not None:
+            seq.adapter_slot = self.adapters.pin(seq.adapter)
         insort(self.running, seq, key=scheduling_order)
 
     def _return_row(self, seq: Sequence) -> None:
@@ -118,6 +133,9 @@ class LiveSequences:
         self._leave(self.running, seq)
         self.free_rows.append(seq.row)
         seq.row = None
+        if seq.adapter is not None and self.adapters is not None:
+            self.adapters.unpin(seq.adapter)
+            seq.adapter_slot = -1
         seq.is_admitted_to_runner = False
 
     @staticmethod

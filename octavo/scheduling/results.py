@@ -1,8 +1,11 @@
-"""What the tokens that a step has sampled mean for a sequence: it goes on, forks, is held for its chooser, or ends."""
+"""What the tokens that a step has sampled mean for a sequence: it goes on, forks, is held for its chooser, or ends.
+That of a model that pools ends with its vectors."""
 
 from __future__ import annotations
 
-from octavo.plan import num_standing
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.request import SequenceOutput, TokenLogprobs
 from octavo.scheduling.live_sequences import LiveSequences
 from octavo.sequence import Sequence
@@ -30,15 +33,22 @@ def start_forks(live: LiveSequences, seq: Sequence, tokens: list[int], logprobs:
 
 
 def take_standing(
-    live: LiveSequences, seq: Sequence, guesses: tuple[int, ...], tokens: list[int], logprobs: Logprobs
+    live: LiveSequences, seq: Sequence, count: int, tokens: list[int], logprobs: Logprobs
 ) -> SequenceOutput:
-    """Add the tokens that stand, and undo what was computed of wrong guesses."""
-    count = num_standing(guesses, tokens)
+    """Add the first `count` tokens, which stand, and undo what was computed of wrong guesses."""
     seq.num_computed_tokens += count - 1  # guesses that were right; the last token that stands was not computed
     output = extend(live, seq, tokens[:count], logprobs)
     if not seq.has_ended:
         live.cache.register_computed(seq, seq.num_computed_tokens)
         live.cache.roll_back(seq)
+    return output
+
+
+def end_with_vectors(live: LiveSequences, seq: Sequence, vectors: NDArray[np.float32]) -> SequenceOutput:
+    """A text of a model that pools has been computed: [vectors, size]."""
+    output = seq.output([], "stop")
+    output.vectors = vectors.tobytes()
+    live.drop(seq)
     return output
 
 

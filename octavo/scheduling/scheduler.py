@@ -15,34 +15,33 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable
 
 from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.plan import StepPlan, StepResult
+from octavo.lora.pool import AdapterPool
+from octavo.plan import PlannedRow, StepPlan, StepResult, num_standing
 from octavo.request import EngineRequest, SequenceOutput
+from octavo.scheduling.adapters import AdapterTurn
 from octavo.scheduling.beams import BeamSearch
-from octavo.scheduling.budget import StepCost, TimeLimit, prompt_token_s, time_limit
+from octavo.scheduling.budget import TimeLimit, prompt_token_s, time_limit
 from octavo.scheduling.limits import check_request
 from octavo.scheduling.live_sequences import LiveSequences, scheduling_order
 from octavo.scheduling.order import first_token_deadline
-from octavo.scheduling.results import Logprobs, extend, offer, start_forks, take_standing
+from octavo.scheduling.results import Logprobs, end_with_vectors, extend, offer, start_forks, take_standing
 from octavo.scheduling.statistics import set_gauges
 from octavo.scheduling.step import Step
 from octavo.sequence import Sequence, stop_reasons
+from octavo.speculative.speculation import Speculation
 from octavo.stats import EngineStats
-from octavo.step_cost import StepWork
-
-# Guesses up to so many of the tokens that follow a sequence, which may be wrong.
-Proposer = Callable[[Sequence, int], tuple[int, ...]]
+from octavo.step_cost import StepCost, StepWork
 
 
 class Scheduler:
     """Owns the sequences. Each plan of `schedule` that has rows comes back in `update`, in order, or in `withdraw`.
 
     `add` and `abort` may come at any time. Another plan may be made before the last one has come back if that says
-    `runs_ahead`, which none does where a `proposer` wants to see the last tokens.
+    `runs_ahead`, which none does where guesses are to follow the last tokens.
     """
 
     def __init__(
@@ -51,17 +50,20 @@ class Scheduler:
         cache: KVCacheManager,
         seed: int | None = None,
         runs_ahead: bool = False,
-        proposer: Proposer | None = None,
+        speculation: Speculation | None = None,
         cost: StepCost | None = None,
+        adapters: AdapterPool | None = None,
     ) -> None:
         """Without a `cost` steps are bounded by tokens alone, and there are no deadlines."""
         self.config = config
         self.cache = cache
-        self.live = LiveSequences(config.max_num_seqs, cache)
         self._under_way: deque[Step] = deque()
         self._arrivals = 0
-        self._runs_ahead = runs_ahead and proposer is None
-        self._proposer = proposer
+        self._runs_ahead = runs_ahead
+        # What wrong guesses do to a state cannot be undone.
+        self._speculation = None if cache.states else speculation
+        on_end = None if self._speculation is None else self._speculation.end
+        self.live = LiveSequences(config.max_num_seqs, cache, on_end, adapters)
         self._cost = cost
         self._prompt_token_s = 0.0
         self._random = random.Random(seed)
@@ -112,13 +114,18 @@ class Scheduler:
                 self._schedule_waiting(step)
         plan = step.plan
         plan.moves = self.cache.take_moves()
+        if self.live.adapters is not None:
+            plan.adapters = self.live.adapters.take_loads()
+            step.group_by_adapter()
         # A plan without rows is not executed. The first sequence always gets its blocks: the pools hold any one alone.
+        assert plan.rows or not plan.adapters
         assert plan.rows or not any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves)
         if plan.rows:
             plan.work = StepWork.of(plan.rows)
-            if plan.work.num_chunks and self._cost is not None:
+            plan.drafts_prompts = self._speculation is not None and self._speculation.is_guessing
+            if plan.work.num_chunks and self._cost is not None and not all(row.is_decode for row in plan.rows):
                 self._prompt_token_s = prompt_token_s(self._cost, plan, self.config.max_num_batched_tokens, limit)
-            step.set_off(self._runs_ahead)
+            step.set_off(self._runs_ahead and not self._must_wait(step))
             self._under_way.append(step)
         return plan
 
@@ -149,31 +156,51 @@ class Scheduler:
         return not has_preempted
 
     def _add_guesses(self, step: Step) -> None:
-        """Let the proposer guess what follows the sequences that lack one token. Guesses take only what the running
-        sequences leave of budget and blocks, so that nobody is preempted for them."""
-        if self._proposer is None or self.cache.states:  # what wrong guesses do to a state cannot be undone
+        """Guess what follows the sequences that lack one token. Guesses take only what the running sequences leave of
+        budget and blocks, so that nobody is preempted for them."""
+        if self._speculation is None or self._speculation.is_idle:
             return
+        places, candidates = [], []
         for place, (seq, planned) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
             most = min(step.budget, seq.num_remaining_tokens - 1)
-            if planned.num_tokens > 1 or planned.num_samples != 1 or seq.chooser is not None or most <= 0:
-                continue
-            if seq.params.logits_processors:
-                continue  # the caller's code sees only tokens that stand
-            guesses = tuple(self._proposer(seq, most)[:most])
+            if planned.num_tokens == 1 and most > 0 and not seq.num_awaited_tokens and _may_be_guessed(seq, planned):
+                places.append(place)
+                candidates.append((seq, most))
+        if not candidates:
+            return
+        found = self._speculation.choose(candidates, step.plan.rows)
+        for place, (seq, _), guesses in zip(places, candidates, found, strict=True):
+            guesses = guesses[: step.budget]
             end = seq.num_computed_tokens + 1 + len(guesses)
             if guesses and (changed := self.cache.grow(seq, end)) is not None:
                 step.add_guesses(place, guesses, changed)
 
+    def _guess(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None, num_forks: int) -> None:
+        """`tokens` have come for a sequence, or one each for the forks that have started with it: guess what follows.
+        `drafts` are what the worker had guessed."""
+        assert self._speculation is not None
+        if num_forks > 1:
+            for fork in self.live.siblings(seq):
+                self._speculation.took(fork, fork.token_ids[-1:], None)
+        elif not seq.has_ended:
+            self._speculation.took(seq, tokens, drafts)
+
+    def _must_wait(self, step: Step) -> bool:
+        """Whether guesses are to follow the tokens of this step, which must be known then."""
+        if self._speculation is None or self._speculation.is_idle:
+            return False
+        return self._speculation.must_wait(step.sequences, step.plan.rows)
+
     def _schedule_waiting(self, step: Step, before: Sequence | None = None, num_behind: int = 0) -> int:
         """Admit waiting sequences in their order: all that there is room for, or those that come `before` a prompt that
         is being computed. Each of the running ones that are `num_behind` keeps a token. Returns how many have come."""
-        waiting = self.live.waiting
+        waiting, turn = self.live.waiting, AdapterTurn(self.live.adapters)
         i = num_admitted = 0
         while i < len(waiting) and step.budget > num_behind and step.has_room:
             seq = waiting[i]
             if before is not None and scheduling_order(before) < scheduling_order(seq):
                 break
-            if seq.is_held:
+            if seq.is_held or not turn.may_start(seq):
                 i += 1
                 continue
             has_row = seq.num_rows <= self.live.num_rows_left
@@ -181,6 +208,7 @@ class Scheduler:
             if num_tokens == 0:
                 break
             self.live.start(seq)
+            turn.started(seq)
             num_admitted += 1
             if seq.first_scheduled_time == 0.0:
                 seq.first_scheduled_time = time.monotonic()
@@ -251,8 +279,12 @@ class Scheduler:
                 seq.prompt_logprobs[num_computed:] = result.prompt_logprobs[row]
             if not num_positions:
                 continue
+            guesses = result.guesses.get(row, guesses)
             if result.logprobs is not None:
                 logprobs = result.logprobs[first:end]
+            if result.vectors is not None:
+                outputs.append(end_with_vectors(self.live, seq, result.vectors[first:end]))
+                continue
             tokens = result.tokens[first:end]
             if seq.chooser is not None:
                 outputs += offer(seq, logprobs)
@@ -261,11 +293,19 @@ class Scheduler:
             if num_forks > 1:
                 outputs += start_forks(self.live, seq, tokens, logprobs)
             elif guesses:
-                outputs.append(take_standing(self.live, seq, guesses, tokens, logprobs))
+                count = num_standing(guesses, tokens)
+                if self._speculation is not None:
+                    self._speculation.count(seq, guesses, count - 1, self._stats)
+                outputs.append(take_standing(self.live, seq, count, tokens, logprobs))
             else:
                 outputs.append(extend(self.live, seq, tokens, logprobs))
+            if self._speculation is not None:
+                self._guess(seq, outputs[-1].token_ids, result.guesses.get(row), num_forks)
             num_generated += len(tokens) if not guesses else len(outputs[-1].token_ids)
-        assert end == len(result.tokens), f"{end} tokens were to be sampled and {len(result.tokens)} came"
+        if self._speculation is not None:
+            self._speculation.drafted(plan.rows, result.guesses, result.draft_s)
+        num_found = len(result.tokens if result.vectors is None else result.vectors)
+        assert end == num_found, f"{end} tokens or vectors were wanted and {num_found} came"
         self._stats.num_computed_tokens += sum([planned.num_tokens for planned in plan.rows])
         self._stats.num_generation_tokens += num_generated
         if self.config.check_invariants:
@@ -315,3 +355,11 @@ class Scheduler:
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
         self._stats.num_preemptions += 1
         self.live.preempt(seq, may_swap and self.config.preemption_mode == "swap")
+
+
+def _may_be_guessed(seq: Sequence, planned: PlannedRow) -> bool:
+    """Whether what follows a sequence may be guessed: the sampler alone chooses it, and sees all that it sees without
+    guesses."""
+    if seq.chooser is not None or planned.num_forks > 1:
+        return False
+    return not seq.params.logits_processors  # the caller's code sees only tokens that stand

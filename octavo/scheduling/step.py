@@ -34,7 +34,7 @@ class Step:
         else:
             seq.is_admitted_to_runner = True
             plan.admissions.append(_admission(seq, row))
-        num_positions = 1 if num_tokens == seq.num_lacking_tokens else 0
+        num_positions = seq.num_last_positions if num_tokens == seq.num_lacking_tokens else 0
         num_forks = 1 if seq.chooser is not None else 1 + seq.num_pending_forks
         # As PlannedRow(...), in half the time: this happens for every token.
         planned = tuple.__new__(PlannedRow, (row, seq.num_computed_tokens, num_tokens, num_positions, num_forks, ()))
@@ -51,6 +51,14 @@ class Step:
         self.plan.rows[place] = PlannedRow(row, num_computed, count, count, num_forks, guesses)
         self.plan.new_blocks += [NewBlock(row, *change) for change in changed]
         self.budget -= len(guesses)
+        if self.limit is not None:
+            self.limit.take_guesses(num_computed, len(guesses))
+
+    def group_by_adapter(self) -> None:
+        """Rows that share an adapter next to each other: its factors are read once for all of them."""
+        order = sorted(range(len(self.sequences)), key=lambda i: self.sequences[i].adapter_slot)
+        self.sequences = [self.sequences[i] for i in order]
+        self.plan.rows = [self.plan.rows[i] for i in order]
 
     def set_off(self, may_run_ahead: bool) -> None:
         """From here on the tokens count as computed, guesses apart, and what is sampled as awaited if the step runs
@@ -87,4 +95,7 @@ def _admission(seq: Sequence, row: int) -> Admission:
         stop_token_ids=seq.request.eos_token_ids + seq.params.stop_token_ids,
         seed=seq.seed,
         index=seq.index,
+        adapter_slot=seq.adapter_slot,
+        pooling=seq.request.pooling,
+        second_start=seq.request.prompt.second_start,
     )

@@ -11,9 +11,9 @@ from octavo.bench.startup import Start, main, median, parse_metrics, report
 
 METRICS = """\
 # TYPE octavo:startup_seconds gauge
-octavo:startup_seconds{model_name="a,b",phase="imports",process="core"} 1.5
-octavo:startup_seconds{model_name="a,b",phase="HTTP server",process="server"} 0.25
-octavo:memory_bytes{model_name="a,b",kind="weights"} 9.6e+07
+octavo:startup_seconds{engine="0",model_name="a,b",phase="imports",process="core"} 1.5
+octavo:startup_seconds{engine="0",model_name="a,b",phase="HTTP server",process="server"} 0.25
+octavo:memory_bytes{engine="0",model_name="a,b",kind="weights"} 9.6e+07
 """
 
 

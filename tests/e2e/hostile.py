@@ -22,6 +22,10 @@ GOOD: dict[str, dict[str, Any]] = {
     "/generate": {"prompt": "Hi", "max_tokens": 2},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [504, 3575]},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": CHAT},
+    "/v1/batches": {"input_file_id": "file-1", "endpoint": "/v1/responses", "completion_window": "24h"},
 }
 FIELDS = (
     "prompt", "messages", "tokens", "model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature",
@@ -31,7 +35,10 @@ FIELDS = (
     "tools", "tool_choice", "response_format", "structured_outputs", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "use_beam_search", "length_penalty", "early_stopping", "return_token_ids", "ignore_eos",
     "skip_special_tokens", "add_special_tokens", "timeout", "return_token_strs", "add_generation_prompt",
-    "continue_final_message", "parallel_tool_calls", "include_reasoning",
+    "continue_final_message", "parallel_tool_calls", "include_reasoning", "reasoning_effort", "verbosity", "store",
+    "input", "instructions", "previous_response_id", "background", "text", "reasoning", "include", "truncation",
+    "max_output_tokens", "system", "thinking", "stop_sequences", "context_management", "output_config",
+    "input_file_id", "endpoint",
 )  # fmt: skip
 VALUES: list[Any] = [
     None, True, -1, 0, 2**31, 2**63, -(2**63) - 1, 2**64, 10**400, 1e308, -1e-320, float("nan"), float("inf"),
@@ -40,6 +47,11 @@ VALUES: list[Any] = [
     {"\ud800": "\ud800"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
     {"regex": "(((((a+)+)+)+)+)+$"}, {"include_usage": 1}, [{"role": "user"}], [{"role": "user", "content": "\ud800"}],
     [{"role": "user", "content": [{"type": []}]}], [{"role": [], "content": {}}], [{"role": "tool", "content": "x"}],
+    [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "\udfff"}]}],
+    [{"type": "function_call", "call_id": "a", "name": "\x00", "arguments": "{"}],
+    [{"type": "function_call_output", "call_id": "a", "output": [[]]}], [{"type": "reasoning", "summary": 1}],
+    [{"type": "reasoning", "encrypted_content": "!"}], [{"type": "item_reference", "id": "a_b_c"}],
+    {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}, {"edits": [{"type": []}]}, {"type": "enabled"},
     [{"type": "function"}], [{"type": "function", "function": {"name": "f", "parameters": {"type": "no such"}}}],
 ]  # fmt: skip
 BODIES: dict[str, bytes] = {
@@ -90,11 +102,11 @@ class Answer:
 
 def corpus() -> list[Case]:
     """All of them; more than 500."""
-    return [*_fields(), *_bodies(), *_huge(), *_wire()]
+    return [*_fields(), *_bodies(), *_huge(), *_wire(), *_uploads()]
 
 
 def _fields() -> Iterator[Case]:
-    chosen = random.Random(500).sample(list(itertools.product(GOOD, FIELDS, VALUES)), 330)
+    chosen = random.Random(500).sample(list(itertools.product(GOOD, FIELDS, VALUES)), 480)
     for route, field, value in chosen:
         body = json.dumps({**GOOD[route], field: value}).encode()
         yield Case(f"{route} {field}={value!r:.60}", request(route, body))
@@ -118,6 +130,14 @@ def _huge() -> Iterator[Case]:
         ],
         "/v1/chat/completions": [
             {"messages": [{"role": "user", "content": words}]}, {"messages": CHAT * 100_000},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 100_000}]},
+        ],
+        "/v1/responses": [
+            {"input": words}, {"input": CHAT * 100_000}, {"input": [{"type": "function_call_output", "call_id": "a",
+             "output": words}]}, {"metadata": {"k": words}}, {"instructions": words, "truncation": "auto"},
+        ],
+        "/v1/messages": [
+            {"messages": [{"role": "user", "content": words}]}, {"messages": CHAT * 100_000}, {"system": words},
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 100_000}]},
         ],
         "/generate": [{"prompt": words}],
@@ -173,9 +193,31 @@ def _wire() -> Iterator[Case]:
     for method, path in (
         ("DELETE", "/v1/completions"), ("PATCH", "/generate"), ("GET", "/tokenize"), ("PUT", "/v1/models"),
         ("POST", "/v1/models"), ("POST", "/v1/../v1/completions"), ("POST", "/%2e%2e/%00"), ("POST", "/generate/"),
+        ("DELETE", "/v1/responses"), ("GET", "/v1/responses/%00"), ("DELETE", "/v1/responses/" + "r" * 5000),
+        ("GET", "/v1/responses/x?stream=true&starting_after=99999999999999999999"), ("POST", "/v1/responses/x/cancel"),
+        ("GET", "/v1/responses/%F0/input_items?limit=-1"), ("GET", "/v1/files?limit=1e9"), ("PUT", "/v1/files/x"),
+        ("GET", "/v1/files/'%3B--/content"), ("GET", "/v1/batches?order[]=x"), ("POST", "/v1/batches/x/cancel"),
+        ("GET", "/v1/chat/completions?metadata[=x&metadata[a]=b"), ("POST", "/v1/chat/completions/x"),
         ("POST", "//generate"), ("GET", "/v1/models/%FF%FE"), ("GET", "/v1/models/" + "m" * 5000),
     ):  # fmt: skip
         yield Case(f"{method} {path:.40}", request(path, good, method=method))
+
+
+def _uploads() -> Iterator[Case]:
+    """Files as broken clients send them."""
+    part = 'Content-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
+    purpose = "--x\r\n" + part.format("purpose", "batch")
+    for name, body in {
+        "nothing": "",
+        "no end": purpose + "--x\r\n" + part.format("file", "{}"),
+        "no file": purpose + "--x--\r\n",
+        "a file that is a field": purpose + "--x\r\n" + part.format("file", "{}") + "--x--\r\n",
+        "many fields": ("--x\r\n" + part.format("a", "b")) * 2000 + "--x--\r\n",
+        "a header of a megabyte": "--x\r\nContent-Disposition: form-data; name=" + "n" * _MB + "\r\n\r\n",
+        "rubbish": "\x00\r\n--x" * 50,
+        "a field of two megabytes": "--x\r\n" + part.format("purpose", "p" * 2 * _MB) + "--x--\r\n",
+    }.items():
+        yield Case(f"an upload, {name}", request("/v1/files", body.encode(), "multipart/form-data; boundary=x"))
 
 
 def request(route: str, body: bytes, content_type: str | None = "application/json", method: str = "POST") -> bytes:

@@ -45,10 +45,11 @@ class Server:
         return self.count(f"vllm:{name}")
 
     def count(self, sample: str) -> float:
-        """The value of one sample, given as its whole name and its labels besides `model_name`, in alphabetic order."""
+        """The value of one sample, given as its whole name and its labels besides `engine` and `model_name`, in
+        alphabetic order."""
         for line in self.get("/metrics")[1].splitlines():
             name, _, value = line.rpartition(" ")
-            if re.sub(r',?model_name="[^"]*",?', "", name).replace("{}", "") == sample:
+            if re.sub(r',?(engine|model_name)="[^"]*"', "", name).replace("{,", "{").replace("{}", "") == sample:
                 return float(value)
         raise AssertionError(f"no metric {sample}")
 

@@ -127,3 +127,32 @@ def test_a_suffix_is_refused_clearly(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="suffix is not built yet; leave it out") as refused:
         client.completions.create(model=MODEL, prompt=STORY, suffix="the end")
     assert refused.value.param == "suffix"
+
+
+def test_a_prediction_changes_nothing_but_the_time(server: Server, client: openai.OpenAI) -> None:
+    """OpenAI's predicted outputs, in completions and chats, with what was accepted of them in the usage and metrics."""
+    asked = {"model": MODEL, "max_tokens": 40, "temperature": 0.8, "seed": 5, "logprobs": 2}
+    plain = client.completions.create(prompt=STORY, **asked)
+    predicted = {"type": "content", "content": plain.choices[0].text}
+    found = client.completions.create(prompt=STORY, **asked, extra_body={"prediction": predicted})
+    assert found.choices[0].text == plain.choices[0].text
+    assert found.choices[0].logprobs == plain.choices[0].logprobs
+    assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert found.usage.completion_tokens_details.accepted_prediction_tokens > 10
+
+    messages = [{"role": "user", "content": "Count to nine."}]
+    chat = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=30)
+    answer = chat.choices[0].message.content
+    parts = [{"type": "text", "text": answer}]
+    prediction = {"type": "content", "content": parts}
+    again = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=30, prediction=prediction)
+    assert again.choices[0].message.content == answer
+    details = again.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens > 10
+    assert details.rejected_prediction_tokens < details.accepted_prediction_tokens
+
+    num_accepted = server.metric("spec_decode_num_accepted_tokens_total")
+    assert server.metric("spec_decode_num_draft_tokens_total") >= num_accepted > 20
+
+    with pytest.raises(openai.BadRequestError, match="prediction"):
+        client.completions.create(prompt=STORY, **asked, extra_body={"prediction": {"type": "text", "content": "x"}})

@@ -71,10 +71,15 @@ def _complaint(case: Case, answer: Answer | None) -> str | None:
     if not 400 <= answer.status < 500:
         return f"{case.name}: status {answer.status}, {answer.body[:200]!r}"
     try:
-        error = json.loads(answer.body)["error"]
+        body = json.loads(answer.body)
+        error = body["error"]
     except (ValueError, KeyError, TypeError):
         return f"{case.name}: status {answer.status} without OpenAI's error body, {answer.body[:200]!r}"
-    if error.keys() != {"message", "type", "param", "code"} or not 0 < len(error["message"]) < 2000:
+    is_anthropic = "/v1/messages" in case.name
+    fields = {"message", "type"} if is_anthropic else {"message", "type", "param", "code"}
+    if (body.get("type") == "error") != is_anthropic:
+        return f"{case.name}: the error body has the form of another API, {answer.body[:200]!r}"
+    if error.keys() != fields or not 0 < len(error["message"]) < 2000:
         return f"{case.name}: the error body is {answer.body[:200]!r}"
     return f"{case.name}: it shows a traceback" if b"Traceback" in answer.body else None
 

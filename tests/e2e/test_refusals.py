@@ -78,11 +78,12 @@ def test_a_cache_too_small_for_one_request() -> None:
         (["--device", "cuda"], "--device cuda: no CUDA device was found"),
         (["--quantization", "hqq"], "--quantization hqq is not built yet"),
         (["--quantization", "awq"], "--quantization awq is for checkpoints quantized with awq"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not built yet"),
+        (["--kv-cache-dtype", "int4"], "--kv-cache-dtype int4 is not built yet"),
         (["--block-size", "17"], "--block-size must be 8, 16 or 32"),
         (["--max-model-len", "100000000"], "more than the model's 8192 positions"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be greater than 0"),
-        (["--enable-lora"], "--enable-lora True is not built yet"),
+        (["--lora-modules", "a=/path"], "--lora-modules needs --enable-lora"),
+        (["--enable-lora", "--lora-modules", "a=/path"], "there is no adapter at /path"),
     ],
 )
 def test_flags_that_cannot_be_honoured(flags: list[str], said: str) -> None:

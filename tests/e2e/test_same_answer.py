@@ -38,8 +38,10 @@ def logits_of_subject(llm: LLM, company: list[list[int]], cached_tokens: int = 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_logits_are_bitwise_equal_whatever_else_the_engine_does(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8"), ("bfloat16", "fp8_e4m3")]
+)
+def test_logits_are_bitwise_equal_whatever_else_the_engine_does(dtype: str, cache: str) -> None:
     generator = torch.Generator().manual_seed(0)
     company = [
         torch.randint(100, 40000, (length,), generator=generator).tolist()
@@ -47,7 +49,7 @@ def test_logits_are_bitwise_equal_whatever_else_the_engine_does(dtype: str) -> N
     ]
 
     def engine(**args: Any) -> LLM:
-        return LLM(dtype=dtype, max_model_len=512, **args)
+        return LLM(dtype=dtype, kv_cache_dtype=cache, max_model_len=512, **args)
 
     alone = engine(enable_prefix_caching=False)
     expected = logits_of_subject(alone, [])
@@ -59,3 +61,5 @@ def test_logits_are_bitwise_equal_whatever_else_the_engine_does(dtype: str) -> N
     assert torch.equal(hit, expected), "after a prefix hit, in chunks, beside others"
     small = engine(num_gpu_blocks_override=40, max_num_batched_tokens=64)
     assert torch.equal(logits_of_subject(small, company[:16]), expected), "in a cache that forces preemption"
+    swapping = engine(num_gpu_blocks_override=40, max_num_batched_tokens=64, preemption_mode="swap", swap_space=0.1)
+    assert torch.equal(logits_of_subject(swapping, company[:16]), expected), "in a cache that forces swapping"

@@ -79,7 +79,7 @@ sampling_params = llm.get_default_sampling_params()
 sampling_params.max_tokens = 20
 conversation = [
     {"role": "system", "content": "You are a helpful assistant"},
-    {"role": "user", "content": "Name the capital of France."},
+    {"role": "user", "content": "What is the capital of France?"},
 ]
 chat = llm.chat(conversation, sampling_params, use_tqdm=False)
 params = BeamSearchParams(beam_width=5, max_tokens=10)
@@ -134,6 +134,7 @@ chat_response = client.chat.completions.create(
         {"role": "system", "content": "You are a helpful assistant."},
         {"role": "user", "content": "Name the capital of France."},
     ],
+    temperature=0,
 )
 stream = client.completions.create(
     model=model, prompt="A robot may not injure a human being", echo=False, n=2, stream=True, logprobs=3

@@ -50,7 +50,7 @@ class Weather(pydantic.BaseModel):
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running_server(
         tmp_path_factory.mktemp("tools"), "--max-model-len", "4096", "--max-num-seqs", "64", "--check-invariants",
-        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+
     ) as server:  # fmt: skip
         yield server
 

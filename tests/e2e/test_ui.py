@@ -81,7 +81,7 @@ def finish(page: sync_api.Page, number: int) -> str:
 def test_a_conversation_streams_stops_and_goes_on(page: sync_api.Page) -> None:
     page.wait_for_selector("#status[data-state=ready]")
     assert page.evaluate("document.activeElement.id") == "prompt"
-    say(page, "Name the capital of France.")
+    say(page, "What is the capital of France?")
     assert "Paris" in finish(page, 1)
     assert "tokens/s" in page.locator("article.assistant .meta").inner_text()
 

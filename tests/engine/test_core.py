@@ -43,7 +43,15 @@ def core() -> tuple[EngineCore, dict[str, Future[None]]]:
         preemption_mode="recompute", check_invariants=True,
     )  # fmt: skip
     cache = SimpleNamespace(block_size=4, enable_prefix_caching=True)
-    config = SimpleNamespace(scheduler=scheduler, cache=cache, model=SimpleNamespace(seed=0), device="cpu")
+    config = SimpleNamespace(
+        scheduler=scheduler,
+        cache=cache,
+        model=SimpleNamespace(seed=0),
+        device="cpu",
+        speculative=None,
+        draft=None,
+        lora=None,
+    )
     executor = StubExecutor()
     return EngineCore(cast(Any, config), cast(Any, executor)), executor.grammars
 

@@ -20,7 +20,7 @@ from octavo.engine.wire import decode_frontend_message, encode_message
 from octavo.errors import RequestError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.request import Prompt
-from octavo.sampling.grammar import ToolCalls, WantedGrammar
+from octavo.sampling.grammar import CallText, Spelling, ToolCalls, WantedGrammar
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 MAX_LEN = 20
@@ -60,6 +60,22 @@ def test_token_ids_go_before_text_and_bring_a_salt(inputs: InputProcessor) -> No
     prompt = {"prompt": "shown", "prompt_token_ids": (5, 6), "cache_salt": "tenant"}
     request = inputs.process(prompt, SamplingParams())
     assert request.prompt == Prompt([5, 6], "shown", cache_salt="tenant")
+
+
+def test_a_prediction_is_text_or_token_ids_and_what_no_answer_can_have_is_left_out(
+    inputs: InputProcessor, tokenizer: Any
+) -> None:
+    def prediction(given: Any) -> list[int]:
+        return inputs.process({"prompt": "Hello", "prediction": given}, SamplingParams()).prediction
+
+    assert prediction(None) == prediction("") == []
+    assert prediction("Hello world") == tokenizer.encode("Hello world", add_special_tokens=False)
+    assert prediction([5, 6]) == [5, 6]
+    assert len(prediction("Hello " * 5000)) == MAX_LEN
+    with pytest.raises(RequestError, match="prediction must be a list of token ids"):
+        prediction(3)
+    with pytest.raises(RequestError, match="not an integer"):
+        prediction([-1])
 
 
 @pytest.mark.parametrize(
@@ -138,7 +154,7 @@ def test_special_tokens_are_added_where_they_are_wanted(model: ModelConfig, toke
 
 def test_a_grammar_goes_before_what_the_parameters_say(inputs: InputProcessor) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="b"))
-    wanted = WantedGrammar(ToolCalls({"f": {}}, name="f"))
+    wanted = WantedGrammar(ToolCalls({"f": {}}, Spelling("", "", "", {"f": CallText("", "")})))
     for grammar, kind in ((None, "/b/"), (wanted, '"type": "object"')):
         made = inputs.process("x", params, grammar=grammar).params
         assert made.structured_outputs is None

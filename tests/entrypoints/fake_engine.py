@@ -40,9 +40,9 @@ TEMPLATE = (
 class FakeEngine:
     """Has the interface of `AsyncLLMEngine`. Completion `i` is `answer`, followed by `i` if that is not 0."""
 
-    def __init__(self, tokenizer_folder: Path) -> None:
+    def __init__(self, tokenizer_folder: Path, max_model_len: int = MAX_MODEL_LEN) -> None:
         checkpoint = Checkpoint(MODEL, "dummy", str(tokenizer_folder), [], str(tokenizer_folder), {})
-        model = ModelConfig(checkpoint, [MODEL, "alias"], "float32", MAX_MODEL_LEN, 259, None)
+        model = ModelConfig(checkpoint, [MODEL, "alias"], "float32", max_model_len, 259, None)
         self.config = EngineConfig(
             model=model,
             cache=CacheConfig(16, None, 0.3, 0.9, 0, True, "bfloat16"),
@@ -50,7 +50,7 @@ class FakeEngine:
             device="cpu",
             log_stats=False,
         )
-        self.metrics = EngineMetrics(MODEL, MAX_MODEL_LEN)
+        self.metrics = EngineMetrics(MODEL, max_model_len)
         self.tokenizer = load_tokenizer(checkpoint, TEMPLATE)
         self.reset()
 

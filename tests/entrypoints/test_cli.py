@@ -104,9 +104,8 @@ def test_flags_that_are_unknown_or_of_a_wrong_type_end_with_code_2(
     ("argv", "message"),
     [
         (["--tensor-parallel-size", "2", "--port", "0"], "--tensor-parallel-size 2 is not built yet"),
-        (["--speculative_model=x", "--port", "0"], "--speculative-model x is not built yet"),
+        (["--speculative_model=x", "--port", "0"], "x is not a folder or file here"),
         (["--tool-call-parser", "x"], "--tool-call-parser must be one of"),
-        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice needs --tool-call-parser"),
         (["--reasoning-parser", "x"], "--reasoning-parser must be one of"),
         (["--port", "70000"], "--port must be between 0 and 65535"),
         (["--prometheus-port", "9"], "--prometheus-port needs --enable-prometheus"),

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.engine import input_processor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
-from octavo.entrypoints.openai import chat, routes
+from octavo.entrypoints.openai import conversation, routes
 from octavo.entrypoints.openai.routes import MAX_INLINE_BYTES
 from tests.entrypoints.fake_engine import FakeEngine, wait_until
 
@@ -91,7 +91,7 @@ def test_others_go_on_while_a_long_text_is_tokenized(
 def test_others_go_on_while_a_long_conversation_is_rendered(
     http: httpx.Client, engine: FakeEngine, hold: Hold, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "render_chat", hold.around(chat.render_chat))
+    monkeypatch.setattr(conversation, "render_chat", hold.around(conversation.render_chat))
     body = talk(LONG) if route == "/tokenize" else {**talk(LONG), "truncate_prompt_tokens": 3}
     assert meanwhile(http, hold, route, body).status_code == 200
 

@@ -66,7 +66,7 @@ def test_metrics_are_in_prometheus_text_form(http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": "a"})
     response = http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert f'vllm:request_success_total{{finished_reason="stop",model_name="{MODEL}"}}' in response.text
+    assert f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{MODEL}"}}' in response.text
 
 
 @pytest.mark.parametrize("keys", [["one", "two"], ["schlüssel"]])

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from octavo.entrypoints.openai.reasoning import STYLES, Reasoning, ReasoningSplitter
+from octavo.entrypoints.openai.reasoning import STYLES, Reasoning, ReasoningSplitter, new_splitter
 
 
 def split(style: str, prompt: str, text: str, cuts: list[int] | None = None) -> tuple[str, str]:
@@ -45,3 +45,40 @@ def test_reasoning_and_content_are_told_apart(style: str, prompt: str, text: str
     for _ in range(30):
         cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(1, 4))))
         assert split(style, prompt, text, cuts) == (reasoning, content)
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Which {city}? <b>\n<|end|><|start|>assistant<|channel|>commentary<|message|>"
+    "One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"city": "Paris"}<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>'
+    "<|start|>assistant<|channel|>final<|message|>Sun.<|return|>"
+)
+
+
+def test_channels_are_reasoning_content_and_calls() -> None:
+    reasoning = Reasoning.after("<|start|>assistant", STYLES["openai_gptoss"])
+    call = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+    content = "One moment." + call.format("get_weather", '{"city": "Paris"}') + call.format("now", "{}") + "Sun."
+    assert reasoning is not None
+    for size in (1, 2, 3, 7, 10_000):
+        splitter = new_splitter(reasoning)
+        parts = [splitter.add(HARMONY[i : i + size]) for i in range(0, len(HARMONY), size)] + [splitter.finish()]
+        assert "".join(part[0] for part in parts) == "Which {city}? <b>\n"
+        assert "".join(part[1] for part in parts) == content
+
+
+def test_an_answer_without_channels_is_content() -> None:
+    reasoning = Reasoning.after("x", STYLES["openai_gptoss"])
+    assert reasoning is not None
+    splitter = new_splitter(reasoning)
+    assert splitter.add("Four < ")[1] + splitter.add("five")[1] + splitter.finish()[1] == "Four < five"
+
+
+def test_marks_of_the_content_are_left_out() -> None:
+    reasoning = Reasoning.after("x", STYLES["hunyuan_a13b"])
+    assert reasoning is not None
+    text = "<think>\nHm.\n</think>\n<answer>\nFour <b>.\n</answer>"
+    for size in (1, 3, 100):
+        splitter = new_splitter(reasoning)
+        parts = [splitter.add(text[i : i + size]) for i in range(0, len(text), size)] + [splitter.finish()]
+        assert ("".join(p[0] for p in parts), "".join(p[1] for p in parts)) == ("Hm.", "Four <b>.")

@@ -123,17 +123,20 @@ def test_a_broken_or_cut_call_is_content(client: openai.OpenAI, chatty: FakeEngi
 
 
 def test_a_named_function_gets_arguments_by_its_grammar(client: openai.OpenAI, chatty: FakeEngine) -> None:
-    chatty.answer = '{"city": "Zürich"}'
+    chatty.answer = CALL
     choice = both(client, tools=[NOW, WEATHER], tool_choice={"type": "function", "function": {"name": "get_weather"}})
     (call,) = choice.message.tool_calls
-    assert (call.function.name, call.function.arguments) == ("get_weather", chatty.answer)
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Zürich"}')
     assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
-    assert '"city"' in grammar_of(chatty)
+    assert '"city"' in grammar_of(chatty) and "now" not in grammar_of(chatty)
     assert "think" in grammar_of(chatty)
 
 
-def test_required_calls_are_read_from_the_list(client: openai.OpenAI, chatty: FakeEngine) -> None:
-    chatty.answer = '[{"name": "get_weather", "parameters": {"city": "a]}, {\\""}}, {"name": "now", "parameters": {}}]'
+def test_required_calls_are_read_as_they_are_spelled(client: openai.OpenAI, chatty: FakeEngine) -> None:
+    chatty.answer = (
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a]}, {\\""}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    )
     choice = both(client, tools=[NOW, WEATHER], tool_choice="required")
     assert [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls] == [
         ("get_weather", {"city": 'a]}, {"'}), ("now", {}),
@@ -183,9 +186,8 @@ def test_an_answer_with_calls_can_be_sent_back(client: openai.OpenAI, chatty: Fa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"enable_auto_tool_choice": True}, "--enable-auto-tool-choice needs --tool-call-parser"),
-        ({"tool_call_parser": "x"}, "--tool-call-parser must be one of hermes, llama3_json, mistral, pythonic, qwen"),
-        ({"reasoning_parser": "x"}, "--reasoning-parser must be one of deepseek_r1, glm45"),
+        ({"tool_call_parser": "x"}, "--tool-call-parser must be one of auto, none, cohere, command_r"),
+        ({"reasoning_parser": "x"}, "--reasoning-parser must be one of auto, none, cohere, deepseek_r1"),
     ],
 )
 def test_flags_are_checked(flags: dict[str, Any], message: str) -> None:

@@ -91,10 +91,10 @@ class LateStep:
         self._device, self._model, self._inputs = device, model, inputs
         self.outputs = StepOutputs(*self._compute())
 
-    def _compute(self) -> tuple[Any, Any, Any]:
+    def _compute(self) -> tuple[Any, Any, Any, Any]:
         with torch.inference_mode():
-            hidden = self._model.hidden(self._inputs)
-            return hidden, *self._model.logits(self._inputs, hidden)
+            hidden, features = self._model.hidden(self._inputs)
+            return hidden, features, *self._model.logits(self._inputs, hidden)
 
     def replay(self, used: StepShape) -> None:
         self._device.num_replays += 1
@@ -146,6 +146,9 @@ class LateDevice:
     def beside(self, pinned: NDArray[Any]) -> Tensor:
         return self.zeros(pinned.shape, pinned.dtype.name)
 
+    def as_input(self, array: Any) -> Any:
+        return array
+
     def view(self, array: Any, dtype: str) -> Tensor:
         tensor: Tensor = array.view(getattr(torch, dtype))
         return tensor
@@ -181,7 +184,7 @@ class LateDevice:
 
 
 def _tensors(outputs: StepOutputs) -> list[Any]:
-    return [outputs.hidden, outputs.logits, outputs.best]
+    return [outputs.hidden, outputs.features, outputs.logits, outputs.best]
 
 
 def _spoil(tensor: Tensor) -> None:

@@ -19,6 +19,7 @@ from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.sequence import Sequence
 from tests.execution.late_device import LateDevice
 from tests.execution.test_runner import EOS, VOCAB, config_of, late_executor, model, requests, run, told
+from tests.speculation import guessing
 
 __all__ = ["model"]
 
@@ -61,7 +62,7 @@ def test_guesses_change_no_answer(model: Path, kind: str, flags: dict[str, Any],
     expected = run(EngineCore(config), guessed_requests(1), 1)
     answers = {key: told(outputs)["tokens"] for key, outputs in expected.items()}
     executor = None if place == "cpu" else late_executor(config, LateDevice(1))
-    core = EngineCore(config, executor, proposer(kind, answers, 1))
+    core = EngineCore(config, executor, guessing(proposer(kind, answers, 1)))
     found = run(core, guessed_requests(1), 1)
     assert found.keys() == expected.keys()
     for key, outputs in found.items():
@@ -80,7 +81,7 @@ def test_right_guesses_save_steps(model: Path) -> None:
 
     [outputs] = run(EngineCore(config), request(), 0).values()
     answer = told(outputs)["tokens"]
-    core = EngineCore(config, None, lambda seq, most: tuple(answer[seq.num_output_tokens :][: min(most, 3)]))
+    core = EngineCore(config, None, guessing(lambda seq, most: tuple(answer[seq.num_output_tokens :][: min(most, 3)])))
     core.add(request()[0])
     found, num_steps = [], 0
     while core.has_work:

@@ -168,6 +168,18 @@ def test_every_answer_is_the_cpus(model: Path, flags: dict[str, Any], seed: int)
     assert num_preemptions or "num_gpu_blocks_override" not in flags
 
 
+@pytest.mark.parametrize("cache", ["int8", "fp8_e5m2"])
+def test_a_cache_of_bytes_is_swapped_forked_shared_and_cut_without_a_trace(model: Path, cache: str) -> None:
+    def answers(**flags: Any) -> dict[Any, Any]:
+        core = EngineCore(config_of(model, kv_cache_dtype=cache, **flags))
+        return {key: told(outputs) for key, outputs in run(core, requests(0), 0).items()}
+
+    expected = answers(num_gpu_blocks_override=200, enable_prefix_caching=False)
+    few = {"num_gpu_blocks_override": 17}
+    for flags in (few, few | {"preemption_mode": "swap"}, {"max_num_batched_tokens": 9}):
+        assert answers(**flags) == expected
+
+
 def test_plain_requests_are_computed_one_step_ahead(model: Path) -> None:
     core = device_core(config_of(model), LateDevice(0))
     for i in range(3):

@@ -36,6 +36,15 @@ def test_the_line_has_the_rates_of_its_interval_and_the_state_at_its_end() -> No
     assert (metrics.prompt_tokens_per_s, metrics.generation_tokens_per_s) == (15.0, 2.0)
 
 
+def test_the_line_tells_of_guesses_where_there_were_some() -> None:
+    metrics = EngineMetrics("m", 100)
+    line = LogLine(metrics, now=0.0)
+    metrics.record_step(EngineStats(num_running=1, num_drafts=2, num_draft_tokens=40, num_accepted_tokens=30))
+    said = line.sample(10.0)
+    assert said is not None
+    assert said.endswith("prefix hit rate 0.0%, guessed 4.0 tok/s, accepted 75.0%")
+
+
 def test_the_line_is_silent_when_nothing_runs_but_says_once_that_it_came_to_rest() -> None:
     metrics = EngineMetrics("m", 100)
     line = LogLine(metrics, now=0.0)

@@ -31,7 +31,9 @@ COUNTERS = {
     "num_preemptions_total",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
+    "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
     "spec_decode_num_accepted_tokens_total",
 }
 HISTOGRAMS = {
@@ -46,6 +48,7 @@ HISTOGRAMS = {
     "request_inference_time_seconds",
     "request_prompt_tokens",
     "request_generation_tokens",
+    "request_max_num_generation_tokens",
     "request_params_n",
     "request_params_max_tokens",
     "iteration_tokens_total",
@@ -65,13 +68,30 @@ def test_times_of_steps_are_beside_what_was_predicted() -> None:
     assert abs(found["octavo:step_time_error_sum"] - 0.25) < 1e-9
 
 
+def test_accepted_guesses_are_counted_by_their_place() -> None:
+    metrics = EngineMetrics("model", 100)
+    metrics.record_step(
+        EngineStats(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=2, num_accepted_by_position=[1, 1])
+    )
+    metrics.record_step(
+        EngineStats(num_drafts=2, num_draft_tokens=6, num_accepted_tokens=1, num_accepted_by_position=[1])
+    )
+    found = samples(metrics)
+    names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
+    assert [found[f"spec_decode_{name}"] for name in names] == [3, 10, 3]
+    by_place = [found[f"spec_decode_num_accepted_tokens_per_pos_total{{position={i}}}"] for i in (0, 1)]
+    assert by_place == [2, 1]
+
+
 def samples(metrics: EngineMetrics) -> dict[str, float]:
-    """Values by name and labels other than model_name."""
+    """Values by name and labels other than model_name and engine, without those of the process."""
     result = {}
     for family in text_string_to_metric_families(metrics.render()[0].decode()):
         for sample in family.samples:
-            assert sample.labels["model_name"] == metrics.model_name
-            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
+            if family.name.startswith("process_"):
+                continue
+            assert (sample.labels["model_name"], sample.labels["engine"]) == (metrics.model_name, "0")
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k not in ("engine", "model_name"))
             result[sample.name.removeprefix("vllm:") + (f"{{{labels}}}" if labels else "")] = sample.value
     return result
 
@@ -124,7 +144,7 @@ def test_gauges_are_of_the_last_step_and_counters_of_all() -> None:
 def test_a_finished_request_is_cut_into_its_phases() -> None:
     metrics = EngineMetrics("m", 100)
     times = finished(first_scheduled_time=10.5, first_token_time=12.0, last_token_time=14.0, finished_time=14.25)
-    metrics.record_finished(times, 7, 5, SamplingParams(n=1, max_tokens=50), "length")
+    metrics.record_finished(times, 7, [5], SamplingParams(n=1, max_tokens=50), "length")
     values = samples(metrics)
     assert values["request_queue_time_seconds_sum"] == 0.5
     assert values["request_prefill_time_seconds_sum"] == 1.5
@@ -141,7 +161,7 @@ def test_a_finished_request_is_cut_into_its_phases() -> None:
 
 def test_a_request_aborted_in_the_queue_counts_no_phase_that_it_never_reached() -> None:
     metrics = EngineMetrics("m", 100)
-    metrics.record_finished(finished(finished_time=11.0), 7, 0, SamplingParams(max_tokens=None), "abort")
+    metrics.record_finished(finished(finished_time=11.0), 7, [0], SamplingParams(max_tokens=None), "abort")
     values = samples(metrics)
     assert values["request_success_total{finished_reason=abort}"] == 1
     assert values["e2e_request_latency_seconds_count"] == 1

@@ -38,13 +38,15 @@ class ArrayWeights:
         return self.arrays[name]
 
     def take_matrix(
-        self, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None = None, columns: None = None,
-        is_transposed: bool = False,
+        self, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None, is_transposed: bool = False,
     ) -> StoredWeight:  # fmt: skip
-        assert columns is None
         data = self.take(name, shape).reshape(-1, shape[-1])
         stored = floats(data.T if is_transposed else data)
-        return stored if rows is None else stored.rows(*rows)
+        return stored if rows is None and columns is None else stored.share(rows, columns)
+
+    def take_integers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
+        return self.take(name, shape).astype(np.int64)
 
     def is_turned(self, name: str) -> bool:
         return False
@@ -87,7 +89,7 @@ def _cache(ops: Ops, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
     if spec.kind == "state":  # of which nothing may be read before it is written
         states = torch.full((num_blocks, spec.num_bytes // 4), float("nan"))
         return LayerKVCache(states, states[:, :0])
-    return ops.allocate_kv_cache(num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.key_size, "float32")
+    return ops.allocate_kv_cache(num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.key_size, "float32", spec.value_size)
 
 
 def _batch(rows: list[tuple[int, range]], sequences: Sequence[list[int]], tables: list[NDArray[np.int64]]) -> StepBatch:

@@ -71,6 +71,10 @@ EXPERT_MODELS: dict[str, SmallModel] = {
     "hy v3": _model("HYV3", **_MOE, **_EXPERTS, **_SPARSE_LAST),
     "flint": _model("Flint", shared_expert_intermediate_size=40, mlp_only_layers=[0], **_MOE, **_EXPERTS, **NARROW),
     "kolibri 1": _model("Kolibri1", shared_expert_intermediate_size=40, **_MOE, **_LOCAL, **NARROW),
+    "afmoe": _model(
+        "Afmoe", mup_enabled=True, num_shared_experts=2, route_scale=1.5, num_dense_layers=1, sliding_window=20,
+        layer_types=["sliding_attention", "full_attention"], **_MOE, **_EXPERTS,
+    ),
     "dbrx": SmallModel(
         "DbrxForCausalLM",
         {

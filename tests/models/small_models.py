@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+import transformers
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB = 128
@@ -19,7 +20,7 @@ MODEL_TYPES = {name: model_type for model_type, name in MODEL_FOR_CAUSAL_LM_MAPP
 # Its own type is that of the configuration of images and text.
 MODEL_TYPES |= {
     "Emu3ForCausalLM": "emu3_text_model", "Qwen3_5ForCausalLM": "qwen3_5_text",
-    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text", "Mistral4ForCausalLM": "mistral4",
 }  # fmt: skip
 
 
@@ -35,14 +36,9 @@ class SmallModel(NamedTuple):
 
     def reference(self, seed: int) -> PreTrainedModel:
         torch.manual_seed(seed)
-        config = self.config()
-        model_class = AutoModelForCausalLM
-        if type(config) is type(AutoConfig.for_model("emu3_text_model")):
-            from transformers import Emu3ForCausalLM as model_class  # type: ignore[assignment]
-
-            reference = model_class._from_config(config, attn_implementation=self.attention)
-        else:
-            reference = model_class.from_config(config, attn_implementation=self.attention)
+        # Some classes are not those that transformers chooses for the configuration's type.
+        model_class = getattr(transformers, self.reference_architecture or self.architecture)
+        reference = model_class._from_config(self.config(), attn_implementation=self.attention)
         reference = reference.float().eval()
         of_routers = ("correction_bias", "expert_bias")
         biases = [(name, buffer) for name, buffer in reference.named_buffers() if name.endswith(of_routers)]

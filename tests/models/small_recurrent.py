@@ -23,6 +23,15 @@ def _model(name: str, /, **settings: Any) -> SmallModel:
     return SmallModel(f"{name}ForCausalLM", SIZES | settings)
 
 
+_NEMOTRON: dict[str, Any] = {name: size for name, size in SIZES.items() if name != "num_hidden_layers"} | {
+    "ssm_state_size": 8,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "chunk_size": 32,
+    "time_step_min": 0.4,
+}
+
 RECURRENT_MODELS: dict[str, SmallModel] = {
     "mamba": SmallModel("MambaForCausalLM", _MAMBA_1 | {"use_bias": True}),
     "falcon mamba": SmallModel("FalconMambaForCausalLM", _MAMBA_1),
@@ -55,11 +64,25 @@ RECURRENT_MODELS: dict[str, SmallModel] = {
     "falcon h1, norm after the gate": _model(
         "FalconH1", mamba_d_ssm=96, mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, **_MAMBA_2
     ),
+    "minimax": SmallModel(
+        "MiniMaxForCausalLM",
+        SIZES | {
+            "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4, "num_experts_per_tok": 2, "full_attn_alpha_factor": 1.5,
+            "linear_attn_alpha_factor": 2.0, "linear_attn_beta_factor": 0.8, "mlp_alpha_factor": 1.2,
+            "mlp_beta_factor": 0.7, "block_size": 16,
+        },
+    ),
     "nemotron h": SmallModel(
         "NemotronHForCausalLM",
-        {name: size for name, size in SIZES.items() if name != "num_hidden_layers"} | {
-            "layers_block_type": ["mlp", "linear_attention", "mlp", "full_attention"], "ssm_state_size": 8,
-            "mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 2, "chunk_size": 32, "time_step_min": 0.4,
+        _NEMOTRON | {"layers_block_type": ["mlp", "linear_attention", "mlp", "full_attention"]},
+    ),
+    "nemotron h, experts": SmallModel(
+        "NemotronHForCausalLM",
+        _NEMOTRON | {
+            "layers_block_type": ["moe", "linear_attention", "moe", "full_attention"], "n_routed_experts": 8,
+            "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 24, "routed_scaling_factor": 1.5,
         },
     ),
     "lfm 2": _model("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8, conv_bias=True),

@@ -111,6 +111,37 @@ def split_experts(tensors: Tensors, config: Any) -> Tensors:
     return found
 
 
+def split_latent(tensors: Tensors, config: Any) -> Tensors:
+    """Keys' matrices, turned, and values' of all heads; biases of routers under the names of checkpoints."""
+    found: Tensors = {}
+    sizes = [config.qk_nope_head_dim, config.v_head_dim]
+    for name, tensor in tensors.items():
+        if "kv_b_proj" in name:
+            keys, values = tensor.reshape(config.num_attention_heads, sum(sizes), -1).split(sizes, 1)
+            found[name.replace("kv_b", "k_b")], found[name.replace("kv_b", "v_b")] = keys.transpose(1, 2), values
+        else:
+            found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
+    return found
+
+
+def split_gpt_oss(tensors: Tensors, config: Any) -> Tensors:
+    """Gate and up alternate; matrices are [inputs, outputs]; sinks have no kind."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        kind = "bias" if name.endswith("bias") else "weight"
+        if "experts" not in name:
+            found[name + ".weight" if name.endswith("sinks") else name] = tensor
+            continue
+        layer = name.split(".experts")[0]
+        matrix = tensor if kind == "bias" else tensor.transpose(1, 2)
+        if "down_proj" in name:
+            found[f"{layer}.experts.down_proj.{kind}"] = matrix
+        else:
+            for part, first in (("gate", 0), ("up", 1)):
+                found[f"{layer}.experts.{part}_proj.{kind}"] = matrix[:, first::2]
+    return found
+
+
 class Case(NamedTuple):
     architecture: str
     config: transformers.PretrainedConfig
@@ -138,7 +169,68 @@ def _gpt2(**more: Any) -> dict[str, Any]:
             "eos_token_id": 2} | more  # fmt: skip
 
 
+_LATENT = {
+    "hidden_size": 64, "q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "num_key_value_heads": 4,
+}  # fmt: skip
+_LATENT_SIZES = {k: v for k, v in SMALL.items() if k != "head_dim"} | _LATENT
+_LATENT_KEYS = {
+    "attention.q_lora_rank": 40, "attention.kv_lora_rank": 24, "rope.dimension_count": 8, "attention.head_count_kv": 1,
+    "attention.key_length": 32, "attention.value_length": 24, "attention.key_length_mla": 24,
+    "attention.value_length_mla": 12,
+}  # fmt: skip
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+_ROUTED_KEYS = {
+    "expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 24, "leading_dense_block_count": 1,
+    "expert_weights_scale": 1.5,
+}  # fmt: skip
+
 CASES: dict[str, Case] = {
+    "deepseek 2": Case(
+        "deepseek2", transformers.DeepseekV2Config(**_LATENT_SIZES, **_ROUTED, routed_scaling_factor=1.5),
+        _LATENT_KEYS | _ROUTED_KEYS | {"expert_shared_count": 2}, (split_experts, split_latent),
+    ),
+    "deepseek 2, older file, queries not compressed": Case(
+        "deepseek2", transformers.DeepseekV2Config(
+            **_LATENT_SIZES | {"q_lora_rank": None}, **_ROUTED, routed_scaling_factor=1.5
+        ),
+        {k: v for k, v in _LATENT_KEYS.items() if not k.endswith(("mla", "q_lora_rank"))} | _ROUTED_KEYS | {
+            "expert_shared_count": 2, "attention.key_length": 24, "attention.value_length": 12,
+            "attention.head_count_kv": 4,
+        }, (split_experts,),
+    ),
+    "deepseek 3": Case(
+        "deepseek2", transformers.DeepseekV3Config(
+            **_LATENT_SIZES, **_ROUTED, n_group=4, topk_group=2, routed_scaling_factor=1.5, rope_parameters={
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "mscale": 0.8, "mscale_all_dim": 0.8,
+            },
+        ),
+        _LATENT_KEYS | _ROUTED_KEYS | {
+            "expert_shared_count": 1, "expert_gating_func": 2, "expert_weights_norm": True, "expert_group_count": 4,
+            "expert_group_used_count": 2, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 64, "rope.scaling.yarn_log_multiplier": 0.08,
+        }, (split_experts, split_latent),
+    ),
+    "minicpm 3": Case(
+        "minicpm3", transformers.MiniCPM3Config(**_LATENT_SIZES | {"v_head_dim": 16}, tie_word_embeddings=True),
+        {k: v for k, v in _LATENT_KEYS.items() if not k.endswith("mla")} | {
+            "attention.key_length": 24, "attention.head_count_kv": 4
+        },
+    ),
+    "gpt-oss": Case(
+        "gpt-oss", transformers.GptOssConfig(
+            **SMALL | {"num_hidden_layers": 3}, num_local_experts=4, num_experts_per_tok=2, sliding_window=20,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        ),
+        WINDOW | {
+            "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 56, "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
+        }, (split_gpt_oss,),
+    ),
     "llama": Case("llama", transformers.LlamaConfig(**SMALL), {}, (permuted,)),
     "llama with biases": Case(
         "llama", transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True), {}, (permuted,)

@@ -20,7 +20,7 @@ CONFIG = {
 
 
 class Packed(SimpleNamespace):
-    num_bytes = 0
+    num_bytes, takes_float32 = 0, False
 
 
 class RecordingOps:

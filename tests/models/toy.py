@@ -60,6 +60,8 @@ def read_toy(config: Mapping[str, Any]) -> ModelDescription:
 class ToyBlock:
     """What `octavo.models.decoder.Block` does for such a layer, without its optimisation: values, then additions."""
 
+    reads_float32 = False
+
     def __init__(self, layer: LayerDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
         self.ops = parameters.ops
         self.norm_1 = Norm(layer.norm, parameters, f"{prefix}ln_1", hidden_size)

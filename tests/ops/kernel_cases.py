@@ -10,10 +10,11 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from octavo.ops import LayerKVCache
+from octavo.ops import BIAS_PADDING, LayerKVCache
 from tests.ops.tensors import OverTensors, torch_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
+BYTES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]  # of caches
 MAX_POSITIONS = 2048
 # Of activations that have some. xIELU's are those that training starts from.
 PARAMETERS = {"xielu": (0.8, 1.3, 0.5, -1e-6), "softcap": (15.0,), "clip": (0.7,)}
@@ -99,15 +100,17 @@ class PagedBatch:
     def __init__(
         self, ops: OverTensors, heads: Heads, dtype: torch.dtype, block_size: int, sequences: list[Sequence],
         seed: int = 0, poison: float = float("nan"), rotary_size: int | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.ops, self.heads = ops, heads
         counts = [-(-s.length // block_size) for s in sequences]
         spare = 3
         self.cache: LayerKVCache = ops.allocate_kv_cache(
-            sum(counts) + spare, block_size, heads.kv_heads, heads.head_size, dtype
+            sum(counts) + spare, block_size, heads.kv_heads, heads.head_size, cache_dtype or dtype
         )
-        self.cache.key.fill_(poison)
-        self.cache.value.fill_(poison)
+        for part in self.cache.arrays:
+            # Of bytes any, but those that are the scale NaN.
+            part.fill_(poison) if part.dtype.itemsize > 1 else part.view(torch.uint8).fill_(255 if poison else 0)
         blocks = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(seed)).int()
         unused = 0 if ops is torch_ref else 2**30
         self.tables = torch.full((len(sequences), max(counts) + 1), unused, dtype=torch.int32)
@@ -144,15 +147,19 @@ def score_settings(names: Collection[str], query_heads: int) -> dict[str, Any]:
         "softcap": 0.7,
         "slopes": 2.0 ** -torch.arange(1.0, query_heads + 1),
         "sinks": random(11, query_heads) * 3,
+        "distance_biases": random(12, query_heads, 2 * MAX_POSITIONS + BIAS_PADDING),
     }
     return {name: values[name] for name in names}
 
 
 def reference_batch(
-    heads: Heads, dtype: torch.dtype, block_size: int, sequences: list[Sequence], rotary_size: int | None = None
-) -> PagedBatch:
+    heads: Heads, dtype: torch.dtype, block_size: int, sequences: list[Sequence], rotary_size: int | None = None,
+    cache_dtype: torch.dtype | None = None,
+) -> PagedBatch:  # fmt: skip
     # The reference multiplies what it masks by zero, so its unused slots must be finite.
-    return PagedBatch(torch_ref, heads, dtype, block_size, sequences, poison=0.0, rotary_size=rotary_size)
+    return PagedBatch(
+        torch_ref, heads, dtype, block_size, sequences, poison=0.0, rotary_size=rotary_size, cache_dtype=cache_dtype
+    )
 
 
 def make_sequence(seed: int, length: int, heads: Heads, dtype: torch.dtype) -> Sequence:

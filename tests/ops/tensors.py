@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops import LayerKVCache
+from octavo.ops import Expand, LayerKVCache
 from octavo.ops import torch_ref as reference_backend
 from octavo.ops.torch_arrays import to_torch
 from octavo.quantization import StoredWeight
@@ -31,6 +31,8 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     """The same memory of a tensor on the CPU as an array."""
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8).numpy().view(getattr(ml_dtypes, dtype_name(tensor.dtype)))
     return tensor.numpy()
 
 
@@ -61,6 +63,10 @@ class OverTensors:
 
         return call
 
+    def arena(self, memory: np.ndarray) -> Any:
+        """Memory of the host as the backend's own."""
+        return memory if self._takes_numpy else to_torch(memory)
+
     def _pack_linear(self, parts: list[Any], bias: Tensor | None = None, gated: bool = False) -> Any:
         host_bias = None if bias is None else to_numpy(bias.cpu())
         return self.module.pack_linear([stored(part) for part in parts], host_bias, gated)
@@ -71,7 +77,8 @@ class OverTensors:
         if isinstance(x, LayerKVCache) and self._takes_numpy:
             return replace(x, key=to_numpy(x.key), value=to_numpy(x.value))
         if isinstance(x, (list, tuple)):
-            return type(x)(self._given(entry) for entry in x)
+            entries = [self._given(entry) for entry in x]
+            return x._make(entries) if isinstance(x, Expand) else type(x)(entries)
         return to_numpy(x) if isinstance(x, Tensor) and self._takes_numpy else x
 
     def _back(self, x: Any) -> Any:

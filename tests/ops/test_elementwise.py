@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo import _cpu
-from octavo.ops import ACTIVATIONS
+from octavo.ops import ACTIVATIONS, POOLINGS
 from tests.ops.kernel_cases import (
     DTYPES,
     PARAMETERS,
@@ -17,6 +17,7 @@ from tests.ops.kernel_cases import (
     assert_same_bits,
     cos_sin,
     generated,
+    generated_few,
     make_sequence,
     random,
     split_qkv,
@@ -24,6 +25,24 @@ from tests.ops.kernel_cases import (
 from tests.ops.tensors import cpu, torch_ref
 
 widths = st.one_of(st.integers(1, 80), st.sampled_from([128, 576, 1000]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", POOLINGS)
+@generated_few
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8), width=widths, out=st.sampled_from(DTYPES))
+def test_rows_are_pooled_as_in_the_reference_each_for_itself(
+    isa: str, dtype: torch.dtype, kind: str, lengths: list[int], width: int, out: torch.dtype
+) -> None:
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    starts = ends - torch.tensor(lengths) + 1
+    starts[0] = ends[0]  # a single row, which is itself
+    x = random(sum(lengths), sum(lengths), width, dtype=dtype)
+    pooled = cpu.pool(x, starts, ends, kind, str(out)[6:])
+    assert_near(pooled, torch_ref.pool(x, starts, ends, kind, str(out)[6:]))
+    assert_same_bits(pooled[:1], x[ends[:1]].to(out))
+    alone = cpu.pool(x[starts[-1] :], starts[-1:] * 0, ends[-1:] - starts[-1], kind, str(out)[6:])
+    assert_same_bits(alone, pooled[-1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -261,6 +280,15 @@ def test_a_negative_slot_is_not_written(isa: str) -> None:
     assert (cache.value[0] == 7).all()
     assert (cache.value[1, :, 1, :, 0] == value[1]).all()
     assert (cache.value[1, :, 2:] == 7).all()
+
+
+def test_rows_that_are_not_there_are_not_pooled() -> None:
+    x = random(0, 4, 8)
+    for start, end, message in [(-1, 2, "first row -1"), (0, 4, "last row 4")]:
+        with pytest.raises(IndexError, match=message):
+            cpu.pool(x, torch.tensor([start]), torch.tensor([end]), "mean")
+    with pytest.raises(ValueError, match="rows 3 to 2 are none"):
+        cpu.pool(x, torch.tensor([3]), torch.tensor([2]), "mean")
 
 
 def test_indices_out_of_range_are_refused_before_anything_is_touched() -> None:

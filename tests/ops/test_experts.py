@@ -78,29 +78,34 @@ class Layer:
         return out
 
 
-def float_layer(ops: OverTensors, num: int, hidden: int, inner: int, dtype: torch.dtype, bias: bool) -> Layer:
+def float_layer(
+    ops: OverTensors, num: int, hidden: int, inner: int, dtype: torch.dtype, bias: bool, gated: bool = True
+) -> Layer:
     gate_up, down = [], []
     for e in range(num):
         parts = [random(3 * e + i, inner, hidden, dtype=dtype) / hidden**0.5 for i in range(2)]
         second = random(3 * e + 2, hidden, inner, dtype=dtype) / inner**0.5
-        biases = [random(e, 2 * inner), random(e, hidden)] if bias else [None, None]
-        gate_up.append(ops.pack_linear(parts, biases[0], gated=True))
+        biases = [random(e, (1 + gated) * inner), random(e, hidden)] if bias else [None, None]
+        gate_up.append(ops.pack_linear(parts if gated else parts[:1], biases[0], gated=gated))
         down.append(ops.pack_linear([second], biases[1]))
     return Layer(ops, gate_up, down)
 
 
-def int_layer(num: int, hidden: int, inner: int, form: Format, packed: bool) -> Layer:
+def int_layer(num: int, hidden: int, inner: int, form: Format, packed: bool, gated: bool = True) -> Layer:
     make, ops = (pack, cpu) if packed else (reference, torch_ref)
     gates, ups, downs = (
         [random_matrix(3 * e + i, n, k, form, 2.0 ** (e % 2)) for e in range(num)]
         for i, (n, k) in enumerate([(inner, hidden), (inner, hidden), (hidden, inner)])
     )
     gate_up = [make(gate, random(e, 2 * inner), up) for e, (gate, up) in enumerate(zip(gates, ups, strict=True))]
+    if not gated:
+        gate_up = [make(gate, random(e, inner)) for e, gate in enumerate(gates)]
     return Layer(ops, gate_up, [make(down) for down in downs])
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {}, {"activation": "gelu"}, {"activation": "gelu_tanh"}, {"clamp": (1.702, 0.7)}, {"scales_inputs": True}
+    {}, {"activation": "gelu"}, {"activation": "gelu_tanh"}, {"clamp": (1.702, 0.7)}, {"scales_inputs": True},
+    {"activation": "relu2", "gated": False}, {"scales_inputs": True, "gated": False},
 ]  # fmt: skip
 sizes = st.sampled_from([1, 33, 64, 100, 200])
 row_counts = st.one_of(st.integers(1, 20), st.sampled_from([70, 300]))
@@ -118,8 +123,10 @@ def test_products_of_experts_are_the_reference(
     ids, weights = choices(rows, rows, num, data.draw(st.integers(1, num)))
     ids[rows // 2, 0] = data.draw(st.sampled_from([-1, num, int(ids[rows // 2, 0])]))
     x = random(rows, rows, hidden, dtype=dtype)
+    settings, gated = {k: v for k, v in settings.items() if k != "gated"}, settings.get("gated", True)
     expected, actual = (
-        float_layer(ops, num, hidden, inner, dtype, bias)(x, ids, weights, **settings) for ops in (torch_ref, cpu)
+        float_layer(ops, num, hidden, inner, dtype, bias, gated)(x, ids, weights, **settings)
+        for ops in (torch_ref, cpu)
     )
     tolerance = 1e-5 if dtype is torch.float32 else 1e-2  # what lies between the products is rounded to bfloat16
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
@@ -133,8 +140,9 @@ def test_products_of_integer_experts_are_the_reference(
 ) -> None:
     ids, weights = choices(rows, rows, num, min(num, 2))
     x = random(rows, rows, hidden)
-    expected = int_layer(num, hidden, inner, form, packed=False)(x, ids, weights, **settings)
-    actual = int_layer(num, hidden, inner, form, packed=True)(x, ids, weights, **settings)
+    settings, gated = {k: v for k, v in settings.items() if k != "gated"}, settings.get("gated", True)
+    expected = int_layer(num, hidden, inner, form, False, gated)(x, ids, weights, **settings)
+    actual = int_layer(num, hidden, inner, form, True, gated)(x, ids, weights, **settings)
     # An element between the products that lies on the border between two codes may get either.
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-2 * float(expected.abs().max()))
 

@@ -21,20 +21,20 @@ formats = st.sampled_from(FORMATS)
 GROUP = 32  # elements with one scale
 
 
-def quantized_blocks(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Native quantized rows [T, blocks * 108] -> int8 [T, blocks, 2, 32], scales, sums as bf16, start values."""
+def quantized_blocks(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Native quantized rows [T, blocks * 124] -> int8 [T, blocks, 2, 32], scales, sums as bf16, start values, and what
+    is kept apart, at its place among zeros."""
     blocks = x.unflatten(1, (-1, _cpu.QBLOCK_BYTES))
-    fields = blocks.split([64, 8, 4, 32], dim=-1)
-    q, scale, sums, starts = (
-        f.contiguous().view(t)
-        for f, t in zip(fields, (torch.int8, torch.float32, torch.bfloat16, torch.int32), strict=True)
-    )
-    return q.unflatten(-1, (2, GROUP)), scale, sums, starts
+    fields = blocks.split([64, 8, 8, 4, 32, 8], dim=-1)
+    types = (torch.int8, torch.float32, torch.float32, torch.bfloat16, torch.int32, torch.int32)
+    q, scale, outlier, sums, starts, at = (f.contiguous().view(t) for f, t in zip(fields, types, strict=True))
+    apart = torch.zeros(*q.shape, dtype=torch.float64).scatter_add(-1, at.long(), outlier.double())
+    return q.unflatten(-1, (2, GROUP)), scale, sums, starts, apart.unflatten(-1, (2, GROUP))
 
 
 def dequantized(x: Tensor, k: int) -> Tensor:
-    q, scale, _, _ = quantized_blocks(x)
-    return (q.double() * scale.double()[..., None]).flatten(1)[:, :k]
+    q, scale, _, _, apart = quantized_blocks(x)
+    return (q.double() * scale.double()[..., None] + apart).flatten(1)[:, :k]
 
 
 def consumer(k: int) -> cpu.PackedWeight:
@@ -49,6 +49,13 @@ def awkward_rows(seed: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def with_outliers(seed: int, rows: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random rows of which many groups have one element that stands out, and some have two."""
+    spikes = torch.rand(rows, k, generator=torch.Generator().manual_seed(seed)) < 1 / GROUP
+    x = random(seed, rows, k)
+    return torch.where(spikes, 30 * x, x).to(dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @generated
 @given(rows=st.integers(1, 40), k=sizes)
@@ -56,7 +63,7 @@ def test_quantize_is_the_reference_to_the_bit(isa: str, dtype: torch.dtype, rows
     x = awkward_rows(k, rows, k, dtype)
     quantized = cpu.quantize(x, consumer(k))
     assert torch.equal(dequantized(quantized, k), torch_ref.fake_quantize(x))
-    q, scale, sums, starts = quantized_blocks(quantized)
+    q, scale, sums, starts, _ = quantized_blocks(quantized)
     assert not q.flatten(1)[:, k:].any()
     by16 = q.int().flatten(-2).unflatten(-1, (4, 16)).sum(-1)
     by32 = by16.unflatten(-1, (2, 2)).sum(-1)
@@ -88,9 +95,11 @@ def test_rms_norm_quantizes_what_it_has_not_rounded(isa: str, dtype: torch.dtype
     actual = dequantized(cpu.rms_norm(x, weight, 1e-5, consumer(k)), k)
     # Where the reference's sums differ in the last bit an element may fall to the other side of a half.
     exact = torch_ref.rms_norm(x.float(), weight, 1e-5)
-    _, scale, _, _ = quantized_blocks(cpu.rms_norm(x, weight, 1e-5, consumer(k)))
-    assert ((actual - exact).abs() <= scale.flatten(1).repeat_interleave(GROUP, 1)[:, :k] * 0.5001).all()
-    largest = torch.nn.functional.pad(exact, (0, -k % 64)).unflatten(1, (-1, GROUP)).abs().amax(-1)
+    _, scale, _, _, apart = quantized_blocks(cpu.rms_norm(x, weight, 1e-5, consumer(k)))
+    rounding = scale.flatten(1).repeat_interleave(GROUP, 1)[:, :k] * 0.5001
+    assert ((actual - exact).abs() <= rounding + 1e-5 * exact.abs()).all()
+    groups = torch.nn.functional.pad(exact, (0, -k % 64)).unflatten(1, (-1, GROUP))
+    largest = groups.masked_fill(apart.flatten(1, 2) != 0, 0.0).abs().amax(-1)
     assert_near(scale.flatten(1) * 127, largest)
 
 
@@ -127,11 +136,32 @@ def test_scales_that_are_not_finite_spoil_what_they_multiply(isa: str) -> None:
 def test_integer_linear_is_the_reference_product(
     isa: str, dtype: torch.dtype, form: Format, rows: int, k: int, n: int, bias: bool, out: torch.dtype
 ) -> None:
-    x, matrix, b = random(rows, rows, k, dtype=dtype), random_matrix(k, n, k, form, 0.25), random(n, n)
+    x, matrix, b = with_outliers(rows, rows, k, dtype), random_matrix(k, n, k, form, 0.25), random(n, n)
     b = b if bias else None
     assert_near(cpu.linear(x, pack(matrix, b), out), torch_ref.linear(x, reference(matrix, b), out))
     quantized = cpu.quantize(x, pack(matrix))
     assert_same_bits(cpu.linear(quantized, pack(matrix, b), out), cpu.linear(x, pack(matrix, b), out))
+
+
+def test_outliers_are_multiplied_as_they_are(isa: str) -> None:
+    """An element among zeros has no rounding at all, and two that are equal are none's outliers."""
+    for form in FORMATS:
+        matrix = random_matrix(0, 40, 128, form)
+        x = torch.zeros(2, 128)
+        x[0, 3], x[0, 40], x[1, 70], x[1, 90] = 1 / 3, -1e6, 0.7, 0.7
+        _, _, _, _, apart = quantized_blocks(cpu.quantize(x, pack(matrix)))
+        assert torch.equal(apart.flatten(1)[0], x[0].double()) and not apart[1].any()
+        assert_near(cpu.linear(x, pack(matrix)), torch_ref.linear(x, reference(matrix)))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_more_outliers_than_a_list_holds_divide_the_rows(isa: str, rows: int) -> None:
+    k = 128 * GROUP + 5
+    x, matrix = torch.zeros(rows, k), random_matrix(0, 40, k, (4, 32, True))
+    x[:, ::GROUP] = random(0, rows, len(range(0, k, GROUP)))
+    out = cpu.linear(x, pack(matrix))
+    assert_near(out, torch_ref.linear(x, reference(matrix)))
+    assert_same_bits(out[:1], cpu.linear(x[:1], pack(matrix)))
 
 
 def test_integer_sums_are_exact_at_their_extremes(isa: str) -> None:

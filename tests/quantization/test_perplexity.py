@@ -19,6 +19,8 @@ def test_the_default_models_weights_lose_less_than_one_percent() -> None:
     found, _ = measure("", "bfloat16", tokens, WINDOW)
     assert 5 < expected < 50, "the text is one that the model understands"
     assert found == pytest.approx(expected, rel=0.01)
+    cached, _ = measure("", "bfloat16", tokens, WINDOW, cache="int8")
+    assert cached == pytest.approx(found, rel=0.005)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo import ops
+from octavo.ops import torch_ref
 from octavo.plan import Admission
 from octavo.request import TokenLogprobs
 from octavo.sampling.batch import Samples as DrawnFor
@@ -107,11 +108,13 @@ def probabilities(logits: NDArray[Any], params: SamplingParams, slack: float = 0
 
 
 def is_right_draw(row: Row, token: int) -> bool:
-    """Whether `token` is where the row's number falls in the cumulative distribution. Float32 may decide otherwise
-    about a token on the very edge of a threshold; either decision is right."""
+    """Whether `token` has the smallest exponential number for its probability. Float32 may decide otherwise about a
+    token on the very edge of a threshold, and between tokens that come out nearly equal; either decision is right."""
+    numbers = torch_ref.exponentials(uniform_of(row), len(row.logits)).numpy()
     for slack in (0.0, 1e-4, -1e-4):
         probs = probabilities(row.logits.numpy(), row.params, slack)
-        end = probs[: token + 1].sum()
-        if probs[token] > 0 and end - probs[token] - 1e-4 <= uniform_of(row) <= end + 1e-4:
+        with np.errstate(divide="ignore"):
+            times = numbers / probs
+        if times[token] <= times.min() * (1 + 1e-4):
             return True
     return False

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError
-from octavo.sampling.grammar import ReasoningMarks, ToolCalls, make_grammar, mark
+from octavo.sampling.grammar import CallText, ReasoningMarks, Spelling, ToolCalls, make_grammar
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+LIST = Spelling("[", "]", ", ", {name: CallText(f'{{"name": "{name}", "parameters": ', "}") for name in ("f", "g")})
 
 
 def accepts(text: str, **wanted: Any) -> bool:
@@ -29,7 +30,7 @@ def follows(grammar: str, text: str) -> bool:
 
 def test_a_schema_takes_what_is_valid_and_nothing_else() -> None:
     assert accepts('{"a": 1}', json=OBJECT)
-    assert accepts('{"a": 1, "b": []}', json=OBJECT)
+    assert accepts('{"a": 1, "b": []}', json=OBJECT, disable_additional_properties=False)
     assert accepts('{\n    "a": 1\n}', json='{"type": "object", "properties": {"a": {"type": "integer"}}}')
     assert not accepts('{"a": "x"}', json=OBJECT)
     assert not accepts('{"b": 1}', json=OBJECT)
@@ -43,12 +44,28 @@ def test_whitespace_within_json_is_bounded_and_can_be_chosen() -> None:
     assert accepts('{"a":__1}', json=OBJECT, whitespace_pattern="_*")
 
 
-def test_additional_properties_can_be_disabled_where_a_schema_says_nothing_of_them() -> None:
+def test_objects_are_closed_where_a_schema_says_nothing_of_other_properties() -> None:
     nested = {"type": "object", "properties": {"o": OBJECT, "p": {**OBJECT, "additionalProperties": True}}}
-    closed: dict[str, Any] = {"json": nested, "disable_additional_properties": True}
+    closed: dict[str, Any] = {"json": nested}
     assert accepts('{"o": {"a": 1}}', **closed)
     assert not accepts('{"o": {"a": 1, "b": 2}}', **closed)
     assert accepts('{"p": {"a": 1, "b": 2}}', **closed)
+    open_grammar = make_grammar(StructuredOutputsParams(**closed), closes_objects=False)
+    assert follows(open_grammar, '{"o": {"a": 1, "b": 2}}')
+    assert not accepts('{"o": {"a": 1, "b": 2}}', **closed, disable_additional_properties=True)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"allOf": [OBJECT, {"type": "object", "properties": {"b": {}}}]}, '{"a": 1, "b": 2}'),
+        ({**OBJECT, "required": ["a", "b"]}, '{"a": 1, "b": 2}'),
+        ({"type": "object", "properties": {"p": {"const": {"properties": {}}}}}, '{"p": {"properties": {}}}'),
+        ({"type": "object", "properties": {"type": {"type": "string"}}}, '{"type": "x"}'),
+    ],
+)  # fmt: skip
+def test_closing_takes_nothing_away_that_a_schema_needs(schema: dict[str, Any], text: str) -> None:
+    assert accepts(text, json=schema)
 
 
 def test_other_structures() -> None:
@@ -63,7 +80,7 @@ def test_other_structures() -> None:
 @pytest.mark.parametrize(("text", "expected"), [("<think>\nso {\n</think>\n\n[1]", True), ("so</think>[1]", False)])
 def test_a_grammar_begins_after_the_reasoning(text: str, expected: bool) -> None:
     wanted = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}})
-    think, end = mark("<think>", None), mark("</think>", None)
+    think, end = "<think>", "</think>"
 
     def takes(start: str | None, text: str, *, is_optional: bool = False) -> bool:
         return follows(make_grammar(wanted, ReasoningMarks(start, end, is_optional)), text)
@@ -78,19 +95,19 @@ def test_errors_name_the_field_that_a_structure_comes_from() -> None:
     with pytest.raises(RequestError, match=r"^guided_regex cannot be followed") as refused:
         make_grammar(StructuredOutputsParams(regex="("), field="guided_regex")
     assert refused.value.param == "guided_regex"
-    calls = ToolCalls({"f": {}, "g": {"not": {}}})
+    calls = ToolCalls({"f": {}, "g": {"not": {}}}, LIST)
     with pytest.raises(RequestError, match=r"^tools\[1\].function.parameters cannot be followed"):
         make_grammar(calls)
 
 
-def test_calls_are_a_list_or_the_arguments_of_one_function() -> None:
+def test_calls_are_written_as_they_are_spelled() -> None:
     schemas = {"f": OBJECT, "g": {}}
     one = '{"name": "f", "parameters": {"a": 1}}'
     both = f'[{one}, {{"name": "g", "parameters": {{}}}}]'
-    assert follows(make_grammar(ToolCalls(schemas)), both)
-    assert not follows(make_grammar(ToolCalls(schemas, is_parallel=False)), both)
-    assert follows(make_grammar(ToolCalls(schemas, is_parallel=False)), f"[{one}]")
-    assert follows(make_grammar(ToolCalls(schemas, name="f")), '{"a": 1}')
+    assert follows(make_grammar(ToolCalls(schemas, LIST)), both)
+    assert not follows(make_grammar(ToolCalls(schemas, LIST, is_parallel=False)), both)
+    assert follows(make_grammar(ToolCalls(schemas, LIST, is_parallel=False)), f"[{one}]")
+    assert follows(make_grammar(ToolCalls(schemas, Spelling("", "", "", {"f": CallText("", "")}))), '{"a": 1}')
 
 
 @pytest.mark.parametrize(

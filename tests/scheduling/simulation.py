@@ -29,6 +29,7 @@ from octavo.sequence import Sequence
 from octavo.stats import EngineStats
 from tests.scheduling.device import Device
 from tests.scheduling.truth import EOS, FAILURE, STEP_COST, VOCAB_SIZE, Setup, Watched, searched, standalone
+from tests.speculation import guessing
 
 
 class Simulation:
@@ -47,8 +48,8 @@ class Simulation:
             preemption_mode=setup.preemption_mode,
             target_step_s=setup.target_step_s,
         )
-        proposer = None if setup.guesses == "none" else self._propose
-        self.scheduler = Scheduler(config, self.cache, runs_ahead=setup.runs_ahead, proposer=proposer, cost=STEP_COST)
+        speculation = None if setup.guesses == "none" else guessing(self._propose)
+        self.scheduler = Scheduler(config, self.cache, None, setup.runs_ahead, speculation, STEP_COST)
         self.device = Device(self)
         self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
         self._failures = random.Random(5)

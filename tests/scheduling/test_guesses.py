@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from octavo.plan import PlannedRow, StepPlan, StepResult, num_standing
+from octavo.plan import PlannedRow, StepResult, num_standing
 from octavo.request import SequenceOutput, TokenLogprobs
 from octavo.scheduling.scheduler import Scheduler
 from octavo.sequence import Sequence
 from tests.scheduling.test_scheduler import EOS, SIZE, computed, request, scheduler
+from tests.speculation import guessing as speculation
 
 
 def guessing(*guesses: int, **settings: Any) -> Scheduler:
@@ -20,7 +21,7 @@ def guessing(*guesses: int, **settings: Any) -> Scheduler:
         assert seq.num_lacking_tokens == 1
         return guesses
 
-    return scheduler(proposer=propose, **settings)
+    return scheduler(speculation=speculation(propose), **settings)
 
 
 def step(s: Scheduler, *tokens: int, logprobs: bool = False) -> tuple[PlannedRow, SequenceOutput]:
@@ -133,13 +134,15 @@ def test_forks_and_beams_and_the_chunks_of_a_prompt_are_not_guessed() -> None:
     assert guesses == {("forks", (1, 2)), ("beams", ()), ("long", ())}, "forks that have started are like any others"
 
 
-def test_with_a_proposer_no_step_runs_ahead() -> None:
-    def plans(s: Scheduler) -> StepPlan:
-        s.add(request("a", 3))
-        return s.schedule()
-
+def test_steps_run_ahead_until_there_are_guesses_to_verify() -> None:
     plain = scheduler()
-    ahead = Scheduler(plain.config, plain.cache, runs_ahead=True)
-    assert plans(ahead).runs_ahead
-    waits = Scheduler(plain.config, scheduler().cache, runs_ahead=True, proposer=lambda seq, most: ())
-    assert not plans(waits).runs_ahead, "it wants to see the last token"
+    s = Scheduler(plain.config, plain.cache, runs_ahead=True, speculation=speculation(lambda seq, most: (7,)))
+    s.add(request("a", 3))
+    first, second = s.schedule(), s.schedule()
+    assert first.runs_ahead and second.runs_ahead, "nothing was guessed yet"
+    s.update(first, StepResult([7]))
+    third = s.schedule()
+    assert not third.runs_ahead and third.rows[0].guesses == (), "a guess is there, but of the token before"
+    s.update(second, StepResult([7]))
+    s.update(third, StepResult([7]))
+    assert s.schedule().rows[0].guesses == (7,)

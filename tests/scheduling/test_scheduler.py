@@ -15,8 +15,9 @@ from octavo.plan import StepPlan, StepResult
 from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.scheduling.budget import AUTO_STEP_S, MIN_CHUNK_TOKENS, StepCost
-from octavo.scheduling.scheduler import Proposer, Scheduler
+from octavo.scheduling.scheduler import Scheduler
 from octavo.sequence import Sequence
+from octavo.speculative.speculation import Speculation
 from octavo.step_cost import StepWork
 
 EOS = 0
@@ -33,7 +34,7 @@ def scheduler(
     preemption_mode: str = "recompute",
     chunked: bool = True,
     caching: bool = True,
-    proposer: Proposer | None = None,
+    speculation: Speculation | None = None,
     cost: StepCost | None = None,
     target_step_s: float | None = None,
 ) -> Scheduler:
@@ -48,7 +49,7 @@ def scheduler(
     )
     full = CacheGroup(LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8), (0,), pool=0)
     cache = KVCacheManager([full], [num_blocks], SIZE, [num_host_blocks], caching)
-    return Scheduler(config, cache, seed=0, proposer=proposer, cost=cost)
+    return Scheduler(config, cache, seed=0, speculation=speculation, cost=cost)
 
 
 def request(

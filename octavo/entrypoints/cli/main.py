@@ -17,6 +17,7 @@ COMMANDS: Commands = {
     "serve": ("octavo.entrypoints.cli.serve", "main", "serve a model over the OpenAI API"),
     "chat": ("octavo.entrypoints.cli.terminal", "chat", "talk to a running server"),
     "complete": ("octavo.entrypoints.cli.terminal", "complete", "continue a text with a running server"),
+    "run-batch": ("octavo.entrypoints.cli.run_batch", "main", "answer the requests of a file into a file"),
     "models": ("octavo.entrypoints.cli.models", "main", "print which architectures run"),
     "bench": ("octavo.entrypoints.cli.main", "bench", "measure the engine"),
 }

@@ -1,26 +1,55 @@
-"""What a chat's answer consists of: reasoning first, then content and tool calls, as a message or as a stream's deltas.
+"""What a chat's answer consists of: reasoning first, then content and tool calls, as a message or as deltas.
 
 The request, its prompt and the server's flags say how answers are to be read, and what they must be; a grammar is for
-what comes after the reasoning. A message is what its deltas add up to: a stream and a whole answer are the same.
+what comes after the reasoning. A message is what its deltas add up to: a stream and a whole answer are the same. Deltas
+are of no API: each API writes them in its own form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
-from octavo.entrypoints.openai.reasoning import STYLES, Reasoning, ReasoningSplitter
+from octavo.entrypoints.openai.reasoning import Reasoning, new_splitter
 from octavo.entrypoints.openai.responses import AssistantMessage, CalledFunction, ToolCall
-from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.entrypoints.openai.tools import MARKS, PARSERS
 from octavo.entrypoints.openai.tools.calls import Call, Piece, ToolParser, new_call_id
-from octavo.entrypoints.openai.tools.forced import NamedCallReader, RequiredCallsReader
+from octavo.entrypoints.openai.tools.forced import ForcedCallsReader
+from octavo.entrypoints.openai.tools.formats import HARMONY, ToolFormat
+from octavo.entrypoints.openai.tools.reading import FormatParser, trigger_marks
+from octavo.entrypoints.openai.tools.recognition import ModelFormats
+from octavo.entrypoints.openai.tools.writing import arguments_only, list_of_calls, spelling
 from octavo.errors import RequestError
-from octavo.sampling.grammar import ReasoningMarks, ToolCalls, WantedGrammar, mark
+from octavo.sampling.grammar import ReasoningMarks, Spelling, ToolCalls, WantedGrammar
 from octavo.sampling_params import StructuredOutputsParams
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More of the content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A new call (`id` and `name`), or more of the arguments of the last one."""
+
+    index: int
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+
+Delta = ReasoningDelta | TextDelta | CallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,51 +67,82 @@ class AnswerFormat:
         return self.reasoning is None and self.new_tool_parser is None
 
 
-def check_tool_choice(body: ChatCompletionRequest, args: ServerArgs) -> None:
+def check_tool_choice(body: ChatCompletionRequest, formats: ModelFormats) -> None:
     """Raise `RequestError` if the model may choose and the server does not know how it calls."""
-    if body.chosen_tools and body.tool_choice in (None, "auto") and not args.enable_auto_tool_choice:
+    if body.chosen_tools and body.tool_choice in (None, "auto") and formats.why_no_choice:
         raise RequestError(
-            'tool_choice "auto" needs a server that was started with --enable-auto-tool-choice and --tool-call-parser; '
-            '"required", "none" and named functions do not.',
+            f'tool_choice "auto" is not possible: {formats.why_no_choice} "required", "none" and named functions are.',
             param="tool_choice",
         )
 
 
-def answer_format(body: ChatCompletionRequest, args: ServerArgs, prompt: str) -> AnswerFormat:
+def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: str) -> AnswerFormat:
     """How the answers to `prompt` are to be read."""
-    reasoning = None
-    if args.reasoning_parser is not None:
-        reasoning = Reasoning.after(prompt, STYLES[args.reasoning_parser])
-    marks = () if reasoning is None else (reasoning.style.start, reasoning.style.end)
+    reasoning = None if formats.reasoning is None else Reasoning.after(prompt, formats.reasoning)
+    marks = () if reasoning is None else reasoning.style.marks
     include = body.include_reasoning is not False
-    if isinstance(body.tool_choice, NamedToolChoice):
-        return AnswerFormat(reasoning, include, partial(NamedCallReader, body.tool_choice.function.name), marks)
-    if body.tool_choice == "required":
-        return AnswerFormat(reasoning, include, RequiredCallsReader, marks)
-    if (tools := body.chosen_tools) and args.tool_call_parser is not None:
-        new_parser = partial(PARSERS[args.tool_call_parser], tools)
-        return AnswerFormat(reasoning, include, new_parser, (*marks, *MARKS))
+    tools, form = body.chosen_tools, formats.tools
+    if body.forces_calls:
+        spelled = forced_spelling(body, form)
+        if spelled.has_json_arguments:
+            return AnswerFormat(reasoning, include, partial(ForcedCallsReader, spelled), (*marks, *spelled.marks))
+    if tools and form is not None:
+        return AnswerFormat(reasoning, include, partial(FormatParser, form, tools), (*marks, *form.marks))
     return AnswerFormat(reasoning, include, None, marks)
+
+
+def forced_spelling(body: ChatCompletionRequest, form: ToolFormat | None) -> Spelling:
+    """How the calls that a request insists on are written: in the model's own format, where that says how."""
+    tools = body.chosen_tools
+    if isinstance(body.tool_choice, NamedToolChoice):
+        name = body.tool_choice.function.name
+        tools = {name: tools[name]}
+    spelled = None if form is None else spelling(form, tools)
+    if spelled is not None:
+        return spelled
+    return arguments_only(name) if isinstance(body.tool_choice, NamedToolChoice) else list_of_calls(tools)
 
 
 def wanted_grammar(
     body: ChatCompletionRequest,
     form: AnswerFormat,
+    formats: ModelFormats,
     structure: StructuredOutputsParams | None,
     special_tokens: Mapping[str, int],
 ) -> WantedGrammar | None:
-    """What the answers must be, if anything: the calls that the request insists on, or `structure`."""
+    """What the answers must be, if anything: the calls that the request insists on, calls of `strict` functions if
+    there are calls, or `structure`."""
     content: ToolCalls | StructuredOutputsParams | None = structure
+    is_parallel = body.parallel_tool_calls is not False
     if body.forces_calls:
-        name = body.tool_choice.function.name if isinstance(body.tool_choice, NamedToolChoice) else None
-        content = ToolCalls(body.chosen_tools, name, is_parallel=body.parallel_tool_calls is not False)
+        is_named = isinstance(body.tool_choice, NamedToolChoice)
+        content = ToolCalls(body.chosen_tools, forced_spelling(body, formats.tools), is_parallel and not is_named)
+    elif content is None and body.chosen_tools and formats.tools is not None and _has_strict_tools(body):
+        content = _strict_calls(body, formats.tools, is_parallel)
     if content is None:
         return None
     marks = None
     if (reasoning := form.reasoning) is not None:
-        start, end = (mark(text, special_tokens.get(text)) for text in (reasoning.style.start, reasoning.style.end))
-        marks = ReasoningMarks(None if reasoning.is_open else start, end, reasoning.is_optional)
-    return WantedGrammar(content, marks, body.structure_field)
+        style = reasoning.style
+        marks = ReasoningMarks(
+            None if reasoning.is_open else style.start, style.end, reasoning.is_optional, style.answer_start,
+            style.answer_end,
+        )  # fmt: skip
+    return WantedGrammar(content, marks, body.structure_field, special_tokens)
+
+
+def _has_strict_tools(body: ChatCompletionRequest) -> bool:
+    return any(tool.function.strict for tool in body.tools or ())
+
+
+def _strict_calls(body: ChatCompletionRequest, form: ToolFormat, is_parallel: bool) -> ToolCalls | None:
+    """Free text, after which there may be calls. A function that is not strict may have any object."""
+    strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
+    schemas = {name: schema if name in strict else {"type": "object"} for name, schema in body.chosen_tools.items()}
+    spelled = spelling(form, schemas)
+    if spelled is None or form is HARMONY:  # whose text is not free: it has channels
+        return None
+    return ToolCalls(schemas, spelled, is_parallel, trigger_marks(form))
 
 
 class AnswerReader:
@@ -91,10 +151,15 @@ class AnswerReader:
     def __init__(self, form: AnswerFormat) -> None:
         self.num_calls = 0
         self._shows_reasoning = form.include_reasoning
-        self._splitter = None if form.reasoning is None else ReasoningSplitter(form.reasoning)
+        self._splitter = None if form.reasoning is None else new_splitter(form.reasoning)
         self._parser = None if form.new_tool_parser is None else form.new_tool_parser()
 
-    def add(self, text: str, is_end: bool) -> list[dict[str, Any]]:
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes now is reasoning."""
+        return self._splitter is not None and self._splitter.is_inside
+
+    def add(self, text: str, is_end: bool) -> list[Delta]:
         """The deltas that `text` brings, and at the end those that were held back."""
         deltas = self._split(self._splitter.add(text)) if self._splitter is not None else self._content(text)
         if is_end:
@@ -110,47 +175,49 @@ class AnswerReader:
 
     def message(self, role: str, text: str) -> AssistantMessage:
         """The whole message."""
-        reasoning, content, calls = "", "", list[ToolCall]()
-        for delta in self.add(text, is_end=True):
-            reasoning += delta.get("reasoning_content", "")
-            content += delta.get("content", "")
-            for call in delta.get("tool_calls", ()):
-                if "id" in call:
-                    function = CalledFunction(name=call["function"]["name"], arguments="")
-                    calls.append(ToolCall(id=call["id"], function=function))
-                calls[-1].function.arguments += call["function"]["arguments"]
-        return AssistantMessage(
-            role=role,
-            content=content or (None if reasoning or calls else ""),
-            reasoning_content=reasoning or None,
-            reasoning=reasoning or None,
-            tool_calls=calls or None,
-        )
+        return assistant_message(role, self.add(text, is_end=True))
 
-    def _split(self, parts: tuple[str, str]) -> list[dict[str, Any]]:
+    def _split(self, parts: tuple[str, str]) -> list[Delta]:
         reasoning, content = parts
         shown = bool(reasoning) and self._shows_reasoning
-        deltas: list[dict[str, Any]] = [{"reasoning_content": reasoning, "reasoning": reasoning}] if shown else []
-        return deltas + self._content(content)
+        return [*([ReasoningDelta(reasoning)] if shown else []), *self._content(content)]
 
-    def _content(self, text: str) -> list[dict[str, Any]]:
-        if not text:
-            return []
-        return [{"content": text}] if self._parser is None else self._pieces(self._parser.add(text))
+    def _content(self, text: str) -> list[Delta]:
+        if self._parser is None:
+            return [TextDelta(text)] if text else []
+        return self._pieces(self._parser.add(text)) if text else []
 
-    def _pieces(self, pieces: list[Piece]) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = []
+    def _pieces(self, pieces: list[Piece]) -> list[Delta]:
+        deltas: list[Delta] = []
         for piece in pieces:
             if not isinstance(piece, Call):
-                deltas.append({"content": piece})
+                deltas.append(TextDelta(piece))
                 continue
             if piece.name is not None:
                 self.num_calls += 1
-                function = {"name": piece.name, "arguments": ""}
-                deltas.append(self._call(id=new_call_id(), type="function", function=function))
+                deltas.append(CallDelta(self.num_calls - 1, id=new_call_id(), name=piece.name))
             if piece.arguments:
-                deltas.append(self._call(function={"arguments": piece.arguments}))
+                deltas.append(CallDelta(self.num_calls - 1, piece.arguments))
         return deltas
 
-    def _call(self, **fields: Any) -> dict[str, Any]:
-        return {"tool_calls": [{"index": self.num_calls - 1, **fields}]}
+
+def assistant_message(role: str, deltas: Iterable[Delta]) -> AssistantMessage:
+    """The message that `deltas` add up to."""
+    reasoning, content, calls = list[str](), list[str](), list[ToolCall]()
+    for delta in deltas:
+        if isinstance(delta, ReasoningDelta):
+            reasoning.append(delta.text)
+        elif isinstance(delta, TextDelta):
+            content.append(delta.text)
+        else:
+            if delta.name:
+                calls.append(ToolCall(id=delta.id, function=CalledFunction(name=delta.name, arguments="")))
+            calls[-1].function.arguments += delta.arguments
+    thought = "".join(reasoning) or None
+    return AssistantMessage(
+        role=role,
+        content="".join(content) or (None if thought or calls else ""),
+        reasoning_content=thought,
+        reasoning=thought,
+        tool_calls=calls or None,
+    )

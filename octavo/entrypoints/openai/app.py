@@ -2,43 +2,139 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+import time
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.applications import Starlette
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from octavo.entrypoints import ui
-from octavo.entrypoints.openai import chat, completions, description, generate, health, models, tokenize
+from octavo.entrypoints.openai import (
+    adapters,
+    chat,
+    completions,
+    control,
+    description,
+    generate,
+    health,
+    models,
+    pooling,
+    tokenize,
+)
 from octavo.entrypoints.openai.errors import add_error_handlers
 from octavo.entrypoints.openai.gate import Gate
+from octavo.entrypoints.openai.routes import Declared, Later, make_routes
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.entrypoints.openai.state import ServerState
 from octavo.entrypoints.openai.streaming import SERVER_SEND
+from octavo.metrics.http import HttpMetrics
 
 if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncLLMEngine
 
 
-ROUTERS = [module.router for module in (completions, chat, models, tokenize, generate, health, description, ui)]
+ROUTERS = [
+    module.router
+    for module in (completions, chat, pooling, models, adapters, tokenize, generate, health, description, ui)
+]
+# Modules that no start waits for, with their routes.
+LATER = {
+    "octavo.entrypoints.batch.routes": (
+        "GET /v1/files",
+        "POST /v1/files",
+        "GET /v1/files/{file_id}",
+        "DELETE /v1/files/{file_id}",
+        "GET /v1/files/{file_id}/content",
+        "GET /v1/batches",
+        "POST /v1/batches",
+        "GET /v1/batches/{batch_id}",
+        "POST /v1/batches/{batch_id}/cancel",
+    ),
+    "octavo.entrypoints.openai.stored_chat_routes": (
+        "GET /v1/chat/completions",
+        "GET /v1/chat/completions/{completion_id}",
+        "POST /v1/chat/completions/{completion_id}",
+        "DELETE /v1/chat/completions/{completion_id}",
+        "GET /v1/chat/completions/{completion_id}/messages",
+    ),
+    "octavo.entrypoints.openai.responses_api.routes": (
+        "POST /v1/responses",
+        "GET /v1/responses/{response_id}",
+        "DELETE /v1/responses/{response_id}",
+        "POST /v1/responses/{response_id}/cancel",
+        "GET /v1/responses/{response_id}/input_items",
+    ),
+    "octavo.entrypoints.anthropic.routes": ("POST /v1/messages", "POST /v1/messages/count_tokens"),
+}
 
 
 class _App(Starlette):
+    """Counts requests, and lets streams past our own middlewares, but not past those of --middleware."""
+
+    counts: HttpMetrics
+    lets_streams_past = True
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[SERVER_SEND] = send
-        await super().__call__(scope, receive, send)
+        if self.lets_streams_past:
+            scope[SERVER_SEND] = send
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        status, begin = 500, time.monotonic()
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_noting)
+        finally:
+            self.counts.record(scope["method"], self._route(scope["path"]), status, time.monotonic() - begin)
+
+    def _route(self, path: str) -> str:
+        """The path of the route that answers, as it was declared."""
+        root: str = self.state.octavo.args.root_path.rstrip("/")
+        path = path.removeprefix(root) if root and path.startswith(root + "/") else path
+        if path in self._plain_paths:
+            return path
+        return next((route.path for route in self._patterns if route.path_regex.match(path)), "none")
+
+    @cached_property
+    def _plain_paths(self) -> frozenset[str]:
+        return frozenset(route.path for route in self.routes if isinstance(route, Route) and "{" not in route.path)
+
+    @cached_property
+    def _patterns(self) -> list[Route]:
+        return [route for route in self.routes if isinstance(route, Route) and "{" in route.path]
 
 
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> Starlette:
     """The application of a server that answers with `engine`, which need not be ready yet."""
     state = ServerState(engine, args)
-    declared = [one for router in ROUTERS for one in router.declared]
-    app = _App(routes=[one.route() for one in declared])
+    routers = [*ROUTERS, control.router] if args.is_dev_mode else ROUTERS
+    declared: list[Declared | Later] = [one for router in routers for one in router.declared]
+    declared += [Later(module, *route.split(" ")) for module, routes in LATER.items() for route in routes]
+    routes = make_routes(declared)
+    app = _App(routes=routes)
     app.state.octavo = state
+    app.counts = state.http_metrics
+    app.lets_streams_past = not args.middleware
     app.state.openapi = description.Description(declared)
     add_error_handlers(app)
+    for middleware in reversed(args.middlewares):
+        if not inspect.isclass(middleware):
+            app.add_middleware(BaseHTTPMiddleware, dispatch=middleware)
+        else:
+            app.add_middleware(cast(Any, middleware))
     # The last one added is the outermost: CORS answers preflight requests, which bring no key, and marks errors too.
-    app.add_middleware(Gate, state=state)
+    app.add_middleware(Gate, state=state, routes=routes)
     app.add_middleware(
         CORSMiddleware, allow_origins=args.origins, allow_methods=["*"], allow_headers=["*"], allow_credentials=False
     )

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.openai.answer import (
-    AnswerFormat,
-    AnswerReader,
-    answer_format,
-    check_tool_choice,
-    wanted_grammar,
-)
+from octavo.entrypoints.openai.answer import Delta, ReasoningDelta, TextDelta, assistant_message
+from octavo.entrypoints.openai.conversation import Conversation
 from octavo.entrypoints.openai.job import Job
-from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
+from octavo.entrypoints.openai.protocol import ChatCompletionRequest
 from octavo.entrypoints.openai.responses import ChatChoice, ChatCompletionResponse, ChatLogprobs
 from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import Asked
+from octavo.entrypoints.openai.stored_chats import keep_chat
 from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
 from octavo.outputs import CompletionOutput, RequestOutput
-
-if TYPE_CHECKING:
-    from octavo.loading.tokenizer import ModelTokenizer
 
 router = Router(tags=["OpenAI"])
 
@@ -43,36 +32,36 @@ class _Job(Job[ChatCompletionRequest, ChatChoice]):
 
     def __init__(self, body: ChatCompletionRequest, raw: Request) -> None:
         super().__init__(body, raw)
-        check_tool_choice(body, self._state.args)
+        self._conversation = Conversation(body, self._state, self._params)
         self._role = self._state.args.response_role
-        self._format = AnswerFormat()  # known when the prompt is
-        self._readers = defaultdict[int, AnswerReader](lambda: AnswerReader(self._format))  # by choice
         self._prompt_token_ids: list[int] = []
+        self._kept: list[Delta] | None = [] if body.store else None  # of a stream that is to be stored
         self._has_begun = False  # a stream
+        self._finish_reason = "abort"
+        self._stop_reason: int | str | None = None
 
     async def submit(self) -> None:
-        prompt, generator = await self._state.submit(
-            self._about["id"], self._body, self._params, self._prepare, has_grammar=self._body.forces_calls
-        )
+        prompt, generator = await self._conversation.submit(self._about["id"])
         self._prompt_token_ids = prompt.token_ids
         self._num_prompt = len(prompt.token_ids)
         self._generators = [generator]
 
-    def _prepare(self) -> Asked:
-        """Render the conversation, which says how its answers are to be read and what they must be."""
-        body, state, params = self._body, self._state, self._params
-        tools = body.tools if body.chosen_tools else None
-        prompt = render_messages(state.engine.tokenizer, body, body.messages, tools)
-        self._format = answer_format(body, state.args, prompt)
-        if any(text in state.special_tokens for text in self._format.marks):
-            params.skip_special_tokens = False  # they must be read
-        grammar = wanted_grammar(body, self._format, params.structured_outputs, state.special_tokens)
-        # The template has put the special tokens in already.
-        return Asked(prompt, bool(body.add_special_tokens), grammar)
+    async def _collect(self) -> ChatCompletionResponse:
+        response = self._response(await self._choices())
+        if self._body.store:
+            await keep_chat(self._state, self._body, response)
+        return response
+
+    async def _on_end(self) -> None:
+        if self._kept is None or not self._has_begun:
+            return
+        message = assistant_message(self._role, self._kept)
+        choice = ChatChoice(index=0, message=message, finish_reason=self._finish_reason, stop_reason=self._stop_reason)
+        await keep_chat(self._state, self._body, self._response([choice]))
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChatChoice:
         self._num_completion += len(completion.token_ids)
-        reader = AnswerReader(self._format)
+        reader = self._conversation.reader()
         message = reader.message(self._role, completion.text)
         return ChatChoice(
             index=completion.index,
@@ -95,7 +84,9 @@ class _Job(Job[ChatCompletionRequest, ChatChoice]):
 
     def _is_plain(self) -> bool:
         body = self._body
-        return self._format.is_plain and not (body.logprobs or body.wants_continuous_usage or body.return_token_ids)
+        return self._conversation.is_plain and not (
+            body.logprobs or body.wants_continuous_usage or body.return_token_ids or body.store
+        )
 
     def _events(self, writer: ChunkWriter, prompt_index: int, output: RequestOutput, is_plain: bool) -> list[bytes]:
         """The role of each choice, its text, its end."""
@@ -124,8 +115,11 @@ class _Job(Job[ChatCompletionRequest, ChatChoice]):
         if there is nothing new."""
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
-        reader = self._readers[completion.index]
-        deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
+        read, finish_reason = self._conversation.read(completion)
+        if self._kept is not None:
+            self._kept += read
+            self._finish_reason, self._stop_reason = finish_reason or "abort", completion.stop_reason
+        deltas = [_fields(delta) for delta in read]
         if not deltas:
             if completion.finish_reason is None and not token_ids and (logprobs is None or not logprobs.content):
                 return b""
@@ -137,7 +131,7 @@ class _Job(Job[ChatCompletionRequest, ChatChoice]):
             writer.choice(
                 completion.index,
                 b'"delta":' + encode_json(last) + token_ids,
-                finish_reason=reader.finish_reason(completion.finish_reason),
+                finish_reason=finish_reason,
                 stop_reason=completion.stop_reason,
                 logprobs=None if logprobs is None else logprobs.model_dump_json().encode(),
                 usage=usage,
@@ -151,27 +145,14 @@ class _Job(Job[ChatCompletionRequest, ChatChoice]):
         return self._formatter.chat(completion.token_ids, completion.logprobs or [], self._body.top_logprobs or 0)
 
 
-def render_messages(
-    tokenizer: ModelTokenizer,
-    body: ChatCompletionRequest | TokenizeRequest,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None,
-) -> str:
-    """The prompt that `messages` and `tools` make with the template's options of `body`. Raises `RequestError`."""
-    continues = bool(body.continue_final_message)
-    return render_chat(
-        tokenizer,
-        [_for_template(message) for message in messages],
-        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continues,
-        template_options=body.chat_template_kwargs,
-        tools=[tool.model_dump(exclude_none=True) for tool in tools or ()],
-    )
-
-
-def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates know it: without what is null, and with reasoning under its older name."""
-    fields = message.model_dump(exclude_none=True)
-    if (reasoning := fields.pop("reasoning", None)) is not None:
-        fields.setdefault("reasoning_content", reasoning)
-    return fields
+def _fields(delta: Delta) -> dict[str, Any]:
+    """A delta as a chunk has it."""
+    if isinstance(delta, TextDelta):
+        return {"content": delta.text}
+    if isinstance(delta, ReasoningDelta):
+        return {"reasoning_content": delta.text, "reasoning": delta.text}
+    function = {"arguments": delta.arguments}
+    if not delta.name:
+        return {"tool_calls": [{"index": delta.index, "function": function}]}
+    call = {"index": delta.index, "id": delta.id, "type": "function", "function": {"name": delta.name, **function}}
+    return {"tool_calls": [call]}

@@ -16,8 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from octavo.entrypoints.openai.responses import ErrorResponse
-from octavo.entrypoints.openai.routes import Declared, Router
+from octavo.entrypoints.anthropic.errors import PREFIX as ANTHROPIC_PREFIX
+from octavo.entrypoints.openai.responses import AnthropicError, ErrorResponse
+from octavo.entrypoints.openai.routes import Declared, Later, Router
 from octavo.version import __version__
 
 router = Router(include_in_schema=False)
@@ -25,10 +26,11 @@ router = Router(include_in_schema=False)
 PAGE_FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 
 OVERVIEW = """\
-OpenAI's API over the model that this server serves, with vLLM's extra fields and routes.
+OpenAI's API over the model that this server serves, with vLLM's extra fields and routes, and Anthropic's Messages.
 
-Any OpenAI client works with it: set its base URL to this server's `/v1`. Where the server has API keys, send one as
-`Authorization: Bearer KEY`. Errors have OpenAI's body, `{"error": {"message", "type", "param", "code"}}`.
+Any OpenAI client works with it: set its base URL to this server's `/v1`; Anthropic's take the server's address alone.
+Where the server has API keys, send one as `Authorization: Bearer KEY` or `x-api-key: KEY`. Errors have OpenAI's body,
+`{"error": {"message", "type", "param", "code"}}`, and those of Messages Anthropic's.
 """
 
 _ERRORS = {
@@ -64,6 +66,18 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], str]] = {
         '"model":"SmolLM2-135M-Instruct","system_fingerprint":"fp_0","choices":[{"index":0,"delta":'
         '{"content":"Paris"},"logprobs":null,"finish_reason":null}]}\n\ndata: [DONE]\n\n',
     ),
+    "/v1/responses": (
+        "text/event-stream",
+        _EVENT,
+        'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":4,'
+        '"item_id":"msg_1_0","output_index":0,"content_index":0,"delta":"Paris","logprobs":[]}\n\n',
+    ),
+    "/v1/messages": (
+        "text/event-stream",
+        _EVENT,
+        'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'
+        '"delta":{"type":"text_delta","text":"Paris"}}\n\n',
+    ),
     "/generate": (
         "application/x-ndjson",
         {"$ref": "#/components/schemas/GenerateResponse"},
@@ -88,6 +102,25 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
         },
         "Three answers of one seed": {"messages": _QUESTION, "n": 3, "temperature": 0.8, "seed": 7, "max_tokens": 40},
     },
+    "/v1/responses": {
+        "A question": {"input": "Name the capital of France.", "instructions": "Be brief."},
+        "Streamed, without being kept": {"input": _QUESTION, "stream": True, "store": False},
+        "JSON of a schema": {
+            "input": "Name the capital of France.",
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "name": "capital",
+                    "schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+                }
+            },
+        },
+    },
+    "/v1/messages": {
+        "A question": {"messages": _QUESTION, "max_tokens": 20},
+        "Streamed": {"messages": _QUESTION, "system": "Be brief.", "max_tokens": 20, "stream": True},
+    },
+    "/v1/messages/count_tokens": {"A question": {"messages": _QUESTION}},
     "/generate": {"A prompt": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}},
     "/tokenize": {
         "A prompt": {"prompt": "The capital of France is", "return_token_strs": True},
@@ -100,7 +133,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 class Description:
     """What /openapi.json says of routes."""
 
-    def __init__(self, declared: Sequence[Declared]) -> None:
+    def __init__(self, declared: Sequence[Declared | Later]) -> None:
         self._declared = declared
 
     @cached_property
@@ -110,7 +143,8 @@ class Description:
 
         bug = {"model": ErrorResponse, "description": "A bug; the server's log has the traceback."}
         app = FastAPI(title="Octavo", version=__version__, description=OVERVIEW, responses={500: bug})
-        for one in self._declared:
+        for route in self._declared:
+            one = route.load() if isinstance(route, Later) else route
             app.add_api_route(one.path, one.handler, methods=[one.method], **one.description)
         return _complete(app.openapi())
 
@@ -119,7 +153,7 @@ def _complete(schema: dict[str, Any]) -> dict[str, Any]:
     """Add to FastAPI's description, in place, what it does not know."""
     for path, operations in schema["paths"].items():
         for operation in operations.values():
-            _add_errors(operation)
+            _add_errors(operation, "AnthropicError" if path.startswith(ANTHROPIC_PREFIX) else "ErrorResponse")
             if path in _EXAMPLES and "requestBody" in operation:
                 content = operation["requestBody"]["content"]["application/json"]
                 content["examples"] = {name: {"value": value} for name, value in _EXAMPLES[path].items()}
@@ -129,22 +163,26 @@ def _complete(schema: dict[str, Any]) -> dict[str, Any]:
                 answer["description"] = f"The answer; with `stream: true` a stream of {media_type}."
                 answer["content"][media_type] = {"schema": item, "example": example}
     models = schema["components"]["schemas"]
+    models["AnthropicError"] = AnthropicError.model_json_schema(ref_template="#/components/schemas/{model}")
+    models.update(models["AnthropicError"].pop("$defs"))
     for name in ("HTTPValidationError", "ValidationError"):
         models.pop(name, None)
     return schema
 
 
-def _add_errors(operation: dict[str, Any]) -> None:
-    """The errors that a route can answer with in the place of FastAPI's own 422."""
+def _add_errors(operation: dict[str, Any], body: str) -> None:
+    """The errors that a route can answer with in the place of FastAPI's own 422, with `body`."""
     responses = operation["responses"]
     responses.pop("422", None)
+    if body != "ErrorResponse":
+        responses.pop("500", None)
     if "requestBody" in operation:
         statuses = set(_ERRORS)
     else:
         statuses = {"401", "500", "503", *(["404"] if "parameters" in operation else [])}
     for status, meaning in _ERRORS.items():
         if status in statuses - responses.keys():
-            error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
+            error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body}"}}}
             responses[status] = {"description": meaning, "content": error}
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI error body, and which error becomes which status.
+"""Error bodies, OpenAI's and those of other APIs, and which error becomes which status.
 
 Every error that leaves the server passes through here: `RequestError` and friends from the engine, pydantic's
 validation errors, unknown routes, and whatever else escapes, of which the client sees "internal error" and no more.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,14 +23,36 @@ from octavo.errors import EngineDeadError, EngineRestartingError, EngineStopping
 logger = logging.getLogger("octavo.server")
 
 RETRY_AFTER_S = 5
+# Routes of OpenAI's and vLLM's servers that none of ours answers.
+NOT_BUILT = frozenset((
+    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/realtime",
+    "/v1/images/generations", "/v1/moderations", "/v1/conversations", "/v1/fine_tuning/jobs", "/v1/uploads",
+    "/v1/vector_stores", "/v1/assistants", "/v1/threads", "/v2/embed", "/v1/messages/batches", "/v1/responses/compact",
+    "/v1/responses/input_tokens", "/v1/completions/render", "/v1/chat/completions/render", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter", "/inference/v1/generate", "/invocations", "/load", "/tokenizer_info", "/server_info",
+    "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",
+    "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile", "/collective_rpc",
+    "/scale_elastic_ep", "/is_scaling_elastic_ep", "/update_weights", "/init_weight_transfer_engine",
+    "/get_world_size", "/abort_requests",
+))  # fmt: skip
 MAX_MESSAGE_LENGTH = 1000  # messages quote what clients send, which may be megabytes
 
 
 def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> bytes:
-    """`{"error": {...}}` in ASCII, so that a message may quote any string that a client sent."""
+    """The body in the form of the API that is spoken, in ASCII, so that a message may quote any string that a client
+    sent."""
+    return json.dumps(ERROR_FORM.get()(_cut(message), status, param and _cut(param), code)).encode()
+
+
+def openai_error(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
+    """`{"error": {...}}`."""
     kind = {429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
-    error = {"message": _cut(message), "type": kind, "param": param and _cut(param), "code": code}
-    return json.dumps({"error": error}).encode()
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+# Message, status, parameter and code to a body.
+ErrorForm = Callable[[str, int, str | None, str | None], dict[str, Any]]
+ERROR_FORM: ContextVar[ErrorForm] = ContextVar("error_form", default=openai_error)  # of the request that a task answers
 
 
 def _cut(text: str) -> str:
@@ -112,12 +135,18 @@ async def _on_unexpected_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = str(error.detail)
+    message, path = str(error.detail), request.url.path
     if error.status_code == 404:
-        message = f"Invalid URL ({request.method} {request.url.path})"
+        if path.removeprefix(str(request.scope.get("root_path", ""))) in NOT_BUILT:
+            return error_response(f"{path} is not built yet.", 404, code="not_built")
+        message = f"Invalid URL ({request.method} {path})"
     elif error.status_code == 405:
-        message = f"Not allowed to {request.method} on {request.url.path}"
+        message = not_allowed(request.method, path)
     return error_response(message, error.status_code, headers=error.headers)
+
+
+def not_allowed(method: str, path: str) -> str:
+    return f"Not allowed to {method} on {path}"
 
 
 def add_error_handlers(app: Starlette) -> None:

@@ -28,15 +28,11 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_retention": ("in_memory", "24h"),  # how long is the cache's to decide
     "prompt_embeds": (),
-    "reasoning_effort": (),
     "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
-    "verbosity": (),
     "web_search_options": (),
 }
 
@@ -54,6 +50,13 @@ def refuse_unbuilt(data: Any, built: Container[str] = ()) -> Any:
     return {name: value for name, value in data.items() if name not in unbuilt} if unbuilt else data
 
 
+class RequestBody(BaseModel):
+    """What a client sends. Unknown fields are refused."""
+
+    # Pydantic makes a class's validator with the first body of its kind, not while the server starts.
+    model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)
+
+
 def described(meaning: str, *, default: Any = None, **limits: float) -> Any:
     """A field of a request body that may be left out, and what it means. `limits` (`minimum`, `maximum`) are only told:
     `SamplingParams` checks them."""
@@ -66,7 +69,8 @@ def described(meaning: str, *, default: Any = None, **limits: float) -> Any:
     return Field(default, description=meaning, json_schema_extra=add_limits)
 
 
-def _check_text(text: str) -> str:
+def check_text(text: str) -> str:
+    """Raises `ValueError` for a text that is no Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -78,10 +82,15 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _whole(value: Any) -> Any:
+    """16.0 is an integer to JSON Schema, and to clients whose language has one kind of number."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
 # An integer that fits what comes after: the wire and the arrays have 64 bits.
-Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Int = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Text = Annotated[str, AfterValidator(_check_text)]
+Text = Annotated[str, AfterValidator(check_text)]
 Texts = Annotated[list[Text], BeforeValidator(_as_list)]
 Id = Annotated[str, Field(pattern=ID_PATTERN)]
 
@@ -99,7 +108,7 @@ def _check_prompt(value: Any) -> list[str | list[int]]:
         raise ValueError("should not be empty")
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_text(prompt)
+            check_text(prompt)
     return prompts
 
 
@@ -118,7 +127,7 @@ Prompts = Annotated[
 
 def _check_one_prompt(value: Any) -> str | list[int]:
     if isinstance(value, str):
-        return _check_text(value)
+        return check_text(value)
     if not value or not _is_token_ids(value):
         raise ValueError("should be a string or a list of token ids")
     return list(value)
@@ -130,7 +139,7 @@ Prompt = Annotated[str | list[int], PlainValidator(_check_one_prompt, json_schem
 def _check_content(value: Any) -> str:
     """Text, or the joined text of a list of parts. Lines are what vLLM joins parts by."""
     if isinstance(value, str):
-        return _check_text(value)
+        return check_text(value)
     if not isinstance(value, list):
         raise ValueError("should be a string or a list of parts of type text")
     texts = []
@@ -140,7 +149,7 @@ def _check_content(value: Any) -> str:
             raise ValueError(f"has a part of type {kind!r}, which is not built yet; only text is")
         if kind is None or not isinstance(part.get("text"), str):
             raise ValueError('should be a string or a list of parts like {"type": "text", "text": "..."}')
-        texts.append(_check_text(part["text"]))
+        texts.append(check_text(part["text"]))
     return "\n".join(texts)
 
 

@@ -11,33 +11,47 @@ import asyncio
 import hashlib
 import hmac
 import time
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.entrypoints import ui
+from octavo.entrypoints.anthropic.errors import PREFIX as ANTHROPIC_PREFIX
+from octavo.entrypoints.anthropic.errors import anthropic_error
+from octavo.entrypoints.openai import control
 from octavo.entrypoints.openai.description import PAGE_FILES
-from octavo.entrypoints.openai.errors import error_response
+from octavo.entrypoints.openai.errors import ERROR_FORM, error_response, not_allowed
+from octavo.entrypoints.openai.routes import methods_of
 from octavo.entrypoints.openai.state import ARRIVAL, Arrival, ServerState
+from octavo.errors import RequestError
 
 OPEN_PATHS = ui.OPEN_PATHS | {"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"}
 OPEN_PATHS |= {f"/docs/{name}" for name in PAGE_FILES}
 MAX_BODIES_HELD = 64  # times the longest body: as much memory may bodies take that have not arrived whole
+_LIGHT_BEGINNINGS = ("/v1/chat/completions/", "/v1/files", "/v1/batches")
+UPLOAD_PATH = "/v1/files"
+WITHIN = "octavo.within"  # where a scope holds the body of a request from within the server: no client can set it
 _CLOSE = {"Connection": "close"}
-LIGHT_PATHS = frozenset({"/tokenize", "/detokenize"})  # POST, but nothing waits in the engine's queue
+# POST, but nothing waits in the engine's queue
+LIGHT_PATHS = control.PATHS | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
 
 
 class Gate:
-    """Answers 401, 408, 413, 415, 429 or 503 itself and passes all other requests on.
+    """Answers 401, 405, 408, 413, 415, 429 or 503 itself and passes all other requests on.
 
     Health, metrics, version, the API's description and the page's own files need neither a key nor an engine.
     """
 
-    def __init__(self, app: ASGIApp, *, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, *, state: ServerState, routes: Sequence[Route]) -> None:
         self._app = app
+        self._routes = routes
+        self._methods = {route.path: route.methods for route in routes}
         self._state = state
         self._root_path = state.args.root_path.rstrip("/")
+        self._files = BodyReader(state.args.max_file_bytes, state.args.body_timeout)
         self._bodies = BodyReader(state.args.max_body_bytes, state.args.body_timeout)
         self._key_digests = [_digest(key.encode()) for key in state.args.api_keys]
 
@@ -50,15 +64,22 @@ class Gate:
         path: str = scope["path"]
         if path.startswith(self._root_path + "/"):
             path = path[len(self._root_path) :]
+        if path.startswith(ANTHROPIC_PREFIX):
+            ERROR_FORM.set(anthropic_error)
         if path in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         headers, method = Headers(scope=scope), scope["method"]
-        is_queued = method == "POST" and path not in LIGHT_PATHS
-        answer: Response | bytes | None = await self._refuse(headers, method, is_queued)
+        if (sent := scope.get(WITHIN)) is not None:
+            await self._pass_on(scope, read_already(sent, receive), send, len(sent))
+            return
+        is_queued = method == "POST" and not _is_light(path)
+        answer: Response | bytes | None = await self._refuse(headers, method, path, is_queued)
         self._state.num_in_flight += 1
         try:
-            if answer is None and method == "POST":
+            if answer is None and method == "POST" and path == UPLOAD_PATH:
+                receive = self._files.limited(receive)  # the route stores it as it comes
+            elif answer is None and method == "POST":
                 answer = await self._bodies.read(headers, receive)
                 if isinstance(answer, bytes) and is_queued:
                     answer = self._queue_full() or answer  # others may have come meanwhile
@@ -76,14 +97,32 @@ class Gate:
         finally:
             self._state.num_in_flight -= 1
 
-    async def _refuse(self, headers: Headers, method: str, is_queued: bool) -> Response | None:
-        if self._key_digests and not self._is_authorized(headers.get("authorization", "")):
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, num_bytes: int) -> None:
+        """A request from within the server, which has passed here in another form."""
+        unavailable = await self._state.unavailable()
+        if unavailable is not None:
+            status, reason = unavailable
+            await error_response(reason, 503, code=f"engine_{status}")(scope, receive, send)
+            return
+        ARRIVAL.set(Arrival(time.monotonic(), Headers(scope=scope), num_bytes))
+        self._state.num_in_flight += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._state.num_in_flight -= 1
+
+    async def _refuse(self, headers: Headers, method: str, path: str, is_queued: bool) -> Response | None:
+        if self._key_digests and not self._is_authorized(headers):
             return error_response(
-                "Incorrect or missing API key; send it as 'Authorization: Bearer KEY'.",
+                "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
                 401,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        allowed = self._methods.get(path) or methods_of(path, self._routes)
+        if allowed is not None and method not in allowed:
+            headers_of_405 = {"Allow": ", ".join(sorted(allowed)), **_CLOSE}
+            return error_response(not_allowed(method, path), 405, headers=headers_of_405)
         unavailable = await self._state.unavailable()
         if unavailable is not None:
             status, reason = unavailable
@@ -94,9 +133,16 @@ class Gate:
             return None
         if is_queued and (full := self._queue_full()) is not None:
             return full
+        if path in control.PATHS and headers.get("content-length", "0") == "0":
+            return None  # without a body, which needs no type
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if path == UPLOAD_PATH:
+            if content_type == "multipart/form-data":
+                return None
+            return error_response("A file must be sent as Content-Type: multipart/form-data.", 415)
         # A browser sends text/plain across origins without asking; JSON it must ask for (CORS preflight).
-        if content_type != "application/json":
+        is_empty = not content_type and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        if content_type != "application/json" and not is_empty:
             return error_response(
                 f"The body must be sent as Content-Type: application/json, got {content_type or 'none'}.", 415
             )
@@ -113,12 +159,20 @@ class Gate:
             headers={"Retry-After": str(retry_after_s)},
         )
 
-    def _is_authorized(self, authorization: str) -> bool:
-        scheme, _, key = authorization.partition(" ")
-        digest = _digest(key.strip().encode("latin-1"))  # headers are latin-1 to ASGI
+    def _is_authorized(self, headers: Headers) -> bool:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        sent = [bearer.strip()] if scheme.lower() == "bearer" else []
+        if (own := headers.get("x-api-key")) is not None:  # Anthropic's
+            sent.append(own.strip())
+        digests = [_digest(key.encode("latin-1")) for key in sent]  # headers are latin-1 to ASGI
         # Digests have one length and every key is compared, so time tells nothing about the keys.
-        matches = [hmac.compare_digest(digest, expected) for expected in self._key_digests]
-        return scheme.lower() == "bearer" and any(matches)
+        matches = [hmac.compare_digest(one, expected) for one in digests for expected in self._key_digests]
+        return any(matches)
+
+
+def _is_light(path: str) -> bool:
+    """Whether a POST gives the engine nothing to do."""
+    return path in LIGHT_PATHS or path.endswith("/cancel") or path.startswith(_LIGHT_BEGINNINGS)
 
 
 def _digest(key: bytes) -> bytes:
@@ -175,6 +229,36 @@ class BodyReader:
             )
         finally:
             self._num_held_bytes -= num_bytes
+
+    def limited(self, receive: Receive) -> Receive:
+        """An ASGI `receive` of a body that is read by the route. It raises `RequestError` for one that is too long or
+        too slow."""
+        deadline = time.monotonic() + self._timeout_s
+        num_bytes = 0
+
+        async def receive_some() -> Message:
+            nonlocal num_bytes
+            if num_bytes < 0:  # it is whole: what comes now is a client that leaves
+                return await receive()
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestError(
+                    f"The file did not arrive within {self._timeout_s:g} s.", status=408, code="request_timeout"
+                ) from None
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise RequestError(
+                    f"The file is longer than {self._max_bytes} bytes (--max-file-bytes).",
+                    status=413,
+                    code="request_too_large",
+                )
+            if not message.get("more_body", False):
+                num_bytes = -1
+            return message
+
+        return receive_some
 
     def _too_long(self, found: str) -> Response:
         return error_response(

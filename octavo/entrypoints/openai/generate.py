@@ -26,6 +26,7 @@ class LineStream(EventStream):
     """Lines of JSON instead of server-sent events."""
 
     media_type = "application/x-ndjson"
+    keep_alive = b""  # JSON lines have no comments
 
 
 @router.post("/generate", response_model=GenerateResponse)

@@ -13,6 +13,7 @@ import functools
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -44,6 +45,9 @@ class HttpServer(uvicorn.Server):
         app = build_app(engine, args)
         self._engine = engine
         self._state: ServerState = app.state.octavo
+        self._app = app
+        self._batches: asyncio.Task[None] | None = None  # of servers that have ended, gone on with
+        _ = self._state.formats  # recognised now, so that no chat waits for it
         self._shutdown_timeout_s = args.shutdown_timeout
         self._draining: asyncio.Task[None] | None = None
         options: dict[str, Any] = {
@@ -62,6 +66,8 @@ class HttpServer(uvicorn.Server):
                 access_log=args.uvicorn_log_level in ("info", "debug", "trace"),
                 ssl_keyfile=args.ssl_keyfile,
                 ssl_certfile=args.ssl_certfile,
+                ssl_ca_certs=args.ssl_ca_certs,
+                ssl_cert_reqs=ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=2,
                 **options,
@@ -75,6 +81,13 @@ class HttpServer(uvicorn.Server):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stop)
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._state.args.response_store is not None:
+            from octavo.entrypoints.batch.jobs import take_over
+
+            self._batches = asyncio.ensure_future(take_over(self._app, self._state))
 
     def stop(self) -> None:
         """Begin to drain; called again, end now."""
@@ -105,12 +118,17 @@ class HttpServer(uvicorn.Server):
         return not self._state.num_in_flight
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._state.is_stopping = True
         for listener in self.servers:
             listener.close()
         self._engine.shutdown()  # what is left, after a second signal, ends with an error event
         await super().shutdown(sockets)
+        if self._batches is not None:
+            self._batches.cancel()
+        await self._state.background_ended()
         if (tracer := self._state.tracer) is not None and not self.force_exit:
             await asyncio.to_thread(tracer.flush, FLUSH_TIMEOUT_S)
+        self._state.close()
 
 
 class HttpProtocol(HttpToolsProtocol):

@@ -14,7 +14,13 @@ from starlette.responses import Response
 
 from octavo.entrypoints.openai.logprobs import LogprobsFormatter
 from octavo.entrypoints.openai.protocol import GenerationRequest
-from octavo.entrypoints.openai.responses import ChatChoice, CompletionChoice, PromptTokensDetails, Usage
+from octavo.entrypoints.openai.responses import (
+    ChatChoice,
+    CompletionChoice,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from octavo.entrypoints.openai.state import state_of
 from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, merge, respond
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
@@ -48,6 +54,7 @@ class Job(ABC, Generic[Body, Choice]):
         self._num_prompt = 0  # tokens of all prompts
         self._num_cached: dict[int, int] = {}  # tokens, by prompt
         self._num_completion = 0
+        self._predictions: dict[int, tuple[int, int]] = {}  # accepted and rejected tokens, by prompt
 
     async def answer(self, raw: Request) -> Response:
         """The whole answer, or its stream. Raises `RequestError` for whatever is wrong with the request."""
@@ -77,11 +84,17 @@ class Job(ABC, Generic[Body, Choice]):
         """Whether the request asks for nothing but text."""
 
     async def _collect(self) -> BaseModel:
+        return self._response(await self._choices())
+
+    async def _on_end(self) -> None:
+        """What is to be done when a stream is whole."""
+
+    async def _choices(self) -> list[Choice]:
         choices: list[Choice] = []
         async for prompt_index, output in merge(self._generators):
             self._note(prompt_index, output)
             choices += [self._choice(prompt_index, completion) for completion in output.outputs]
-        return self._response(sorted(choices, key=lambda choice: choice.index))
+        return sorted(choices, key=lambda choice: choice.index)
 
     async def _stream(self) -> AsyncGenerator[bytes, None]:
         wants_usage = self._body.wants_usage
@@ -95,12 +108,18 @@ class Job(ABC, Generic[Body, Choice]):
                     yield b"".join(events)
         finally:
             await outputs.aclose()
+        await self._on_end()
         if wants_usage:
             yield writer.usage(self._usage().model_dump_json().encode())
         yield DONE
 
     def _note(self, prompt_index: int, output: RequestOutput) -> None:
         self._num_cached[prompt_index] = output.num_cached_tokens
+        if self._body.prediction is not None:
+            self._predictions[prompt_index] = (
+                output.num_accepted_prediction_tokens,
+                output.num_rejected_prediction_tokens,
+            )
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = output.prompt_logprobs
 
@@ -110,6 +129,10 @@ class Job(ABC, Generic[Body, Choice]):
             completion_tokens=self._num_completion,
             total_tokens=self._num_prompt + self._num_completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached.values())),
+            completion_tokens_details=CompletionTokensDetails(
+                accepted_prediction_tokens=sum(accepted for accepted, _ in self._predictions.values()),
+                rejected_prediction_tokens=sum(rejected for _, rejected in self._predictions.values()),
+            ),
         )
 
     def _usage_so_far(self) -> bytes | None:

@@ -1,8 +1,12 @@
-"""GET /v1/models and /v1/models/{id}: the names that this server answers to."""
+"""GET /v1/models and /v1/models/{id}: the names that this server answers to, in the form of the API that asks."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from typing import Any
+
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from octavo.entrypoints.openai.responses import ModelCard, ModelList
 from octavo.entrypoints.openai.routes import Router
@@ -10,21 +14,46 @@ from octavo.entrypoints.openai.state import ServerState, state_of
 
 router = Router(tags=["OpenAI"])
 
+_ANTHROPIC = "anthropic-version"  # a header that all its clients send
 
-@router.get("/v1/models")
-async def list_models(request: Request) -> ModelList:
-    """The names of the model."""
+
+@router.get("/v1/models", response_model=ModelList)
+async def list_models(request: Request) -> ModelList | Response:
+    """The names of the model, and those of its adapters: they have the base model as their parent. With the header
+    `anthropic-version` in the form of Anthropic's API."""
     state = state_of(request)
-    return ModelList(data=[_card(state, name) for name in state.model_names])
+    names = [*state.model_names, *([] if state.adapters is None else state.adapters.named)]
+    if _ANTHROPIC in request.headers:
+        data = [_anthropic_card(state, name) for name in names]
+        return JSONResponse({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+    return ModelList(data=[_card(state, name) for name in names])
 
 
-@router.get("/v1/models/{model_id:path}")
-async def get_model(model_id: str, request: Request) -> ModelCard:
+@router.get("/v1/models/{model_id:path}", response_model=ModelCard)
+async def get_model(model_id: str, request: Request) -> ModelCard | Response:
     """One name of the model; names may contain slashes."""
     state = state_of(request)
+    if _ANTHROPIC in request.headers:
+        return JSONResponse(_anthropic_card(state, state.resolve_model(model_id)))
     return _card(state, state.resolve_model(model_id))
+
+
+def _anthropic_card(state: ServerState, name: str) -> dict[str, Any]:
+    created_at = datetime.fromtimestamp(state.created, UTC).isoformat()
+    card = {"type": "model", "id": name, "display_name": name, "created_at": created_at, "lifecycle": "active"}
+    return {**card, "max_input_tokens": state.engine.config.model.max_model_len}
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
     model = state.engine.config.model
+    adapter = None if state.adapters is None else state.adapters.named.get(name)
+    if adapter is not None:
+        return ModelCard(
+            id=name, created=adapter.created, root=adapter.path,
+            parent=adapter.base_model_name or state.model_names[0], max_model_len=model.max_model_len,
+        )  # fmt: skip
+    if name not in state.model_names:  # an adapter that lies below --lora-root
+        return ModelCard(
+            id=name, created=state.created, root=name, parent=state.model_names[0], max_model_len=model.max_model_len
+        )
     return ModelCard(id=name, created=state.created, root=model.checkpoint.name, max_model_len=model.max_model_len)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from octavo.entrypoints.openai.fields import (
     Content,
@@ -17,6 +17,7 @@ from octavo.entrypoints.openai.fields import (
     Int,
     Prompt,
     Prompts,
+    RequestBody,
     Text,
     Texts,
     TokenId,
@@ -33,15 +34,12 @@ from octavo.sampling_params import (
     StructuredOutputsParams,
 )
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 _IGNORED = "Taken and without effect, as OpenAI documents it."
 
 
-class _Request(BaseModel):
-    # Pydantic makes a class's validator with the first body of its kind, not while the server starts.
-    model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)
-
-
-class StreamOptions(_Request):
+class StreamOptions(RequestBody):
     """What a stream carries besides text."""
 
     include_usage: bool | None = described("A last chunk with the usage.")
@@ -49,10 +47,10 @@ class StreamOptions(_Request):
     include_obfuscation: Literal[False] | None = None
 
 
-class FunctionDefinition(_Request):
+class FunctionDefinition(RequestBody):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -62,28 +60,28 @@ class FunctionDefinition(_Request):
         return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
 
 
-class Tool(_Request):
+class Tool(RequestBody):
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class FunctionName(_Request):
+class FunctionName(RequestBody):
     name: Text
 
 
-class NamedToolChoice(_Request):
+class NamedToolChoice(RequestBody):
     """The function that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class SentFunctionCall(_Request):
+class SentFunctionCall(RequestBody):
     name: Text
     arguments: Text
 
 
-class SentToolCall(_Request):
+class SentToolCall(RequestBody):
     """A call in a message that is sent back."""
 
     id: Text | None = None
@@ -92,7 +90,7 @@ class SentToolCall(_Request):
     index: int | None = None  # of a stream's deltas
 
 
-class ChatMessage(_Request):
+class ChatMessage(RequestBody):
     """One message of a conversation. What came back in an answer may be sent again, so null fields are dropped."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -117,7 +115,7 @@ class ChatMessage(_Request):
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
 
 
-class StructuredOutputs(_Request):
+class StructuredOutputs(RequestBody):
     """What an answer must be: one of `json`, `regex`, `choice`, `grammar` and `json_object`, with vLLM's options."""
 
     model_config = ConfigDict(serialize_by_alias=True)
@@ -133,7 +131,7 @@ class StructuredOutputs(_Request):
     whitespace_pattern: Text | None = None
 
 
-class JsonSchemaFormat(_Request):
+class JsonSchemaFormat(RequestBody):
     """OpenAI's wrapping of a schema. It is always followed to the letter, `strict` or not."""
 
     name: Text | None = None
@@ -142,7 +140,7 @@ class JsonSchemaFormat(_Request):
     strict: bool | None = None
 
 
-class ResponseFormat(_Request):
+class ResponseFormat(RequestBody):
     """OpenAI's way to ask for JSON."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -158,20 +156,25 @@ class ResponseFormat(_Request):
         return self
 
 
-class _PromptRequest(_Request):
+class PromptRequest(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unbuilt(cls, data: Any) -> Any:
         return refuse_unbuilt(data, cls.model_fields)
 
 
-class SamplingRequest(_PromptRequest):
-    """What every route that generates has in common: sampling, and how the request is treated on its way."""
+class Prediction(RequestBody):
+    """OpenAI's predicted output: a text of which the answer may largely consist, such as a file that is edited."""
+
+    type: Literal["content"]
+    content: Content
+
+
+class TokenRequest(PromptRequest):
+    """How the tokens of one answer are chosen, and how a request is treated on its way."""
 
     stream: bool | None = described("Send the answer as it comes.")
     # OpenAI's sampling.
-    max_tokens: Int | None = described("Output tokens at most. Left out: 16, and in chats as many as fit.")
-    n: Int | None = described("Answers to each prompt.", minimum=1, maximum=MAX_N)
     temperature: float | None = described("0 always takes the likeliest token. Left out: the model's own.", minimum=0)
     top_p: float | None = described("Choose among the likeliest tokens that make up this share.", maximum=1)
     presence_penalty: float | None = described("Against tokens that have come already.", minimum=-2, maximum=2)
@@ -180,9 +183,6 @@ class SamplingRequest(_PromptRequest):
     stop: Texts | None = described("Texts that end the answer.")
     logit_bias: dict[str, float] | None = described("By token id: added to its logit, -100 to 100.")
     # vLLM's sampling.
-    best_of: Int | None = described(
-        "Answers to generate, of which the n likeliest come; or the beams.", minimum=1, maximum=MAX_N
-    )
     top_k: Int | None = described("Choose among this many likeliest tokens; 0 or -1 is all.", minimum=-1)
     min_p: float | None = described("Least probability, relative to the likeliest token.", minimum=0, maximum=1)
     repetition_penalty: float | None = described("Above 1 against tokens of prompt and output.", minimum=0)
@@ -191,9 +191,35 @@ class SamplingRequest(_PromptRequest):
     ignore_eos: bool | None = described("Go on after the model's end-of-sequence.")
     min_tokens: Int | None = described("No end before this many tokens.", minimum=0)
     skip_special_tokens: bool | None = described("Leave special tokens out of the text.")
-    spaces_between_special_tokens: bool | None = described("Put spaces between special tokens in the text.")
     bad_words: list[Text] | None = described("Texts that must not come.")
     allowed_token_ids: list[TokenId] | None = described("Only these tokens may come.")
+    # vLLM's others.
+    priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] = described(
+        "Lower goes first, with --scheduling-policy priority.", default=0
+    )
+    request_id: Id | None = described("Becomes part of the answer's id, and comes back as header X-Request-Id.")
+    cache_salt: Annotated[Text, Field(min_length=1)] | None = described(
+        "Requests with different salts share no cached prompt."
+    )
+    # Octavo's own.
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
+        "Seconds after arrival at which the answer ends with what there is."
+    )
+    max_ttft: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
+        "Seconds after arrival in which the first token must come: the request is refused (429) if that is not to be "
+        "expected, and goes before those whose first tokens are due later, with --scheduling-policy deadline."
+    )
+
+
+class SamplingRequest(TokenRequest):
+    """What every route of completions has in common beside that: how many answers, and what they must be."""
+
+    max_tokens: Int | None = described("Output tokens at most. Left out: 16, and in chats as many as fit.")
+    n: Int | None = described("Answers to each prompt.", minimum=1, maximum=MAX_N)
+    best_of: Int | None = described(
+        "Answers to generate, of which the n likeliest come; or the beams.", minimum=1, maximum=MAX_N
+    )
+    spaces_between_special_tokens: bool | None = described("Put spaces between special tokens in the text.")
     truncate_prompt_tokens: Int | None = described(
         "Keep as many of the prompt's last tokens; -1: all that fit.", minimum=-1
     )
@@ -210,23 +236,8 @@ class SamplingRequest(_PromptRequest):
     guided_choice: list[Text] | None = described("vLLM's older name of structured_outputs.choice.")
     guided_grammar: Text | None = described("vLLM's older name of structured_outputs.grammar.")
     guided_whitespace_pattern: Text | None = described("With guided_json: what may stand between the parts of JSON.")
-    # vLLM's others.
+    prediction: Prediction | None = described("A text that the answer largely repeats: it then comes sooner, the same.")
     add_special_tokens: bool | None = described("Begin the prompt with what the tokenizer begins texts with.")
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = described(
-        "Lower goes first, with --scheduling-policy priority.", default=0
-    )
-    request_id: Id | None = described("Becomes part of the answer's id, and comes back as header X-Request-Id.")
-    cache_salt: Annotated[Text, Field(min_length=1)] | None = described(
-        "Requests with different salts share no cached prompt."
-    )
-    # Octavo's own.
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
-        "Seconds after arrival at which the answer ends with what there is."
-    )
-    max_ttft: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
-        "Seconds after arrival in which the first token must come: the request is refused (429) if that is not to be "
-        "expected, and goes before those whose first tokens are due later, with --scheduling-policy deadline."
-    )
 
     @property
     def num_choices(self) -> int:
@@ -285,7 +296,7 @@ class GenerationRequest(SamplingRequest):
     stream_options: StreamOptions | None = described("What a stream carries besides text.")
     # OpenAI's notes about the caller, which by their documentation do not change the answer.
     user: Text | None = described(_IGNORED)
-    metadata: dict[str, Any] | None = described(_IGNORED)
+    metadata: dict[str, Any] | None = described(f"Comes back with a stored chat. Otherwise: {_IGNORED}")
     safety_identifier: Text | None = described(_IGNORED)
     prompt_cache_key: Text | None = described(_IGNORED)
     # vLLM's.
@@ -340,7 +351,7 @@ class CompletionRequest(GenerationRequest):
         return fields
 
 
-class _TemplateRequest(_PromptRequest):
+class TemplateRequest(PromptRequest):
     """What is done with the messages of a conversation."""
 
     add_generation_prompt: bool | None = described("End the prompt with the beginning of an answer; true if left out.")
@@ -348,8 +359,14 @@ class _TemplateRequest(_PromptRequest):
     chat_template_kwargs: dict[str, Any] | None = described("Variables for the chat template.")
     tools: list[Tool] | None = described("Functions that the answer may call.")
 
+    def refuse_template_fields(self, instead: str) -> None:
+        """Raise `RequestError` for a field that only messages have a use for, where there is something `instead`."""
+        for name in TemplateRequest.model_fields:
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name} is for messages; {instead} has no chat template.", param=name)
+
     @model_validator(mode="after")
-    def _check_end(self) -> _TemplateRequest:
+    def _check_end(self) -> TemplateRequest:
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
@@ -357,13 +374,13 @@ class _TemplateRequest(_PromptRequest):
         return self
 
 
-class ChatCompletionRequest(GenerationRequest, _TemplateRequest):
+class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)] = Field(description="The conversation so far.")
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = described("The newer name of max_tokens.")
     logprobs: bool | None = described("Whether to add log-probabilities.")
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = described(
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = described(
         "Those of this many likeliest tokens."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = described(
@@ -371,6 +388,12 @@ class ChatCompletionRequest(GenerationRequest, _TemplateRequest):
     )
     parallel_tool_calls: bool | None = described("Whether there may be several calls.")
     include_reasoning: bool | None = described("Whether reasoning is shown, in a field of its own.")
+    reasoning_effort: Effort | None = described(
+        "How much to reason, where the chat template knows of it: its variable reasoning_effort, or enable_thinking or "
+        "thinking, which none turns off."
+    )
+    store: bool | None = described("Keep the answer, to be found at /v1/chat/completions/{id}. For n of 1.")
+    verbosity: Verbosity | None = described("How long an answer to give, where the chat template has this variable.")
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatCompletionRequest:
@@ -395,6 +418,12 @@ class ChatCompletionRequest(GenerationRequest, _TemplateRequest):
         return {tool.function.name: tool.function.schema_of_arguments for tool in self.tools or ()}
 
     @model_validator(mode="after")
+    def _check_store(self) -> ChatCompletionRequest:
+        if self.store and self.num_choices > 1:
+            raise RequestError("store keeps one answer; n must be 1.", param="store")
+        return self
+
+    @model_validator(mode="after")
     def _check_tools(self) -> ChatCompletionRequest:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
@@ -408,7 +437,9 @@ class ChatCompletionRequest(GenerationRequest, _TemplateRequest):
             raise RequestError(
                 f"tool_choice names {choice.function.name!r}, which is not in tools.", param="tool_choice"
             )
-        if choice != "auto" and (structure := self.structure()) is not None:
+        structure = None if choice == "auto" else self.structure()
+        # OpenAI's format is that of a message, which an answer of calls does not have.
+        if structure is not None and not structure[0].startswith("response_format"):
             raise RequestError(f"{structure[0]} and tool_choice exclude each other.", param=structure[0])
         return self
 
@@ -419,7 +450,7 @@ class GenerateRequest(SamplingRequest):
     prompt: Prompt = Field(description="Text or token ids.")
 
 
-class TokenizeRequest(_TemplateRequest):
+class TokenizeRequest(TemplateRequest):
     """Body of POST /tokenize: a prompt, or the messages of a chat, with what would be done to them."""
 
     model: Text | None = described("One of the names of GET /v1/models; may be left out.")
@@ -432,13 +463,27 @@ class TokenizeRequest(_TemplateRequest):
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
-        for name in _TemplateRequest.model_fields:
-            if self.messages is None and getattr(self, name) is not None:
-                raise RequestError(f"{name} is for messages; a prompt has no chat template.", param=name)
+        if self.messages is None:
+            self.refuse_template_fields("a prompt")
         return self
 
 
-class DetokenizeRequest(_Request):
+class LoadAdapterRequest(RequestBody):
+    """Body of POST /v1/load_lora_adapter."""
+
+    lora_name: Text = Field(description="What requests are going to name as their model.")
+    lora_path: Text = Field(description="The adapter's folder or .gguf file, below a folder of --lora-root.")
+    load_inplace: bool = Field(default=False, description="Replace an adapter of that name.")
+
+
+class UnloadAdapterRequest(RequestBody):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: Text = Field(description="The adapter's name.")
+    lora_int_id: int | None = described("vLLM's number of the adapter, which is not looked at.")
+
+
+class DetokenizeRequest(RequestBody):
     """Body of POST /detokenize."""
 
     model: Text | None = described("One of the names of GET /v1/models; may be left out.")

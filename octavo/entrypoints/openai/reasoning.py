@@ -6,25 +6,55 @@ prompt decides whether the answer begins inside of it, after it, or before it.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
-    """`is_implied`: an answer begins with reasoning although no mark says so."""
+    """`is_implied`: an answer begins with reasoning although no mark says so. Some models mark the content after it,
+    too. With `has_channels` an answer is Harmony's messages, of which each names its channel."""
 
     start: str
     end: str
     is_implied: bool = False
+    answer_start: str = ""
+    answer_end: str = ""
+    has_channels: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What must be seen to read an answer."""
+        return (self.start, self.end, *filter(None, (self.answer_start, self.answer_end)))
 
 
+_THINK = ReasoningStyle("<think>", "</think>")
+_IMPLIED = ReasoningStyle("<think>", "</think>", is_implied=True)
+
+# By vLLM's names for --reasoning-parser.
 STYLES = {
-    "deepseek_r1": ReasoningStyle("<think>", "</think>", is_implied=True),
-    "glm45": ReasoningStyle("<think>", "</think>"),
+    "cohere": ReasoningStyle(
+        "<|START_THINKING|>", "<|END_THINKING|>", answer_start="<|START_RESPONSE|>", answer_end="<|END_RESPONSE|>"
+    ),
+    "deepseek_r1": _IMPLIED,
+    "deepseek_v3": _THINK,
+    "ernie45": ReasoningStyle("<think>", "</think>", answer_start="<response>", answer_end="</response>"),
+    "gemma4": ReasoningStyle("<|channel>thought\n", "<channel|>"),
+    "glm45": _THINK,
+    "granite": ReasoningStyle("Here is my thought process:", "Here is my response:"),
+    "hunyuan_a13b": ReasoningStyle("<think>", "</think>", answer_start="<answer>", answer_end="</answer>"),
+    "kimi_k2": _THINK,
+    "minimax_m2": _IMPLIED,
     "mistral": ReasoningStyle("[THINK]", "[/THINK]"),
-    "qwen3": ReasoningStyle("<think>", "</think>"),
+    "olmo3": _THINK,
+    "openai_gptoss": ReasoningStyle(
+        "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", answer_start="<|channel|>final<|message|>",
+        has_channels=True,
+    ),
+    "qwen3": _THINK,
     "seed_oss": ReasoningStyle("<seed:think>", "</seed:think>"),
-}
+    "step3": _IMPLIED,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +69,18 @@ class Reasoning:
     def after(cls, prompt: str, style: ReasoningStyle) -> Reasoning | None:
         """None if the prompt has ended the reasoning already, as templates do that are told not to think."""
         end = prompt.rstrip()
-        if end.endswith(style.end):
+        if style.has_channels:
+            return cls(style, is_open=False, is_optional=True)
+        if end.endswith(style.end.rstrip()):
             return None
-        if end.endswith(style.start):
+        if end.endswith(style.start.rstrip()):
             return cls(style, is_open=True, is_optional=False)
         return cls(style, is_open=style.is_implied, is_optional=not style.is_implied)
+
+
+def new_splitter(reasoning: Reasoning) -> ReasoningSplitter | ChannelSplitter:
+    """What takes one answer apart."""
+    return ChannelSplitter() if reasoning.style.has_channels else ReasoningSplitter(reasoning)
 
 
 class ReasoningSplitter:
@@ -57,6 +94,12 @@ class ReasoningSplitter:
         self._state = "inside" if reasoning.is_open else "before"
         self._held = ""  # may be part of a mark, or line breaks before one
         self._is_at_start = True  # of the reasoning, or of the content
+        self._is_marked = False  # the content
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether what comes now is reasoning."""
+        return self._state == "inside"
 
     def add(self, text: str) -> tuple[str, str]:
         """The reasoning and the content that `text` completes."""
@@ -71,7 +114,10 @@ class ReasoningSplitter:
         held, self._held = self._held, ""
         if self._state == "inside":
             return held.rstrip("\n"), ""
-        return "", held if self._state == "before" else held.lstrip("\n") if self._is_at_start else held
+        if self._state == "before":
+            return "", held
+        held = held.lstrip("\n") if self._is_at_start else held
+        return "", held.rstrip("\n") if self._is_marked else held
 
     def _look_for_start(self) -> None:
         text = self._held.lstrip()
@@ -102,11 +148,96 @@ class ReasoningSplitter:
         return taken
 
     def _take_content(self) -> str:
+        style = self._style
         if self._is_at_start:
             self._held = self._held.lstrip("\n")
+            if style.answer_start and style.answer_start.startswith(self._held[: len(style.answer_start)]):
+                if not self._held.startswith(style.answer_start):
+                    return ""
+                self._held = self._held[len(style.answer_start) :].lstrip("\n")
+                self._is_marked = True
+                if not self._held:
+                    return ""
             self._is_at_start = not self._held
-        taken, self._held = self._held, ""
+        if not self._is_marked:
+            taken, self._held = self._held, ""
+            return taken
+        before, end, after = self._held.partition(style.answer_end)
+        if end:
+            self._held, self._is_marked = after, False
+            return before.rstrip("\n")
+        shown = len(self._held) - held_back(self._held, style.answer_end)
+        shown = len(self._held[:shown].rstrip("\n"))
+        taken, self._held = self._held[:shown], self._held[shown:]
         return taken
+
+
+class ChannelSplitter:
+    """Takes an answer of Harmony's messages, as gpt-oss writes them, and gives (reasoning, content), the same in sum
+    however it is cut: the channel "analysis" is reasoning, and every other content. Calls stay in the content as the
+    format "openai" describes them. (github.com/openai/harmony, docs/format.md)"""
+
+    _MARK = re.compile(r"<\|(?:start|end|return|call|channel|message)\|>")
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._header: str | None = ""  # of the message that begins; None within one
+        self._channel = ""
+
+    def add(self, text: str) -> tuple[str, str]:
+        """The reasoning and the content that `text` completes."""
+        self._held += text
+        parts = {True: "", False: ""}
+        while (found := self._MARK.search(self._held)) is not None:
+            before, mark, self._held = self._held[: found.start()], found[0], self._held[found.end() :]
+            parts[self.is_inside] += self._take(before)
+            if mark == "<|message|>" and self._header is not None:
+                parts[False] += self._begin()
+            elif mark in ("<|start|>", "<|channel|>"):
+                self._header = (self._header or "") + mark
+            else:
+                if mark == "<|call|>" and self._is_call:
+                    parts[False] += mark
+                self._header, self._channel = "", ""
+        shown = self._held.rfind("<")
+        shown = len(self._held) if shown < 0 or len(self._held) - shown > len("<|message|>") else shown
+        before, self._held = self._held[:shown], self._held[shown:]
+        parts[self.is_inside] += self._take(before)
+        return parts[True], parts[False]
+
+    def finish(self) -> tuple[str, str]:
+        """What is still held back when the answer ends."""
+        held, self._held = self._held, ""
+        if self._header and not self._header.startswith("<"):
+            held = self._header + held
+        return (held, "") if self.is_inside else ("", held)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether what comes now is reasoning."""
+        return self._header is None and self._channel == "analysis"
+
+    @property
+    def _is_call(self) -> bool:
+        return self._channel.startswith("to=")
+
+    def _take(self, text: str) -> str:
+        """What of `text` is the message's, not its header."""
+        if self._header is None:
+            return text
+        if self._header or not text.strip():
+            self._header += text
+            return ""
+        self._header, self._channel = None, "final"  # a text without a header
+        return text
+
+    def _begin(self) -> str:
+        """Begin a message by its header. What of that is content, because calls are read there."""
+        header, self._header = self._header or "", None
+        channel = header.partition("<|channel|>")[2]
+        recipient = re.search(r"to=([\w.\-]{1,256})", header)
+        self._channel = "to=" if recipient else channel.split()[0] if channel.split() else "final"
+        return f"<|channel|>commentary to={recipient[1]} <|constrain|>json<|message|>" if recipient else ""
 
 
 def held_back(text: str, mark: str) -> int:

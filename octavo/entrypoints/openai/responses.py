@@ -27,6 +27,18 @@ class ErrorResponse(Body):
     error: ErrorInfo
 
 
+class AnthropicErrorInfo(Body):
+    type: str
+    message: str
+
+
+class AnthropicError(Body):
+    """That of Messages."""
+
+    type: Literal["error"]
+    error: AnthropicErrorInfo
+
+
 class ModelCard(Body):
     id: str
     object: Literal["model"] = "model"
@@ -46,11 +58,19 @@ class PromptTokensDetails(Body):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(Body):
+    """What came of the request's prediction."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
 class Usage(Body):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails = Field(default_factory=PromptTokensDetails)
+    completion_tokens_details: CompletionTokensDetails = Field(default_factory=CompletionTokensDetails)
 
 
 class PromptLogprob(Body):

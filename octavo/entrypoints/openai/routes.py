@@ -6,23 +6,32 @@ asked for. It has no part in answering: importing it would be a quarter of the s
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.openai.errors import validation_error
 from octavo.errors import RequestError
 
+UnknownFields = Literal["error", "warn", "ignore"]
+_MAX_ROUNDS = 8  # of taking unknown fields out
+_MAX_NAMED = 8  # fields in one warning
 MAX_INLINE_BYTES = 8192  # of a body that is read in the event loop: about a millisecond at worst, a list of messages
 
+logger = logging.getLogger("octavo.server")
+
 Handler = Callable[..., Awaitable[Any]]
+Answer = Callable[[Request], Awaitable[Response]]
 H = TypeVar("H", bound=Handler)
 
 
@@ -35,8 +44,8 @@ class Declared:
     handler: Handler
     description: dict[str, Any]  # more that FastAPI's `add_api_route` is told
 
-    def route(self) -> Route:
-        """The route that answers."""
+    def answer(self) -> Answer:
+        """What answers a request."""
         hints = get_type_hints(self.handler)
         hints.pop("return")
         of_request = [name for name, kind in hints.items() if kind is Request]
@@ -51,7 +60,56 @@ class Declared:
                 return Response(result.model_dump_json(), media_type="application/json")
             return JSONResponse(result)
 
-        return Route(self.path, answer, methods=[self.method])
+        return answer
+
+
+@dataclass(slots=True)
+class Later:
+    """A route of a module that is imported when the first request for it comes, or the first for the description."""
+
+    module: str  # has a `router`
+    method: str
+    path: str
+    _answer: Answer | None = field(default=None, init=False)
+
+    def load(self) -> Declared:
+        """The route itself."""
+        router: Router = importlib.import_module(self.module).router
+        return next(one for one in router.declared if (one.method, one.path) == (self.method, self.path))
+
+    def answer(self) -> Answer:
+        """What answers a request."""
+
+        async def answer(request: Request) -> Response:
+            if self._answer is None:
+                self._answer = (await asyncio.to_thread(self.load)).answer()
+            return await self._answer(request)
+
+        return answer
+
+
+def make_routes(declared: Sequence[Declared | Later]) -> list[Route]:
+    """The routes that answer, one a path."""
+    by_path: dict[str, dict[str, Answer]] = {}
+    for one in declared:
+        by_path.setdefault(one.path, {})[one.method] = one.answer()
+    return [_route(path, answers) for path, answers in by_path.items()]
+
+
+def _route(path: str, answers: Mapping[str, Answer]) -> Route:
+    async def answer(request: Request) -> Response:
+        return await answers["GET" if request.method == "HEAD" else request.method](request)
+
+    return Route(path, answer, methods=list(answers))
+
+
+def methods_of(path: str, routes: Sequence[Route]) -> set[str] | None:
+    """The methods that a path has; None if there is no such path."""
+    scope = {"type": "http", "method": "", "path": path}
+    for route in routes:
+        if route.matches(scope)[0] is not Match.NONE:
+            return route.methods
+    return None
 
 
 class Router:
@@ -69,6 +127,10 @@ class Router:
         """Declare the handler of POST."""
         return self._declare("POST", path, description)
 
+    def delete(self, path: str, **description: Any) -> Callable[[H], H]:
+        """Declare the handler of DELETE."""
+        return self._declare("DELETE", path, description)
+
     def _declare(self, method: str, path: str, description: dict[str, Any]) -> Callable[[H], H]:
         def declare(handler: H) -> H:
             self.declared.append(Declared(method, path, handler, self._common | description))
@@ -80,12 +142,13 @@ class Router:
 async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
     """Raises `RequestError`."""
     body = await request.body()
+    unknown: UnknownFields = request.app.state.octavo.args.unknown_fields
     if len(body) <= MAX_INLINE_BYTES:
-        return _parse(body, kind)
-    return await run_off_loop(lambda: _parse(body, kind), length=len(body))
+        return _parse(body, kind, unknown)
+    return await run_off_loop(lambda: _parse(body, kind, unknown), length=len(body))
 
 
-def _parse(body: bytes, kind: type[BaseModel]) -> BaseModel:
+def _parse(body: bytes, kind: type[BaseModel], unknown: UnknownFields) -> BaseModel:
     if not body:
         raise RequestError("The request has no body; send a JSON object.")
     try:
@@ -98,7 +161,29 @@ def _parse(body: bytes, kind: type[BaseModel]) -> BaseModel:
         raise RequestError("The body is nested too deeply.") from None
     except ValueError:
         raise RequestError("The body is not valid JSON: a number has too many digits.") from None
-    try:
-        return kind.model_validate(parsed)
-    except ValidationError as error:
-        raise validation_error(error.errors(include_url=False)) from None
+    for _ in range(_MAX_ROUNDS):
+        try:
+            return kind.model_validate(parsed)
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+            extra = [one["loc"] for one in errors if one["type"] == "extra_forbidden"]
+            if unknown == "error" or not extra:
+                raise validation_error(errors) from None
+            for location in extra:
+                _take_out(parsed, location)
+            if unknown == "warn":
+                names = ", ".join(".".join(map(str, location)) for location in extra[:_MAX_NAMED])
+                logger.warning("%d unknown fields of a request are ignored: %.300s", len(extra), names)
+    raise RequestError("The body has too many unknown fields within unknown fields.")
+
+
+def _take_out(body: Any, location: Sequence[int | str]) -> None:
+    """Remove what pydantic found at `location`, which also holds names of classes where a field may be one of some."""
+    *way, last = location
+    for part in way:
+        if isinstance(part, int):
+            body = body[part] if isinstance(body, list) and part < len(body) else body
+        elif isinstance(body, dict):
+            body = body.get(part, body)
+    if isinstance(body, dict):
+        body.pop(last, None)

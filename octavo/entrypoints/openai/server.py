@@ -12,10 +12,12 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import AsyncEngineArgs, EngineConfig
@@ -27,6 +29,7 @@ from octavo.logs import JSON, configure_logging
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.phases import Phases
+from octavo.processes import allow_files, event_loop_factory
 from octavo.version import __version__
 
 if TYPE_CHECKING:
@@ -34,6 +37,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.server")
 
+# Taken (`ServerArgs.api_keys`), or with nothing to turn off: nothing is ever sent anywhere.
+_HARMLESS_VARIABLES = {
+    "VLLM_API_KEY", "VLLM_USAGE_STATS", "VLLM_USAGE_SOURCE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK",
+}  # fmt: skip
+_COUNTERPARTS = {
+    "VLLM_SERVER_DEV_MODE": "--enable-server-dev-mode or OCTAVO_SERVER_DEV_MODE=1",
+    "VLLM_CPU_KVCACHE_SPACE": "--cpu-memory-utilization",
+    "VLLM_CPU_OMP_THREADS_BIND": "--cpu-threads-bind",
+    "VLLM_ATTENTION_BACKEND": "--attention-backend",
+    "VLLM_CACHE_ROOT": "OCTAVO_CACHE",
+    "VLLM_ENGINE_ITERATION_TIMEOUT_S": "--engine-step-timeout",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "--engine-ready-timeout",
+    "VLLM_LOGGING_LEVEL": "--uvicorn-log-level",
+}
 LOGGERS = ("octavo", "uvicorn", "asyncio", "opentelemetry")
 
 
@@ -42,7 +59,8 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     phases = Phases()
     args.check()
     configure_logging("server", names=LOGGERS, log_format=args.log_format)
-    _allow_files(args.max_connections)
+    _warn_of_vllm_variables()
+    allow_files(args.max_connections + 256)  # so that it does not end connections before their own limit does
     # Before the event loop takes signals over, one of them interrupts the start as Ctrl-C does.
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a parent may have had it ignored
         signal.signal(number, signal.default_int_handler)
@@ -74,9 +92,7 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
         compile_chat_template(engine.tokenizer)
         phases.end("tokenizer")
         try:
-            import uvloop
-
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
                 runner.run(_serve(engine, metrics, args, sock, phases))
         finally:
             engine.shutdown()
@@ -125,6 +141,9 @@ async def _serve(
 @contextlib.contextmanager
 def _bind(args: ServerArgs) -> Iterator[socket.socket]:
     """The listening socket. It listens at once, because a port that is only bound can be bound a second time."""
+    if args.uds is not None:
+        yield from _bind_path(args.uds)
+        return
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -136,6 +155,36 @@ def _bind(args: ServerArgs) -> Iterator[socket.socket]:
                 f"cannot listen at {args.host}:{args.port}: {error.strerror or error}. Choose another --port or --host."
             ) from None
         yield sock
+
+
+def _bind_path(path: str) -> Iterator[socket.socket]:
+    """A listening socket in a folder, which goes when the server ends. One that nobody listens at is replaced."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if Path(path).is_socket():
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:
+                    Path(path).unlink()
+        try:
+            sock.bind(path)
+            sock.listen(2048)
+        except OSError as error:
+            raise ConfigError(f"cannot listen at --uds {path}: {error.strerror or error}.") from None
+        try:
+            yield sock
+        finally:
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+
+
+def _warn_of_vllm_variables() -> None:
+    """Say of each variable of vLLM's that is set what it does here: nothing."""
+    for name in sorted(os.environ):
+        if name.startswith("VLLM_") and name not in _HARMLESS_VARIABLES:
+            counterpart = _COUNTERPARTS.get(name)
+            instead = f"; use {counterpart}" if counterpart else ""
+            logger.warning("%s is set and has no effect%s", name, instead)
 
 
 def _start_prometheus(args: ServerArgs) -> Any:
@@ -152,31 +201,27 @@ def _start_prometheus(args: ServerArgs) -> Any:
     return registry
 
 
-def _allow_files(max_connections: int) -> None:
-    """Raise the limit of open files, which is often 1024, so that it does not end connections before their own does."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max_connections + 256
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _show_banner(config: EngineConfig, ready: Ready, args: ServerArgs, sock: socket.socket, seconds: float) -> None:
     """What is served, what it may hold, and where."""
     model = config.model
     num_slots = ready.num_blocks * ready.block_size
-    host, port = sock.getsockname()[:2]
+    host, port = ("", 0) if args.uds is not None else sock.getsockname()[:2]
     shown_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     scheme = "https" if args.ssl_certfile else "http"
+    if model.pooling is not None:
+        takes = f"texts of up to {model.max_model_len:,} tokens"
+        holds = f"gives {' and '.join(model.pooling.tasks)}, {model.pooling.size} numbers each"
+    else:
+        takes = f"{model.max_model_len:,} tokens of prompt and output together"
+        holds = (
+            f"{ready.num_blocks:,} blocks of {ready.block_size} = {num_slots:,} tokens: "
+            f"{num_slots / model.max_model_len:.1f} requests of full length"
+        )
     lines = {
         "model": f"{', '.join(model.served_model_names)} ({model.checkpoint.format}, {model.dtype}, {config.device})",
-        "context": f"{model.max_model_len:,} tokens of prompt and output together",
-        "KV cache": f"{ready.num_blocks:,} blocks of {ready.block_size} = {num_slots:,} tokens: "
-        f"{num_slots / model.max_model_len:.1f} requests of full length",
-        "API": f"{scheme}://{shown_host}:{port}{args.root_path}/v1",
+        "context": takes,
+        "KV cache" if model.pooling is None else "vectors": holds,
+        "API": f"{scheme}://{shown_host}:{port}{args.root_path}/v1" if args.uds is None else f"{args.uds}, path /v1",
     }
     title = f"Octavo {__version__}, ready in {seconds:.1f} s"
     if args.log_format == JSON:

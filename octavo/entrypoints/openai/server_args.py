@@ -6,16 +6,18 @@ honoured before anything is started. No web framework is imported here.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from octavo import tracing
 from octavo.entrypoints.openai.reasoning import STYLES
-from octavo.entrypoints.openai.tools import PARSERS
+from octavo.entrypoints.openai.tools.formats import AUTO, FORMATS, NONE
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 
@@ -26,6 +28,7 @@ _SECONDS = (
     "shutdown_timeout",
     "engine_ready_timeout",
     "engine_step_timeout",
+    "stream_keep_alive",
 )
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
@@ -37,15 +40,26 @@ class ServerArgs(Flags):
     host: str = flag("0.0.0.0", "Address to listen at.")
     port: int = flag(8000, "Port to listen at; 0 is any free one.")
     api_key: list[str] = flag(
-        [], "Key that clients must send as bearer token; repeatable. Also OCTAVO_API_KEY.", repeat=True
+        [], "Keys of which clients must send one as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
     )
     ssl_keyfile: str | None = flag(None, "Private key file (PEM), for HTTPS.")
     ssl_certfile: str | None = flag(None, "Certificate file (PEM), for HTTPS.")
+    ssl_ca_certs: str | None = flag(
+        None, "Certificates (PEM) of the authorities of clients, which must then show a certificate of theirs."
+    )
+    uds: str | None = flag(None, "Path of a Unix socket to listen at, in the place of --host and --port.")
+    middleware: list[str] = flag(
+        [], "ASGI middlewares: package.module.Class, or functions of (request, call_next); the first is the outermost."
+    )
+    default_chat_template_kwargs: dict[str, Any] | None = flag(
+        None, "Variables of the chat template, as JSON, for requests whose chat_template_kwargs leave them out."
+    )
     root_path: str = flag("", "Path under which a proxy offers this server, such as /llm.")
     allowed_origins: list[str] = flag([], "Web origins that browsers may call from; default: any.")
     response_role: str = flag("assistant", "Role of the messages that chat completions return.")
     max_log_len: int | None = flag(100, "Characters of a prompt in the request log; 0 is none.")
-    disable_log_requests: bool = flag(False, "Do not log requests.")
+    enable_log_requests: bool = flag(True, "Log requests.")
+    disable_log_requests: bool = flag(False, "Do not log requests, by the older name.")
     log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
     otlp_traces_endpoint: str | None = flag(
         None, "URL of an OpenTelemetry collector that gets a span a request; needs pip install 'octavo[otel]'."
@@ -62,10 +76,25 @@ class ServerArgs(Flags):
         None, "Seconds from a request's arrival after which it ends with what it has. Default: any.", positive=True
     )
     max_body_bytes: int = flag(16 << 20, "Bytes of a request's body at most.", positive=True)
+    max_file_bytes: int = flag(100 << 20, "Bytes of an uploaded file at most.", positive=True)
     body_timeout: float = flag(60.0, "Seconds in which a request's body must have come.", positive=True)
+    unknown_fields: Literal["error", "warn", "ignore"] = flag(
+        "error", "What happens to fields of a request that this server does not know, and to hints that its model "
+        "cannot follow (reasoning_effort, verbosity): error refuses them, warn logs them and goes on without."
+    )  # fmt: skip
+    stream_keep_alive: float = flag(
+        15.0, "Seconds without an event after which a stream gets a comment, so that proxies keep it open; 0: never."
+    )
     max_connections: int = flag(4096, "Connections at once; more are refused.", positive=True)
     shutdown_timeout: float = flag(
         20.0, "Seconds that requests under way may go on after SIGTERM; then they end with what they have."
+    )
+    response_store: str | None = flag(
+        None,
+        "SQLite file that keeps responses, stored chats, files and batches; servers may share it. Default: memory.",
+    )
+    response_store_bytes: int = flag(
+        256 << 20, "Bytes that are kept at most; the oldest responses and chats leave first.", positive=True
     )
     max_engine_restarts: int = flag(
         3, "Deaths of the engine's process in a row, each within a minute, that are answered with a new start; after "
@@ -79,15 +108,31 @@ class ServerArgs(Flags):
     )
     enable_prometheus: bool = flag(False, "Serve metrics; they are at /metrics in any case.")
     prometheus_port: int | None = flag(None, "Port of its own for metrics, with --enable-prometheus.")
-    enable_auto_tool_choice: bool = flag(False, "Let the model choose whether to call tools; needs --tool-call-parser.")
-    tool_call_parser: str | None = flag(None, f"Format of the model's tool calls: {', '.join(PARSERS)}.")
-    reasoning_parser: str | None = flag(None, f"Format of the model's reasoning: {', '.join(STYLES)}.")
+    enable_server_dev_mode: bool = flag(
+        False, "Offer /sleep, /wake_up, /pause, /resume and /reset_prefix_cache. Also OCTAVO_SERVER_DEV_MODE=1."
+    )
+    enable_auto_tool_choice: bool = flag(True, "Let the model choose whether to call tools.")
+    tool_call_parser: str = flag(
+        AUTO, f"Format of the model's tool calls: auto (recognised), none, {', '.join(FORMATS)}."
+    )
+    reasoning_parser: str = flag(
+        AUTO, f"Format of the model's reasoning: auto (recognised), none, {', '.join(STYLES)}."
+    )
+
+    @property
+    def is_dev_mode(self) -> bool:
+        """By the flag or the environment."""
+        return self.enable_server_dev_mode or os.environ.get("OCTAVO_SERVER_DEV_MODE") == "1"
 
     @property
     def api_keys(self) -> list[str]:
         """The keys of the flag and of the environment."""
-        from_env = os.environ.get("OCTAVO_API_KEY")
-        return [*self.api_key, *([from_env] if from_env else [])]
+        from_env = [os.environ.get(name) for name in ("OCTAVO_API_KEY", "VLLM_API_KEY")]
+        return [*self.api_key, *filter(None, from_env)]
+
+    @property
+    def logs_requests(self) -> bool:
+        return self.enable_log_requests and not self.disable_log_requests
 
     @property
     def origins(self) -> list[str]:
@@ -123,21 +168,41 @@ class ServerArgs(Flags):
             raise ConfigError(f"--root-path must start with /, got {self.root_path}.")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both or neither.")
-        for name in ("ssl_keyfile", "ssl_certfile"):
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"--{name.replace('_', '-')}: there is no file {path}.")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile.")
+        if self.uds is not None and self.ssl_certfile is not None:
+            raise ConfigError("--uds and --ssl-certfile exclude each other: a socket of the file system needs no TLS.")
         if self.ssl_certfile is not None:
             self._check_certificate(self.ssl_certfile)
         if self.otlp_traces_endpoint is not None:
             tracing.check_endpoint(self.otlp_traces_endpoint)
-        for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", STYLES)):
-            value = getattr(self, name)
-            if value is not None and value not in known:
+        for name, formats in (("tool_call_parser", FORMATS), ("reasoning_parser", STYLES)):
+            value, known = getattr(self, name), (AUTO, NONE, *formats)
+            if value not in known:
                 raise ConfigError(f"--{name.replace('_', '-')} must be one of {', '.join(known)}, got {value!r}.")
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser.")
-        _ = self.origins
+        _ = self.origins, self.middlewares
+        if self.response_store is not None:
+            from octavo.entrypoints.store import check_store
+
+            check_store(self.response_store, self.response_store_bytes)
+
+    @property
+    def middlewares(self) -> list[Any]:
+        """The classes and functions of --middleware. Raises `ConfigError`."""
+        found = []
+        for path in self.middleware:
+            module, _, name = path.rpartition(".")
+            try:
+                found.append(getattr(importlib.import_module(module), name))
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ConfigError(f"--middleware {path} cannot be imported: {error}.") from None
+            if not (inspect.isclass(found[-1]) or inspect.iscoroutinefunction(found[-1])):
+                raise ConfigError(f"--middleware {path} is neither a class nor a coroutine function.")
+        return found
 
     def _check_certificate(self, certfile: str) -> None:
         import ssl

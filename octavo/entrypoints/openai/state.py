@@ -8,24 +8,27 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from octavo.engine.off_loop import run_off_loop
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
+from octavo.engine.request_log import log_request
 from octavo.entrypoints.openai.errors import RETRY_AFTER_S
 from octavo.entrypoints.openai.fields import ID_PATTERN
 from octavo.entrypoints.openai.protocol import SamplingRequest
 from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.openai.tools.recognition import ModelFormats, model_formats
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
+from octavo.metrics.http import HttpMetrics
 from octavo.outputs import RequestOutput
-from octavo.request import EngineRequest, Prompt
+from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling.grammar import WantedGrammar
 from octavo.sampling_params import SamplingParams
 from octavo.tracing import Tracer
@@ -33,6 +36,9 @@ from octavo.version import __version__
 
 if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncLLMEngine
+    from octavo.entrypoints.background import Background
+    from octavo.entrypoints.store import Store
+    from octavo.lora.names import AdapterNames
 
 logger = logging.getLogger("octavo.server")
 
@@ -46,6 +52,12 @@ class Arrival:
     at: float
     headers: Headers
     num_bytes: int  # of the body
+
+
+class Identified(Protocol):
+    """A body that may bring an id."""
+
+    request_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +81,67 @@ class ServerState:
         self.created = int(time.time())
         model = engine.config.model
         self.model_names = model.served_model_names
+        self.adapters: AdapterNames | None = None
+        if engine.config.lora is not None:
+            from octavo.lora.names import AdapterNames
+
+            self.adapters = AdapterNames(engine.config.lora, self.model_names)
         setup = f"{__version__}|{model.checkpoint.name}|{model.dtype}|{engine.config.device}"
         self.fingerprint = "fp_" + hashlib.sha256(setup.encode()).hexdigest()[:10]
         self.tracer: Tracer | None = None
         if args.otlp_traces_endpoint is not None:
             self.tracer = Tracer(args.otlp_traces_endpoint, self.model_names[0])
+        self.http_metrics = HttpMetrics()
+        if engine.metrics is not None:
+            engine.metrics.others.append(self.http_metrics)
         self.is_stopping = False
         self.num_in_flight = 0  # requests whose answers are not complete
         self.num_queued = 0  # those of them that are whole, and that the engine answers
+
+    @cached_property
+    def store(self) -> Store:
+        """What is kept between requests; opened when something is first kept or looked for."""
+        from octavo.entrypoints.store import Store
+
+        return Store(self.args.response_store, self.args.response_store_bytes)
+
+    @cached_property
+    def background(self) -> Background:
+        """Work that outlives its requests."""
+        from octavo.entrypoints.background import Background
+
+        return Background(self)
+
+    async def background_ended(self) -> None:
+        """Return when what works in the background has noted how far it is."""
+        if "background" in self.__dict__:
+            await self.background.ended()
+
+    def close(self) -> None:
+        """Give back what was opened."""
+        if "store" in self.__dict__:
+            self.store.close()
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the tokens whose text is not shown, by their text."""
         added = self.engine.tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    @cached_property
+    def formats(self) -> ModelFormats:
+        """How the model calls tools and reasons: what the flags name, else what is recognised."""
+        args, checkpoint, tokenizer = self.args, self.engine.config.model.checkpoint, self.engine.tokenizer
+        found = model_formats(
+            tokenizer,
+            args.tool_call_parser,
+            args.reasoning_parser,
+            model_type=checkpoint.config.get("model_type"),
+            response_template=getattr(tokenizer, "response_template", None),
+        )
+        if not args.enable_auto_tool_choice:
+            found = replace(found, why_no_choice="the server was started with --no-enable-auto-tool-choice.")
+        return found
 
     async def unavailable(self) -> tuple[str, str] | None:
         """(status, reason) while no request can be taken: loading, restarting, dead or stopping."""
@@ -145,14 +204,35 @@ class ServerState:
         """The name to answer under. Raises `RequestError` (404) for a model that is not served here."""
         if name is None or name in self.model_names:
             return name or self.model_names[0]
+        if self.adapters is not None and name in self.adapters:
+            return name
+        names = [*self.model_names, *([] if self.adapters is None else self.adapters.named)]
         raise RequestError(
-            f"The model {name!r} does not exist here; this server has {', '.join(map(repr, self.model_names))}.",
+            f"The model {name!r} does not exist here; this server has {', '.join(map(repr, names))}.",
             param="model",
             status=404,
             code="model_not_found",
         )
 
-    def response_id(self, prefix: str, body: SamplingRequest, raw: Request) -> tuple[str, dict[str, str]]:
+    async def _adapter_of(self, name: str | None) -> AdapterSource | None:
+        """The adapter that a request names as its model."""
+        names = self.adapters
+        if name is None or names is None or name in self.model_names:
+            return None
+        if name in names.named:
+            return names.named[name].source
+        return await run_off_loop(lambda: names.find(name), length=MAX_INLINE_LENGTH + 1)  # it may be a large file
+
+    def log_pooling(self, name: str, requests: Sequence[EngineRequest]) -> None:
+        """One line for the texts of a request to a model that pools."""
+        if not self.args.logs_requests:
+            return
+        num_tokens = sum(len(request.prompt.token_ids) for request in requests)
+        options = msgspec.to_builtins(requests[0].pooling)
+        fields = {"request_id": name, "num_prompt_tokens": num_tokens, "pooling_params": options}
+        logger.info("%s: %d texts of %d tokens %s", name, len(requests), num_tokens, options, extra=fields)
+
+    def response_id(self, prefix: str, body: Identified, raw: Request) -> tuple[str, dict[str, str]]:
         """The response's id and headers: from the body's `request_id` or the header X-Request-Id, or a new one."""
         given = body.request_id or raw.headers.get("x-request-id")
         if given is None:
@@ -173,6 +253,7 @@ class ServerState:
         has_grammar: bool = False,
         length: int = 0,
         num_prompts: int = 1,
+        clamps_max_tokens: bool = False,
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check one prompt of a request, and make its generator, which starts it when it is first asked for an output.
 
@@ -180,31 +261,35 @@ class ServerState:
         several prompts brings a `length` for each. Returns the prompt too. Raises `RequestError` here, before any
         response has been started.
         """
+        self.engine.inputs.refuse_if_it_pools()
         arrival = ARRIVAL.get()
         structure = params.structured_outputs
+        adapter = await self._adapter_of(getattr(body, "model", None))
 
         def process() -> EngineRequest:
             asked = prepare()
             grammar = asked.grammar
             if grammar is None and structure is not None:
                 grammar = WantedGrammar(structure, field=body.structure_field)
+            prediction = None if body.prediction is None else body.prediction.content
             kind = "prompt" if isinstance(asked.prompt, str) else "prompt_token_ids"
             return self.engine.inputs.process(
-                {kind: asked.prompt, "cache_salt": body.cache_salt},
+                {kind: asked.prompt, "cache_salt": body.cache_salt, "prediction": prediction},
                 params,
                 priority=body.priority,
                 arrival_time=None if arrival is None else arrival.at,
                 add_special_tokens=asked.add_special_tokens,
                 grammar=grammar,
-                clamps_max_tokens=False,
+                clamps_max_tokens=clamps_max_tokens,
+                adapter=adapter,
             )
 
         if arrival is not None:
             length = max(length, arrival.num_bytes // num_prompts)
         request = await run_off_loop(process, length=length, has_grammar=has_grammar or structure is not None)
         name = f"{response_id}-{request.request_id}"  # clients choose response ids and may repeat them
-        if not self.args.disable_log_requests:
-            self._log_request(name, request.prompt, params)
+        if self.args.logs_requests:
+            log_request(logger, name, request.prompt, params, self.args.max_log_len)
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
         deadline = request.arrival_time + min(limits_s) if limits_s else None
         self.check_first_token(len(request.prompt.token_ids), body.max_ttft)
@@ -214,14 +299,6 @@ class ServerState:
             named = msgspec.structs.replace(request, request_id=name)
             outputs = self.tracer.trace(named, outputs, {} if arrival is None else arrival.headers)
         return request.prompt, outputs
-
-    def _log_request(self, name: str, prompt: Prompt, params: SamplingParams) -> None:
-        limit = self.args.max_log_len
-        said = prompt.token_ids if prompt.text is None else prompt.text
-        shown = "" if limit == 0 else f": {said[:limit]!r}{'...' if len(said[:limit]) < len(said) else ''}"
-        options = msgspec.to_builtins(params)
-        fields = {"request_id": name, "num_prompt_tokens": len(prompt.token_ids), "sampling_params": options}
-        logger.info("%s: %d prompt tokens%s %s", name, len(prompt.token_ids), shown, options, extra=fields)
 
 
 def state_of(request: Request) -> ServerState:

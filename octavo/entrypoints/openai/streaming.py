@@ -73,31 +73,51 @@ class ChunkWriter:
         return head
 
 
+def named_event(event: Mapping[str, Any]) -> bytes:
+    """A server-sent event whose name is its `type`."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
+
+
 class EventStream(Response):
     """Sends the events of a generator; closes it, which aborts the request, as soon as the client hangs up."""
 
     media_type = "text/event-stream"
+    keep_alive = b": keep-alive\n\n"  # is sent when nothing else has been for a while; a comment
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
         self._events = events
+        self._has_sent = False  # since the last look
         self.status_code = 200
         self.background: BackgroundTask | None = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await run_until_disconnect(self._send(send, scope.get(SERVER_SEND, send)), receive)
+        idle_s = scope["app"].state.octavo.args.stream_keep_alive
+        await run_until_disconnect(self._send(send, scope.get(SERVER_SEND, send), idle_s), receive)
 
-    async def _send(self, send: Send, send_body: Send) -> None:
+    async def _send(self, send: Send, send_body: Send, idle_s: float) -> None:
         """Send the headers through the middlewares, and bodies past them: each would cost a coroutine a chunk."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        keeper = asyncio.ensure_future(self._keep_alive(send_body, idle_s)) if idle_s and self.keep_alive else None
         try:
             async for events in self._events:
+                self._has_sent = True
                 await send_body({"type": "http.response.body", "body": events, "more_body": True})
         except Exception as error:
             await send_body({"type": "http.response.body", "body": stream_error_event(error), "more_body": True})
         finally:
+            if keeper is not None:
+                keeper.cancel()
             await self._events.aclose()
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send_body: Send, idle_s: float) -> None:
+        """Proxies end a connection that is silent, as a stream is while its request is queued."""
+        while True:
+            self._has_sent = False
+            await asyncio.sleep(idle_s)
+            if not self._has_sent:
+                await send_body({"type": "http.response.body", "body": self.keep_alive, "more_body": True})
 
 
 async def respond(work: Coroutine[Any, Any, BaseModel], raw: Request, headers: dict[str, str]) -> Response:

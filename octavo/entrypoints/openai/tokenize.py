@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.openai.chat import render_messages
+from octavo.entrypoints.openai.conversation import render_messages
 from octavo.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 from octavo.entrypoints.openai.responses import DetokenizeResponse, TokenizeResponse
 from octavo.entrypoints.openai.routes import Router
@@ -55,4 +55,5 @@ def _text(state: ServerState, body: TokenizeRequest) -> str:
     if body.messages is None:
         assert body.prompt is not None
         return body.prompt
-    return render_messages(state.engine.tokenizer, body, body.messages, body.tools)
+    defaults = state.args.default_chat_template_kwargs
+    return render_messages(state.engine.tokenizer, body, body.messages, body.tools, defaults)

@@ -82,6 +82,8 @@ async def stats(request: Request) -> Response:
         "preemptions": metrics.totals["num_preemptions"],
         "prefix_queries": metrics.totals["num_prefix_queries"],
         "prefix_hits": metrics.totals["num_prefix_hits"],
+        "guessed": metrics.totals["num_draft_tokens"],
+        "accepted": metrics.totals["num_accepted_tokens"],
         "finished": metrics.num_finished,
         "ttft": _count_and_sum(metrics.ttft_s),
         "itl": _count_and_sum(metrics.inter_token_latency_s),

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from octavo.layers.head import HeadDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.models.description import HeadDescription
 from octavo.models.families.settings import (
     AFTER,
     AROUND,
@@ -71,6 +71,15 @@ def _when(setting: str, value: Setting) -> Setting:
 
 def _all_slide(config: Config, i: int) -> bool:
     return True
+
+
+_GEMMA_3_SLIDES = all_but_every(6, "sliding_window_pattern")
+
+
+def _gemma_3_window(config: Config, i: int) -> int:
+    """Where attention goes both ways the setting counts both sides."""
+    window = int(config["sliding_window"] or 0) if slides_by(_GEMMA_3_SLIDES)(config, i) else 0
+    return window // 2 + 1 if window and config.get("use_bidirectional_attention") else window
 
 
 def _smollm3_rotates(config: Config, i: int) -> bool:
@@ -342,9 +351,12 @@ FAMILIES = {
             131072, final_logit_softcapping=None, attn_logit_softcapping=None, theta=1e6,
             rope_local_base_freq=10000.0,
         ),
-        norm=_GEMMA_RMS, attention=ATTENTION_BIAS | _GEMMA_SCORES | {"qk_norm": _GEMMA_RMS}, layer=AROUND,
-        model=_ROOT | _GEMMA_LOGITS, slides=all_but_every(6, "sliding_window_pattern"),
-        refuses=("use_bidirectional_attention",),
+        norm=_GEMMA_RMS,
+        attention=ATTENTION_BIAS | _GEMMA_SCORES | {
+            "qk_norm": _GEMMA_RMS, "bidirectional": lambda c, _: bool(c.get("use_bidirectional_attention")),
+            "window": _gemma_3_window,
+        },
+        layer=AROUND, model=_ROOT | _GEMMA_LOGITS, slides=_GEMMA_3_SLIDES,
     ),
     "VaultGemmaForCausalLM": replace(_GEMMA2, layer={"feed_forward_norm": "pre_feedforward_layernorm"}, refuses=()),
     "ArceeForCausalLM": Family(

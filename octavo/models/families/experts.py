@@ -10,57 +10,34 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.errors import LoadError
-from octavo.layers.experts import EXPERT_NAMES, ExpertNames, one_by_one, stacked
+from octavo.layers.experts import EXPERT_NAMES, ExpertNames, stacked
 from octavo.models.families.settings import (
     AFTER,
+    AROUND,
     ATTENTION_BIAS,
+    CORRECTION,
+    CORRECTION_NAMES,
+    GROUPS,
     MLP_BIAS,
     MULTIPLIERS,
     NO_MULTIPLIERS,
     RESIDUAL,
     SCALE,
+    SIGMOID_GROUPS,
+    W123,
     all_but_every,
     granite_shared,
     late_layers_slide,
     rotates_unless_all_is_seen,
     routing,
+    said_by_types,
+    several,
     shared_expert,
     slides_by,
     sparse_by_step,
+    sparse_from,
 )
 from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, per_layer, rms
-
-_W123 = (
-    one_by_one("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
-    *EXPERT_NAMES,
-)
-
-
-# Of DeepSeek-V3 and all that follow it.
-_SIGMOID_GROUPS = routing(
-    scoring="sigmoid", scale=key("routed_scaling_factor"), num_groups=key("n_group"), kept_groups=key("topk_group"),
-    group_by_two=lambda c, _: c["topk_group"] < c["n_group"],
-)  # fmt: skip
-_GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
-_CORRECTION_NAMES = ("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias")
-_CORRECTION = {"correction_names": _CORRECTION_NAMES}
-
-
-def _several(count: str, size: str = "moe_intermediate_size") -> Setting:
-    """So many shared experts are one that is so much wider."""
-    return lambda c, _: (c[count] or 0) * c[size]
-
-
-def _from(setting: str) -> Setting:
-    """All layers but the first ones are sparse."""
-    return lambda c, i: i >= c[setting]
-
-
-def _said_by_types(first: Setting) -> Setting:
-    """By `mlp_layer_types`, or where that is absent by `first`."""
-    return lambda c, i: (
-        first(c, i) if c.get("mlp_layer_types") is None else per_layer("mlp_layer_types")(c, i) == "sparse"
-    )
 
 
 def _ernie_sparse(config: Config, i: int) -> bool:
@@ -71,6 +48,7 @@ def _ernie_sparse(config: Config, i: int) -> bool:
 
 _EXAONE_SLIDES = all_but_every(4, "sliding_window_pattern")
 _KOLIBRI_SLIDES = all_but_every(5)
+_AFMOE_SLIDES = all_but_every(4, "global_attn_every_n_layers")
 
 
 def _flint_slides(config: Config, i: int) -> bool:
@@ -78,7 +56,7 @@ def _flint_slides(config: Config, i: int) -> bool:
 
 
 def _cohere_rotates(config: Config, i: int) -> bool:
-    is_dense_prefix = not _said_by_types(_from("first_k_dense_replace"))(config, i)
+    is_dense_prefix = not said_by_types(sparse_from("first_k_dense_replace"))(config, i)
     has_rope = is_dense_prefix and config["prefix_dense_sliding_window_pattern"] == 1
     return has_rope or bool(slides_by(_cohere_slides)(config, i))
 
@@ -167,7 +145,7 @@ FAMILIES = {
             "num_experts_per_tok": 2, "num_experts": 8,
         },
         experts={
-            "routing": routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": _W123,
+            "routing": routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123,
         },
         slides=lambda c, _: bool(c["sliding_window"]),
     ),
@@ -204,7 +182,7 @@ FAMILIES = {
             },
         },
         attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()},
-        is_sparse=_said_by_types(lambda *_: True), slides=lambda *_: False,
+        is_sparse=said_by_types(lambda *_: True), slides=lambda *_: False,
         model={"num_unused_layers": lambda c, _: c.get("num_nextn_predict_layers") or 0},
     ),
     "OlmoeForCausalLM": Family(
@@ -272,7 +250,7 @@ FAMILIES = {
         },
         norm=layer_norm(), attention=ATTENTION_BIAS, rope={"attention_factor": _phimoe_attention_factor},
         experts={
-            "routing": routing(scoring="sparsemixer", jitter=key("router_jitter_noise")), "names": _W123,
+            "routing": routing(scoring="sparsemixer", jitter=key("router_jitter_noise")), "names": W123,
             "router_names": ("block_sparse_moe.gate", "mlp.router"),
         },
         model={"output_bias": key("lm_head_bias")}, slides=lambda c, _: bool(c["sliding_window"]),
@@ -300,6 +278,7 @@ FAMILIES = {
             "clamp": lambda c, _: (c["swiglu_alpha"], c["swiglu_limit"]),
             "names": (
                 stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True, is_interleaved=True),
+                EXPERT_NAMES[2],
             ),
         },
         slides=lambda _, i: i % 2 == 0,
@@ -315,7 +294,7 @@ FAMILIES = {
                 stacked("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", is_transposed=True),
                 stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),
             ),
-            "shared": shared_expert(_several("moe_num_shared_experts", "intermediate_size"), bias=key("mlp_bias")),
+            "shared": shared_expert(several("moe_num_shared_experts", "intermediate_size"), bias=key("mlp_bias")),
         },
     ),
     "Cohere2MoeForCausalLM": Family(
@@ -336,10 +315,10 @@ FAMILIES = {
                 scoring=key("expert_selection_fn"), scale=_half_if_averaged,
                 normalize=lambda c, _: c["expert_selection_fn"] == "softmax" or c["norm_topk_prob"],
             ),
-            "shared": shared_expert(_several("num_shared_experts", "intermediate_size")),
+            "shared": shared_expert(several("num_shared_experts", "intermediate_size")),
             "shared_scale": _half_if_averaged,
         },
-        is_sparse=_said_by_types(_from("first_k_dense_replace")),
+        is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
         model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]}, slides=_cohere_slides, rotates=_cohere_rotates,
     ),
     "Ernie4_5_MoeForCausalLM": Family(
@@ -352,7 +331,7 @@ FAMILIES = {
         attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
         feed_forward={"bias": key("use_bias")},
         experts={
-            "routing": routing(), "shared": shared_expert(_several("moe_num_shared_experts"), bias=key("use_bias")),
+            "routing": routing(), "shared": shared_expert(several("moe_num_shared_experts"), bias=key("use_bias")),
             "correction_names": (
                 "mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"
             ),
@@ -397,16 +376,16 @@ FAMILIES = {
         },
     ),
     "Dots1ForCausalLM": Family(
-        defaults=_GROUPS | {
+        defaults=GROUPS | {
             "max_position_embeddings": 2048, "moe_intermediate_size": 1408, "first_k_dense_replace": 0,
             "norm_topk_prob": False, "sliding_window": 4096, "max_window_layers": 62, "n_shared_experts": None,
         },
         attention=ATTENTION_BIAS | {"qk_norm": rms()},
-        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": shared_expert(_several("n_shared_experts"))},
-        is_sparse=_from("first_k_dense_replace"), slides=late_layers_slide,
+        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
+        is_sparse=sparse_from("first_k_dense_replace"), slides=late_layers_slide,
     ),
     "Glm4MoeForCausalLM": Family(
-        defaults=_GROUPS | {
+        defaults=GROUPS | {
             "max_position_embeddings": 131072, "num_key_value_heads": 8, "norm_eps": 1e-5,
             "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
             "n_shared_experts": 1, "num_experts": 128, "first_k_dense_replace": 1, "use_qk_norm": False,
@@ -415,30 +394,30 @@ FAMILIES = {
         attention={
             "qkv_bias": key("attention_bias"), "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None,
         },
-        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": shared_expert(_several("n_shared_experts"))},
-        is_sparse=_from("first_k_dense_replace"), model={"num_unused_layers": key("num_nextn_predict_layers")},
+        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
+        is_sparse=sparse_from("first_k_dense_replace"), model={"num_unused_layers": key("num_nextn_predict_layers")},
     ),
     "SolarOpenForCausalLM": Family(
-        defaults=_GROUPS | {
+        defaults=GROUPS | {
             "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "norm_eps": 1e-5,
             "rope_theta": 1000000.0, "moe_intermediate_size": 1280, "num_experts_per_tok": 8, "n_shared_experts": 1,
             "num_experts": 128, "intermediate_size": None,
         },
         attention={"qkv_bias": key("attention_bias")},
-        experts=_CORRECTION | {"routing": _SIGMOID_GROUPS, "shared": shared_expert(_several("n_shared_experts"))},
+        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
     ),
     "ExaoneMoeForCausalLM": Family(
-        defaults=_GROUPS | {
+        defaults=GROUPS | {
             "max_position_embeddings": 2048, "num_key_value_heads": 32, "norm_eps": 1e-5, "sliding_window": 4096,
             "sliding_window_pattern": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 1024,
             "num_experts": 64, "num_experts_per_tok": 8, "num_shared_experts": 1, "routed_scaling_factor": 2.5,
         },
         attention={"qk_norm": rms()},
         experts={
-            "routing": _SIGMOID_GROUPS, "shared": shared_expert(_several("num_shared_experts")),
-            "correction_names": _CORRECTION_NAMES[::-1],
+            "routing": SIGMOID_GROUPS, "shared": shared_expert(several("num_shared_experts")),
+            "correction_names": CORRECTION_NAMES[::-1],
         },
-        is_sparse=_said_by_types(_from("first_k_dense_replace")), slides=_EXAONE_SLIDES,
+        is_sparse=said_by_types(sparse_from("first_k_dense_replace")), slides=_EXAONE_SLIDES,
         rotates=rotates_unless_all_is_seen(_EXAONE_SLIDES),
     ),
     "MiniMaxM2ForCausalLM": Family(
@@ -454,7 +433,7 @@ FAMILIES = {
             )
         },
         experts={
-            "routing": routing(scoring="sigmoid"), "names": _W123,
+            "routing": routing(scoring="sigmoid"), "names": W123,
             "router_names": ("block_sparse_moe.gate", "mlp.gate"),
             "correction_names": ("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
         },
@@ -470,9 +449,9 @@ FAMILIES = {
             "routing": routing(scoring="sigmoid", scale=key("router_scaling_factor")),
             "router_names": ("mlp.router.gate", "mlp.gate"),
             "correction_names": ("mlp.expert_bias", "mlp.e_score_correction_bias"),
-            "shared": shared_expert(_several("num_shared_experts"), "mlp.shared_mlp", bias=key("mlp_bias")),
+            "shared": shared_expert(several("num_shared_experts"), "mlp.shared_mlp", bias=key("mlp_bias")),
         },
-        is_sparse=_said_by_types(lambda _, i: i > 0),
+        is_sparse=said_by_types(lambda _, i: i > 0),
     ),
     "FlintForCausalLM": Family(
         defaults={
@@ -501,5 +480,22 @@ FAMILIES = {
             "shared": shared_expert(key("shared_expert_intermediate_size")),
         },
         slides=_KOLIBRI_SLIDES, rotates=rotates_unless_all_is_seen(_KOLIBRI_SLIDES),
+    ),
+    "AfmoeForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 16384, "head_dim": 128, "norm_eps": 1e-5, "sliding_window": 1024,
+            "global_attn_every_n_layers": 4, "moe_intermediate_size": 1408, "num_dense_layers": 1, "num_experts": 64,
+            "num_experts_per_tok": 6, "num_shared_experts": 2, "route_scale": 1.0, "mup_enabled": False,
+        },
+        attention={"qk_norm": rms(), "gate_name": "self_attn.gate_proj"},
+        layer=AROUND | {"feed_forward_norm": "pre_mlp_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"},
+        experts={
+            "routing": routing(scoring="sigmoid", normalize=True, scale=key("route_scale")),
+            "router_names": ("mlp.router.gate",), "correction_names": ("mlp.expert_bias",),
+            "shared": shared_expert(several("num_shared_experts")),
+        },
+        is_sparse=sparse_from("num_dense_layers"), slides=_AFMOE_SLIDES, rotates=slides_by(_AFMOE_SLIDES),
+        model={"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5 if c["mup_enabled"] else 1.0},
+        refuses=("attention_bias",),
     ),
 }  # fmt: skip

@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from octavo.errors import LoadError
 from octavo.layers.experts import ExpertNames, one_by_one, stacked
+from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.recurrent import GatedDeltaDescription, MambaDescription, ShortConvDescription
+from octavo.layers.recurrent import GatedDeltaDescription, LightningDescription, MambaDescription, ShortConvDescription
 from octavo.models.families.settings import (
     ATTENTION_BIAS,
     MLP_BIAS,
@@ -17,12 +17,14 @@ from octavo.models.families.settings import (
     NO_MULTIPLIERS,
     RESIDUAL,
     SCALE,
+    SIGMOID_GROUPS,
+    W123,
     granite_shared,
     routing,
     shared_expert,
     sparse_by_step,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, key, rms
+from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rms
 
 _LIMITLESS = 262144  # positions: a state has no limit of its own
 _RECURRENT = ("linear_attention", "mamba")
@@ -75,8 +77,6 @@ def _nemotron_kind(config: Config, i: int) -> str:
 
 def _nemotron_mixer(config: Config, i: int) -> MambaDescription | str | None:
     kind = _nemotron_kind(config, i)
-    if kind == "moe":
-        raise LoadError("experts without gates are not built yet.")
     if kind != "linear_attention":
         return "attention" if kind == "full_attention" else None
     return MambaDescription(
@@ -84,6 +84,48 @@ def _nemotron_mixer(config: Config, i: int) -> MambaDescription | str | None:
         config["n_groups"], time_limit=(config["time_step_min"], math.inf), norm=NormDescription(config["norm_eps"]),
         bias=config["use_bias"], output_bias=config["use_bias"], conv_bias=config["use_conv_bias"], name="mixer",
     )  # fmt: skip
+
+
+def _nemotron_shared(config: Config, _: int) -> FeedForwardDescription:
+    return FeedForwardDescription(
+        config["moe_shared_expert_intermediate_size"], activation_of(config["mlp_hidden_act"]), gated=False,
+        bias=config["mlp_bias"], up_names=("mixer.shared_experts.up_proj",),
+        down_name="mixer.shared_experts.down_proj",
+    )  # fmt: skip
+
+
+def _is_lightning(config: Config, i: int) -> bool:
+    types = config["layer_types"]
+    return bool((i + 1) % 2 == 0 if types is None else types[i] == "linear_attention")
+
+
+def _minimax_mixer(config: Config, i: int) -> LightningDescription | str:
+    if not _is_lightning(config, i):
+        return "attention"
+    rate = 1 - i / (config["num_hidden_layers"] - 1 + 1e-5) + 1e-5
+    return LightningDescription(
+        config["num_attention_heads"],
+        head_size(config),
+        rate,
+        NormDescription(1e-6),
+        activation_of(config["hidden_act"]),
+    )
+
+
+def _minimax_constants(config: Config, _: int) -> tuple[str, ...]:
+    """Checkpoints have what follows from the configuration."""
+    names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+    return tuple(f"model.layers.{i}.self_attn.{name}" for i in range(config["num_hidden_layers"]) for name in names)
+
+
+def _minimax_factors(kind: str) -> Setting:
+    """Of attention or lightning attention, and of the feed-forward."""
+
+    def find(config: Config, i: int) -> tuple[float, float]:
+        name = "linear_attn" if _is_lightning(config, i) else "full_attn"
+        return float(config[f"{name}_{kind}_factor"]), float(config[f"mlp_{kind}_factor"])
+
+    return find
 
 
 def _limits(config: Config) -> tuple[float, float]:
@@ -315,9 +357,11 @@ FAMILIES = {
             "max_position_embeddings": 4096, "num_key_value_heads": 8, "head_dim": 128, "norm_eps": 1e-5,
             "mlp_hidden_act": "relu2", "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64,
             "n_groups": 8, "conv_kernel": 4, "time_step_min": 0.001, "use_conv_bias": True, "use_bias": False,
-            "hybrid_override_pattern": "M-*-",
+            "hybrid_override_pattern": "M-*-", "num_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+            "topk_group": 1, "routed_scaling_factor": 1.0, "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
         },
-        mixer=_nemotron_mixer, rope=None, has_feed_forward=lambda c, i: _nemotron_kind(c, i) == "mlp",
+        mixer=_nemotron_mixer, rope=None, has_feed_forward=lambda c, i: _nemotron_kind(c, i) in ("mlp", "moe"),
         attention={
             "qkv_names": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), "output_name": "mixer.o_proj",
         },
@@ -326,6 +370,16 @@ FAMILIES = {
             "activation": lambda c, _: activation_of(c["mlp_hidden_act"]),
         },
         layer={"attention_norm": "norm", "feed_forward_norm": "norm"}, model=_BACKBONE,
+        experts={
+            "routing": SIGMOID_GROUPS, "gated": False, "router_names": ("mixer.gate",),
+            "activation": lambda c, _: activation_of(c["mlp_hidden_act"]), "shared": _nemotron_shared,
+            "correction_names": ("mixer.gate.e_score_correction_bias",),
+            "names": (
+                ExpertNames(("mixer.experts.{}.up_proj.weight",), "mixer.experts.{}.down_proj.weight"),
+                ExpertNames(("mixer.experts.up_proj",), "mixer.experts.down_proj"),
+            ),
+        },
+        is_sparse=lambda c, i: _nemotron_kind(c, i) == "moe", refuses=("moe_latent_size",),
     ),
     "Lfm2ForCausalLM": Family(
         defaults=_LFM_DEFAULTS | {
@@ -391,5 +445,20 @@ FAMILIES = {
             "feed_forward_norm": _olmo_norm("feedforward_layer_norm", None),
             "feed_forward_post_norm": _olmo_norm(None, "post_feedforward_layernorm"),
         },
+    ),
+    "MiniMaxForCausalLM": Family(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0,
+            "num_experts": 8, "num_experts_per_tok": 2,
+            "full_attn_alpha_factor": 1, "full_attn_beta_factor": 1, "linear_attn_alpha_factor": 1,
+            "linear_attn_beta_factor": 1, "mlp_alpha_factor": 1, "mlp_beta_factor": 1,
+        },
+        mixer=_minimax_mixer,
+        layer={
+            "keeps_normed": True, "stream_multipliers": _minimax_factors("alpha"),
+            "multipliers": lambda c, i: (_minimax_factors("beta")(c, i)[0], 1.0, _minimax_factors("beta")(c, i)[1]),
+        },
+        experts={"routing": routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123},
+        model={"unused": _minimax_constants},
     ),
 }  # fmt: skip

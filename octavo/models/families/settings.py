@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.layers.experts import EXPERT_NAMES, one_by_one
 from octavo.layers.feed_forward import FeedForwardDescription
-from octavo.models.readers import Config, Setting, activation_of, key
+from octavo.models.readers import Config, Setting, activation_of, key, per_layer
 from octavo.ops import Routing
 
 ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
@@ -23,6 +24,13 @@ NO_MULTIPLIERS = {
 SCALE = {"scale": key("attention_multiplier")}
 RESIDUAL = {"residual_multiplier": key("residual_multiplier")}
 MULTIPLIERS = {"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")}
+
+
+# Mixtral's names of experts, and those of files and of transformers 5.
+W123 = (
+    one_by_one("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
+    *EXPERT_NAMES,
+)
 
 
 def late_layers_slide(config: Config, i: int) -> bool:
@@ -94,3 +102,33 @@ def granite_shared(config: Config, _: int) -> FeedForwardDescription | None:
         config["shared_intermediate_size"], activation_of(config["hidden_act"]),
         up_names=("shared_mlp.input_linear",), down_name="shared_mlp.output_linear",
     )  # fmt: skip
+
+
+# Of DeepSeek-V3 and all that follow it.
+SIGMOID_GROUPS = routing(
+    scoring="sigmoid", scale=key("routed_scaling_factor"), num_groups=key("n_group"), kept_groups=key("topk_group"),
+    group_by_two=lambda c, _: c["topk_group"] < c["n_group"],
+)  # fmt: skip
+GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+# Of checkpoints, of what transformers 5 makes of some, of GGUF files.
+CORRECTION_NAMES = (
+    "mlp.gate.e_score_correction_bias", "mlp.gate.e_score_correction.bias", "mlp.e_score_correction_bias"
+)  # fmt: skip
+CORRECTION = {"correction_names": CORRECTION_NAMES}
+
+
+def several(count: str, size: str = "moe_intermediate_size") -> Setting:
+    """So many shared experts are one that is so much wider."""
+    return lambda c, _: (c[count] or 0) * c[size]
+
+
+def sparse_from(setting: str) -> Setting:
+    """All layers but the first ones are sparse."""
+    return lambda c, i: i >= c[setting]
+
+
+def said_by_types(first: Setting) -> Setting:
+    """By `mlp_layer_types`, or where that is absent by `first`."""
+    return lambda c, i: (
+        first(c, i) if c.get("mlp_layer_types") is None else per_layer("mlp_layer_types")(c, i) == "sparse"
+    )

@@ -212,9 +212,9 @@ def _hide(scores, key, position, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _normalized(acc, row_sum, value_scale):
+def _normalized(acc, row_sum):
     """Rows that have seen no key are zeros."""
-    return acc * tl.where(row_sum > 0, value_scale / row_sum, 0.0)[:, None]
+    return acc * tl.where(row_sum > 0, 1.0 / row_sum, 0.0)[:, None]
 
 
 @triton.jit
@@ -272,6 +272,30 @@ def _load(
 
 
 @triton.jit
+def _load_scales(
+    scales, block, first_key, end, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """-> the scales of a tile's keys and of its values [BLOCK_N], where they have some."""
+    n = tl.arange(0, BLOCK_N)
+    of_keys = n.to(tl.float32)
+    of_values = of_keys
+    if SCALED:
+        row = (block * BLOCK_SIZE + (first_key + n) % BLOCK_SIZE) * KV_HEADS + kv_head
+        of_keys = tl.load(scales + row.to(tl.int64) * 2, mask=first_key + n < end, other=0.0).to(tl.float32)
+        of_values = tl.load(scales + row.to(tl.int64) * 2 + 1, mask=first_key + n < end, other=0.0).to(tl.float32)
+    return of_keys, of_values
+
+
+@triton.jit
+def _scaled(x, scales, SCALED: tl.constexpr):
+    """Scores or weights [rows, keys] times the scales of what they are of, where that has some."""
+    if SCALED:
+        x = x * scales[None, :]
+    return x
+
+
+@triton.jit
 def _weigh(
     scores, split_max, split_sum, tile_key, first_position, position, slope, score_scale, scale,
     TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
@@ -308,12 +332,12 @@ def _weigh(
     do_not_specialize_on_alignment=["block_tables", *_LENGTHS],
 )
 def _attention_kernel(
-    query, key, value, block_tables, query_start_loc, seq_lens, out, plan, partials, counters, slopes, sinks,
-    num_tokens, num_seqs, num_partials, query_stride, table_stride, score_scale, value_scale,
+    query, key, value, scales, block_tables, query_start_loc, seq_lens, out, plan, partials, counters, slopes, sinks,
+    num_tokens, num_seqs, num_partials, query_stride, table_stride, score_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
     SINKS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKS_ALL: tl.constexpr, NESTED: tl.constexpr, SEQS: tl.constexpr,
+    MASKS_ALL: tl.constexpr, NESTED: tl.constexpr, SEQS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """`partials` holds sums [Q, D] for each (split of a sequence, token), then maxima and sums [Q, 2] for each of them.
     `counters` are 0 before and after."""
@@ -379,13 +403,18 @@ def _attention_kernel(
                 for tile_key in range(begin, split_end, BLOCK_N):
                     k = _load(key, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
                     v = _load(value, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
+                    key_scales, value_scales = _load_scales(
+                        scales, block, tile_key, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, SCALED
+                    )
                     block = _block_of(table, tile_key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
                     scores = _dot(q, tl.trans(_as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+                    scores = _scaled(scores, key_scales, SCALED)
                     weights, before, split_max, split_sum = _weigh(
                         scores, split_max, split_sum, tile_key, first_position, position, slope, score_scale, scale,
                         TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
                     )  # fmt: skip
                     # Nothing waits for this product before the next tile's scores are under way.
+                    weights = _scaled(weights, value_scales, SCALED)
                     split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
                 acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
                 begin = split_end
@@ -394,8 +423,12 @@ def _attention_kernel(
             for tile_key in range(begin, end, BLOCK_N):
                 k = _load(key, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
                 v = _load(value, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
+                key_scales, value_scales = _load_scales(
+                    scales, block, tile_key, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, SCALED
+                )
                 block = _block_of(table, tile_key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
                 scores = _dot(q, tl.trans(_as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+                scores = _scaled(scores, key_scales, SCALED)
                 if tile_key >= split_end:
                     acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
                     # The next weights are 2^(-inf) times the other sums: these start again from zero.
@@ -406,6 +439,7 @@ def _attention_kernel(
                     scores, split_max, split_sum, tile_key, first_position, position, slope, score_scale, scale,
                     TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
                 )  # fmt: skip
+                weights = _scaled(weights, value_scales, SCALED)
                 split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
             acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
 
@@ -426,7 +460,7 @@ def _attention_kernel(
                 for i in range(seq_tokens):
                     _merge_partials(
                         partials, stats, (partial + i) * HEADS + kv_head * GROUP, seq_tokens * HEADS, num_splits,
-                        out + ((seq_token.to(tl.int64) + i) * HEADS + kv_head * GROUP) * D, value_scale,
+                        out + ((seq_token.to(tl.int64) + i) * HEADS + kv_head * GROUP) * D,
                         sinks + kv_head * GROUP, GROUP, GROUP_P2, D, D_P2, SINKS,
                     )  # fmt: skip
         else:
@@ -434,7 +468,7 @@ def _attention_kernel(
             if SINKS:
                 row_sum += _sink(sinks, head, row_max, is_row)
             tl.store(
-                out + (token * HEADS + head)[:, None] * D + d[None, :], _normalized(acc, row_sum, value_scale),
+                out + (token * HEADS + head)[:, None] * D + d[None, :], _normalized(acc, row_sum),
                 mask=is_row[:, None] & (d < D)[None, :],
             )  # fmt: skip
 
@@ -450,7 +484,7 @@ def _attention_kernel(
 
 @triton.jit
 def _merge_partials(
-    partials, stats, row, split_stride, num_splits, out, value_scale, sinks, GROUP: tl.constexpr,
+    partials, stats, row, split_stride, num_splits, out, sinks, GROUP: tl.constexpr,
     GROUP_P2: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one token's heads, which are rows `row` .. of `partials`, and write their output."""
@@ -474,7 +508,7 @@ def _merge_partials(
     if SINKS:
         row_sum += _sink(sinks, g, row_max, g < GROUP)
     is_element = (g < GROUP)[:, None] & (d < D)[None, :]
-    tl.store(out + g[:, None] * D + d[None, :], _normalized(acc, row_sum, value_scale), mask=is_element)
+    tl.store(out + g[:, None] * D + d[None, :], _normalized(acc, row_sum), mask=is_element)
 
 
 # --- The launch ------------------------------------------------------------------------------------------------------
@@ -568,19 +602,21 @@ def _plan(query_start_loc: Tensor, seq_lens: Tensor, *key: int) -> Tensor:
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
+    bidirectional: bool = False, distance_biases: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`Ops.paged_attention` for caches of `octavo.ops.triton.cache`, in any dtype that the query is in or float8.
+    """`Ops.paged_attention` for caches of `octavo.ops.triton.cache`, in any dtype that the query is in, int8 or float8.
 
     Rows of sequences without keys and rows after the last sequence's are zeros. Entries of a block table that
     `seq_lens` does not reach may be anything.
     """
+    assert not bidirectional and distance_biases is None, "models that attend both ways are refused on GPUs"
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = cache.key.shape
     num_seqs, group = len(seq_lens), num_heads // num_kv_heads
     assert cache.key.shape == cache.value.shape == (num_blocks, block_size, num_kv_heads, head_size)
     assert cache.key.is_contiguous() and cache.value.is_contiguous()
     assert cache.key.dtype is cache.value.dtype
-    assert cache.key.dtype is query.dtype or cache.key.dtype.itemsize == 1
+    assert cache.key.dtype is query.dtype if cache.scales is None else cache.key.dtype.itemsize == 1
     assert query.stride()[1:] == (head_size, 1), "the heads of a token must be contiguous"
     assert num_heads == group * num_kv_heads and group <= 128 and 16 <= head_size <= 256
     assert block_size & (block_size - 1) == 0
@@ -606,15 +642,14 @@ def paged_attention(
     if key.dtype is torch.float8_e4m3fn and launch.capability(query.device) < (8, 9):
         key, value = key.view(torch.uint8), value.view(torch.uint8)
     _attention_kernel[(num_programs,)](
-        query, key, value, block_tables, query_start_loc, seq_lens, out, plan, partials, counters,
-        partials if slopes is None else slopes, partials if sinks is None else sinks,
-        num_tokens, num_seqs, num_partials, query.stride(0), block_tables.stride(0),
-        float(scale * cache.key_scale), float(cache.value_scale),
+        query, key, value, key if cache.scales is None else cache.scales, block_tables, query_start_loc, seq_lens, out,
+        plan, partials, counters, partials if slopes is None else slopes, partials if sinks is None else sinks,
+        num_tokens, num_seqs, num_partials, query.stride(0), block_tables.stride(0), float(scale),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
         BLOCK_SIZE=block_size, WINDOW=sliding_window, SOFTCAP=float(softcap),
         SLOPES=slopes is not None, SINKS=sinks is not None, SPLIT=SPLIT_KEYS,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all, NESTED=tiles.nested,
-        SEQS=_SEQS,
+        SEQS=_SEQS, SCALED=cache.scales is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -1,6 +1,7 @@
 """The cache of keys and values: its memory, what a step writes into it, and copies of whole blocks.
 
-Keys and values both lie as [num_blocks, block_size, kv_heads, head_size].
+Keys and values both lie as [num_blocks, block_size, kv_heads, head_size]. Those of one byte have scales beside them:
+[num_blocks, block_size, kv_heads, 2] bfloat16, of keys and of values.
 """
 
 from __future__ import annotations
@@ -21,19 +22,28 @@ _ELEMENTS_PER_PROGRAM = 1024  # of the heads that a program rotates
 _COPY_WORDS = 2048  # of 8 bytes, that a program copies at a time
 
 
-def allocate_kv_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str) -> LayerKVCache:
-    """`Ops.allocate_kv_cache`. Float8 caches are stored with the scale 1."""
-    if dtype not in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        raise TypeError(f"the KV cache holds float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, not {dtype}.")
+def allocate_kv_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str, value_size: int | None = None
+) -> LayerKVCache:
+    """`Ops.allocate_kv_cache`."""
+    if dtype not in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"):
+        raise TypeError(
+            f"the KV cache holds float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2, not {dtype}."
+        )
     if block_size not in (8, 16, 32, 64, 128, 256):
         raise ConfigError(
             f"block size {block_size} is not supported by the GPU kernels; use 8, 16, 32, 64, 128 or 256."
         )
-    if not 16 <= head_size <= 256 or head_size % 16:
-        raise ConfigError(f"head size {head_size} is not supported; it must be a multiple of 16, at most 256.")
-    shape = (num_blocks, block_size, num_kv_heads, head_size)
-    key, value = (torch.empty(shape, dtype=DTYPES[dtype], device=launch.device()) for _ in range(2))
-    return LayerKVCache(key, value)
+    value_size = value_size or head_size
+    for size, most in ((head_size, 256), (value_size, 256 if value_size == head_size else 512)):
+        if not 16 <= size <= most or size % 16:
+            raise ConfigError(f"head size {size} is not supported; it must be a multiple of 16, at most {most}.")
+    shape = (num_blocks, block_size, num_kv_heads)
+    element, device = DTYPES[dtype], launch.device()
+    key, value = (torch.empty(*shape, size, dtype=element, device=device) for size in (head_size, value_size))
+    if element.itemsize > 1:
+        return LayerKVCache(key, value)
+    return LayerKVCache(key, value, torch.empty((*shape, 2), dtype=torch.bfloat16, device=device))
 
 
 @triton.jit
@@ -54,23 +64,50 @@ def _to_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.conste
 
 
 @triton.jit
-def _cached(x, scale, pointer, FLOAT8: tl.constexpr):
-    """x [..] float32 as the cache holds it; FLOAT8 is 0, or the bits of the mantissa."""
-    if FLOAT8 == 3:
-        return _to_float8(x / scale, 3, 7, 448.0)
-    elif FLOAT8 == 2:
-        return _to_float8(x / scale, 2, 15, 57344.0)
+def _largest(x):
+    """Of each row the largest magnitude, infinite if there is a NaN."""
+    return tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+
+
+@triton.jit
+def _scale(largest, KIND: tl.constexpr):
+    """The scales of rows (`LayerKVCache`): exact as bfloat16, 0 where there is nothing to divide."""
+    if KIND == 0:
+        return largest
     else:
+        if KIND == 8:
+            bits = ((largest / 127.0).to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
+        else:
+            greatest: tl.constexpr = 448.0 if KIND == 3 else 57344.0
+            bits = ((largest / greatest).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = tl.where(largest < 2.0**-100, 0.0, bits.to(tl.float32, bitcast=True))
+        return tl.where(largest < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def _cached(x, scale, pointer, KIND: tl.constexpr):
+    """Rows x [.., ..] float32 as the cache holds them. KIND is 0 for floats of the step, 8 for int8, or the bits of an
+    eight-bit float's mantissa."""
+    if KIND == 0:
         return x.to(pointer.dtype.element_ty)
+    else:
+        quotient = tl.where((scale > 0)[:, None], x / tl.where(scale > 0, scale, 1.0)[:, None], 0.0)
+        if KIND == 8:
+            # 1.5 * 2^23: adding it rounds to an integer.
+            return ((quotient + 12582912.0) - 12582912.0).to(tl.int8)
+        elif KIND == 3:
+            return _to_float8(quotient, 3, 7, 448.0)
+        else:
+            return _to_float8(quotient, 2, 15, 57344.0)
 
 
 @triton.jit(do_not_specialize=["max_positions"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rotary_and_cache_kernel(
-    query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, query_scales,
-    query_stride, key_stride, value_stride, max_positions, key_scale, value_scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF_P2: tl.constexpr,
-    REST_P2: tl.constexpr, D_P2: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, FLOAT8: tl.constexpr,
-    SCALED: tl.constexpr,
+    query, key, value, positions, cos_sin, key_cache, value_cache, cache_scales, slot_mapping, query_scales,
+    query_stride, key_stride, value_stride, max_positions,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, KEY_D: tl.constexpr, VALUE_D: tl.constexpr,
+    R: tl.constexpr, HALF_P2: tl.constexpr, REST_P2: tl.constexpr, VALUE_P2: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Programs (token, heads): the first of a token's programs rotate its query, the others write to the cache."""
     token = tl.program_id(0).to(tl.int64)
@@ -105,23 +142,36 @@ def _rotary_and_cache_kernel(
     elif slot >= 0:
         head = (part - QUERY_PARTS) * HEADS_PER_PROGRAM + h
         mask = (head < KV_HEADS)[:, None] & (r < R // 2)[None, :]
-        first = key + token * key_stride + head[:, None] * D + r[None, :]
+        first = key + token * key_stride + head[:, None] * KEY_D + r[None, :]
         a = tl.load(first, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(first + R // 2, mask=mask, other=0.0).to(tl.float32)
-        cached = key_cache + (slot * KV_HEADS + head)[:, None] * D + r[None, :]
-        tl.store(cached, _cached(a * cos - b * sin, key_scale, key_cache, FLOAT8), mask=mask)
-        tl.store(cached + R // 2, _cached(b * cos + a * sin, key_scale, key_cache, FLOAT8), mask=mask)
-        if R < D:
-            rest = R + tl.arange(0, REST_P2)
-            mask = (head < KV_HEADS)[:, None] & (rest < D)[None, :]
-            x = tl.load(key + token * key_stride + head[:, None] * D + rest[None, :], mask=mask, other=0.0)
-            cached = key_cache + (slot * KV_HEADS + head)[:, None] * D + rest[None, :]
-            tl.store(cached, _cached(x.to(tl.float32), key_scale, key_cache, FLOAT8), mask=mask)
-        d = tl.arange(0, D_P2)
-        mask = (head < KV_HEADS)[:, None] & (d < D)[None, :]
-        x = tl.load(value + token * value_stride + head[:, None] * D + d[None, :], mask=mask, other=0.0)
-        cached = value_cache + (slot * KV_HEADS + head)[:, None] * D + d[None, :]
-        tl.store(cached, _cached(x.to(tl.float32), value_scale, value_cache, FLOAT8), mask=mask)
+        turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
+        rest = R + tl.arange(0, REST_P2)
+        is_rest = (head < KV_HEADS)[:, None] & (rest < KEY_D)[None, :]
+        others = turned_a
+        largest = tl.maximum(_largest(turned_a), _largest(turned_b))
+        if R < KEY_D:
+            others = tl.load(key + token * key_stride + head[:, None] * KEY_D + rest[None, :], mask=is_rest, other=0.0)
+            others = others.to(tl.float32)
+            largest = tl.maximum(largest, _largest(others))
+        key_scale = _scale(largest, KIND)
+        cached = key_cache + (slot * KV_HEADS + head)[:, None] * KEY_D + r[None, :]
+        tl.store(cached, _cached(turned_a, key_scale, key_cache, KIND), mask=mask)
+        tl.store(cached + R // 2, _cached(turned_b, key_scale, key_cache, KIND), mask=mask)
+        if R < KEY_D:
+            cached = key_cache + (slot * KV_HEADS + head)[:, None] * KEY_D + rest[None, :]
+            tl.store(cached, _cached(others, key_scale, key_cache, KIND), mask=is_rest)
+        d = tl.arange(0, VALUE_P2)
+        mask = (head < KV_HEADS)[:, None] & (d < VALUE_D)[None, :]
+        x = tl.load(value + token * value_stride + head[:, None] * VALUE_D + d[None, :], mask=mask, other=0.0)
+        x = x.to(tl.float32)
+        value_scale = _scale(_largest(x), KIND)
+        cached = value_cache + (slot * KV_HEADS + head)[:, None] * VALUE_D + d[None, :]
+        tl.store(cached, _cached(x, value_scale, value_cache, KIND), mask=mask)
+        if KIND > 0:
+            pair = cache_scales + (slot * KV_HEADS + head) * 2
+            tl.store(pair, key_scale.to(tl.bfloat16), mask=head < KV_HEADS)
+            tl.store(pair + 1, value_scale.to(tl.bfloat16), mask=head < KV_HEADS)
 
 
 def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
@@ -137,14 +187,14 @@ def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     padded = triton.next_power_of_2(head_size)
     heads = min(_ELEMENTS_PER_PROGRAM // padded, triton.next_power_of_2(num_heads))
     _rotary_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-        x, x, x, positions, cos_sin, x, x, positions, cos_sin, x.stride(0), 0, 0, len(cos_sin), 1.0, 1.0,
-        HEADS=num_heads, KV_HEADS=1, D=head_size, R=rotary_size,
-        HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)), REST_P2=1, D_P2=padded, HEADS_PER_PROGRAM=heads,
-        FLOAT8=0, SCALED=False, num_warps=4, enable_fp_fusion=False,
+        x, x, x, positions, cos_sin, x, x, x, positions, cos_sin, x.stride(0), 0, 0, len(cos_sin),
+        HEADS=num_heads, KV_HEADS=1, D=head_size, KEY_D=head_size, VALUE_D=head_size, R=rotary_size,
+        HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)), REST_P2=1, VALUE_P2=padded, HEADS_PER_PROGRAM=heads,
+        KIND=0, SCALED=False, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-_MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+_KINDS = {torch.int8: 8, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
 def rotary_and_cache(
@@ -153,35 +203,35 @@ def rotary_and_cache(
 ) -> None:  # fmt: skip
     """`Ops.rotary_and_cache`. `key` stays as it is. Tokens whose slot is -1 write nothing, whatever their position."""
     num_tokens, num_heads, head_size = query.shape
-    num_kv_heads = key.shape[1]
+    num_kv_heads, key_size, value_size = *key.shape[1:], value.shape[2]
     rotary_size = cos_sin.shape[1]
     for x in (query, key, value):
         assert x.shape[0] == num_tokens and x.dtype is query.dtype
-        assert x.stride()[1:] == (head_size, 1), "the heads of a token must be contiguous"
-    assert key.shape == value.shape == (num_tokens, num_kv_heads, head_size)
-    assert cache.key.shape[2:] == (num_kv_heads, head_size)
+        assert x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2]), "heads of a token are contiguous"
+    assert value.shape[1] == num_kv_heads
+    assert cache.key.shape[2:] == (num_kv_heads, key_size) and cache.value.shape[2:] == (num_kv_heads, value_size)
     assert cache.key.is_contiguous() and cache.value.is_contiguous()
-    assert rotary_size <= head_size and rotary_size % 2 == 0
+    assert rotary_size <= min(head_size, key_size) and rotary_size % 2 == 0
     assert positions.dtype is slot_mapping.dtype is torch.int64
     assert positions.is_contiguous() and slot_mapping.is_contiguous()
     assert cos_sin.dtype is torch.float32 and cos_sin.is_contiguous()
     if num_tokens == 0:
         return
     key_cache, value_cache = cache.key, cache.value
-    mantissa = _MANTISSA_BITS.get(key_cache.dtype, 0)
-    if mantissa:
+    kind = _KINDS.get(key_cache.dtype, 0)
+    if kind and key_cache.dtype.is_floating_point:
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    padded = triton.next_power_of_2(head_size)
+    padded = triton.next_power_of_2(max(head_size, key_size, value_size))
     heads = min(_ELEMENTS_PER_PROGRAM // padded, triton.next_power_of_2(max(num_heads, num_kv_heads)))
     grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rotary_and_cache_kernel[grid](
-        query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping,
-        cos_sin if query_scales is None else query_scales,
-        query.stride(0), key.stride(0), value.stride(0), len(cos_sin), float(cache.key_scale), float(cache.value_scale),
-        HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_size, R=rotary_size,
+        query, key, value, positions, cos_sin, key_cache, value_cache, cache.scales if kind else key_cache,
+        slot_mapping, cos_sin if query_scales is None else query_scales,
+        query.stride(0), key.stride(0), value.stride(0), len(cos_sin),
+        HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_size, KEY_D=key_size, VALUE_D=value_size, R=rotary_size,
         HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)),
-        REST_P2=triton.next_power_of_2(max(head_size - rotary_size, 1)), D_P2=padded, HEADS_PER_PROGRAM=heads,
-        FLOAT8=mantissa, SCALED=query_scales is not None, num_warps=4, enable_fp_fusion=False,
+        REST_P2=triton.next_power_of_2(max(key_size - rotary_size, 1)), VALUE_P2=triton.next_power_of_2(value_size),
+        HEADS_PER_PROGRAM=heads, KIND=kind, SCALED=query_scales is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -202,14 +252,18 @@ def _copy_kernel(addresses, pairs, num_pairs, num_caches, num_words, WORDS: tl.c
 
 def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
     """`DeviceOps.copy_blocks`: all layers are one launch, as a copy-on-write is a few blocks and launches for each
-    layer would make it a hundred times dearer."""
-    tensors = [
-        tensor for cache in caches for tensor in (cache.key, cache.value) if tensor.nbytes
-    ]  # a state has no values
+    layer would make it a hundred times dearer. Scales, and the layers of a draft model, which may be smaller, are
+    launches of their own."""
+    parts = [part for cache in caches for part in cache.arrays]
+    for num_bytes in {part[0].nbytes: None for part in parts}:
+        _copy_parts(pairs, [part for part in parts if part[0].nbytes == num_bytes], num_bytes)
+
+
+def _copy_parts(pairs: Sequence[tuple[int, int]], tensors: Sequence[Tensor], num_bytes: int) -> None:
+    """Blocks of tensors in which each has `num_bytes`."""
     device = tensors[0].device
-    num_words, rest = divmod(tensors[0][0].nbytes, 8)
-    assert rest == 0
-    assert all(tensor.is_contiguous() and tensor[0].nbytes == num_words * 8 for tensor in tensors)
+    num_words, rest = divmod(num_bytes, 8)
+    assert rest == 0 and all(tensor.is_contiguous() for tensor in tensors)
     addresses = upload(torch.tensor([tensor.data_ptr() for tensor in tensors]), device)
     for batch in _independent(pairs):
         blocks = upload(torch.tensor(batch), device)

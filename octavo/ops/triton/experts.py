@@ -21,7 +21,7 @@ from octavo.ops.triton import linear_int
 from octavo.ops.triton.launch import by_pieces
 from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
 from octavo.ops.triton.schedule import row_class
-from octavo.ops.triton.tiles import GATED, STORE, UNIT, Groups
+from octavo.ops.triton.tiles import ACTIVATED, GATED, STORE, UNIT, Groups
 from octavo.ops.triton.weights import FloatWeight, IntWeight, PackedWeight, ScaledWeight
 
 _SCORINGS = ("softmax", "sigmoid", "sparsemixer")
@@ -272,7 +272,8 @@ def experts(
     clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
 ) -> Tensor:  # fmt: skip
     """`Ops.experts`."""
-    assert isinstance(gate_up, StackedWeight) and isinstance(down, StackedWeight) and gate_up.weight.gated
+    assert isinstance(gate_up, StackedWeight) and isinstance(down, StackedWeight)
+    assert gate_up.weight.gated or clamp is None
     (num_tokens, top_k), num_experts, device = ids.shape, gate_up.num_experts, x.device
     out = torch.empty((num_tokens, down.out_features), dtype=torch.float32, device=device)
     if num_tokens == 0:
@@ -318,11 +319,13 @@ def _gated(
     clamp: tuple[float, float] | None,
 ) -> Tensor:  # fmt: skip
     """-> [rows, width of the gate], of which rows start at multiples of 16 bytes"""
-    width = gate_up.out_features // 2
+    is_gated = gate_up.weight.gated
+    width = gate_up.out_features // (2 if is_gated else 1)
     padded = -(-width // UNIT.value) * UNIT.value
     out = torch.empty((len(x), padded), dtype=dtype, device=x.device)
     if clamp is None:
-        _product(x, gate_up, out, tl.constexpr(GATED.value + ACTIVATIONS.index(activation)), groups)
+        kind = (GATED if is_gated else ACTIVATED).value + ACTIVATIONS.index(activation)
+        _product(x, gate_up, out, tl.constexpr(kind), groups)
     else:
         both = torch.empty((len(x), 2 * padded), dtype=torch.float32, device=x.device)
         _product(x, gate_up, both, STORE, groups)

@@ -6,14 +6,15 @@ A row of logits is cut into chunks, and a chunk into pieces, by the vocabulary a
 2. `_narrow`, a program a chunk. A token's *distance* is (largest logit - its logit) / temperature, so the likeliest
    tokens have distance 0, its weight exp(-distance). Of rows that limit their tokens, those that may stay are moved to
    the front of their chunk as distances, in order; the largest of pieces bound the k likeliest, and a token whose
-   weight times the vocabulary is less than 1 - top_p is not among the likeliest top_p.
+   weight times the vocabulary is less than 1 - top_p is not among the likeliest top_p. Of other rows the chunk's winner
+   is drawn.
 3. `_draw`, a program a row: the limits are bisected over the bits of distances, whose order as integers is that of
-   positive floats; then the chunk and the token at the uniform number are found.
+   positive floats; then the token is found whose logarithm of its exponential number plus its distance is smallest.
 
 Weights are summed as integers, in units of 2^-40 of the likeliest token's: sums are exact, so they do not depend on
 who adds what in which order, and a row is reproducible whatever is computed beside it. What rounding a weight down
 loses is less than 2^-40 a token, and 2^-22 of the mass in a vocabulary of 256k; the weight itself has the precision
-of a float32 exponential. Tokens less likely than 2^-40 times the likeliest are never drawn.
+of a float32 exponential.
 """
 
 from __future__ import annotations
@@ -78,6 +79,46 @@ def _weight(distance):
 
 
 @triton.jit
+def _mixed_coarsely(token, low):
+    """MurmurHash3's finalizer of a token and the lower bits of its row's number, as uint32."""
+    x = token.to(tl.uint32) * 0x9E3779B1 + low
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _mixed(x, high):
+    """And of the upper ones: lowbias32."""
+    x = x + high
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _score(token, distance, uniform):
+    """The logarithm of a token's exponential number divided by its weight: the smallest is drawn."""
+    bits = (uniform * 9007199254740992.0).to(tl.int64)  # 2^53
+    low = (bits & 0xFFFFFFFF).to(tl.uint32)
+    high = (bits >> 32).to(tl.uint32) * 0x27D4EB2F
+    x = _mixed_coarsely(token, low)
+    coarse, rest = _mixed(x, high), _mixed(x, high + 0x165667B1)
+    u = coarse.to(tl.float32) * 2.3283064365386963e-10 + (rest.to(tl.float32) + 0.5) * 5.421010862427522e-20
+    left = ((4294967295 - coarse).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u, where that is small
+    series = u * (1 + u * (0.5 + u * (0.33333334 + u * 0.25)))
+    number = tl.where(u < 0.015625, series, -tl.log(tl.where(u < 0.5, 1 - u, left)))
+    return tl.log(number) + distance
+
+
+@triton.jit
+def _first_of_least(score, token, VOCAB: tl.constexpr):
+    """-> the least score of [n], and the lowest token that has it."""
+    least = tl.min(score, 0)
+    return least, tl.min(tl.where(score == least, token, VOCAB), 0)
+
+
+@triton.jit
 def _min_p_distance(min_p):
     """How far tokens may be for `min_p`. A hair is added, so that rounding does not take those at the very limit."""
     return tl.where(min_p > 0, 1e-7 - 1.000001 * tl.log(tl.maximum(min_p, 1e-37)), float("inf"))
@@ -102,13 +143,14 @@ def _bound_of_likeliest(distance, k):
 
 @triton.jit
 def _narrow(
-    logits, stride, maxima, temperature, top_k, top_p, min_p, counts, masses,
+    logits, stride, maxima, temperature, top_k, top_p, min_p, uniforms, counts, masses, scores,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, NUM_PIECES: tl.constexpr,
 ):  # fmt: skip
     """Program (n, c), for rows that are drawn: the weight of chunk c, after min_p, to `masses` [N, C].
 
     If the row limits its tokens the chunk is overwritten, with `counts` [N, C] distances. If these are no more than
     half of its length, their places in the chunk are at its end, as floats; otherwise all are there, in their places.
+    If it does not, `counts` has the chunk's winner and `scores` [N, C] its score.
     """
     n = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -126,7 +168,13 @@ def _narrow(
         bound = _min_p_distance(min_p_of_row)
         mass = tl.sum(tl.where(distance <= bound, _weight(distance), 0), 0)
         tl.store(masses + n * tl.num_programs(1) + chunk, mass)
-        if _is_limited(k, p, min_p_of_row, VOCAB):
+        if not _is_limited(k, p, min_p_of_row, VOCAB):
+            token = chunk * CHUNK + offset
+            score = tl.where(offset < length, _score(token, distance, tl.load(uniforms + n)), float("inf"))
+            least, winner = _first_of_least(score, token, VOCAB)
+            tl.store(scores + n * tl.num_programs(1) + chunk, least)
+            tl.store(counts + n * tl.num_programs(1) + chunk, winner)
+        else:
             if (k > 0) & (k < VOCAB):
                 if k <= NUM_PIECES:
                     bound = tl.minimum(bound, _bound_of_likeliest(_distance(maximum, largest, t), k))
@@ -193,16 +241,15 @@ def _tighten(
 
 @triton.jit
 def _draw_from(
-    row, largest, t, k, p, min_p, uniforms, counts, masses,
+    row, k, p, min_p, uniform, counts, masses, scores,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A token of a row that `_narrow` has seen; `counts` and `masses` are the row's."""
+    """A token of a row that `_narrow` has seen; `counts`, `masses` and `scores` are the row's."""
     chunks = tl.arange(0, CHUNKS)
-    mass = tl.load(masses + chunks, mask=chunks < NUM_CHUNKS, other=0)
-    limit = tl.full((), _INFINITY, tl.int32)
-    is_limited = _is_limited(k, p, min_p, VOCAB)
-    if is_limited:
-        count = tl.load(counts + chunks, mask=chunks < NUM_CHUNKS, other=0)
+    count = tl.load(counts + chunks, mask=chunks < NUM_CHUNKS, other=0)
+    token = tl.full((), 0, tl.int32)
+    if _is_limited(k, p, min_p, VOCAB):
+        mass = tl.load(masses + chunks, mask=chunks < NUM_CHUNKS, other=0)
         num_tiles = (tl.max(count, 0) + WIDTH - 1) // WIDTH
         left = tl.sum(mass, 0)  # after min_p; candidates alone may have less
         limit = _min_p_distance(min_p).to(tl.int32, bitcast=True)
@@ -213,34 +260,32 @@ def _draw_from(
         if p < 1:
             wanted = tl.ceil(p.to(tl.float64) * left.to(tl.float64)).to(tl.int64)
             limit, mass = _tighten(row, count, num_tiles, limit, mass, number, wanted, True, CHUNK, CHUNKS, WIDTH)
-
-    total = tl.sum(mass, 0)  # at least 2^40, the likeliest token's
-    target = tl.minimum((uniforms * total.to(tl.float64)).to(tl.int64), total - 1)
-    chunk = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
-    target -= tl.sum(tl.where(chunks < chunk, mass, 0), 0)
-
-    begin = row + chunk * CHUNK
-    length = tl.minimum(CHUNK, VOCAB - chunk * CHUNK)
-    size = length
-    if is_limited:
-        size = tl.load(counts + chunk)
-    offset = tl.arange(0, CHUNK)
-    value = tl.load(begin + offset, mask=offset < size, other=0.0)
-    distance = value
-    if not is_limited:
-        distance = _distance(value, largest, t)
-    inside = (offset < size) & (distance.to(tl.int32, bitcast=True) <= limit)
-    weight = tl.where(inside, _weight(distance), 0)
-    place = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
-    place = tl.minimum(place, size - 1)
-    if is_limited & (2 * size <= length):
-        place = tl.load(begin + length - size + place).to(tl.int32)
-    return chunk * CHUNK + place
+        start = chunks[:, None] * CHUNK
+        length = tl.minimum(CHUNK, VOCAB - start)
+        best = tl.full((CHUNKS, WIDTH), float("inf"), tl.float32)
+        winner = tl.full((CHUNKS, WIDTH), VOCAB, tl.int32)
+        for tile in range(0, num_tiles):
+            column = tile * WIDTH + tl.arange(0, WIDTH)[None, :]
+            exists = column < count[:, None]
+            distance = tl.load(row + start + column, mask=exists, other=0.0)
+            inside = exists & (distance.to(tl.int32, bitcast=True) <= limit)
+            has_places = exists & (2 * count[:, None] <= length)
+            place = tl.load(row + start + length - count[:, None] + column, mask=has_places, other=0.0)
+            candidate = start + tl.where(has_places, place.to(tl.int32), column)
+            score = tl.where(inside, _score(candidate, distance, uniform), float("inf"))
+            winner = tl.where(score < best, candidate, winner)
+            best = tl.minimum(score, best)
+        least = tl.min(tl.min(best, 1), 0)
+        token = tl.min(tl.min(tl.where(best == least, winner, VOCAB), 1), 0)
+    else:
+        score = tl.load(scores + chunks, mask=chunks < NUM_CHUNKS, other=float("inf"))
+        _, token = _first_of_least(score, count, VOCAB)
+    return token
 
 
 @triton.jit
 def _draw(
-    logits, stride, maxima, temperature, top_k, top_p, min_p, uniforms, counts, masses, out,
+    logits, stride, maxima, temperature, top_k, top_p, min_p, uniforms, counts, masses, scores, out,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     PIECE: tl.constexpr, PIECES: tl.constexpr, NUM_PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -255,8 +300,9 @@ def _draw(
     token = tl.full((), 0, tl.int32)
     if is_finite & (t > 0):
         token = _draw_from(
-            row, largest, t, tl.load(top_k + n), tl.load(top_p + n), tl.load(min_p + n), tl.load(uniforms + n),
-            counts + n * NUM_CHUNKS, masses + n * NUM_CHUNKS, VOCAB, CHUNK, CHUNKS, NUM_CHUNKS, WIDTH,
+            row, tl.load(top_k + n), tl.load(top_p + n), tl.load(min_p + n), tl.load(uniforms + n),
+            counts + n * NUM_CHUNKS, masses + n * NUM_CHUNKS, scores + n * NUM_CHUNKS, VOCAB, CHUNK, CHUNKS, NUM_CHUNKS,
+            WIDTH,
         )  # fmt: skip
     else:
         token = _first_of_largest(row, maximum, largest, VOCAB, PIECE, PIECES)
@@ -308,12 +354,13 @@ def sample(
     chunks, pieces = triton.next_power_of_2(num_chunks), triton.next_power_of_2(num_pieces)
     counts = torch.empty((rows, num_chunks), dtype=torch.int32, device=logits.device)
     masses = torch.empty((rows, num_chunks), dtype=torch.int64, device=logits.device)
+    scores = torch.empty((rows, num_chunks), dtype=torch.float32, device=logits.device)
     _narrow[(rows, num_chunks)](
-        logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, counts, masses,
+        logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, uniforms, counts, masses, scores,
         VOCAB=vocab, CHUNK=_CHUNK, PIECES=pieces, NUM_PIECES=num_pieces, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     _draw[(rows,)](
-        logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, uniforms, counts, masses, out,
+        logits, logits.stride(0), maxima, temperature, top_k, top_p, min_p, uniforms, counts, masses, scores, out,
         VOCAB=vocab, CHUNK=_CHUNK, CHUNKS=chunks, NUM_CHUNKS=num_chunks, WIDTH=max(_TILE // chunks, 16),
         PIECE=_PIECE, PIECES=pieces, NUM_PIECES=num_pieces, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip

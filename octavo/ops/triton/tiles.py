@@ -18,6 +18,7 @@ from torch import Tensor
 # Epilogues: what becomes of a finished sum y.
 STORE = tl.constexpr(0)  # out = y
 ADD = tl.constexpr(1)  # out += scale * y
+ACTIVATED = tl.constexpr(-8)  # out = activation(y); plus the place in `ACTIVATIONS`
 GATED = tl.constexpr(2)  # out = activation(y of a gate's row) * y of an up row; plus the place in `ACTIVATIONS`
 
 # Channels come in units of 8, so that the compiler sees that masks change only between them and writes 16 bytes at
@@ -101,6 +102,8 @@ def finish(
         gate = tl.reshape(gate, (BLOCK_T, BLOCK_N // 2))
         up = tl.reshape(up, (BLOCK_T, BLOCK_N // 2))
         y = activate(gate, EPILOGUE - GATED) * up
+    if EPILOGUE < 0:
+        y = activate(y, EPILOGUE - ACTIVATED)
     n = tl.arange(0, BLOCK_N // SIDES)
     tokens = first_t + tl.arange(0, BLOCK_T)
     mask = (tokens < num_rows)[:, None] & ((n < columns) & (first + n < width))[None, :]

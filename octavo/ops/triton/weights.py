@@ -32,6 +32,10 @@ class _Weight:
     gated: bool
 
     @property
+    def takes_float32(self) -> bool:
+        return False
+
+    @property
     def num_bytes(self) -> int:
         values = (getattr(self, field.name) for field in fields(self))
         return sum(value.nbytes for value in values if isinstance(value, Tensor))

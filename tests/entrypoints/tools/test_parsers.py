@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from typing import Any
 
 import pytest
 
-from octavo.entrypoints.openai.answer import AnswerFormat, AnswerReader
-from octavo.entrypoints.openai.tools import PARSERS, calls
+from octavo.entrypoints.openai.answer import AnswerFormat, AnswerReader, CallDelta, TextDelta
+from octavo.entrypoints.openai.tools import calls, reading
+from octavo.entrypoints.openai.tools.formats import FORMATS
+from octavo.entrypoints.openai.tools.reading import FormatParser
 
 WEATHER = {
     "type": "object",
@@ -21,18 +24,19 @@ TOOLS = {"get_weather": WEATHER, "now": {"type": "object"}}
 
 def read(parser: str, text: str, cuts: list[int] | None = None) -> tuple[str | None, list[tuple[str, Any]]]:
     """Content and calls of an answer that comes in pieces."""
-    reader = AnswerReader(AnswerFormat(new_tool_parser=lambda: PARSERS[parser](TOOLS)))
+    reader = AnswerReader(AnswerFormat(new_tool_parser=lambda: FormatParser(FORMATS[parser], TOOLS)))
     content, calls = "", list[list[str]]()
     edges = [0, *(cuts or []), len(text)]
     for i, (begin, end) in enumerate(itertools.pairwise(edges)):
         for delta in reader.add(text[begin:end], is_end=i == len(edges) - 2):
-            content += delta.get("content", "")
-            for call in delta.get("tool_calls", ()):
-                assert call["index"] == len(calls) - ("id" not in call)
-                if "id" in call:
-                    assert call["function"]["arguments"] == ""
-                    calls.append([call["function"]["name"], ""])
-                calls[-1][1] += call["function"]["arguments"]
+            if isinstance(delta, TextDelta):
+                content += delta.text
+                continue
+            assert isinstance(delta, CallDelta) and delta.index == len(calls) - (not delta.name)
+            if delta.name:
+                assert delta.id and not delta.arguments
+                calls.append([delta.name, ""])
+            calls[-1][1] += delta.arguments
     return content or None, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
@@ -177,7 +181,7 @@ class Work:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_characters = 0
-        end, find = calls.JsonScanner.end, calls.find
+        end, find, search = calls.JsonScanner.end, calls.find, calls.search
 
         def counted_end(scanner: calls.JsonScanner, text: str, begin: int = 0) -> int | None:
             found = end(scanner, text, begin)
@@ -189,8 +193,14 @@ class Work:
             self.num_characters += (len(text) if found < 0 else found + len(mark)) - begin
             return found
 
+        def counted_search(text: str, marks: re.Pattern[str], begin: int) -> re.Match[str] | None:
+            found = search(text, marks, begin)
+            self.num_characters += (len(text) if found is None else found.end()) - begin
+            return found
+
         monkeypatch.setattr(calls.JsonScanner, "end", counted_end)
         monkeypatch.setattr(calls, "find", counted_find)
+        monkeypatch.setattr(reading, "search", counted_search)
 
 
 @pytest.mark.parametrize("parser", LARGE)
@@ -215,4 +225,4 @@ def test_what_only_looks_like_calls_takes_no_more_than_twice_the_work_for_twice_
         for cuts in ([], list(range(4, len(text), 4))):
             work.num_characters = 0
             read(parser, text, cuts)
-            assert work.num_characters <= 6 * len(text) + calls._MAX_REREAD
+            assert work.num_characters <= 6 * len(text) + reading._MAX_REREAD

@@ -16,7 +16,7 @@ from tests.ops.kernel_cases import score_settings
 from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+BYTES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,8 @@ class Paged:
         self.tables[:, -1] = 2**31 - 1
         shape = (len(order), block_size, num_kv_heads, head_size)
         cache_dtype = cache_dtype or dtype
-        key, value = (torch.full(shape, float("nan")).to(cache_dtype) for _ in range(2))
+        parts = [torch.full(shape, float("nan")).to(cache_dtype) for _ in range(2)]
+        scales = torch.full((*shape[:3], 2), float("nan")).bfloat16() if cache_dtype in BYTES else None
         self.queries = []
         for s, (length, blocks) in enumerate(zip(lengths, order.split([*counts, 3]), strict=False)):
             # A sequence has the same tokens wherever it lies.
@@ -63,11 +64,13 @@ class Paged:
             q, k, v = (torch.randn(length, n, head_size, generator=generator) for n in (num_heads, *[num_kv_heads] * 2))
             self.tables[s, : counts[s]] = blocks
             slots = (blocks.long()[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
-            key.view(-1, num_kv_heads, head_size)[slots] = k.to(cache_dtype)
-            value.view(-1, num_kv_heads, head_size)[slots] = v.to(cache_dtype)
+            for i, (part, rows) in enumerate(zip(parts, (k, v), strict=True)):
+                elements, of_rows = torch_ref.module._to_cache(rows, cache_dtype)
+                part.view(-1, num_kv_heads, head_size)[slots] = elements
+                if scales is not None:
+                    scales.view(-1, num_kv_heads, 2)[slots, :, i] = of_rows.bfloat16()
             self.queries.append(q.to(dtype))
-        scales = (0.5, 2.0) if cache_dtype in FP8 else (1.0, 1.0)
-        self.cache = LayerKVCache(key.to(DEVICE), value.to(DEVICE), *scales)
+        self.cache = LayerKVCache(*(part.to(DEVICE) for part in (*parts, scales) if part is not None))
 
     def arguments(self, rows: list[tuple[int, int, int]]) -> tuple[Tensor, LayerKVCache, Tensor, Tensor, Tensor, float]:
         """A batch of positions (sequence, begin, end), as views into rows that hold more than the query."""
@@ -125,7 +128,7 @@ def test_the_tiles_of_a_gpu_match_the_reference(
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("cache_dtype", FP8)
+@pytest.mark.parametrize("cache_dtype", BYTES)
 def test_eight_bit_caches_are_scaled(cache_dtype: torch.dtype) -> None:
     Paged([70, 30], (4, 2, 64), 16, torch.float16, cache_dtype).check([(0, 69, 70), (1, 10, 30)])
 

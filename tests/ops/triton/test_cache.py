@@ -14,6 +14,7 @@ from tests.ops.tensors import dtype_name, torch_ref
 from tests.ops.triton.conftest import DEVICE
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+BYTES = [torch.int8, *FP8]
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,7 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
         ((8, 4, 256), 256, torch.bfloat16, torch.bfloat16),
         ((8, 2, 128), 128, torch.float16, FP8[0]),
         ((8, 2, 96), 96, torch.float32, FP8[1]),
+        ((8, 2, 96), 64, torch.float32, torch.int8),
     ],
 )
 def test_rotated_rows_and_the_cache_match_the_reference(
@@ -41,19 +43,19 @@ def test_rotated_rows_and_the_cache_match_the_reference(
     for module, rows in ((rotary_and_cache, slice(None)), (torch_ref.rotary_and_cache, slice(0, 5))):
         query, key, value = qkv.clone().split([num_heads, num_kv_heads, num_kv_heads], 1)
         cache = allocate_kv_cache(3, 16, num_kv_heads, head_size, dtype_name(cache_dtype))
-        cache = LayerKVCache(cache.key, cache.value, 0.5, 0.004) if cache_dtype in FP8 else cache  # clamps some
-        cache.key.view(torch.uint8).zero_(), cache.value.view(torch.uint8).zero_()
+        for part in cache.arrays:
+            part.view(torch.uint8).zero_()
         module(query[rows], key[rows], value[rows], positions[rows], cos_sin, cache, slots[rows])
-        results.append([query[:5].float(), cache.key.float(), cache.value.float()])
+        results.append([query[:5].float(), *(part.float() for part in cache.arrays)])
     (query, *written), (expected_query, *expected) = results
     # The interpreter cuts bfloat16 off; a GPU rounds a * cos - b * sin once less, perhaps to float8's next number.
     tolerance = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
     torch.testing.assert_close(query, expected_query, rtol=tolerance, atol=tolerance)
-    tolerance = {FP8[0]: 2**-3, FP8[1]: 2**-2}.get(cache_dtype, tolerance)
+    tolerance = {FP8[0]: 2**-3, FP8[1]: 2**-2, torch.int8: 2**-6}.get(cache_dtype, tolerance)
     for actual, wanted in zip(written, expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
-    if DEVICE.type == "cpu" and cache_dtype in FP8:
-        assert torch.equal(written[1], expected[1])
+    if DEVICE.type == "cpu" and cache_dtype in BYTES:
+        assert torch.equal(written[1], expected[1]) and torch.equal(written[2][..., 1], expected[2][..., 1])
 
 
 @pytest.mark.parametrize("rotary_size", [64, 24])
@@ -77,14 +79,17 @@ def test_float8_is_rounded_as_torch_rounds_it(dtype: torch.dtype) -> None:
     numbers = codes[codes.isfinite()].sort().values
     between = (numbers[1:] + numbers[:-1]) / 2
     x = torch.cat([numbers, between, between * (1 + 2**-20), between * (1 - 2**-20), numbers * 3, numbers / 3])
-    x = torch.nn.functional.pad(x, (0, -len(x) % 64)).view(-1, 1, 64).to(DEVICE)
+    largest = torch.finfo(dtype).max
+    x = x.clamp(-largest, largest)
+    # The largest of each row makes its scale 1.
+    x = torch.nn.functional.pad(x, (0, -len(x) % 63)).view(-1, 1, 63)
+    x = torch.nn.functional.pad(x, (0, 1), value=largest).to(DEVICE)
     cache = allocate_kv_cache(len(x), 8, 1, 64, dtype_name(dtype))
     zeros, slots = torch.zeros(len(x), dtype=torch.int64, device=DEVICE), torch.arange(len(x), device=DEVICE)
     cos_sin = torch.tensor([[1.0, 0.0]], device=DEVICE)
     rotary_and_cache(x.clone(), x, x, zeros, cos_sin, cache, slots)
     written = cache.value.view(torch.uint8).view(-1, 64)[: len(x)]
-    largest = torch.finfo(dtype).max
-    expected = x.view(-1, 64).clamp(-largest, largest).to(dtype).view(torch.uint8)
+    expected = x.view(-1, 64).to(dtype).view(torch.uint8)
     assert torch.equal(written, expected)
 
 
@@ -107,7 +112,8 @@ def caches(num_layers: int, num_blocks: int, seed: int) -> list[LayerKVCache]:
     ],
 )
 def test_blocks_are_copied_as_if_one_after_the_other(pairs: list[tuple[int, int]]) -> None:
-    actual, expected = caches(2, 6, 0), caches(2, 6, 0)
+    actual, expected = ([*caches(2, 6, 0), *caches(1, 6, 1)] for _ in range(2))
+    actual[2], expected[2] = (LayerKVCache(of[2].key[:, :4].contiguous(), of[2].value) for of in (actual, expected))
     copy_blocks(pairs, actual)
     for layer in expected:
         for tensor in (layer.key, layer.value):
@@ -132,8 +138,8 @@ def test_gathered_blocks_are_scattered_to_where_they_are_wanted(dtype: torch.dty
 
 
 def test_impossible_caches_are_refused() -> None:
-    with pytest.raises(TypeError, match="int8"):
-        allocate_kv_cache(4, 16, 1, 64, "int8")
+    with pytest.raises(TypeError, match="int4"):
+        allocate_kv_cache(4, 16, 1, 64, "int4")
     with pytest.raises(ConfigError, match="block size 12"):
         allocate_kv_cache(4, 12, 1, 64, "float16")
     with pytest.raises(ConfigError, match="head size 72"):

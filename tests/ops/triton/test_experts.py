@@ -48,8 +48,12 @@ def choices(rows: int, experts: int, top_k: int) -> tuple[torch.Tensor, torch.Te
 
 
 def run(ops: Any, pack: Any, gate_ups: Any, downs: Any, bias: bool, *args: Any, **settings: Any) -> torch.Tensor:
-    biases = [[draw(2 * parts[0].shape[0], seed=e), None] if bias else [None, None] for e, parts in enumerate(gate_ups)]
-    first = [pack.pack_linear(parts, biases[e][0], True) for e, parts in enumerate(gate_ups)]
+    gated = len(gate_ups[0]) == 2
+    biases = [
+        [draw((1 + gated) * parts[0].shape[0], seed=e), None] if bias else [None, None]
+        for e, parts in enumerate(gate_ups)
+    ]
+    first = [pack.pack_linear(parts, biases[e][0], gated) for e, parts in enumerate(gate_ups)]
     second = [pack.pack_linear([part], biases[e][1]) for e, part in enumerate(downs)]
     stacks = ops.stack_experts(first, len(first)), ops.stack_experts(second, len(second))
     out = ops.experts(*args, *stacks, **settings)
@@ -57,14 +61,18 @@ def run(ops: Any, pack: Any, gate_ups: Any, downs: Any, bias: bool, *args: Any, 
     return out
 
 
-SETTINGS: list[dict[str, Any]] = [{}, {"activation": "gelu"}, {"clamp": (1.702, 0.7)}, {"scales_inputs": True}]
+# Those with relu2 are not gated.
+SETTINGS: list[dict[str, Any]] = [
+    {}, {"activation": "gelu"}, {"clamp": (1.702, 0.7)}, {"scales_inputs": True}, {"activation": "relu2"}
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_experts_are_the_reference(dtype: torch.dtype, settings: dict[str, Any]) -> None:
     num, hidden, inner = 3, 40, 52
-    gate_ups = [[draw(inner, hidden, dtype=dtype, seed=10 * e + i) / 6 for i in range(2)] for e in range(num)]
+    sides = 1 if "relu2" in settings.values() else 2
+    gate_ups = [[draw(inner, hidden, dtype=dtype, seed=10 * e + i) / 6 for i in range(sides)] for e in range(num)]
     downs = [draw(hidden, inner, dtype=dtype, seed=10 * e + 2) / 6 for e in range(num)]
     for rows in (1, 30):
         x, (ids, weights) = draw(rows, hidden, dtype=dtype), choices(rows, num, 2)
@@ -84,9 +92,11 @@ def test_products_of_quantized_experts(name: str) -> None:
     gate_ups = [[matrix(inner, hidden, 10 * e + i) for i in range(2)] for e in range(num)]
     downs = [matrix(hidden, inner, 10 * e + 2) for e in range(num)]
     x, (ids, weights) = draw(5, hidden) / 16, choices(5, num, 2)
-    found = run(kernels, products, gate_ups, downs, False, x, ids, weights)
-    expected = run(torch_ref, torch_ref, gate_ups, downs, False, x, ids, weights)
-    assert_near(found, expected, 5e-2 if name == "INT8" else 2e-3)  # activations have 8 bits twice
+    for sides in (2, 1):
+        parts = [matrices[:sides] for matrices in gate_ups]
+        found = run(kernels, products, parts, downs, False, x, ids, weights)
+        expected = run(torch_ref, torch_ref, parts, downs, False, x, ids, weights)
+        assert_near(found, expected, 5e-2 if name == "INT8" else 2e-3)  # activations have 8 bits twice
 
 
 def test_rows_do_not_depend_on_the_others() -> None:

@@ -10,12 +10,14 @@ import torch
 from octavo.models.registry import build, describe
 from octavo.ops import Ops, cuda
 from tests.models.driving import ArrayWeights, all_logits
-from tests.models.small_experts import ALL_MODELS as MODELS
+from tests.models.small_experts import ALL_MODELS
+from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import VOCAB
 from tests.ops.triton.conftest import DEVICE
 
+MODELS = ALL_MODELS | LATENT_MODELS
 NAMES = ("gemma 2", "granite swa", "bloom", "hunyuan dense", "apertus", "cohere", "ministral 3", "gpt-oss", "qwen2 moe",
-         "glm 4 moe", "llama 4")  # fmt: skip
+         "glm 4 moe", "llama 4", "youtu")  # fmt: skip
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="batches are made in the host's memory")

@@ -1,6 +1,6 @@
-"""What the parsers of tool calls have in common.
+"""What the readers of tool calls have in common.
 
-A parser takes the text of one answer in pieces and gives content and calls, the same in sum however the text is cut. A
+A reader takes the text of one answer in pieces and gives content and calls, the same in sum however the text is cut. A
 call is given when it is whole, since only then is it known to be one: what looks like a call and is none is content.
 """
 
@@ -12,8 +12,6 @@ import uuid
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
-
-from octavo.entrypoints.openai.reasoning import held_back
 
 ToolSchemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by the function's name
 
@@ -32,7 +30,6 @@ Steps = Generator[None, None, T]  # stops where more text must come, and goes on
 
 _NO_SPACE = re.compile(r"\S")
 _JSON_MARKS = re.compile(r'\\.?|["\[\]{}]', re.DOTALL)
-_MAX_REREAD = 100_000  # characters that an answer may have in what looks like calls and is none, before all is content
 
 
 class ToolParser(Protocol):
@@ -59,6 +56,7 @@ class TextParser:
         self._is_whole = False  # nothing more comes
         self._pieces: list[Piece] = []  # that the text has completed
         self._had_call = False
+        self._is_after_call = False  # and no content has come since
         self._reading = self._read()
 
     def add(self, text: str) -> list[Piece]:
@@ -83,13 +81,14 @@ class TextParser:
 
     def _give_calls(self, calls: Sequence[Call]) -> None:
         self._pieces += calls
-        self._had_call = True
+        self._had_call = self._is_after_call = True
         self._begin = self._seen
 
     def _give(self, text: str) -> None:
-        """Give content; blanks after a call are none."""
-        if text and not (self._had_call and text.isspace()):
+        """Give content; nothing but blanks after a call is none."""
+        if text and not (self._is_after_call and text.isspace()):
             self._pieces.append(text)
+            self._is_after_call = False
 
     def _give_until(self, end: int) -> None:
         """Give the content before `end`, and forget it."""
@@ -100,9 +99,12 @@ class TextParser:
 
     def _give_rest(self) -> Steps[None]:
         """All that comes from here on is content."""
-        self._give_until(len(self._text))
-        while (yield from self._more()):
-            self._give_until(len(self._text))
+        while True:
+            # Whether blanks after a call are content depends on what follows them.
+            if not (self._is_after_call and self._text[self._begin :].isspace()):
+                self._give_until(len(self._text))
+            if not (yield from self._more()):
+                return
 
     def _more(self) -> Steps[bool]:
         """Wait for more text. False if there is none, because the answer has ended."""
@@ -154,53 +156,22 @@ class TextParser:
         return load_json(self._text[begin:end])
 
 
-class MarkedParser(TextParser):
-    """For formats with a mark before each call, and mostly one after it. Formats say how to `_take_calls`."""
-
-    start: str  # the mark before a call
-
-    def _take_calls(self) -> Steps[list[Call] | None]:
-        """The calls that begin after a start mark, and go behind them. None if it is no call."""
-        raise NotImplementedError
-
-    def _read(self) -> Steps[None]:
-        num_reread = 0
-        while num_reread <= _MAX_REREAD and (yield from self._find_start()):
-            calls = yield from self._take_calls()
-            if calls is not None:
-                self._give_calls(calls)
-            else:  # what follows the mark is looked at again, for another one
-                num_reread += self._seen - self._begin
-                self._give(self.start)
-                self._seen = self._begin
-        yield from self._give_rest()
-
-    def _find_start(self) -> Steps[bool]:
-        """Give the content before the next start mark, and go behind that. False if there is none."""
-        while (found := find(self._text, self.start, max(self._begin, self._seen - len(self.start) + 1))) < 0:
-            self._seen = end = len(self._text)
-            if self._is_whole:
-                return False
-            end -= held_back(self._text[max(self._begin, end - len(self.start)) :], self.start)
-            # Line breaks around calls are no content.
-            self._give_until(self._begin + len(self._text[self._begin : end].rstrip()))
-            yield
-        self._give(self._text[self._begin : found].rstrip())
-        self._begin = self._seen = found + len(self.start)
-        return True
-
-
 def find(text: str, mark: str, begin: int) -> int:
+    """Every search for a mark goes through here, and through `search`, so that tests can count the work."""
     return text.find(mark, begin)
+
+
+def search(text: str, marks: re.Pattern[str], begin: int) -> re.Match[str] | None:
+    return marks.search(text, begin)
 
 
 def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def json_call(value: Any, *argument_names: str) -> Call | None:
-    """A decoded `{"name": …, "arguments": {…}}` as a call, or None if it is none."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+def json_call(value: Any, argument_names: Sequence[str], key: str = "name") -> Call | None:
+    """A decoded `{"name": …, "arguments": {…}}` as a call, or None if it is none. The name stands at `key`."""
+    if not isinstance(value, dict) or not isinstance(value.get(key), str) or not value[key]:
         return None
     arguments: Any = next((value[name] for name in argument_names if name in value), {})
     if isinstance(arguments, str):  # some models write the object as text
@@ -208,11 +179,16 @@ def json_call(value: Any, *argument_names: str) -> Call | None:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return None
-    return Call(value["name"], to_json(arguments)) if isinstance(arguments, dict) else None
+    return Call(value[key], to_json(arguments)) if isinstance(arguments, dict) else None
 
 
 def to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a character, which JSON can only escape
+        return json.dumps(value)
+    return text
 
 
 class JsonScanner:

@@ -1,34 +1,26 @@
-"""Calls that a request insists on (`tool_choice` "required", or a function): reading answers that follow the grammar of
-`octavo.sampling.grammar.ToolCalls`."""
+"""Answers that must be calls (`tool_choice` "required", or a function), whose grammar writes them in one spelling: the
+arguments are given as they come."""
 
 from __future__ import annotations
 
-import json
-
 from octavo.entrypoints.openai.tools.calls import Call, JsonScanner, Piece
+from octavo.sampling.grammar import Spelling
 
 
-class NamedCallReader:
-    """The whole answer is the arguments of one function."""
+class ForcedCallsReader:
+    """Reads calls whose arguments are JSON objects."""
 
-    def __init__(self, name: str) -> None:
-        self._name: str | None = name
-
-    def add(self, text: str) -> list[Piece]:
-        if not text:
-            return []
-        name, self._name = self._name, None
-        return [Call(name, text)]
-
-    def finish(self) -> list[Piece]:
-        return []
-
-
-class RequiredCallsReader:
-    """The answer is a list of calls; arguments are given as they come."""
-
-    def __init__(self) -> None:
+    def __init__(self, spelling: Spelling) -> None:
+        self._heads = {
+            begin + call.before: name
+            for name, call in spelling.calls.items()
+            for begin in (spelling.open, spelling.separator)
+        }
+        # One head may begin with another.
+        self._ordered = sorted(self._heads, key=len, reverse=True)
+        self._afters = {name: call.after for name, call in spelling.calls.items()}
         self._held = ""
+        self._name: str | None = None  # of the last call
         self._scanner: JsonScanner | None = None  # within arguments
 
     def add(self, text: str) -> list[Piece]:
@@ -36,12 +28,11 @@ class RequiredCallsReader:
         pieces: list[Piece] = []
         while self._held:
             if self._scanner is None:
-                name, mark, rest = self._held.partition(', "parameters": ')
-                if not mark:
+                if not self._skip_head():
                     break
-                name = name[name.index('{"name": ') + len('{"name": ') :]
-                pieces.append(Call(json.loads(name), ""))
-                self._held, self._scanner = rest, JsonScanner()
+                assert self._name is not None
+                pieces.append(Call(self._name, ""))
+                self._scanner = JsonScanner()
             else:
                 end = self._scanner.end(self._held)
                 taken = self._held[:end]
@@ -54,3 +45,19 @@ class RequiredCallsReader:
 
     def finish(self) -> list[Piece]:
         return []
+
+    def _skip_head(self) -> bool:
+        """Go to the next call's arguments, if what is before them has come."""
+        text = self._held
+        if self._name is not None:
+            after = self._afters[self._name]
+            if len(text) < len(after):
+                return False
+            text = text[len(after) :]
+        for head in self._ordered:
+            if text.startswith(head):
+                self._held, self._name = text[len(head) :], self._heads[head]
+                return True
+            if head.startswith(text):
+                return False  # it may be this one
+        return False

@@ -35,6 +35,9 @@ async function request(path, options = {}) {
   throw new ApiError(message, response.status, code);
 }
 
+// The names that the server answers to; adapters have a parent.
+export const getModels = async () => (await (await request("v1/models")).json()).data;
+
 export const getStats = async () => (await request("ui/stats")).json();
 
 // Yields the chunks of a streamed chat completion.

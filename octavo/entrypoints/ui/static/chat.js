@@ -1,6 +1,6 @@
 // The conversation: what was said, how it is shown, and the one answer that may be under way.
 
-import { apiKey, setApiKey, streamChat } from "./api.js";
+import { apiKey, getModels, setApiKey, streamChat } from "./api.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
@@ -11,7 +11,12 @@ let answering = null; // the AbortController of the answer under way
 export function startChat() {
   const log = $("log"), prompt = $("prompt"), welcome = $("welcome");
   $("key").value = apiKey();
-  $("key").addEventListener("change", () => setApiKey($("key").value.trim()));
+  $("key").addEventListener("change", () => {
+    setApiKey($("key").value.trim());
+    showAdapters();
+  });
+  $("settings").addEventListener("toggle", showAdapters); // others may have been loaded since
+  showAdapters();
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (answering) answering.abort();
@@ -38,6 +43,19 @@ export function startChat() {
     log.replaceChildren(welcome);
     prompt.focus();
   });
+}
+
+// The adapters that there are to choose from; without any there is no choice.
+async function showAdapters() {
+  let models = [];
+  try {
+    models = await getModels();
+  } catch { /* the status says what is wrong */ }
+  const chosen = $("adapter").value;
+  const names = models.filter((model) => model.parent).map((model) => model.id);
+  $("adapter").replaceChildren(new Option("none", ""), ...names.map((name) => new Option(name, name)));
+  $("adapter").value = names.includes(chosen) ? chosen : "";
+  $("adapters").hidden = names.length === 0;
 }
 
 function grow() {
@@ -103,6 +121,7 @@ async function say(text) {
 function body() {
   const system = $("system").value.trim();
   const fields = { messages: system ? [{ role: "system", content: system }, ...messages] : [...messages] };
+  if ($("adapter").value) fields.model = $("adapter").value;
   for (const name of NUMBERS) {
     const value = $(name).value;
     if (value !== "") fields[name] = Number(value);

@@ -93,9 +93,10 @@ function draw() {
   drawLines($("chart-step"), points, now, [["predicted", "--line-2", false], ["step", "--line-1", false]]);
   if (last.blocks) drawBlocks();
   const hits = last.prefix_queries ? `${Math.round((100 * last.prefix_hits) / last.prefix_queries)}% of prompt tokens cached · ` : "";
+  const guessed = last.guessed ? `${Math.round((100 * last.accepted) / last.guessed)}% of ${number(last.guessed)} guessed tokens accepted · ` : "";
   const ended = Object.values(last.finished).reduce((a, b) => a + b, 0);
   $("totals").textContent = `Since the start: ${number(ended)} requests · ${number(last.prompt_tokens)} prompt tokens · `
-    + `${number(last.generation_tokens)} generated · ${hits}${number(last.preemptions)} preemptions`;
+    + `${number(last.generation_tokens)} generated · ${hits}${guessed}${number(last.preemptions)} preemptions`;
 }
 
 const number = (value) => value.toLocaleString("en");

@@ -22,7 +22,9 @@ def attend(
     num_heads, num_kv_heads, head_size = heads
     query = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)[:, :num_heads]
     shape = (64, block_size, num_kv_heads, head_size)
-    cache = LayerKVCache(torch.empty(shape, dtype=cache_dtype or dtype), torch.empty(shape, dtype=cache_dtype or dtype))
+    parts = [torch.empty(shape, dtype=cache_dtype or dtype) for _ in range(2)]
+    scales = torch.empty((*shape[:3], 2), dtype=torch.bfloat16) if cache_dtype is not None else None
+    cache = LayerKVCache(*parts, scales)
     tables = torch.zeros(num_seqs, 8192 // block_size, dtype=torch.int32)
     starts, lengths = torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
     by_head = torch.empty(num_heads) if scores else None
@@ -43,6 +45,7 @@ CASES = {
     "llama_prefill_1000": case(LLAMA, 4096, 1000, overlaps=True),
     "llama_fp8_decode": case(LLAMA, 64, cache_dtype=FP8),
     "llama_fp8_prefill": case(LLAMA, 2048, cache_dtype=FP8),
+    "llama_int8_decode": case(LLAMA, 64, cache_dtype=torch.int8),
     "llama_big_blocks": case(LLAMA, 2048, block_size=256),
     "mistral_prefill": case(LLAMA, 2048, window=4096),
     "smollm_decode": case(SMOLLM, 64),

@@ -34,6 +34,7 @@ CASES = {
     "rotary": Case(partial(rotate, torch.bfloat16)),
     "rotary_in_part": Case(partial(rotate, torch.bfloat16, 32)),
     "rotary_fp8": Case(partial(rotate, torch.float8_e4m3fn)),
+    "rotary_int8": Case(partial(rotate, torch.int8)),
     "rotary_alone_and_scaled": Case(rotate_alone),
     "copy_blocks": Case(copy),
 }

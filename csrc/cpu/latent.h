@@ -1,0 +1,110 @@
+// Latent attention (DeepSeek-AI 2024) over its compressed cache, which all heads share: what a token keeps is a vector
+// that is both value and the greater part of the key, and a rotated part of the key. The vectors lie as values do; a
+// tile of them is turned into the layout of keys before it meets the rows of a task. All else is paged attention, with
+// its promises about bits. Included by kernels.cpp only.
+#pragma once
+
+#include "attention.h"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+// Four or eight rows that are transposed as the compiler's own vectors. They are no arguments: sets without AVX would
+// pass them another way than those with it.
+typedef float Floats8 __attribute__((vector_size(32)));
+typedef uint16_t Halves16 __attribute__((vector_size(32)));
+typedef uint64_t Words4 __attribute__((vector_size(32)));
+
+// Keys of 8 elements of 8 vectors: out[d][8 keys], rows of `out` kKeyTile elements apart.
+inline void turn_group(const float* values, int64_t stride, float* out) {
+    Floats8 a[8], b[8];
+    for (int i = 0; i < 8; ++i) memcpy(&a[i], values + i * stride, sizeof(a[i]));
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        for (int j = 0; j < 2; ++j) {
+            a[i + j] = __builtin_shufflevector(b[i + j], b[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            a[i + j + 2] = __builtin_shufflevector(b[i + j], b[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    }
+    for (int i = 0; i < 4; ++i) {
+        const Floats8 low = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        const Floats8 high = __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+        memcpy(out + i * kKeyTile, &low, sizeof(low));
+        memcpy(out + (i + 4) * kKeyTile, &high, sizeof(high));
+    }
+}
+
+// The same of bf16, where values are pairs of keys and keys are pairs of elements: out[d / 2][8 keys][2].
+inline void turn_group(const uint16_t* values, int64_t stride, uint16_t* out) {
+    Words4 a[4];
+    for (int i = 0; i < 4; ++i) {
+        Halves16 v;
+        memcpy(&v, values + i * stride, sizeof(v));
+        const Halves16 by_key = __builtin_shufflevector(v, v, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+        memcpy(&a[i], &by_key, sizeof(v));
+    }
+    const Words4 b[4] = {
+        __builtin_shufflevector(a[0], a[1], 0, 4, 2, 6), __builtin_shufflevector(a[0], a[1], 1, 5, 3, 7),
+        __builtin_shufflevector(a[2], a[3], 0, 4, 2, 6), __builtin_shufflevector(a[2], a[3], 1, 5, 3, 7)};
+    const Words4 turned[4] = {
+        __builtin_shufflevector(b[0], b[2], 0, 1, 4, 5), __builtin_shufflevector(b[1], b[3], 0, 1, 4, 5),
+        __builtin_shufflevector(b[0], b[2], 2, 3, 6, 7), __builtin_shufflevector(b[1], b[3], 2, 3, 6, 7)};
+    for (int i = 0; i < 4; ++i) memcpy(out + i * 2 * kKeyTile, &turned[i], sizeof(turned[i]));
+}
+
+// A tile's keys and a task's queries, rotated parts first.
+template <class E>
+struct LatentView {
+    using T = typename E::T;
+    static constexpr int kMaxKeySize = kMaxRotatedSize + kMaxHeadSize;
+
+    explicit LatentView(const Head<E>& h) : stored(h), head(h) { head.block_size = kKeyTile; }
+
+    const T* query(const AttentionArgs& a, int64_t token, int64_t head_number, int row) {
+        const T* rotated =
+            static_cast<const T*>(a.rotated_query) + token * a.rotated_stride + head_number * a.rotated_head_stride;
+        const T* latent = static_cast<const T*>(a.query) + token * a.query_stride + head_number * a.head_size;
+        memcpy(queries[row], rotated, static_cast<size_t>(a.rotated_size) * sizeof(T));
+        memcpy(queries[row] + a.rotated_size, latent, static_cast<size_t>(a.head_size) * sizeof(T));
+        head.steps = (a.rotated_size + a.head_size) / E::kStep;
+        return queries[row];
+    }
+
+    const TileRefs<E>& tile(const TileRefs<E>& refs) {
+        constexpr int64_t kRow = kKeyTile * E::kStep;
+        const int64_t padded = stored.value_stride / E::kStep;
+        const int64_t stride = static_cast<int64_t>(stored.block_size) * E::kStep;
+        for (int g = 0; g < kTileGroups; ++g) {
+            T* column = keys + g * kGroupKeys * E::kStep;
+            for (int64_t i = 0; i < stored.steps; ++i) {
+                memcpy(column + i * kRow, refs.keys[g] + i * stride, kGroupKeys * E::kStep * sizeof(T));
+            }
+            T* latent = column + stored.steps * kRow;
+            for (int64_t d = 0; d < padded; d += 8) {
+                turn_group(refs.values[g] + d * E::kStep, stored.value_stride, latent + d / E::kStep * kRow);
+            }
+            seen.keys[g] = ahead.keys[g] = column;
+            seen.values[g] = refs.values[g];
+            ahead.values[g] = refs.next->values[g];
+        }
+        seen.next = &ahead;
+        return seen;
+    }
+
+    const Head<E>& stored;
+    Head<E> head;
+    TileRefs<E> seen, ahead;
+    T queries[kQueryRows][kMaxKeySize];
+    alignas(64) T keys[kMaxKeySize * kKeyTile];  // [D / step][kKeyTile][step]
+};
+
+void latent_attention(const void* args, int64_t task) {
+    const AttentionArgs& a = *static_cast<const AttentionArgs*>(args);
+    with_element(a.dtype, [&](auto element) { attention_task<PlainCache<decltype(element)>, LatentView>(a, task); });
+}
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA

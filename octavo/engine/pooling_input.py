@@ -1,0 +1,260 @@
+"""Texts for models that pool: tokenizes one text or a pair, cuts what is too long, and makes the `EngineRequest`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding
+
+from octavo.engine.input_processor import InputProcessor, PromptInput
+from octavo.errors import RequestError
+from octavo.pooling.scores import similarity
+from octavo.pooling_params import PoolingConfig, PoolingParams
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling_params import SamplingParams
+
+_NO_SAMPLING = SamplingParams(max_tokens=1, detokenize=False)
+_MANY = 16  # texts from which on the tokenizer works on several at once
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text, or two that are judged together, or token ids; and the name of the prompt that comes before it. An empty
+    name is none, and None is the model's default."""
+
+    first: str | Sequence[int]
+    second: str | None = None
+    prompt_name: str | None = None
+
+    @classmethod
+    def of(cls, prompt: PromptInput, prompt_name: str | None = None) -> Text:
+        """Raises `RequestError` for what is no prompt."""
+        given: Any = prompt
+        if isinstance(prompt, Mapping):
+            given = prompt.get("prompt_token_ids")
+            given = prompt.get("prompt") if given is None else given
+        if not isinstance(given, str | list | tuple):
+            raise RequestError(
+                "a prompt must be text, token ids, or a dictionary with prompt or prompt_token_ids, got "
+                f"{type(prompt).__name__}.",
+                param="prompt",
+            )
+        return cls(given, None, prompt_name)
+
+
+class PoolingInput:
+    """Shared by `LLM` and the asynchronous engine. Raises `RequestError` for whatever is wrong with a request, and for
+    models that generate."""
+
+    def __init__(self, inputs: InputProcessor) -> None:
+        self._inputs, self._model = inputs, inputs.model
+        config = inputs.model.pooling
+        if config is None:
+            raise RequestError(
+                f"{inputs.model.served_model_names[0]} generates text and has no vectors to give; start a server with "
+                "--runner pooling to serve its hidden states as embeddings.",
+                code="model_generates",
+            )
+        self.config = config
+
+    def process(
+        self,
+        texts: Sequence[Text],
+        params: PoolingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> list[EngineRequest]:
+        """A request for the core for each text, under ids that no others have."""
+        params = self.config.settle(PoolingParams() if params is None else params)
+        self._inputs.check_priority(priority)
+        now = time.monotonic() if arrival_time is None else arrival_time
+        prompts = self._prompts(texts, params, add_special_tokens)
+        return [
+            EngineRequest(
+                request_id=self._inputs.new_id(), prompt=prompt, params=_NO_SAMPLING, eos_token_ids=[], max_tokens=0,
+                arrival_time=now, priority=priority, pooling=its,
+            )
+            for prompt, its in prompts
+        ]  # fmt: skip
+
+    def shortened(self, texts: Sequence[str], num_tokens: int) -> list[str]:
+        """Texts cut at the end of their first `num_tokens` tokens; 0 cuts nothing."""
+        if not num_tokens:
+            return list(texts)
+        encodings = self._inputs.encode_all(list(texts), False, _MANY)
+        ends = [encoding.offsets[:num_tokens][-1][1] if encoding.ids else 0 for encoding in encodings]
+        return [text[:end] for text, end in zip(texts, ends, strict=True)]
+
+    def _prompts(
+        self, texts: Sequence[Text], params: PoolingParams, add_special_tokens: bool
+    ) -> list[tuple[Prompt, PoolingParams]]:
+        written = [(text, self._prefix(text)) for text in texts]
+        given = [self._given(text, prefix) for text, prefix in written]
+        as_text = [entry for entry in given if entry is not None]
+        encodings = iter(self._inputs.encode_all(as_text, add_special_tokens, _MANY))
+        found = []
+        for (text, prefix), entry in zip(written, given, strict=True):
+            its = params
+            if entry is None:
+                ids, second_start = self._inputs.check_ids(text.first, "prompt_token_ids", "prompt"), None
+                ids = self._cut_ids(ids, params)
+            else:
+                ids, second_start = self._cut(next(encodings), params)
+                if prefix and not self.config.pools_prompts:
+                    its = self._skipping(prefix, params, add_special_tokens)
+            self._check_length(ids)
+            shown = text.first if isinstance(text.first, str) else None
+            found.append((Prompt(ids, shown, second_start=second_start), its))
+        return found
+
+    def _prefix(self, text: Text) -> str:
+        if not isinstance(text.first, str):
+            return ""
+        name = self.config.default_prompt if text.prompt_name is None else text.prompt_name
+        if not name:
+            return ""
+        if name not in self.config.prompts:
+            known = ", ".join(self.config.prompts) or "none"
+            raise RequestError(f"prompt_name {name!r} is not one of the model's ({known}).", param="prompt_name")
+        return self.config.prompts[name]
+
+    def _given(self, text: Text, prefix: str) -> str | tuple[str, str] | None:
+        if not isinstance(text.first, str):
+            return None
+        first = prefix + text.first
+        first = first.lower() if self.config.lowers_case else first
+        return first if text.second is None else (first, text.second)
+
+    def _cut(self, encoding: Encoding, params: PoolingParams) -> tuple[list[int], int | None]:
+        """Token ids and where the second text begins. Special tokens stay; of a pair the longer text is cut first."""
+        ids, types = list(encoding.ids), list(encoding.type_ids)
+        limit = self._limit(params)
+        if limit is not None and len(ids) > limit:
+            owners = encoding.sequence_ids  # None: a special token
+            places = [[i for i, owner in enumerate(owners) if owner == number] for number in (0, 1)]
+            excess = len(ids) - limit
+            if excess >= len(places[0]) + len(places[1]):
+                raise RequestError(
+                    f"truncate_prompt_tokens {limit} leaves no room beside the special tokens.",
+                    param="truncate_prompt_tokens",
+                )
+            for _ in range(excess):
+                longer = places[0] if len(places[0]) >= len(places[1]) else places[1]
+                longer.pop(0 if params.truncation_side == "left" else -1)
+            kept = sorted([*places[0], *places[1], *(i for i, owner in enumerate(owners) if owner is None)])
+            ids, types = [ids[i] for i in kept], [types[i] for i in kept]
+        return ids, types.index(1) if 1 in types else None
+
+    def _cut_ids(self, ids: list[int], params: PoolingParams) -> list[int]:
+        limit = self._limit(params)
+        if limit is None:
+            return ids
+        return ids[-limit:] if params.truncation_side == "left" else ids[:limit]
+
+    def _limit(self, params: PoolingParams) -> int | None:
+        keep = params.truncate_prompt_tokens
+        return self._model.max_model_len if keep == -1 else keep
+
+    def _skipping(self, prefix: str, params: PoolingParams, add_special_tokens: bool) -> PoolingParams:
+        """Instructions are not pooled, the special token before them included."""
+        [encoding] = self._inputs.encode_all([prefix], add_special_tokens, _MANY)
+        ends_special = bool(encoding.sequence_ids) and encoding.sequence_ids[-1] is None
+        return msgspec.structs.replace(params, num_skipped=len(encoding.ids) - ends_special)
+
+    def _check_length(self, ids: list[int]) -> None:
+        limit = self._model.max_model_len
+        self._inputs.check_known(ids)
+        if len(ids) > limit:
+            raise RequestError(
+                f"the text has {len(ids)} tokens and the model takes {limit}; shorten it, or set "
+                "truncate_prompt_tokens to -1.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+
+class Scores:
+    """How well queries go with documents: what is to be computed for that, and what comes of it.
+
+    One query goes with every document, several each with its own. A cross-encoder judges pairs; embeddings and the
+    tokens' vectors are compared. Raises `RequestError`.
+    """
+
+    def __init__(
+        self,
+        inputs: PoolingInput,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        params: PoolingParams | None = None,
+        *,
+        instruction: str | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> None:
+        if not queries or not documents:
+            raise RequestError("there must be a query and a document at least.")
+        if len(queries) not in (1, len(documents)):
+            raise RequestError(
+                f"{len(queries)} queries for {len(documents)} documents; give one for all, or one for each."
+            )
+        config = inputs.config
+        self._is_cross = "classify" in config.task
+        if self._is_cross and (config.size != 1 or config.task != "classify"):
+            raise RequestError(
+                f"the model has {config.size} classes, and a score needs one (num_labels 1); ask /classify."
+            )
+        if instruction is not None and config.score_template is None:
+            raise RequestError("this model takes no instruction; leave it out.", param="instruction")
+        self._each = list(queries) * len(documents) if len(queries) == 1 else list(queries)
+        self._documents = documents
+        self._places: dict[Text, int] = {}
+        for query, document in zip(self._each, documents, strict=True):
+            for text in self._texts(config, query, document, instruction):
+                self._places.setdefault(text, len(self._places))
+        self._config, self._instruction = config, instruction
+        self.requests = inputs.process(
+            [*self._places], params, priority=priority, arrival_time=arrival_time,
+            add_special_tokens=config.score_template is None,
+        )  # fmt: skip
+
+    def _texts(self, config: PoolingConfig, query: str, document: str, instruction: str | None) -> list[Text]:
+        if config.score_template is not None:
+            given = {"instruction": instruction or config.score_instruction, "query": query, "document": document}
+            return [Text(_filled(config.score_template, given))]
+        if self._is_cross:
+            return [Text(query, document)]
+        names = [next((name for name in known if name in config.prompts), None)
+                 for known in (("query", "search_query"), ("document", "passage", "search_document"))]  # fmt: skip
+        return [Text(query, None, names[0]), Text(document, None, names[1])]
+
+    @property
+    def places(self) -> list[int]:
+        """Of each document, the last of the `requests` that its score comes of."""
+        config, each = self._config, zip(self._each, self._documents, strict=True)
+        return [self._places[self._texts(config, *pair, self._instruction)[-1]] for pair in each]
+
+    def results(self, vectors: Sequence[NDArray[np.float32]]) -> list[float]:
+        """The score of each document, from what the `requests` gave."""
+        found = []
+        for query, document in zip(self._each, self._documents, strict=True):
+            its = [vectors[self._places[t]] for t in self._texts(self._config, query, document, self._instruction)]
+            found.append(float(its[0][0]) if self._is_cross else similarity(its[0], its[1]))
+        return found
+
+
+def _filled(template: str, texts: Mapping[str, str]) -> str:
+    """`template` with texts in the place of {name}: what stands in the texts is not looked at."""
+    parts = []
+    while (begin := template.find("{")) >= 0:
+        end = template.index("}", begin)
+        parts += [template[:begin], texts[template[begin + 1 : end]]]
+        template = template[end + 1 :]
+    return "".join([*parts, template])

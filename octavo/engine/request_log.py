@@ -1,0 +1,21 @@
+"""The line of the log that a request gets when it comes, from the server and from `AsyncLLMEngine`."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from octavo.request import Prompt
+from octavo.sampling_params import SamplingParams
+
+
+def log_request(
+    logger: logging.Logger, name: str, prompt: Prompt, params: SamplingParams, max_length: int | None
+) -> None:
+    """`max_length` bounds what is shown of the prompt, in characters or token ids; 0 shows none of it."""
+    said = prompt.token_ids if prompt.text is None else prompt.text
+    shown = "" if max_length == 0 else f": {said[:max_length]!r}{'...' if len(said[:max_length]) < len(said) else ''}"
+    options = msgspec.to_builtins(params)
+    fields = {"request_id": name, "num_prompt_tokens": len(prompt.token_ids), "sampling_params": options}
+    logger.info("%s: %d prompt tokens%s %s", name, len(prompt.token_ids), shown, options, extra=fields)

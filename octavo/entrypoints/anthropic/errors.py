@@ -1,0 +1,22 @@
+"""The error body of Anthropic's API (https://docs.claude.com/en/api/errors)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PREFIX = "/v1/messages"  # of the paths whose errors have this form
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
+    """`{"type": "error", "error": {...}}`; the message says what `param` and `code` would."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}

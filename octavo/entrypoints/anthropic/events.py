@@ -1,0 +1,144 @@
+"""An answer as content blocks, and the events that tell of them one by one.
+
+Order: `message_start`; for each block `content_block_start`, `content_block_delta`*, `content_block_stop`;
+`message_delta` with the stop reason; `message_stop`. A whole message is what its events add up to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from octavo.entrypoints.anthropic.protocol import MessagesRequest
+from octavo.entrypoints.openai.answer import CallDelta, Delta, ReasoningDelta, TextDelta
+from octavo.entrypoints.openai.conversation import Progress
+
+Event = dict[str, Any]
+
+
+class Answer:
+    """The answer to one request."""
+
+    def __init__(self, body: MessagesRequest, message_id: str, model: str) -> None:
+        self._max_tokens = body.max_tokens
+        self._stops = body.stop_sequences or []
+        self._hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
+        self._arguments = ""  # of the call that is open
+        self._is_open = False  # the last block
+        self.message: dict[str, Any] = {
+            "id": message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {},
+        }
+
+    def add(self, progress: Progress) -> list[Event]:
+        """The events that `progress` brings."""
+        events: list[Event] = []
+        if not self.message["usage"]:
+            self.message["usage"] = _usage(progress)
+            start = {**self.message, "content": [], "usage": {**self.message["usage"], "output_tokens": 0}}
+            events.append({"type": "message_start", "message": start})
+        for delta in progress.deltas:
+            events += self._add_delta(delta)
+        if progress.finish_reason is not None:
+            events += self._finish(progress)
+        return events
+
+    def _add_delta(self, delta: Delta) -> list[Event]:
+        if isinstance(delta, CallDelta):
+            events = []
+            if delta.name:
+                events = self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
+            if delta.arguments:
+                self._arguments += delta.arguments
+                events.append(self._delta({"type": "input_json_delta", "partial_json": delta.arguments}))
+            return events
+        if isinstance(delta, ReasoningDelta):
+            events = self._continue({"type": "thinking", "thinking": "", "signature": ""})
+            block = self.message["content"][-1]
+            if not self._hides_thinking:
+                block["thinking"] += delta.text
+                events.append(self._delta({"type": "thinking_delta", "thinking": delta.text}))
+            return events
+        assert isinstance(delta, TextDelta)
+        events = self._continue({"type": "text", "text": ""})
+        self.message["content"][-1]["text"] += delta.text
+        return [*events, self._delta({"type": "text_delta", "text": delta.text})]
+
+    def _continue(self, block: dict[str, Any]) -> list[Event]:
+        """Go on with the last block if it is of this kind, or open this one."""
+        if self._is_open and self.message["content"][-1]["type"] == block["type"]:
+            return []
+        return self._open(block)
+
+    def _open(self, block: dict[str, Any]) -> list[Event]:
+        events = self._close()
+        self.message["content"].append(block)
+        self._is_open = True
+        self._arguments = ""
+        return [*events, {"type": "content_block_start", "index": self._index, "content_block": dict(block)}]
+
+    def _close(self) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        block = self.message["content"][-1]
+        events = []
+        if block["type"] == "thinking":
+            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
+            events.append(self._delta({"type": "signature_delta", "signature": block["signature"]}))
+        elif block["type"] == "tool_use":
+            block["input"] = _object(self._arguments)
+        return [*events, {"type": "content_block_stop", "index": self._index}]
+
+    def _finish(self, progress: Progress) -> list[Event]:
+        reason, sequence = self._stop_reason(progress)
+        usage = _usage(progress)
+        self.message |= {"stop_reason": reason, "stop_sequence": sequence, "usage": usage}
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
+
+    def _stop_reason(self, progress: Progress) -> tuple[str, str | None]:
+        match progress.finish_reason:
+            case "tool_calls":
+                return "tool_use", None
+            case "length":
+                fits = progress.num_tokens >= self._max_tokens
+                return "max_tokens" if fits else "model_context_window_exceeded", None
+            case "abort":  # its time was up
+                return "pause_turn", None
+        if isinstance(progress.stop_reason, str) and progress.stop_reason in self._stops:
+            return "stop_sequence", progress.stop_reason
+        return "end_turn", None
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    @property
+    def _index(self) -> int:
+        return len(self.message["content"]) - 1
+
+
+def _usage(progress: Progress) -> dict[str, int]:
+    """Input tokens are those that were computed; those of the cache are counted beside them."""
+    return {
+        "input_tokens": progress.num_prompt_tokens - progress.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": progress.num_cached_tokens,
+        "output_tokens": progress.num_tokens,
+    }
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """The arguments of a call; none, if the answer was cut within them."""
+    try:
+        value = json.loads(arguments or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

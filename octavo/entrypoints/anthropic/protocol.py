@@ -1,0 +1,212 @@
+"""The bodies of Messages requests, with Anthropic's names (https://docs.claude.com/en/api/messages).
+
+What only says how to cache, bill or label a request is taken and changes no answer: `cache_control`, `metadata`,
+`service_tier` and the like. What asks for something that is not here is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, Tag, model_validator
+
+from octavo.entrypoints.openai.fields import Int, RequestBody, Text, described
+from octavo.errors import RequestError
+
+_NOTE = "Taken and without effect: it changes no answer."
+CacheControl = dict[str, Any]
+
+# Fields that ask for something that is not built, with the values that ask for nothing. null always does.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "fallbacks": ([],),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+}
+
+
+class _Block(RequestBody):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(_Block):
+    type: Literal["text"]
+    text: Text
+    citations: list[Any] | None = None
+
+
+class ThinkingBlock(_Block):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
+class RedactedThinkingBlock(_Block):
+    type: Literal["redacted_thinking"]
+    data: Text
+
+
+class ToolUseBlock(_Block):
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+    toolset_name: Text | None = None
+
+
+def _known_blocks(*kinds: str) -> BeforeValidator:
+    """Text becomes one block, and blocks of kinds that are not built are refused by name."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str):
+            return [{"type": "text", "text": value}]
+        for block in value if isinstance(value, list) else ():
+            kind = block.get("type") if isinstance(block, dict) else None
+            if isinstance(kind, str) and kind not in kinds:
+                raise ValueError(f"has a block of type {kind!r:.60}, which is not built; {', '.join(kinds)} are")
+        return value
+
+    return BeforeValidator(check)
+
+
+TextBlocks = Annotated[list[TextBlock], _known_blocks("text")]
+
+
+class ToolResultBlock(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: TextBlocks | None = None
+    is_error: bool | None = None
+    toolset_name: Text | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
+    Field(discriminator="type"),
+]
+Blocks = Annotated[list[Block], _known_blocks("text", "thinking", "redacted_thinking", "tool_use", "tool_result")]
+
+
+class Message(RequestBody):
+    """One turn, or a part of one: neighbours of one role are one turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks = Field(description="Text, or a list of blocks.")
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Message:
+        for block in self.content:
+            of = {"tool_result": "user", "text": self.role}.get(block.type, "assistant")
+            if of != self.role:
+                raise RequestError(f"a block of type {block.type} belongs to a message of the {of}.", param="messages")
+        return self
+
+
+class ToolDefinition(RequestBody):
+    """A function that the model may call. `type` is "custom" or left out: Anthropic's own tools are not here."""
+
+    type: Text | None = None
+    name: Text
+    description: Text | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = None  # input is streamed as far as the model's format lets it be
+    allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    defer_loading: Literal[False] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kind(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            raise RequestError(
+                f"tools of type {kind!r:.60} run at Anthropic; only custom ones are here.", param="tools"
+            )
+        if isinstance(data, dict) and "input_schema" not in data:
+            raise RequestError("tools need an input_schema.", param="tools")
+        return data
+
+
+class ToolChoice(RequestBody):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise RequestError("tool_choice.name goes with type tool, and only with it.", param="tool_choice.name")
+        return self
+
+
+class Thinking(RequestBody):
+    """Whether to think. `budget_tokens` is no bound here: `max_tokens` is, for thinking and answer together."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonFormat(RequestBody):
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(RequestBody):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+
+
+class CountTokensRequest(RequestBody):
+    """Body of POST /v1/messages/count_tokens: what a prompt is made of."""
+
+    model: Text | None = described("One of the names of GET /v1/models; may be left out.")
+    messages: Annotated[list[Message], Field(min_length=1)] = Field(
+        description="The conversation so far. An answer goes on with a last message of the assistant."
+    )
+    system: TextBlocks | None = described("The system prompt: text, or blocks of it.")
+    tools: list[ToolDefinition] | None = described("Functions that the answer may call.")
+    tool_choice: ToolChoice | None = described("Whether to call them.")
+    thinking: Thinking | None = described("Whether to think, where the chat template can be told.")
+    output_config: OutputConfig | None = described("How much effort to make, and the JSON schema of the answer.")
+    context_management: dict[str, Any] | None = described("Of edits only clear_thinking_20251015 is built.")
+    chat_template_kwargs: dict[str, Any] | None = described("Octavo's own: variables for the chat template.")
+    cache_control: CacheControl | None = described(_NOTE)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unbuilt(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in _NOT_BUILT.keys() & data.keys():
+            value = data[name]
+            if value is not None and value not in _NOT_BUILT[name]:
+                raise RequestError(f"{name} is not built; leave it out.", param=name)
+        return {name: value for name, value in data.items() if name not in _NOT_BUILT}
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of POST /v1/messages."""
+
+    max_tokens: Annotated[Int, Field(ge=1)] = Field(
+        description="The most tokens to generate; as many as fit, where the model has room for fewer."
+    )
+    stream: bool | None = described("Send the answer as events.")
+    stop_sequences: list[Text] | None = described("Texts that end the answer.")
+    temperature: float | None = described("0 takes the likeliest token.", minimum=0, maximum=2)
+    top_p: float | None = described("Choose among the likeliest tokens that make up this share.", maximum=1)
+    top_k: Int | None = described("Choose among this many likeliest tokens.", minimum=-1)
+    metadata: dict[str, Any] | None = described(_NOTE)
+    service_tier: Literal["auto", "standard_only"] | None = described(_NOTE)
+    inference_geo: Text | None = described(_NOTE)
+    diagnostics: dict[str, Any] | None = described(_NOTE)
+    user_profile_id: Text | None = described(_NOTE)

@@ -1,0 +1,99 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from octavo.engine.off_loop import run_off_loop
+from octavo.entrypoints.anthropic.events import Answer
+from octavo.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from octavo.entrypoints.anthropic.translate import as_chat
+from octavo.entrypoints.openai.conversation import Conversation, Progress
+from octavo.entrypoints.openai.errors import describe, error_body
+from octavo.entrypoints.openai.responses import Body
+from octavo.entrypoints.openai.routes import Router
+from octavo.entrypoints.openai.state import ARRIVAL, state_of
+from octavo.entrypoints.openai.streaming import EventStream, named_event, run_until_disconnect
+
+router = Router(tags=["Anthropic"])
+
+
+class MessageBody(Body):
+    """An answer. Its blocks are text, thinking and tool_use."""
+
+    id: str
+    type: str
+    role: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class TokenCount(Body):
+    input_tokens: int
+
+
+class _MessageStream(EventStream):
+    keep_alive = named_event({"type": "ping"})
+
+
+@router.post("/v1/messages", response_model=MessageBody)
+async def create_message(body: MessagesRequest, raw: Request) -> Response:
+    """Answer a conversation, in the form of Anthropic's API."""
+    state = state_of(raw)
+    chat = await run_off_loop(lambda: as_chat(body), length=_length())
+    model = state.resolve_model(body.model)
+    params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
+    conversation = Conversation(chat, state, params, clamps_max_tokens=True)
+    request_id = uuid.uuid4().hex
+    prompt, outputs = await conversation.submit(f"msg_{request_id}")
+    answer, headers = Answer(body, f"msg_{request_id}", model), {"request-id": f"req_{request_id}"}
+    progress = conversation.progress(prompt, outputs)
+    if body.stream:
+        return _MessageStream(_stream(answer, progress), headers)
+    message = await run_until_disconnect(_collect(answer, progress), raw.receive)
+    return Response(status_code=499) if message is None else JSONResponse(message, headers=headers)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountTokensRequest, raw: Request) -> TokenCount:
+    """The tokens of the prompt that a message would have."""
+    state = state_of(raw)
+    state.resolve_model(body.model)
+
+    def count() -> int:
+        chat = as_chat(body)
+        asked = Conversation(chat, state, chat.to_sampling_params({})).prepare()
+        assert isinstance(asked.prompt, str)
+        return len(state.engine.inputs.encode(asked.prompt, asked.add_special_tokens))
+
+    return TokenCount(input_tokens=await run_off_loop(count, length=_length()))
+
+
+async def _collect(answer: Answer, progress: AsyncGenerator[Progress, None]) -> dict[str, Any]:
+    async for part in progress:
+        answer.add(part)
+    return answer.message
+
+
+async def _stream(answer: Answer, progress: AsyncGenerator[Progress, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async for part in progress:
+            if events := answer.add(part):
+                yield b"".join(map(named_event, events))
+    except Exception as error:
+        yield b"event: error\ndata: " + error_body(**describe(error)) + b"\n\n"
+    finally:
+        await progress.aclose()
+
+
+def _length() -> int:
+    arrival = ARRIVAL.get()
+    return 0 if arrival is None else arrival.num_bytes

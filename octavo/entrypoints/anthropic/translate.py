@@ -1,0 +1,155 @@
+"""A Messages request as a chat: turns become messages, blocks their content, reasoning and calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.entrypoints.anthropic.protocol import (
+    CountTokensRequest,
+    Message,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from octavo.entrypoints.openai.conversation import make_chat
+from octavo.entrypoints.openai.protocol import ChatCompletionRequest
+from octavo.errors import RequestError
+
+_CLEAR_THINKING = "clear_thinking_20251015"
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def as_chat(body: CountTokensRequest) -> ChatCompletionRequest:
+    """The chat that `body` asks for, with a stream of one answer. Raises `RequestError`."""
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": _messages(body),
+        "stream": True,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+    if body.messages[-1].role == "assistant":
+        fields |= {"add_generation_prompt": False, "continue_final_message": True}
+    if body.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in body.tools
+        ]
+    if (choice := body.tool_choice) is not None:
+        named = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
+        if choice.type in ("auto", "none") and not body.tools:
+            fields["tool_choice"] = None  # there is nothing to choose
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    output = body.output_config
+    if output is not None and output.format is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": output.format.schema_}}
+    if body.thinking is not None and body.thinking.type == "disabled":
+        fields |= {"reasoning_effort": "none", "include_reasoning": False}
+    elif body.thinking is not None or (output is not None and output.effort is not None):
+        fields["reasoning_effort"] = "medium" if output is None or output.effort is None else output.effort
+    if isinstance(body, MessagesRequest):
+        fields |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+        }
+    return make_chat(fields)
+
+
+def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system)})
+    num_cleared = _num_without_thinking(body)
+    for turn in body.messages:
+        if turn.role == "assistant":
+            num_cleared -= 1
+            _add_answer(messages, turn, shows_thinking=num_cleared < 0)
+        else:
+            _add_input(messages, turn)
+    return messages
+
+
+def _add_input(messages: list[dict[str, Any]], turn: Message) -> None:
+    """Results of tools are messages of their own; what else is said by the same role is one message."""
+    for block in turn.content:
+        if isinstance(block, ToolResultBlock):
+            text = _text(block.content or ())
+            if block.is_error and not text.lower().startswith("error"):
+                text = f"Error: {text}"
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+        elif isinstance(block, TextBlock):
+            _say(messages, turn.role, block.text)
+    if not turn.content:
+        _say(messages, turn.role, "")
+
+
+def _say(messages: list[dict[str, Any]], role: str, text: str) -> None:
+    if messages and messages[-1]["role"] == role:
+        messages[-1]["content"] = f"{messages[-1]['content']}\n{text}" if messages[-1]["content"] else text
+    else:
+        messages.append({"role": role, "content": text})
+
+
+def _add_answer(messages: list[dict[str, Any]], turn: Message, *, shows_thinking: bool) -> None:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    message = messages[-1]
+    for block in turn.content:
+        if isinstance(block, TextBlock):
+            message["content"] += block.text
+        elif isinstance(block, ThinkingBlock):
+            if shows_thinking and block.thinking:
+                message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            call = {"id": block.id, "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+
+
+def _text(blocks: Sequence[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks)
+
+
+def _num_without_thinking(body: CountTokensRequest) -> int:
+    """How many of the assistant's first messages lose their thinking, by the request's `context_management`."""
+    edits = (body.context_management or {}).get("edits") or []
+    num_cleared = 0
+    for edit in edits if isinstance(edits, list) else [edits]:
+        kind = edit.get("type") if isinstance(edit, dict) else None
+        if kind != _CLEAR_THINKING:
+            raise RequestError(
+                f"context_management: the edit {kind!r:.60} is not built; {_CLEAR_THINKING} is.",
+                param="context_management",
+            )
+        keep = edit.get("keep", {"type": "thinking_turns", "value": 1})
+        if keep == "all" or keep == {"type": "all"}:
+            continue
+        num_kept = keep.get("value") if isinstance(keep, dict) and keep.get("type") == "thinking_turns" else None
+        if type(num_kept) is not int or num_kept < 1:
+            raise RequestError(
+                'context_management: keep is "all" or {"type": "thinking_turns", "value": N}.',
+                param="context_management",
+            )
+        thinking = [
+            i
+            for i, turn in enumerate(turn for turn in body.messages if turn.role == "assistant")
+            if any(isinstance(block, ThinkingBlock) for block in turn.content)
+        ]
+        if len(thinking) > num_kept:
+            num_cleared = max(num_cleared, thinking[-num_kept])
+    return num_cleared

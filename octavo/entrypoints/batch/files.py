@@ -1,0 +1,142 @@
+"""A batch from a file to a file: answers are appended as they come, and a batch that was killed goes on where it was.
+
+An answer is written in one piece. What a kill has left of the last one is cut off, and each line that has an answer is
+passed over. Memory is bounded: of each line of the input 4 bytes are kept, and the lines that are being answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.entrypoints.batch.lines import answered, checksum
+from octavo.entrypoints.batch.runner import answer_lines
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+    from tqdm import tqdm
+
+_LINES_AT_ONCE = 64  # that are read before others may go on
+
+
+def _lock(file: Any) -> None:
+    """Raises `OSError` if another process has locked it. Where there is no `fcntl` (Windows) nothing is locked."""
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+class BatchFiles:
+    """Input and output of one batch. The output is this process's alone until `close`. Raises `ConfigError`."""
+
+    def __init__(self, input_path: Path, output_path: Path, max_line_bytes: int) -> None:
+        self._input_path = input_path
+        self._output_path = output_path
+        self._max_line_bytes = max_line_bytes
+        self._sums = array("L")  # checksums of the lines that have been answered, by number; 0: not yet
+        self.num_lines = 0
+        self.num_failed = 0  # of those that were answered by this object
+        try:
+            with open(input_path, "rb") as file:
+                for _ in _lines(file, max_line_bytes):
+                    self.num_lines += 1
+            self._output = os.open(output_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be used: {error.strerror}.") from None
+        try:
+            self._take_output()
+        except BaseException:
+            os.close(self._output)
+            raise
+
+    @property
+    def num_done(self) -> int:
+        """Lines that have an answer already."""
+        return sum(1 for one in self._sums if one)
+
+    async def run(self, app: ASGIApp, *, at_once: int, progress: tqdm[Any]) -> None:
+        """Answer what has no answer yet. Raises `OSError` when the disk is full: what is there stands."""
+
+        async def write(number: int, is_good: bool, line: bytes) -> None:
+            self._append(line)
+            self.num_failed += not is_good
+            progress.update()
+
+        await answer_lines(app, self._left(), write, at_once=at_once)
+        os.fsync(self._output)
+
+    def close(self) -> None:
+        """Give the output back."""
+        os.close(self._output)
+
+    async def _left(self) -> AsyncIterator[tuple[int, bytes]]:
+        with open(self._input_path, "rb") as file:  # noqa: ASYNC230  # a line at a time, of a local file
+            for number, line in enumerate(_lines(file, self._max_line_bytes)):
+                if number % _LINES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                known = self._sums[number] if number < len(self._sums) else 0
+                if not known:
+                    yield number, line
+                elif known != _sum(line):
+                    raise ConfigError(
+                        f"{self._output_path} has an answer to another line {number + 1} than {self._input_path} has: "
+                        "it is of another batch. Give another output file."
+                    )
+
+    def _take_output(self) -> None:
+        """Lock the output and note which lines it has answers to."""
+        try:
+            _lock(self._output)
+        except OSError:
+            raise ConfigError(f"{self._output_path} is being written by another process.") from None
+        end = 0
+        with open(self._output_path, "rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # was being written
+                found = answered(line)
+                if found is None or found[0] >= self.num_lines:
+                    raise ConfigError(
+                        f"{self._output_path} is there already and is not the output of {self._input_path}; give "
+                        "another output file."
+                    )
+                number, sum = found
+                if number >= len(self._sums):
+                    self._sums.extend([0] * (number + 1 - len(self._sums)))
+                self._sums[number] = sum or 1
+                end += len(line)
+        os.ftruncate(self._output, end)
+
+    def _append(self, line: bytes) -> None:
+        end = os.fstat(self._output).st_size
+        try:
+            written = os.write(self._output, line)
+            if written < len(line):
+                raise OSError(28, f"{self._output_path} takes no more", str(self._output_path))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._output, end)
+            raise
+
+
+def _sum(line: bytes) -> int:
+    return checksum(line) or 1
+
+
+def _lines(file: object, max_bytes: int) -> Iterator[bytes]:
+    """The lines of a file that are not blank; the beginning of one that is too long."""
+    read = file.readline  # type: ignore[attr-defined]
+    while line := read(max_bytes + 1):
+        if len(line) > max_bytes and not line.endswith(b"\n"):
+            yield line[:1024]
+            while (rest := read(max_bytes)) and not rest.endswith(b"\n"):
+                pass
+        elif line.strip():
+            yield line if line.endswith(b"\n") else line + b"\n"

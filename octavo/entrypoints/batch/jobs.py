@@ -1,0 +1,147 @@
+"""A batch of /v1/batches on its way: the lines of a stored file, answered in the background into stored files.
+
+Answers are kept one by one, so that a server which takes over a batch, because the one before it has ended, goes on
+where that was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from octavo.entrypoints.batch import stored
+from octavo.entrypoints.batch.runner import BatchStopped, answer_lines
+from octavo.entrypoints.batch.stored import BATCH, FILE
+from octavo.entrypoints.openai.state import ServerState
+from octavo.entrypoints.store import DEAD_AFTER_S, Database, StoreError
+
+logger = logging.getLogger("octavo.server")
+
+LIFETIME_S = 24 * 3600
+UNDER_WAY = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+class BatchJob:
+    """The work on one batch. `batch` is its object, and this server its owner."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, batch: dict[str, Any]) -> None:
+        self._app = app
+        self._state = state
+        self._store = state.store
+        self.batch = batch
+
+    async def run(self) -> None:
+        """Answer what has no answer yet, and note what came of it."""
+        batch = self.batch
+        try:
+            done = await self._begin()
+            at_once = max(1, self._state.engine.config.scheduler.max_num_seqs // 2)  # others want to be served, too
+            await answer_lines(self._app, self._left(done), self._write, at_once=at_once, endpoint=batch["endpoint"])
+            await self._end("completed")
+        except asyncio.CancelledError:
+            await self._end("cancelled")
+        except TimeoutError:
+            await self._end("expired")
+        except BatchStopped as error:
+            # It stays under way, without an owner who lives: the next server goes on with it.
+            logger.warning("batch %s stops, to be gone on with: %s", batch["id"], error)
+        except StoreError as error:
+            logger.error("batch %s: %s", batch["id"], error)
+            batch["errors"] = {"object": "list", "data": [{"code": "store_failed", "message": str(error)}]}
+            await self._end("failed")
+
+    async def _begin(self) -> set[int]:
+        """The numbers of the lines that have been answered."""
+        batch = self.batch
+        if batch["output_file_id"] is None:
+            num_lines = 0
+            async for _ in self._lines():
+                num_lines += 1
+            files = [stored.new_file(f"{batch['id']}_{name}.jsonl", "batch_output", 0) for name in ("output", "error")]
+            batch["request_counts"]["total"] = num_lines
+            batch["output_file_id"], batch["error_file_id"] = files[0]["id"], files[1]["id"]
+
+            def begin(database: Database) -> None:
+                for file in files:
+                    stored.write(database, FILE, file)
+                stored.write(database, BATCH, batch, is_owned=True)
+
+            batch |= {"status": "in_progress", "in_progress_at": int(time.time())}
+            await self._store.run(begin)
+        return await self._store.run(
+            lambda database: {
+                *database.chunk_numbers(batch["output_file_id"]),
+                *database.chunk_numbers(batch["error_file_id"]),
+            }
+        )
+
+    def _lines(self) -> Any:
+        return stored.read_lines(self._store, self.batch["input_file_id"], self._state.args.max_body_bytes)
+
+    async def _left(self, done: set[int]) -> Any:
+        async for number, line in self._lines():
+            if self._state.is_stopping:
+                raise BatchStopped("the server is stopping")
+            if time.time() > self.batch["expires_at"]:
+                raise TimeoutError
+            if number not in done:
+                yield number, line
+
+    async def _write(self, number: int, is_good: bool, line: bytes) -> None:
+        if self._state.is_stopping and is_good:
+            raise BatchStopped("the server is stopping")  # the answer may have been cut off
+        batch = self.batch
+        batch["request_counts"]["completed" if is_good else "failed"] += 1
+        file_id = batch["output_file_id" if is_good else "error_file_id"]
+
+        def write(database: Database) -> None:
+            database.add_chunks(file_id, [(number, line)])
+            stored.write(database, BATCH, batch, is_owned=True)
+
+        await self._store.run(write)
+
+    async def _end(self, status: str) -> None:
+        batch = self.batch
+        batch |= {"status": status, f"{status}_at": int(time.time())}
+        if status == "completed":
+            batch["finalizing_at"] = batch["completed_at"]
+
+        def end(database: Database) -> None:
+            for name in ("output_file_id", "error_file_id"):
+                if batch[name] is None:
+                    continue
+                num_bytes = database.num_chunk_bytes(batch[name])
+                if num_bytes:
+                    file = stored.read(stored.find(database, FILE, batch[name]))
+                    stored.write(database, FILE, {**file, "bytes": num_bytes})
+                else:
+                    database.delete(FILE, batch[name])
+                    batch[name] = None
+            stored.write(database, BATCH, batch)
+
+        try:
+            await self._store.run(end)
+        except StoreError as error:
+            logger.error("the end of batch %s is not noted: %s", batch["id"], error)
+
+
+async def take_over(app: ASGIApp, state: ServerState) -> None:
+    """Go on with the batches of servers that have ended, as long as this one lives."""
+
+    def take(database: Database) -> list[dict[str, Any]]:
+        found = [stored.read(one) for one in database.abandoned(BATCH)]
+        return [batch for batch in found if database.take(BATCH, batch["id"])]
+
+    while not state.is_stopping:
+        if await state.unavailable() is None:
+            try:
+                for batch in await state.store.run(take):
+                    logger.info("going on with batch %s", batch["id"])
+                    state.background.start(batch["id"], BatchJob(app, state, batch), is_queued=False, is_awaited=False)
+            except StoreError as error:
+                logger.error("%s", error)
+        await asyncio.sleep(DEAD_AFTER_S / 3)

@@ -1,0 +1,103 @@
+"""A line of a batch and the line that answers it (https://platform.openai.com/docs/guides/batch).
+
+The id of an answer is made of the number and the checksum of its line, so that a batch which was interrupted finds out
+which lines have been answered, and whether they were the same.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from octavo.entrypoints.openai.streaming import encode_json
+
+# What a line may ask for. Which of them are there is the application's to say.
+URLS = frozenset(
+    (
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v2/embed",
+        "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+    )
+)  # fmt: skip
+_ID = re.compile(rb'\{"id":"batch_req_(\d{8,12})_([0-9a-f]{8})"')
+_decode = msgspec.json.Decoder().decode
+
+
+class LineError(ValueError):
+    """What is wrong with a line, and its `custom_id` if that is known."""
+
+    def __init__(self, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.custom_id = custom_id
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A request of a batch."""
+
+    custom_id: str
+    url: str
+    body: bytes
+
+
+def checksum(line: bytes) -> int:
+    """Of the text of a line."""
+    return zlib.crc32(line.strip())
+
+
+def read_line(line: bytes, endpoint: str | None = None) -> Line:
+    """The request of a line, which has to be for `endpoint` if there is one. Raises `LineError`."""
+    try:
+        value: Any = _decode(line)
+    except (ValueError, RecursionError) as error:
+        raise LineError(f"The line is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise LineError("The line should be a JSON object.")
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str):
+        raise LineError("custom_id should be a string.")
+    if value.get("method") != "POST":
+        raise LineError("method should be POST.", custom_id)
+    url, body = value.get("url"), value.get("body")
+    if not isinstance(url, str) or url not in URLS:
+        raise LineError(f"url should be one of {', '.join(sorted(URLS))}, got {url!r:.100}.", custom_id)
+    if endpoint is not None and url != endpoint:
+        raise LineError(f"url should be the batch's endpoint, {endpoint}, got {url}.", custom_id)
+    if not isinstance(body, dict):
+        raise LineError("body should be a JSON object.", custom_id)
+    if body.get("stream") or body.get("background"):
+        raise LineError("A request of a batch has neither stream nor background.", custom_id)
+    return Line(custom_id, url, encode_json(body))
+
+
+def answer_line(number: int, sum: int, custom_id: str, status: int, body: bytes) -> bytes:
+    """The line for an answer, whatever its status. `body` is JSON."""
+    if b"\n" in body:
+        body = encode_json(_decode(body))
+    return b'%b,"custom_id":%b,"response":{"status_code":%d,"request_id":"%b","body":%b},"error":null}\n' % (
+        _head(number, sum), encode_json(custom_id), status, _id(number, sum), body
+    )  # fmt: skip
+
+
+def error_line(number: int, sum: int, error: LineError) -> bytes:
+    """The line for one that asks for nothing that could be answered."""
+    said = encode_json({"code": "invalid_line", "message": f"Line {number + 1}: {error}"})
+    custom_id = encode_json(error.custom_id)
+    return b'%b,"custom_id":%b,"response":null,"error":%b}\n' % (_head(number, sum), custom_id, said)
+
+
+def answered(line: bytes) -> tuple[int, int] | None:
+    """Number and checksum of the line that an answer is for; None if it is no answer of ours."""
+    found = _ID.match(line)
+    return None if found is None else (int(found[1]), int(found[2], 16))
+
+
+def _head(number: int, sum: int) -> bytes:
+    return b'{"id":"%b"' % _id(number, sum)
+
+
+def _id(number: int, sum: int) -> bytes:
+    return b"batch_req_%08d_%08x" % (number, sum)

@@ -1,0 +1,245 @@
+"""/v1/files and /v1/batches: OpenAI's way to have a file of requests answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.entrypoints.batch import stored
+from octavo.entrypoints.batch.jobs import LIFETIME_S, UNDER_WAY, BatchJob
+from octavo.entrypoints.batch.lines import URLS
+from octavo.entrypoints.batch.stored import BATCH, FILE, PIECE_BYTES
+from octavo.entrypoints.openai.fields import Int, RequestBody, Text, described
+from octavo.entrypoints.openai.pages import Deleted, Page, page_of
+from octavo.entrypoints.openai.responses import Body
+from octavo.entrypoints.openai.responses_api.protocol import MAX_METADATA
+from octavo.entrypoints.openai.routes import Router
+from octavo.entrypoints.openai.state import state_of
+from octavo.entrypoints.openai.streaming import EventStream
+from octavo.entrypoints.store import BEAT_S, Database
+from octavo.errors import RequestError
+
+router = Router(tags=["Batches"])
+
+_CANCEL_POLL_S = 0.2
+
+
+class FileObject(Body):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: str
+
+
+class ExpiresAfter(RequestBody):
+    anchor: Literal["created_at"]
+    seconds: Int
+
+
+class BatchRequest(RequestBody):
+    """Body of POST /v1/batches."""
+
+    input_file_id: Text = Field(description="A file of purpose batch.")
+    endpoint: Text = Field(description="The url of all its lines.")
+    completion_window: Literal["24h"] = Field(description="24h.")
+    metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA)] | None = described(
+        "Comes back with the batch."
+    )
+    output_expires_after: ExpiresAfter | None = described("Taken; files stay until they are deleted.")
+
+
+class BatchObject(Body):
+    """A batch. Answers with a status other than 200, and lines that are no requests, are in the error file."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: dict[str, int]
+    metadata: dict[str, str] | None
+    errors: dict[str, Any] | None
+
+
+class FileStream(EventStream):
+    """The content of a file."""
+
+    media_type = "application/octet-stream"
+    keep_alive = b""
+
+
+_UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
+                }
+            }
+        },
+    }
+}
+
+
+@router.post("/v1/files", openapi_extra=_UPLOAD)
+async def upload_file(raw: Request) -> FileObject:
+    """Keep a file of requests."""
+    store = state_of(raw).store
+    async with raw.form(max_files=1, max_fields=8) as form:
+        upload, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(upload, UploadFile):
+            raise RequestError("file is required.", param="file")
+        if purpose != "batch":
+            raise RequestError(f"purpose {purpose!r:.60} is not built; batch is.", param="purpose")
+        file = stored.new_file((upload.filename or "file")[:255], purpose, upload.size or 0)
+        try:
+            number = 0
+            while piece := await upload.read(PIECE_BYTES):
+                chunk = (number, piece)
+                await store.run(lambda database, one=chunk: database.add_chunks(file["id"], [one]))  # type: ignore[misc]
+                number += 1
+            await store.run(lambda database: stored.write(database, FILE, file))
+        except BaseException:
+            await store.run(lambda database: database.delete(FILE, file["id"]))
+            raise
+    return FileObject(**file)
+
+
+@router.get("/v1/files", openapi_extra=Page.PARAMETERS)
+async def list_files(raw: Request) -> Page:
+    """The files that are kept, the last first."""
+    return Page.of(await _page(raw, FILE), page_of(raw))
+
+
+@router.get("/v1/files/{file_id}")
+async def get_file(file_id: str, raw: Request) -> FileObject:
+    """What is known of a file."""
+    found = await state_of(raw).store.run(lambda database: stored.find(database, FILE, file_id))
+    return FileObject(**stored.read(found))
+
+
+@router.get(
+    "/v1/files/{file_id}/content",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def get_content(file_id: str, raw: Request) -> Response:
+    """What a file has."""
+    store = state_of(raw).store
+    await store.run(lambda database: stored.find(database, FILE, file_id))
+
+    async def content() -> AsyncGenerator[bytes, None]:
+        async for piece in stored.read_content(store, file_id):
+            yield piece
+
+    return FileStream(content(), {})
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete_file(file_id: str, raw: Request) -> Deleted:
+    """Forget a file."""
+
+    def delete(database: Database) -> None:
+        stored.find(database, FILE, file_id)
+        database.delete(FILE, file_id)
+
+    await state_of(raw).store.run(delete)
+    return Deleted(id=file_id, object="file")
+
+
+@router.post("/v1/batches")
+async def create_batch(body: BatchRequest, raw: Request) -> BatchObject:
+    """Have the lines of a file answered in the background."""
+    state = state_of(raw)
+    if body.endpoint not in URLS:
+        raise RequestError(f"endpoint should be one of {', '.join(sorted(URLS))}.", param="endpoint")
+    now = int(time.time())
+    batch: dict[str, Any] = {
+        "id": f"batch_{uuid.uuid4().hex}",
+        "object": "batch",
+        "endpoint": body.endpoint,
+        "input_file_id": body.input_file_id,
+        "completion_window": body.completion_window,
+        "status": "validating",
+        "created_at": now,
+        "expires_at": now + LIFETIME_S,
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": body.metadata,
+    }
+    batch |= {name: None for name in BatchObject.model_fields if name not in batch}
+
+    def begin(database: Database) -> None:
+        stored.find(database, FILE, body.input_file_id)
+        stored.write(database, BATCH, batch, is_owned=True)
+
+    await state.store.run(begin)
+    made = BatchObject(**batch)
+    state.background.start(batch["id"], BatchJob(raw.app, state, batch), is_queued=False, is_awaited=False)
+    return made
+
+
+@router.get("/v1/batches", openapi_extra=Page.PARAMETERS)
+async def list_batches(raw: Request) -> Page:
+    """The batches, the last first."""
+    return Page.of(await _page(raw, BATCH), page_of(raw))
+
+
+@router.get("/v1/batches/{batch_id}")
+async def get_batch(batch_id: str, raw: Request) -> BatchObject:
+    """How far a batch is."""
+    return BatchObject(**await _batch(raw, batch_id))
+
+
+@router.post("/v1/batches/{batch_id}/cancel")
+async def cancel_batch(batch_id: str, raw: Request) -> BatchObject:
+    """End a batch; its answers so far are kept."""
+    state = state_of(raw)
+    batch = await _batch(raw, batch_id)
+    if batch["status"] in UNDER_WAY and not await state.background.cancel(batch_id):  # another server works on it
+        await state.store.run(lambda database: database.ask_to_cancel(BATCH, batch_id))
+        deadline = time.monotonic() + 3 * BEAT_S
+        while (await _batch(raw, batch_id))["status"] in UNDER_WAY and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_CANCEL_POLL_S)
+    return BatchObject(**await _batch(raw, batch_id))
+
+
+async def _batch(raw: Request, batch_id: str) -> dict[str, Any]:
+    found = await state_of(raw).store.run(lambda database: stored.find(database, BATCH, batch_id))
+    return stored.read(found)
+
+
+async def _page(raw: Request, kind: str) -> list[dict[str, Any]]:
+    """The objects of a page, and one more if there is one."""
+    asked = page_of(raw)
+
+    def read(database: Database) -> list[dict[str, Any]]:
+        rows = database.page(kind, after=asked.after, limit=asked.limit + 1, is_ascending=asked.is_ascending)
+        return [stored.read(row) for row in rows]
+
+    return await state_of(raw).store.run(read)

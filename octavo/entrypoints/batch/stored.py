@@ -1,0 +1,88 @@
+"""Files and batches as they are kept.
+
+A file's content is chunks: pieces of what was uploaded, or the lines of a batch's output, by their numbers.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from octavo.entrypoints.openai.streaming import encode_json
+from octavo.entrypoints.store import Database, Store, Stored
+from octavo.errors import RequestError
+
+FILE = "file"
+BATCH = "batch"
+PIECE_BYTES = 1 << 18
+_PIECES_AT_ONCE = 4
+_decode = msgspec.json.Decoder().decode
+
+
+def new_file(filename: str, purpose: str, num_bytes: int) -> dict[str, Any]:
+    """A file object."""
+    return {
+        "id": f"file-{uuid.uuid4().hex}",
+        "object": "file",
+        "bytes": num_bytes,
+        "created_at": int(time.time()),
+        "filename": filename,
+        "purpose": purpose,
+        "status": "processed",
+    }
+
+
+def find(database: Database, kind: str, id: str) -> Stored:
+    """Raises `RequestError` (404)."""
+    stored = database.get(kind, id)
+    if stored is None:
+        raise RequestError(f"There is no {kind} {id!r:.100}.", status=404, code="not_found")
+    return stored
+
+
+def read(stored: Stored) -> dict[str, Any]:
+    """The object."""
+    found: dict[str, Any] = _decode(stored.body)
+    return found
+
+
+def write(database: Database, kind: str, value: dict[str, Any], *, is_owned: bool = False) -> None:
+    """Keep an object."""
+    database.put(kind, value["id"], encode_json(value), is_owned=is_owned)
+
+
+async def read_content(store: Store, file_id: str) -> AsyncIterator[bytes]:
+    """What a file has, in pieces."""
+    after = -1
+
+    def read(database: Database) -> list[tuple[int, bytes]]:
+        return database.chunks(file_id, after, _PIECES_AT_ONCE)
+
+    while chunks := await store.run(read):
+        after = chunks[-1][0]
+        for _, data in chunks:
+            yield data
+
+
+async def read_lines(store: Store, file_id: str, max_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
+    """The numbered lines of a file that are not blank; the beginning of one that is longer than `max_bytes`."""
+    number, rest, is_too_long = 0, b"", False
+    async for piece in read_content(store, file_id):
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if is_too_long:
+                is_too_long = False
+            elif line.strip():
+                yield number, line + b"\n"
+                number += 1
+        if len(rest) > max_bytes:
+            if not is_too_long:
+                yield number, rest[:1024]
+                number += 1
+            rest, is_too_long = b"", True
+    if rest.strip() and not is_too_long:
+        yield number, rest + b"\n"

@@ -1,0 +1,86 @@
+"""`octavo run-batch -i IN.jsonl -o OUT.jsonl [--model MODEL] --flags`: the requests of a file, answered into a file.
+
+The format is OpenAI's batch format. Called again after it was killed, it goes on with what has no answer yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.config import AsyncEngineArgs
+from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.errors import OctavoError
+from octavo.flags import FlagParser
+from octavo.logs import configure_logging
+
+if TYPE_CHECKING:
+    from octavo.entrypoints.batch.files import BatchFiles
+
+# The server's flags that say how a request is answered.
+_SERVER_FLAGS = (
+    "response_role", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "unknown_fields",
+    "max_body_bytes", "max_engine_restarts", "engine_ready_timeout", "engine_step_timeout",
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "octavo run-batch") -> int:
+    """Answer a file; returns the exit code."""
+    parser = FlagParser(prog=prog, description="Answer the requests of a file in OpenAI's batch format.")
+    parser.add_argument("-i", "--input-file", type=Path, required=True, help="JSON lines of requests.")
+    parser.add_argument("-o", "--output-file", type=Path, required=True, help="JSON lines of answers, as they come.")
+    AsyncEngineArgs.add_cli_args(parser)
+    ServerArgs.add_cli_args(parser, only=_SERVER_FLAGS)
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    server_args = ServerArgs.from_cli_args(args, disable_log_requests=True)
+    return run_command(
+        lambda: run_batch(AsyncEngineArgs.from_cli_args(args), server_args, args.input_file, args.output_file)
+    )
+
+
+def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, output_path: Path) -> None:
+    """Raises `OctavoError` for what keeps it from answering; what has been answered stands."""
+    from octavo.entrypoints.batch.files import BatchFiles
+
+    args.check()
+    configure_logging("batch", names=("octavo",))
+    files = BatchFiles(input_path, output_path, args.max_body_bytes)
+    try:
+        if files.num_done == files.num_lines:
+            print(f"{files.num_lines} requests have been answered already.", file=sys.stderr)
+        else:
+            asyncio.run(_run(engine_args, args, files))
+    except OSError as error:
+        raise OctavoError(f"{output_path} cannot be written: {error.strerror}; what is there stands.") from None
+    finally:
+        files.close()
+
+
+async def _run(engine_args: AsyncEngineArgs, args: ServerArgs, files: BatchFiles) -> None:
+    from tqdm import tqdm
+
+    from octavo.engine.async_engine import AsyncLLMEngine
+    from octavo.entrypoints.batch.runner import BatchStopped
+    from octavo.entrypoints.openai.app import build_app
+
+    engine = AsyncLLMEngine(
+        engine_args.create_engine_config(),
+        max_restarts=args.max_engine_restarts,
+        step_timeout_s=args.engine_step_timeout or None,
+        ready_timeout_s=args.engine_ready_timeout or None,
+    )
+    try:
+        await engine.wait_ready()
+        at_once = 2 * engine.config.scheduler.max_num_seqs  # so that the engine never waits for us
+        num_done = files.num_done
+        with tqdm(total=files.num_lines, initial=num_done, unit=" requests", smoothing=0.05) as progress:
+            await files.run(build_app(engine, args), at_once=at_once, progress=progress)
+        print(f"{files.num_lines} requests, {files.num_failed} of them refused.", file=sys.stderr)
+    except BatchStopped as error:
+        raise OctavoError(f"the engine answers no more: {error}; what is there stands, call it again.") from None
+    finally:
+        engine.shutdown()

@@ -1,0 +1,140 @@
+"""What `LLM` does with a model that pools: embeddings, classes, scores, and whatever else it computes of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from octavo.engine.input_processor import InputProcessor, PromptInput
+from octavo.engine.pooling_input import PoolingInput, Scores, Text
+from octavo.errors import RequestError
+from octavo.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from octavo.pooling_params import PoolingParams
+from octavo.request import EngineRequest
+
+Prompts = PromptInput | Sequence[PromptInput]
+
+
+class PoolingMethods:
+    """The part of `LLM` for models that pool. All methods raise `RequestError` for models that generate, and before
+    anything runs if a text is refused."""
+
+    inputs: InputProcessor
+
+    def run(
+        self, requests: list[EngineRequest], use_tqdm: bool
+    ) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
+        raise NotImplementedError
+
+    def encode(
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        pooling_task: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The vectors of texts: text, `{"prompt": ...}`, `{"prompt_token_ids": [...]}`, or a list of them.
+
+        `pooling_params` is one for all or one a prompt; `prompt_name` the name of one of the model's own prompts, which
+        comes before each text."""
+        given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = pooling_params
+        if params is None or isinstance(params, PoolingParams):
+            params = [params or PoolingParams()] * len(given)
+        if len(params) != len(given):
+            raise RequestError(f"{len(params)} pooling_params for {len(given)} prompts.", param="pooling_params")
+        inputs = PoolingInput(self.inputs)
+        requests: list[EngineRequest] = []
+        begin = 0
+        for end in range(1, len(given) + 1):  # neighbours of equal parameters are tokenized together
+            if end < len(given) and params[end] == params[begin]:
+                continue
+            its = self._with(params[begin], pooling_task, truncate_prompt_tokens)
+            requests += inputs.process([Text.of(prompt, prompt_name) for prompt in given[begin:end]], its)
+            begin = end
+        return self._pooled(requests, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding of each text; see `encode`."""
+        found = self.encode(
+            prompts, pooling_params, use_tqdm, pooling_task="embed", truncate_prompt_tokens=truncate_prompt_tokens,
+            prompt_name=prompt_name,
+        )  # fmt: skip
+        return [output.giving(EmbeddingOutput(output.outputs.data.tolist())) for output in found]
+
+    def classify(
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the model's classes for each text; see `encode`."""
+        found = self.encode(
+            prompts, pooling_params, use_tqdm, pooling_task="classify", truncate_prompt_tokens=truncate_prompt_tokens
+        )
+        return [output.giving(ClassificationOutput(output.outputs.data.tolist())) for output in found]
+
+    def reward(
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a reward model gives: numbers of the text, or of each of its tokens; see `encode`."""
+        return self.encode(prompts, pooling_params, use_tqdm, truncate_prompt_tokens=truncate_prompt_tokens)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well a text goes with each of several, or each of several with its own: by a cross-encoder, by the cosine
+        of embeddings, or by the vectors of tokens."""
+        queries = [data_1] if isinstance(data_1, str) else list(data_1)
+        documents = [data_2] if isinstance(data_2, str) else list(data_2)
+        params = self._with(pooling_params or PoolingParams(), None, truncate_prompt_tokens)
+        scores = Scores(PoolingInput(self.inputs), queries, documents, params, instruction=instruction)
+        outputs = self._pooled(scores.requests, use_tqdm)
+        found = scores.results([output.outputs.data for output in outputs])
+        by_document = [outputs[place] for place in scores.places]
+        return [output.giving(ScoringOutput(one)) for output, one in zip(by_document, found, strict=True)]
+
+    def _pooled(self, requests: list[EngineRequest], use_tqdm: bool) -> list[PoolingRequestOutput[PoolingOutput]]:
+        return [output for output in self.run(requests, use_tqdm) if isinstance(output, PoolingRequestOutput)]
+
+    @staticmethod
+    def _with(params: PoolingParams, task: str | None, truncate_prompt_tokens: int | None) -> PoolingParams:
+        if truncate_prompt_tokens is None:
+            truncate_prompt_tokens = params.truncate_prompt_tokens
+        return msgspec.structs.replace(params, task=task or params.task, truncate_prompt_tokens=truncate_prompt_tokens)

@@ -1,0 +1,62 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters by name while the server runs.
+
+Both are there only where the server allows it (--enable-runtime-lora-updating), and read from below --lora-root alone:
+a client must not make the server read any path.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
+from octavo.entrypoints.openai.protocol import LoadAdapterRequest, UnloadAdapterRequest
+from octavo.entrypoints.openai.routes import Router
+from octavo.entrypoints.openai.state import ServerState, state_of
+from octavo.errors import RequestError
+from octavo.lora.names import AdapterNames
+
+router = Router(tags=["vLLM"])
+
+
+@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+async def load_adapter(body: LoadAdapterRequest, raw: Request) -> Response:
+    """Serve an adapter under a name. It has been read and checked when the answer comes."""
+    state = state_of(raw)
+    names = _updatable(state)
+    found = await run_off_loop(
+        lambda: names.read(body.lora_name, body.lora_path, body.load_inplace), length=MAX_INLINE_LENGTH + 1
+    )
+    await state.engine.load_adapter(found.source)
+    before = names.named.get(body.lora_name)
+    names.named[body.lora_name] = found
+    if before is not None and before.source.identity != found.source.identity:
+        _drop(state, names, before.source.identity)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_adapter(body: UnloadAdapterRequest, raw: Request) -> Response:
+    """Serve an adapter no longer. Requests under way finish with it."""
+    state = state_of(raw)
+    names = _updatable(state)
+    gone = names.unload(body.lora_name)
+    _drop(state, names, gone.source.identity)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _drop(state: ServerState, names: AdapterNames, identity: str) -> None:
+    """Free the memory of contents that have no name any more."""
+    if all(one.source.identity != identity for one in names.named.values()):
+        state.engine.unload_adapter(identity)
+
+
+def _updatable(state: ServerState) -> AdapterNames:
+    names, lora = state.adapters, state.engine.config.lora
+    if names is None or lora is None or not lora.may_update:
+        raise RequestError(
+            "This server does not load adapters while it runs; start it with --enable-lora, --lora-root and "
+            "--enable-runtime-lora-updating.",
+            status=404,
+        )
+    return names

@@ -1,0 +1,72 @@
+"""Engine control, as vLLM names it: sleep, pause, prefix cache. Only with --enable-server-dev-mode: whoever reaches
+these routes can stop the server from answering."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from octavo.entrypoints.openai.errors import error_response
+from octavo.entrypoints.openai.routes import Router
+from octavo.entrypoints.openai.state import state_of
+from octavo.errors import RequestError
+
+router = Router(tags=["control"])
+PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"})
+
+
+@router.post("/sleep")
+async def sleep(request: Request) -> Response:
+    """Free memory: `level` 1 the KV cache, 2 the weights too. `mode` is abort or wait. Requests wait until /wake_up."""
+    query = request.query_params
+    level = query.get("level", "1")
+    if level not in ("1", "2"):
+        raise RequestError(f"level must be 1 or 2, got {level!r}.", param="level")
+    await state_of(request).engine.sleep(int(level), query.get("mode", "abort"))
+    return Response()
+
+
+@router.post("/wake_up")
+async def wake_up(request: Request) -> Response:
+    """Have the memory again; with `tags` that of `weights` or `kv_cache` only."""
+    tags = request.query_params.getlist("tags")
+    await state_of(request).engine.wake_up(tags or None)
+    return Response()
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(request: Request) -> dict[str, bool]:
+    """Whether the engine sleeps."""
+    return {"is_sleeping": state_of(request).engine.is_sleeping}
+
+
+@router.post("/pause")
+async def pause(request: Request) -> Response:
+    """Let new requests wait until /resume. `mode` says what those under way do: abort, wait (for their end) or keep."""
+    query = request.query_params
+    clears = query.get("clear_cache", "true")
+    if clears not in ("true", "false"):
+        raise RequestError(f"clear_cache must be true or false, got {clears!r}.", param="clear_cache")
+    await state_of(request).engine.pause_generation(query.get("mode", "abort"), clear_cache=clears == "true")
+    return JSONResponse({"status": "paused"})
+
+
+@router.post("/resume")
+async def resume(request: Request) -> Response:
+    """Take requests again."""
+    await state_of(request).engine.resume_generation()
+    return JSONResponse({"status": "resumed"})
+
+
+@router.get("/is_paused")
+async def is_paused(request: Request) -> dict[str, bool]:
+    """Whether new requests wait."""
+    return {"is_paused": state_of(request).engine.is_paused}
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget what has been computed for others to share."""
+    if not await state_of(request).engine.reset_prefix_cache():
+        return error_response("The engine ended meanwhile, and is started again with an empty cache.", 503)
+    return Response()

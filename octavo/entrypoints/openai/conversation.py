@@ -1,0 +1,177 @@
+"""The way of one chat through the engine: its template, its prompt, and its answers as deltas.
+
+Every API that knows conversations (chat completions, Responses, Messages) makes a `ChatCompletionRequest` of what it
+was sent and reads the answers here; each only writes the deltas in its own form.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from octavo.entrypoints.chat_template import render_chat
+from octavo.entrypoints.openai.answer import (
+    AnswerFormat,
+    AnswerReader,
+    Delta,
+    answer_format,
+    check_tool_choice,
+    wanted_grammar,
+)
+from octavo.entrypoints.openai.errors import validation_error
+from octavo.entrypoints.openai.hints import hint_options
+from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TemplateRequest, Tool
+from octavo.entrypoints.openai.state import Asked, ServerState
+from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from octavo.request import Prompt
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.loading.tokenizer import ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one output of the engine adds to an answer, and how far that is then."""
+
+    deltas: list[Delta]
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None  # of these tokens
+    finish_reason: str | None  # stop, length, tool_calls or abort; None while it goes on
+    stop_reason: int | str | None  # the stop text or token, or why it was aborted
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt
+    num_tokens: int  # of the answer so far
+    num_reasoning_tokens: int  # those of them before the reasoning's end
+
+
+class Conversation:
+    """One chat request. `clamps_max_tokens`: a `max_tokens` that does not fit is as much as fits, not an error."""
+
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        state: ServerState,
+        params: SamplingParams,
+        *,
+        clamps_max_tokens: bool = False,
+    ) -> None:
+        check_tool_choice(body, state.formats)
+        self._body = body
+        self._state = state
+        self._params = params
+        self._clamps_max_tokens = clamps_max_tokens
+        self._format = AnswerFormat()  # known when the prompt is
+        self._readers = defaultdict[int, AnswerReader](self.reader)  # by choice
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text of an answer is its content as it is. Known after `submit`."""
+        return self._format.is_plain
+
+    def reader(self) -> AnswerReader:
+        """For one answer, whole or in pieces."""
+        return AnswerReader(self._format)
+
+    def read(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
+        """What the next output of a choice adds, and the finish reason."""
+        reader = self._readers[completion.index]
+        deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
+        return deltas, reader.finish_reason(completion.finish_reason)
+
+    async def submit(self, response_id: str) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
+        """Check the request and make its generator. Raises `RequestError` for whatever is wrong with it."""
+        return await self._state.submit(
+            response_id,
+            self._body,
+            self._params,
+            self.prepare,
+            has_grammar=self._body.forces_calls,
+            clamps_max_tokens=self._clamps_max_tokens,
+        )
+
+    async def progress(
+        self, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[Progress, None]:
+        """The one answer of a request without `n`, from what `submit` gave; closing this aborts it."""
+        reader, num_tokens, num_reasoning = self._readers[0], 0, 0
+        try:
+            async for output in outputs:
+                for completion in output.outputs:
+                    was_reasoning = reader.is_reasoning
+                    deltas, finish_reason = self.read(completion)
+                    num_tokens += len(completion.token_ids)
+                    if was_reasoning or reader.is_reasoning:
+                        num_reasoning += len(completion.token_ids)
+                    yield Progress(
+                        deltas,
+                        completion.token_ids,
+                        completion.logprobs,
+                        finish_reason,
+                        completion.stop_reason,
+                        len(prompt.token_ids),
+                        output.num_cached_tokens,
+                        num_tokens,
+                        num_reasoning,
+                    )
+        finally:
+            await outputs.aclose()
+
+    def prepare(self) -> Asked:
+        """Render the conversation, which says how its answers are to be read and what they must be."""
+        body, state, params = self._body, self._state, self._params
+        tools = body.tools if body.chosen_tools else None
+        hints = hint_options(state.engine.tokenizer, body, is_strict=state.args.unknown_fields == "error")
+        options = {**(state.args.default_chat_template_kwargs or {}), **hints}
+        prompt = render_messages(state.engine.tokenizer, body, body.messages, tools, options)
+        self._format = answer_format(body, state.formats, prompt)
+        marks = "".join(self._format.marks)
+        if any(token in marks for token in state.special_tokens):
+            params.skip_special_tokens = False  # they must be read
+        grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, state.special_tokens)
+        # The template has put the special tokens in already.
+        return Asked(prompt, bool(body.add_special_tokens), grammar)
+
+
+def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:
+    """The chat that another API's request amounts to. Raises `RequestError`."""
+    try:
+        return ChatCompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        raise validation_error(error.errors(include_url=False)) from None
+
+
+def render_messages(
+    tokenizer: ModelTokenizer,
+    body: TemplateRequest,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    generates: bool = True,
+) -> str:
+    """The prompt that `messages` and `tools` make with the template's options of `body`, beside `options`; unless those
+    say otherwise it ends with the beginning of an answer if the model `generates` one. Raises `RequestError`."""
+    continues = bool(body.continue_final_message)
+    return render_chat(
+        tokenizer,
+        [_for_template(message) for message in messages],
+        add_generation_prompt=generates and not continues
+        if body.add_generation_prompt is None
+        else body.add_generation_prompt,
+        continue_final_message=continues,
+        template_options={**(options or {}), **(body.chat_template_kwargs or {})},
+        tools=[tool.model_dump(exclude_none=True) for tool in tools or ()],
+    )
+
+
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    """A message as templates know it: without what is null, and with reasoning under its older name."""
+    fields = message.model_dump(exclude_none=True)
+    if (reasoning := fields.pop("reasoning", None)) is not None:
+        fields.setdefault("reasoning_content", reasoning)
+    return fields

@@ -1,0 +1,62 @@
+"""OpenAI's `reasoning_effort` and `verbosity`, as variables of the model's own chat template.
+
+Templates differ in what they read: gpt-oss a level, Qwen 3 and GLM `enable_thinking`, Granite and DeepSeek V3.1
+`thinking`. A wish that the template knows nothing of is an error, unless the server was told to overlook such things.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from octavo.entrypoints.openai.protocol import ChatCompletionRequest
+from octavo.errors import RequestError
+
+if TYPE_CHECKING:
+    from octavo.loading.tokenizer import ModelTokenizer
+
+logger = logging.getLogger("octavo.server")
+
+_SWITCHES = ("enable_thinking", "thinking")
+_LEVELS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high
+_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+
+
+def hint_options(tokenizer: ModelTokenizer, body: ChatCompletionRequest, *, is_strict: bool) -> dict[str, Any]:
+    """The template's variables for what `body` wishes. Raises `RequestError` for a wish that the template does not
+    know, if `is_strict`."""
+    effort, verbosity = body.reasoning_effort, body.verbosity
+    if (effort is None and verbosity is None) or not tokenizer.chat_template:
+        return {}
+    known = _variables(tokenizer.get_chat_template(None, body.tools or None))
+    options: dict[str, Any] = {}
+    if effort is not None:
+        options = {name: effort != "none" for name in _SWITCHES if name in known}
+        if "reasoning_effort" in known and effort != "none":
+            options["reasoning_effort"] = _LEVELS.get(effort, effort)
+        # Medium is what OpenAI's models do when nothing is said.
+        if not options and (effort not in ("none", "medium") or (effort == "none" and "reasoning_effort" in known)):
+            _refuse("reasoning_effort", effort, is_strict)
+    if verbosity is not None:
+        if "verbosity" in known:
+            options["verbosity"] = verbosity
+        elif verbosity != "medium":
+            _refuse("verbosity", verbosity, is_strict)
+    return options
+
+
+def _refuse(name: str, value: str, is_strict: bool) -> None:
+    message = f"The model's chat template has no way to follow {name} {value!r}"
+    if is_strict:
+        raise RequestError(f"{message}; leave it out, or start the server with --unknown-fields ignore.", param=name)
+    logger.debug("%s: it is ignored.", message)
+
+
+@lru_cache(maxsize=16)
+def _variables(template: str) -> frozenset[str]:
+    """Which of the names that matter here a template reads as variables."""
+    code = " ".join(_CODE.findall(template))
+    names = ("reasoning_effort", "verbosity", *_SWITCHES)
+    return frozenset(name for name in names if re.search(rf"(?<![.\w'\"]){name}\b(?!['\"])", code))

@@ -1,0 +1,91 @@
+"""Lists that are read page by page, as OpenAI's API has them, and the parameters of a query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from starlette.requests import Request
+
+from octavo.entrypoints.openai.responses import Body
+from octavo.errors import RequestError
+
+MAX_LIMIT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPage:
+    """Which page a client asks for."""
+
+    after: str | None  # the id of the last one of the page before
+    limit: int
+    is_ascending: bool
+
+
+class Deleted(Body):
+    """What is said of an object that was deleted."""
+
+    id: str
+    object: str
+    deleted: bool = True
+
+
+class Page(Body):
+    """A page of a list of objects."""
+
+    PARAMETERS: ClassVar[dict[str, Any]] = {
+        "parameters": [
+            {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "The id to go on after."},
+            {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT}},
+            {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+        ]
+    }
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool = False
+
+    @classmethod
+    def of(cls, found: Sequence[dict[str, Any]], asked: AskedPage) -> Self:
+        """The page that `found` begins with, which has one object more where there are more."""
+        data = list(found[: asked.limit])
+        ids = [one["id"] for one in data]
+        return cls(
+            data=data,
+            first_id=ids[0] if ids else None,
+            last_id=ids[-1] if ids else None,
+            has_more=len(found) > len(data),
+        )
+
+    @classmethod
+    def of_whole(cls, items: Sequence[dict[str, Any]], asked: AskedPage) -> Self:
+        """The page of a whole list, which is in the order of its making. Raises `RequestError`."""
+        rest = list(items) if asked.is_ascending else list(reversed(items))
+        if asked.after is not None:
+            place = next((i for i, item in enumerate(rest) if item["id"] == asked.after), None)
+            if place is None:
+                raise RequestError(f"There is no {asked.after!r:.100} in this list.", param="after")
+            rest = rest[place + 1 :]
+        return cls.of(rest, asked)
+
+
+def page_of(raw: Request, *, limit: int = 20, order: str = "desc") -> AskedPage:
+    """What a query says. Raises `RequestError`."""
+    order = raw.query_params.get("order", order)
+    if order not in ("asc", "desc"):
+        raise RequestError(f"order should be asc or desc, got {order!r:.60}.", param="order")
+    limit = read_integer(raw, "limit", limit, least=1, most=MAX_LIMIT)
+    return AskedPage(raw.query_params.get("after"), limit, order == "asc")
+
+
+def read_integer(raw: Request, name: str, default: int, *, least: int, most: int = 2**31) -> int:
+    """A parameter of a query. Raises `RequestError`."""
+    text = raw.query_params.get(name)
+    if text is None:
+        return default
+    if not text.lstrip("-").isdecimal() or len(text) > 12 or not least <= int(text) <= most:
+        raise RequestError(f"{name} should be an integer from {least} to {most}, got {text!r:.60}.", param=name)
+    return int(text)

@@ -1,0 +1,212 @@
+"""The routes of models that pool: embeddings, classes, scores and rankings, and whatever else is pooled of texts.
+
+A model that generates refuses them, and one that pools refuses the routes that generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.engine.off_loop import run_off_loop
+from octavo.engine.pooling_input import PoolingInput, Scores
+from octavo.entrypoints.openai.conversation import render_messages
+from octavo.entrypoints.openai.pooling_protocol import (
+    ClassifyRequest,
+    ClassifyResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PoolingFields,
+    PoolingRequest,
+    PoolingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+    TextsRequest,
+)
+from octavo.entrypoints.openai.routes import Router
+from octavo.entrypoints.openai.state import ARRIVAL, state_of
+from octavo.entrypoints.openai.streaming import encode_json, run_until_disconnect
+from octavo.outputs import PoolingOutput, PoolingRequestOutput, Vectors
+from octavo.pooling_params import PoolingParams
+from octavo.request import EngineRequest
+
+router = Router(tags=["Pooling"])
+
+Outputs = Sequence[PoolingRequestOutput[PoolingOutput]]
+
+
+@router.post("/v1/embeddings", response_model=EmbeddingResponse)
+async def create_embedding(body: EmbeddingRequest, raw: Request) -> Response:
+    """An embedding of each text."""
+    return await _vectors(_Job(body, raw, "embd"), body, "embed", ("embedding", "embedding"))
+
+
+@router.post("/pooling", response_model=PoolingResponse)
+async def pool(body: PoolingRequest, raw: Request) -> Response:
+    """What the model pools of each text: a vector, or one of each token."""
+    return await _vectors(_Job(body, raw, "pool"), body, body.task, ("pooling", "data"))
+
+
+async def _vectors(job: _Job, body: EmbeddingRequest, task: str | None, names: tuple[str, str]) -> Response:
+    """What each text gives, as an object of the first name, in a field of the second."""
+    kind, field = names
+    requests = await job.texts(body, body.params(task=task, dimensions=body.dimensions))
+    shown = _writer(body.encoding_format)
+    return await job.answer(
+        requests,
+        lambda found: job.listed(found, lambda index, data: {"object": kind, "index": index, field: shown(data)}),
+    )
+
+
+@router.post("/classify", response_model=ClassifyResponse)
+async def classify(body: ClassifyRequest, raw: Request) -> Response:
+    """The probabilities of the model's classes for each text, and the likeliest."""
+    job = _Job(body, raw, "classify")
+    requests = await job.texts(body, body.params(task="classify"))
+    labels = job.inputs.config.labels
+
+    def written(index: int, data: Vectors) -> dict[str, Any]:
+        label = labels[int(data.argmax())] if len(labels) == len(data) else None
+        return {"index": index, "label": label, "probs": data.tolist(), "num_classes": len(data)}
+
+    return await job.answer(requests, lambda found: job.listed(found, written))
+
+
+async def score(body: ScoreRequest, raw: Request) -> Response:
+    """How well a query goes with each document, or each of several with its own."""
+    job = _Job(body, raw, "score")
+    queries, documents = body.sides
+    scores = await job.scores(body, queries, documents)
+
+    def write(found: Outputs) -> dict[str, Any]:
+        results = scores.results([one.outputs.data for one in found])
+        return job.listed(found, data=[{"index": i, "object": "score", "score": s} for i, s in enumerate(results)])
+
+    return await job.answer(scores.requests, write)
+
+
+async def rerank(body: RerankRequest, raw: Request) -> Response:
+    """The documents in the order in which they go with the query, the best first."""
+    job = _Job(body, raw, "rerank")
+    scores = await job.scores(body, [body.query], body.documents)
+
+    def write(found: Outputs) -> dict[str, Any]:
+        results = scores.results([one.outputs.data for one in found])
+        ranked = sorted(range(len(results)), key=lambda i: -results[i])[: body.top_n or None]
+        shown = []
+        for i in ranked:
+            entry: dict[str, Any] = {"index": i, "relevance_score": results[i]}
+            if body.return_documents is not False:
+                entry["document"] = {"text": body.documents[i]}
+            shown.append(entry)
+        num_tokens = _num_tokens(found)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"id": job.response_id, "model": job.model, "usage": usage, "results": shown}
+
+    return await job.answer(scores.requests, write)
+
+
+for _path in ("/score", "/v1/score"):
+    router.post(_path, response_model=ScoreResponse)(score)
+for _path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+    router.post(_path, response_model=RerankResponse)(rerank)
+
+
+class _Job:
+    """One request on its way through the engine. Making it raises `RequestError` for a model that generates."""
+
+    def __init__(self, body: PoolingFields, raw: Request, prefix: str) -> None:
+        self._body, self._raw, self._state = body, raw, state_of(raw)
+        self.model = self._state.resolve_model(body.model)
+        self.inputs = PoolingInput(self._state.engine.inputs)
+        self.response_id, self._headers = self._state.response_id(prefix, body, raw)
+        arrival = ARRIVAL.get()
+        self._arrival_time = None if arrival is None else arrival.at
+        self._length = 0 if arrival is None else arrival.num_bytes
+
+    async def texts(self, body: TextsRequest, params: PoolingParams) -> list[EngineRequest]:
+        """The requests for the texts of a body. Raises `RequestError`."""
+
+        def make() -> list[EngineRequest]:
+            conversation = None
+            if body.messages is not None:
+                conversation = render_messages(
+                    self._state.engine.tokenizer, body, body.messages, body.tools, generates=False
+                )
+            return self.inputs.process(
+                body.texts(conversation), params, add_special_tokens=body.adds_special_tokens, priority=body.priority,
+                arrival_time=self._arrival_time,
+            )  # fmt: skip
+
+        return await run_off_loop(make, length=self._length)
+
+    async def scores(
+        self, body: ScoreRequest | RerankRequest, queries: Sequence[str], documents: Sequence[str]
+    ) -> Scores:
+        """What scores are made of. Raises `RequestError`."""
+
+        def make() -> Scores:
+            return Scores(
+                self.inputs,
+                self.inputs.shortened(queries, body.max_tokens_per_query),
+                self.inputs.shortened(documents, body.max_tokens_per_doc),
+                body.params(), instruction=body.instruction, priority=body.priority, arrival_time=self._arrival_time,
+            )  # fmt: skip
+
+        return await run_off_loop(make, length=self._length)
+
+    async def answer(self, requests: Sequence[EngineRequest], write: Callable[[Outputs], dict[str, Any]]) -> Response:
+        """What `write` makes of the requests' outputs, as JSON. 499, which nobody sees, where the client hung up."""
+        limits_s = [limit for limit in (self._body.timeout, self._state.args.max_request_time) if limit is not None]
+        if limits_s:
+            requests = [
+                msgspec.structs.replace(request, deadline=request.arrival_time + min(limits_s)) for request in requests
+            ]
+        self._state.log_pooling(self.response_id, requests)
+
+        async def work() -> bytes:
+            if len(requests) == 1:
+                return encode_json(write([await self._state.engine.pool(requests[0])]))
+            async with asyncio.TaskGroup() as group:  # the first that fails ends the others
+                tasks = [group.create_task(self._state.engine.pool(request)) for request in requests]
+            return encode_json(write([task.result() for task in tasks]))
+
+        try:
+            content = await run_until_disconnect(work(), self._raw.receive)
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        if content is None:
+            return Response(status_code=499)
+        return Response(content, headers=self._headers, media_type="application/json")
+
+    def listed(
+        self, outputs: Outputs, written: Callable[[int, Vectors], dict[str, Any]] | None = None,
+        data: list[dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """OpenAI's form of a list, with the usage of all texts: of `data`, or of what each text gave, as `written`."""
+        if written is not None:
+            data = [written(index, output.outputs.data) for index, output in enumerate(outputs)]
+        num_tokens = _num_tokens(outputs)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
+        about = {"id": self.response_id, "object": "list", "created": int(time.time()), "model": self.model}
+        return about | {"data": data, "usage": usage}
+
+
+def _num_tokens(outputs: Outputs) -> int:
+    return sum(len(output.prompt_token_ids) for output in outputs)
+
+
+def _writer(encoding: str | None) -> Callable[[Vectors], Any]:
+    if encoding == "base64":
+        return lambda vectors: base64.b64encode(np.ascontiguousarray(vectors, "<f4").tobytes()).decode()
+    return lambda vectors: vectors.tolist()

@@ -1,0 +1,254 @@
+"""The bodies of the routes of models that pool, with the names of OpenAI, Cohere, Jina and vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, PlainValidator, model_validator
+
+from octavo.engine.pooling_input import Text as InputText
+from octavo.entrypoints.openai.fields import Id, Int, Prompts, Text, check_text, described
+from octavo.entrypoints.openai.protocol import ChatMessage, PromptRequest, TemplateRequest
+from octavo.entrypoints.openai.responses import Body
+from octavo.errors import RequestError
+from octavo.pooling_params import PoolingParams
+
+MAX_TEXTS = 2048  # in one request
+
+
+class PoolingFields(PromptRequest):
+    """What all of them have in common: how texts are cut, and how the request is treated on its way."""
+
+    model: Text | None = described("One of the names of GET /v1/models; may be left out.")
+    user: Text | None = described("Taken and without effect, as OpenAI documents it.")
+    truncate_prompt_tokens: Int | None = described(
+        "Keep so many tokens of a text; -1: all that fit. Left out: a text that is too long is refused.", minimum=-1
+    )
+    truncation_side: Literal["left", "right"] | None = described("Where tokens are taken off; right if left out.")
+    use_activation: bool | None = described("False: vectors as the network has them, no length 1, no probabilities.")
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = described(
+        "Lower goes first, with --scheduling-policy priority.", default=0
+    )
+    request_id: Id | None = described("Becomes part of the answer's id, and comes back as header X-Request-Id.")
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
+        "Seconds after arrival in which the answer must come; 408 if it does not."
+    )
+
+    def params(self, **more: Any) -> PoolingParams:
+        """Raises `RequestError` for values out of range."""
+        given = {
+            "truncate_prompt_tokens": self.truncate_prompt_tokens, "truncation_side": self.truncation_side,
+            "use_activation": self.use_activation, **more,
+        }  # fmt: skip
+        return PoolingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+class TextsRequest(PoolingFields, TemplateRequest):
+    """Texts, or a conversation, that become vectors."""
+
+    input: Prompts | None = described("Text, token ids, or a list of either.")
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = described(
+        "A conversation, in the place of input: the chat template makes it one text."
+    )
+    add_special_tokens: bool | None = described("Put what the tokenizer puts around texts; true if left out.")
+    prompt_name: Text | None = described("The name of one of the model's own prompts, which comes before each text.")
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TextsRequest:
+        if (self.input is None) == (self.messages is None):
+            raise RequestError("Send either input or messages.", param="input")
+        if self.input is not None and len(self.input) > MAX_TEXTS:
+            raise RequestError(f"input has {len(self.input)} entries; {MAX_TEXTS} is the most.", param="input")
+        if self.messages is None:
+            self.refuse_template_fields("input")
+        return self
+
+    def texts(self, conversation: str | None) -> list[InputText]:
+        """The texts, or the `conversation` that the messages made."""
+        given: Sequence[str | list[int]] = self.input if conversation is None else [conversation]  # type: ignore[assignment]
+        return [InputText(text, None, self.prompt_name) for text in given]
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """The chat template has put them in already."""
+        return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
+
+
+class EmbeddingRequest(TextsRequest):
+    """Body of POST /v1/embeddings."""
+
+    encoding_format: Literal["float", "base64"] | None = described("Numbers, or their bytes in base64.")
+    dimensions: Int | None = described("Elements of each embedding, of models that were trained for it.", minimum=1)
+    embed_dtype: Literal["float32"] | None = described("The type of the numbers in base64.")
+    endianness: Literal["native", "little"] | None = described("Their byte order.")
+
+
+class PoolingRequest(EmbeddingRequest):
+    """Body of POST /pooling."""
+
+    task: Text | None = described("embed, token_embed, classify or token_classify; left out, the model's own.")
+
+
+class ClassifyRequest(TextsRequest):
+    """Body of POST /classify."""
+
+
+def _check_documents(value: Any) -> list[str]:
+    """Texts, each as it is or as {"text": ...}."""
+    texts = value if isinstance(value, list) else [value]
+    found: list[str] = []
+    for given in texts:
+        text = given.get("text") if isinstance(given, dict) else given
+        if not isinstance(text, str):
+            raise ValueError('should be a text, or a list of texts or of objects like {"text": "..."}')
+        found.append(check_text(text))
+    if not 1 <= len(found) <= MAX_TEXTS:
+        raise ValueError(f"should have 1 to {MAX_TEXTS} entries")
+    return found
+
+
+class Document(BaseModel):
+    text: str
+
+
+Documents = Annotated[
+    list[str], PlainValidator(_check_documents, json_schema_input_type=str | list[str] | list[Document])
+]
+
+
+class PairsRequest(PoolingFields):
+    """Queries and documents."""
+
+    instruction: Text | None = described("What makes a document right, for rerankers that take one.")
+    max_tokens_per_query: Annotated[int, Field(ge=0)] = described("Cut queries to it; 0 does not.", default=0)
+    max_tokens_per_doc: Annotated[int, Field(ge=0)] = described("Cut documents to it; 0 does not.", default=0)
+
+
+_SIDES = (("text_1", "data_1", "queries"), ("text_2", "data_2", "documents", "items"))
+
+
+class ScoreRequest(PairsRequest):
+    """Body of POST /score."""
+
+    text_1: Documents | None = described("A query for all documents, or one for each.")
+    text_2: Documents | None = described("The documents.")
+    data_1: Documents | None = described("The newer name of text_1.")
+    data_2: Documents | None = described("The newer name of text_2.")
+    queries: Documents | None = described("Another name of text_1.")
+    documents: Documents | None = described("Another name of text_2.")
+    items: Documents | None = described("Another name of text_2.")
+
+    @model_validator(mode="after")
+    def _check_sides(self) -> ScoreRequest:
+        for names in _SIDES:
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) != 1:
+                raise RequestError(f"Send one of {', '.join(names)}.", param=names[0])
+        return self
+
+    @property
+    def sides(self) -> tuple[list[str], list[str]]:
+        """Queries and documents."""
+        found = [next(value for n in names if (value := getattr(self, n)) is not None) for names in _SIDES]
+        return found[0], found[1]
+
+
+class RerankRequest(PairsRequest):
+    """Body of POST /rerank: Cohere's and Jina's."""
+
+    query: Text = Field(description="What is looked for.")
+    documents: Documents = Field(description="Texts, or objects with text.")
+    top_n: Annotated[int, Field(ge=0)] | None = described("The best so many come; 0 or left out: all.")
+    return_documents: bool | None = described("Whether the documents come back; true if left out.")
+    rank_fields: Literal[None] = None
+    max_chunks_per_doc: Literal[1] | None = None
+
+
+class EmbeddingUsage(Body):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class EmbeddingData(Body):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(Body):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[EmbeddingData]
+    usage: EmbeddingUsage
+
+
+class PoolingData(Body):
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float] | list[list[float]] | str
+
+
+class PoolingResponse(Body):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PoolingData]
+    usage: EmbeddingUsage
+
+
+class ClassData(Body):
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(Body):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ClassData]
+    usage: EmbeddingUsage
+
+
+class ScoreData(Body):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(Body):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ScoreData]
+    usage: EmbeddingUsage
+
+
+class RerankDocument(Body):
+    text: str
+
+
+class RerankResult(Body):
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankUsage(Body):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RerankResponse(Body):
+    id: str
+    model: str
+    usage: RerankUsage
+    results: list[RerankResult]

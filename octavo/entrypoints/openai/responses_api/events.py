@@ -1,0 +1,262 @@
+"""An answer as a response object, and the events that tell of it one by one.
+
+Order: `response.created`, `queued` in the background, `in_progress`; for each item `output_item.added`, the deltas and
+ends of its parts, `output_item.done`; then one of `completed`, `incomplete`, `failed`. Events are numbered. A whole
+response is what its events add up to.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import Any
+
+from octavo.entrypoints.openai.answer import CallDelta, Delta, ReasoningDelta, TextDelta
+from octavo.entrypoints.openai.conversation import Progress
+from octavo.entrypoints.openai.logprobs import LogprobsFormatter
+from octavo.entrypoints.openai.responses_api.items import item_id
+from octavo.entrypoints.openai.responses_api.protocol import ResponsesRequest
+from octavo.sampling_params import SamplingParams
+
+Event = dict[str, Any]
+
+
+class Answer:
+    """The answer to one request. `formatter` writes log-probabilities, where they are wanted."""
+
+    def __init__(
+        self, body: ResponsesRequest, response_id: str, model: str, formatter: LogprobsFormatter | None
+    ) -> None:
+        self._formatter = formatter
+        self._num_top = body.top_logprobs or 0
+        reasoning = body.reasoning
+        self._summarizes = reasoning is not None and bool(reasoning.summary or reasoning.generate_summary)
+        self._packs_reasoning = "reasoning.encrypted_content" in (body.include or ())
+        self._number = -1  # of the last event
+        self._is_open = False  # the last item
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come yet
+        self.response = _empty_response(body, response_id, model)
+
+    def set_params(self, params: SamplingParams) -> None:
+        """What the model's defaults made of what the request left out."""
+        self.response |= {"temperature": params.temperature, "top_p": params.top_p}
+
+    @property
+    def status(self) -> str:
+        status: str = self.response["status"]
+        return status
+
+    def begin(self) -> list[Event]:
+        """The response is there."""
+        self.response["status"] = "queued" if self.response["background"] else "in_progress"
+        events = [self._event("response.created", response=self._snapshot())]
+        return [*events, self._event(f"response.{self.status}", response=self._snapshot())]
+
+    def add(self, progress: Progress) -> list[Event]:
+        """The events that `progress` brings."""
+        events: list[Event] = []
+        if self.status == "queued":
+            self.response["status"] = "in_progress"
+            events.append(self._event("response.in_progress", response=self._snapshot()))
+        if self._formatter is not None:
+            found = self._formatter.chat(progress.token_ids, progress.logprobs or [], self._num_top)
+            self._logprobs += [token.model_dump() for token in found.content]
+        for delta in progress.deltas:
+            events += self._add_delta(delta)
+        self.response["usage"] = _usage(progress)
+        if progress.finish_reason == "abort":
+            reason = progress.stop_reason or "the server stopped"
+            return events + self.fail("server_error", f"The request ended before its answer: {reason}.")
+        if progress.finish_reason is not None:
+            is_cut = progress.finish_reason == "length"
+            events += self._close("incomplete" if is_cut else "completed")
+            if is_cut:
+                self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+            events += self._end("incomplete" if is_cut else "completed")
+        return events
+
+    def fail(self, code: str, message: str) -> list[Event]:
+        """It ends with an error."""
+        self.response["error"] = {"code": code, "message": message}
+        return [*self._close("incomplete"), *self._end("failed")]
+
+    def cancel(self) -> None:
+        """It ends because somebody said so. No event tells of that."""
+        self._close("incomplete")
+        self.response["status"] = "cancelled"
+
+    def _add_delta(self, delta: Delta) -> list[Event]:
+        if isinstance(delta, CallDelta):
+            return self._add_call(delta)
+        if isinstance(delta, ReasoningDelta):
+            return self._add_reasoning(delta.text)
+        assert isinstance(delta, TextDelta)
+        events = self._open("message")
+        part = self._item["content"][0]
+        part["text"] += delta.text
+        logprobs, self._logprobs = self._logprobs, []
+        part["logprobs"] += logprobs
+        return [*events, self._of_part("response.output_text.delta", delta=delta.text, logprobs=logprobs)]
+
+    def _add_reasoning(self, text: str) -> list[Event]:
+        events = self._open("reasoning")
+        self._logprobs = []  # are of content
+        self._item["summary" if self._summarizes else "content"][0]["text"] += text
+        kind = "summary_text" if self._summarizes else "text"
+        return [*events, self._of_reasoning(f"response.reasoning_{kind}.delta", delta=text)]
+
+    def _add_call(self, delta: CallDelta) -> list[Event]:
+        events = []
+        if delta.name:
+            events = self._close("completed")
+            self._logprobs = []
+            events += self._open("function_call", call_id=delta.id, name=delta.name)
+        if delta.arguments:
+            self._item["arguments"] += delta.arguments
+            events.append(self._of_item("response.function_call_arguments.delta", delta=delta.arguments))
+        return events
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        item: dict[str, Any] = self.response["output"][-1]
+        return item
+
+    def _open(self, kind: str, **fields: Any) -> list[Event]:
+        """Begin an item, unless one of this kind is open."""
+        if self._is_open and self._item["type"] == kind:
+            return []
+        events = self._close("completed")
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        output = self.response["output"]
+        item: dict[str, Any] = {
+            "id": item_id(prefix, self.response["id"], len(output)),
+            "type": kind,
+            "status": "in_progress",
+        }
+        if kind == "message":
+            shown = {**item, "role": "assistant", "content": []}
+            output.append(
+                {**shown, "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]}
+            )
+        elif kind == "reasoning":
+            shown = {**item, "summary": [], "content": [], "encrypted_content": None}
+            text = {"type": "summary_text" if self._summarizes else "reasoning_text", "text": ""}
+            output.append({**shown, "summary" if self._summarizes else "content": [text]})
+        else:
+            shown = {**item, "arguments": "", **fields}
+            output.append(dict(shown))
+        self._is_open = True
+        events.append(self._event("response.output_item.added", output_index=self._index, item=shown))
+        if kind == "message":
+            part = dict(self._item["content"][0], logprobs=[])
+            events.append(self._of_part("response.content_part.added", part=part))
+        elif kind == "reasoning" and self._summarizes:
+            part = {"type": "summary_text", "text": ""}
+            events.append(self._of_reasoning("response.reasoning_summary_part.added", part=part))
+        return events
+
+    def _close(self, status: str) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self._item
+        item["status"] = status
+        events: list[Event] = []
+        if item["type"] == "message":
+            part = item["content"][0]
+            text, logprobs = part["text"], part["logprobs"]
+            events.append(self._of_part("response.output_text.done", text=text, logprobs=logprobs))
+            events.append(self._of_part("response.content_part.done", part=part))
+        elif item["type"] == "function_call":
+            done = self._of_item("response.function_call_arguments.done", arguments=item["arguments"])
+            events.append({**done, "name": item["name"]})
+        else:
+            part = (item["summary"] or item["content"])[0]
+            if self._packs_reasoning:
+                item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode()
+            kind = "summary_text" if self._summarizes else "text"
+            events.append(self._of_reasoning(f"response.reasoning_{kind}.done", text=part["text"]))
+            if self._summarizes:
+                events.append(self._of_reasoning("response.reasoning_summary_part.done", part=part))
+        return [*events, self._event("response.output_item.done", output_index=self._index, item=item)]
+
+    def _end(self, status: str) -> list[Event]:
+        self.response["status"] = status
+        if status == "completed":
+            self.response["completed_at"] = int(time.time())
+        return [self._event(f"response.{status}", response=self.response)]
+
+    def _of_part(self, kind: str, **fields: Any) -> Event:
+        return self._of_item(kind, content_index=0, **fields)
+
+    def _of_reasoning(self, kind: str, **fields: Any) -> Event:
+        return self._of_item(kind, **{"summary_index" if self._summarizes else "content_index": 0}, **fields)
+
+    def _of_item(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, item_id=self._item["id"], output_index=self._index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **fields}
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {**self.response, "output": []}
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"]) - 1
+
+
+def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dict[str, Any]:
+    """What the request has decided of its response."""
+    reasoning, text = body.reasoning, body.text
+    wanted = {"type": "text"} if text is None or text.format is None else text.format.model_dump(exclude_none=True)
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": bool(body.background),
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": reasoning and reasoning.effort,
+            "summary": reasoning and (reasoning.summary or reasoning.generate_summary),
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.is_stored,
+        "temperature": body.temperature,
+        "text": {"format": wanted, "verbosity": (text and text.verbosity) or "medium"},
+        "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
+        "tools": [{"strict": True, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _plain(choice: Any) -> Any:
+    return choice if isinstance(choice, str) else choice.model_dump()
+
+
+def _usage(progress: Progress) -> dict[str, Any]:
+    return {
+        "input_tokens": progress.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": progress.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": progress.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": progress.num_reasoning_tokens},
+        "total_tokens": progress.num_prompt_tokens + progress.num_tokens,
+    }

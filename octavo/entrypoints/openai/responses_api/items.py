@@ -1,0 +1,172 @@
+"""The items that a conversation consists of in the Responses API: read, checked, and put into chat messages.
+
+What comes back in an answer may be sent again as it is. An item's id names the response that made it and its place
+there, so that a reference to it is found.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.errors import RequestError
+
+Item = dict[str, Any]
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+
+
+def item_id(prefix: str, response_id: str, index: int) -> str:
+    """The id of a response's item. An answer's are counted up from 0, an input's down from -1."""
+    place = f"{index}" if index >= 0 else f"i{-index}"
+    return f"{prefix}_{response_id.removeprefix('resp_')}_{place}"
+
+
+def response_of(id: str) -> str | None:
+    """The id of the response that made an item."""
+    parts = id.split("_")
+    return f"resp_{parts[1]}" if len(parts) == 3 else None
+
+
+def read_items(value: str | list[Any], response_id: str) -> list[Item]:
+    """The items of a request's `input`, each with an id. Raises `RequestError` naming the place."""
+    given = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    items = []
+    for i, item in enumerate(given):
+        if not isinstance(item, dict):
+            raise _wrong(f"input[{i}]", "should be an object")
+        items.append(_read_item(item, f"input[{i}]", item_id("msg", response_id, -1 - i)))
+    return items
+
+
+def _read_item(item: Mapping[str, Any], where: str, new_id: str) -> Item:
+    kind = item.get("type")
+    if kind is None:
+        kind = "message" if "role" in item else "item_reference" if "id" in item else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise _wrong(f"{where}.type", f"is {kind!r:.60}, which is not built; {', '.join(_KINDS)} are")
+    if kind == "item_reference":
+        return {"type": kind, "id": _text(item, "id", where)}
+    id = item.get("id") or new_id
+    if not isinstance(id, str):
+        raise _wrong(f"{where}.id", "should be a string")
+    if kind == "message":
+        role = item.get("role")
+        if role not in _ROLES:
+            raise _wrong(f"{where}.role", f"should be one of {', '.join(_ROLES)}")
+        kind_of_part = "output_text" if role == "assistant" else "input_text"
+        parts = _parts(item.get("content"), f"{where}.content", kind_of_part)
+        return {"type": kind, "id": id, "role": role, "status": "completed", "content": parts}
+    if kind == "function_call":
+        fields = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
+        return {"type": kind, "id": id, **fields, "status": "completed"}
+    if kind == "function_call_output":
+        output = item.get("output")
+        if not isinstance(output, str):
+            output = "\n".join(part["text"] for part in _parts(output, f"{where}.output", "input_text"))
+        else:
+            _check_unicode(output, f"{where}.output")
+        call_id = _text(item, "call_id", where)
+        return {"type": kind, "id": id, "call_id": call_id, "output": output, "status": "completed"}
+    return _read_reasoning(item, where, id)
+
+
+def _read_reasoning(item: Mapping[str, Any], where: str, id: str) -> Item:
+    result: Item = {"type": "reasoning", "id": id}
+    for name in ("summary", "content"):
+        parts = item.get(name) or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise _wrong(f"{where}.{name}", "should be a list of objects")
+        texts = [_text(part, "text", f"{where}.{name}[{i}]") for i, part in enumerate(parts)]
+        part_kind = "summary_text" if name == "summary" else "reasoning_text"
+        result[name] = [{"type": part_kind, "text": text} for text in texts]
+    packed = item.get("encrypted_content")
+    if isinstance(packed, str) and not result["summary"] and not result["content"]:
+        try:
+            text = base64.b64decode(packed, validate=True).decode()
+        except (binascii.Error, ValueError):
+            raise _wrong(f"{where}.encrypted_content", "is not of this server") from None
+        result["content"] = [{"type": "reasoning_text", "text": text}]
+    return result
+
+
+def _parts(value: Any, where: str, kind: str) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        _check_unicode(value, where)
+        return [_part(kind, value)]
+    if not isinstance(value, list):
+        raise _wrong(where, "should be a string or a list of parts")
+    parts = []
+    for i, part in enumerate(value):
+        of = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(of, str) or of not in _TEXTS:
+            raise _wrong(f"{where}[{i}]", f"has the type {of!r:.60}, which is not built; only text is")
+        text = _text(part, "refusal" if of == "refusal" else "text", f"{where}[{i}]")
+        parts.append(_part(kind, text))
+    return parts
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    part = {"type": kind, "text": text}
+    return {**part, "annotations": []} if kind == "output_text" else part
+
+
+def _text(item: Mapping[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise _wrong(f"{where}.{name}", "should be a string")
+    _check_unicode(value, f"{where}.{name}")
+    return value
+
+
+def _check_unicode(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _wrong(where, "should be valid Unicode, without lone surrogates") from None
+
+
+def _wrong(where: str, what: str) -> RequestError:
+    return RequestError(f"{where} {what}.", param=where)
+
+
+def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
+    """The chat messages of a conversation. What the assistant thought, said and called is one message until somebody
+    else has a turn; what the system says first is one message, as templates want it."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        match item["type"]:
+            case "message":
+                text = "\n".join(part["text"] for part in item["content"])
+                role = item["role"]
+                if role == "assistant":
+                    message = _answer(messages)
+                    message["content"] = "\n".join(filter(None, (message["content"], text)))
+                elif role in ("system", "developer") and len(messages) == 1 and messages[0]["role"] in _ROLES[2:]:
+                    messages[0] = {"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}
+                else:
+                    messages.append({"role": role, "content": text})
+            case "reasoning":
+                text = "\n".join(part["text"] for part in item["content"] or item["summary"])
+                message = _answer(messages)
+                message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), text)))
+            case "function_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                _answer(messages).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+    return messages
+
+
+def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message at the end, a new one if there is none."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]

@@ -1,0 +1,184 @@
+"""The bodies of Responses requests, with OpenAI's names and those of vLLM's sampling fields.
+
+Items of `input` are read by `items`. What asks for something that is not here is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+
+from octavo.entrypoints.openai.fields import Int, RequestBody, Text, described
+from octavo.entrypoints.openai.protocol import Effort, FunctionName, StructuredOutputs, TokenRequest, Verbosity
+from octavo.errors import RequestError
+
+_NOTE = "Taken and without effect, as OpenAI documents it."
+MAX_TOP_LOGPROBS = 20
+MAX_METADATA = 16  # pairs
+
+# Fields of the API that are not built, with the values that ask for nothing. null always does.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_options": (),
+}
+_INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
+
+
+class FunctionTool(RequestBody):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    output_schema: dict[str, Any] | None = None
+
+
+class NamedFunction(FunctionName):
+    type: Literal["function"]
+
+
+class AllowedTools(RequestBody):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1)]
+
+
+class TextFormat(RequestBody):
+    """What the answer must be."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise RequestError("text.format.schema goes with type json_schema, and only with it.", param="text.format")
+        return self
+
+
+class TextOptions(RequestBody):
+    format: TextFormat | None = None
+    verbosity: Verbosity | None = None
+
+
+class Reasoning(RequestBody):
+    """With a `summary` the reasoning is shown as summary parts: it is not shortened."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class ResponseStreamOptions(RequestBody):
+    include_obfuscation: Literal[False] | None = None
+
+
+def _check_tools(value: Any) -> Any:
+    for tool in value if isinstance(value, list) else ():
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise ValueError(f"has a tool of type {kind!r:.60}, which is not built; only functions are")
+    return value
+
+
+def _check_includes(value: Any) -> Any:
+    for one in value if isinstance(value, list) else ():
+        if isinstance(one, str) and one not in _INCLUDES:
+            raise ValueError(f"has {one!r:.60}, which is not built; {' and '.join(_INCLUDES)} are")
+    return value
+
+
+def _check_input(value: Any) -> Any:
+    if not isinstance(value, str | list) or value == []:
+        raise ValueError("should be a string or a list of items")
+    return value
+
+
+_Items = Annotated[list[dict[str, Any]], Field(min_length=1)]
+Input = Annotated[str | list[Any], PlainValidator(_check_input, json_schema_input_type=str | _Items)]
+
+
+class ResponsesRequest(TokenRequest):
+    """Body of POST /v1/responses."""
+
+    model: Text | None = described("One of the names of GET /v1/models; may be left out.")
+    input: Input = Field(
+        description="Text, or items: messages, function_call, function_call_output, reasoning, item_reference."
+    )
+    instructions: Text | None = described("What the system says first. It is not carried over to the next response.")
+    previous_response_id: Text | None = described("The stored response after which this conversation goes on.")
+    store: bool | None = described("Keep the response, so that it can be retrieved and gone on from; true if left out.")
+    background: bool | None = described("Answer at once, and go on without the client.")
+    metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA)] | None = described(
+        "Comes back with the response."
+    )
+    max_output_tokens: Annotated[Int, Field(ge=1)] | None = described("Tokens at most, those of reasoning too.")
+    text: TextOptions | None = described("What the answer must be, and how long.")
+    tools: Annotated[list[FunctionTool], BeforeValidator(_check_tools)] | None = described(
+        "Functions that the answer may call."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = described(
+        'Whether to call them: "auto", "none", "required", the one to call, or some of them.'
+    )
+    parallel_tool_calls: bool | None = described("Whether there may be several calls.")
+    reasoning: Reasoning | None = described("How much to reason, and how to show it.")
+    include: Annotated[list[Text], BeforeValidator(_check_includes)] | None = described(
+        "message.output_text.logprobs; reasoning.encrypted_content, which is the reasoning in base64."
+    )
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = described(
+        "Log-probabilities of this many likeliest tokens."
+    )
+    truncation: Literal["auto", "disabled"] | None = described(
+        "auto: leave out the oldest turns of a conversation that does not fit."
+    )
+    stream_options: ResponseStreamOptions | None = described("include_obfuscation may be false.")
+    max_tool_calls: Int | None = described("Of built-in tools, which there are none of.")
+    user: Text | None = described(_NOTE)
+    safety_identifier: Text | None = described(_NOTE)
+    prompt_cache_key: Text | None = described(_NOTE)
+    # vLLM's.
+    structured_outputs: StructuredOutputs | None = described("What the answer must be: json, regex, choice or grammar.")
+    chat_template_kwargs: dict[str, Any] | None = described("Variables for the chat template.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_parts(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in _NOT_BUILT.keys() & data.keys():
+            if data[name] is not None and data[name] not in _NOT_BUILT[name]:
+                raise RequestError(f"{name} is not built yet; leave it out.", param=name)
+        return {name: value for name, value in data.items() if name not in _NOT_BUILT}
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ResponsesRequest:
+        if self.background and self.store is False:
+            raise RequestError("background needs store: the response is fetched later.", param="background")
+        return self
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())

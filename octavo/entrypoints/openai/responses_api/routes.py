@@ -1,0 +1,206 @@
+"""The routes of the Responses API: create, retrieve, delete, cancel, input items."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.engine.off_loop import run_off_loop
+from octavo.entrypoints.openai.conversation import Conversation, Progress
+from octavo.entrypoints.openai.logprobs import LogprobsFormatter
+from octavo.entrypoints.openai.pages import Deleted, Page, page_of, read_integer
+from octavo.entrypoints.openai.responses import Body
+from octavo.entrypoints.openai.responses_api import stored
+from octavo.entrypoints.openai.responses_api.events import Answer
+from octavo.entrypoints.openai.responses_api.items import Item, read_items, to_messages
+from octavo.entrypoints.openai.responses_api.protocol import ResponsesRequest
+from octavo.entrypoints.openai.responses_api.runs import BackgroundRun, Run, stored_events
+from octavo.entrypoints.openai.responses_api.translate import as_chat, renamed
+from octavo.entrypoints.openai.routes import Router
+from octavo.entrypoints.openai.state import ARRIVAL, ServerState, state_of
+from octavo.entrypoints.openai.streaming import EventStream, encode_json, run_until_disconnect
+from octavo.entrypoints.store import BEAT_S, Stored
+from octavo.errors import RequestError
+
+router = Router(tags=["Responses"])
+
+_UNDER_WAY = ("queued", "in_progress")
+_CANCEL_POLL_S = 0.2
+
+
+class ResponseObject(Body):
+    """A response. `output` has items of type message, reasoning and function_call."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: str
+    model: str
+    output: list[dict[str, Any]]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    previous_response_id: str | None
+    usage: dict[str, Any] | None
+
+
+@router.post("/v1/responses", response_model=ResponseObject)
+async def create_response(body: ResponsesRequest, raw: Request) -> Response:
+    """Answer, and keep the answer."""
+    state = state_of(raw)
+    model = state.resolve_model(body.model)
+    _, headers = state.response_id("resp", body, raw)
+    response_id = f"resp_{uuid.uuid4().hex}"  # always a new one: it is what the response is found by
+    history, items = await _read(body, state, response_id)
+    formatter = LogprobsFormatter(state.engine.tokenizer) if body.wants_logprobs else None
+    answer = Answer(body, response_id, model, formatter)
+    progress = await _submit(body, state, answer, [*history, *items])
+    if body.background:
+        return await _start(BackgroundRun(state, answer, items, progress), items, state, headers, bool(body.stream))
+    run = Run(state, answer, items, progress)
+    if body.stream:
+        return EventStream(run.stream(), headers)
+    response = await run_until_disconnect(run.collect(), raw.receive)
+    return Response(status_code=499) if response is None else _json(response, headers)
+
+
+async def _read(body: ResponsesRequest, state: ServerState, response_id: str) -> tuple[list[Item], list[Item]]:
+    """What was said before, and the items of the request."""
+    items = await run_off_loop(lambda: read_items(body.input, response_id), length=_length())
+    if body.previous_response_id is None and not any(item["type"] == "item_reference" for item in items):
+        return [], items
+    return await state.store.run(lambda database: stored.complete(database, body.previous_response_id, items))
+
+
+async def _submit(
+    body: ResponsesRequest, state: ServerState, answer: Answer, items: list[Item]
+) -> AsyncGenerator[Progress, None]:
+    """Give the engine the conversation, or with `truncation` "auto" as many of its last turns as fit."""
+    messages = await run_off_loop(lambda: to_messages(items, body.instructions), length=_length())
+
+    async def submit(first: int) -> AsyncGenerator[Progress, None]:
+        kept = messages if first == 0 else [*messages[:num_fixed], *messages[first:]]
+        chat = await run_off_loop(lambda: as_chat(body, kept), length=_length())
+        params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
+        answer.set_params(params)
+        conversation = Conversation(chat, state, params, clamps_max_tokens=True)
+        prompt, outputs = await conversation.submit(answer.response["id"])
+        return conversation.progress(prompt, outputs)
+
+    num_fixed = next((i for i, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0)
+    turns = [i for i, one in enumerate(messages) if i > num_fixed and one["role"] == "user"]
+    try:
+        try:
+            return await submit(0)
+        except RequestError as error:
+            if body.truncation != "auto" or error.code != "context_length_exceeded" or not turns:
+                raise
+        # The longest that fits, by bisection; the last turn alone, or its error.
+        low, high = 0, len(turns) - 1
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                tried = await submit(turns[middle])
+                await tried.aclose()
+                high = middle
+            except RequestError as error:
+                if error.code != "context_length_exceeded":
+                    raise
+                low = middle + 1
+        return await submit(turns[low])
+    except RequestError as error:
+        raise renamed(error) from None
+
+
+async def _start(
+    run: BackgroundRun, items: list[Item], state: ServerState, headers: dict[str, str], is_streamed: bool
+) -> Response:
+    """Keep the response before it is there, and have it worked on."""
+    response = dict(run.response)
+    await state.store.run(lambda database: stored.write(database, response, items, is_owned=True))
+    state.background.start(response["id"], run, is_queued=True)
+    return EventStream(run.follow(-1), headers) if is_streamed else _json(response, headers)
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    response_model=ResponseObject,
+    openapi_extra={
+        "parameters": [
+            {"name": "stream", "in": "query", "schema": {"type": "boolean"},
+             "description": "The events of a background response, as they come."},
+            {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0},
+             "description": "With stream: the number of the event after which to begin."},
+        ]
+    },
+)  # fmt: skip
+async def get_response(response_id: str, raw: Request) -> Response:
+    """A stored response, or its events."""
+    state = state_of(raw)
+    run = state.background.get(response_id)
+    if raw.query_params.get("stream", "false").lower() != "true":
+        if isinstance(run, BackgroundRun):
+            return _json(run.response)
+        found = await state.store.run(lambda database: stored.find(database, response_id))
+        return _json(stored.read_response(found))
+    after = read_integer(raw, "starting_after", -1, least=-1)
+    if isinstance(run, BackgroundRun):
+        return EventStream(run.follow(after), {})
+    response = stored.read_response(await state.store.run(lambda database: stored.find(database, response_id)))
+    if not response["background"]:
+        raise RequestError("Only events of background responses are kept.", param="stream")
+    if response["status"] in _UNDER_WAY:
+        raise RequestError("Another server works on this response: ask for it without stream.", param="stream")
+    return EventStream(stored_events(state, response_id, after), {})
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, raw: Request) -> Deleted:
+    """Forget a response."""
+    state = state_of(raw)
+    await state.background.cancel(response_id)
+    if not await state.store.run(lambda database: database.delete(stored.KIND, response_id)):
+        await state.store.run(lambda database: stored.find(database, response_id))
+    return Deleted(id=response_id, object="response")
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_model=ResponseObject)
+async def cancel_response(response_id: str, raw: Request) -> Response:
+    """End a background response; one that has ended stays as it is."""
+    state = state_of(raw)
+
+    async def find() -> dict[str, Any]:
+        return stored.read_response(await state.store.run(lambda database: stored.find(database, response_id)))
+
+    response = await find()
+    if not response["background"]:
+        raise RequestError("Only background responses can be cancelled.", param="response_id")
+    if response["status"] in _UNDER_WAY:
+        if not await state.background.cancel(response_id):  # another server works on it
+            await state.store.run(lambda database: database.ask_to_cancel(stored.KIND, response_id))
+        deadline = time.monotonic() + 3 * BEAT_S
+        # Another server notes in the file that it has stopped.
+        while (response := await find())["status"] in _UNDER_WAY and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_CANCEL_POLL_S)
+    return _json(response)
+
+
+@router.get("/v1/responses/{response_id}/input_items", openapi_extra=Page.PARAMETERS)
+async def list_input_items(response_id: str, raw: Request) -> Page:
+    """What the request of a response brought, the last first."""
+    found: Stored = await state_of(raw).store.run(lambda database: stored.find(database, response_id))
+    return Page.of_whole(stored.read_input(found), page_of(raw))
+
+
+def _json(response: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(encode_json(response), headers=headers, media_type="application/json")
+
+
+def _length() -> int:
+    arrival = ARRIVAL.get()
+    return 0 if arrival is None else arrival.num_bytes

@@ -1,0 +1,149 @@
+"""A response under way: for the client that waits for it, or in the background for whoever asks later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from octavo.entrypoints.openai.conversation import Progress
+from octavo.entrypoints.openai.errors import describe
+from octavo.entrypoints.openai.responses_api import stored
+from octavo.entrypoints.openai.responses_api.events import Answer, Event
+from octavo.entrypoints.openai.responses_api.items import Item
+from octavo.entrypoints.openai.state import ServerState
+from octavo.entrypoints.openai.streaming import named_event
+from octavo.entrypoints.store import Database, StoreError
+
+logger = logging.getLogger("octavo.server")
+
+_CHUNKS_AT_ONCE = 256  # events that are read together
+
+
+class Run:
+    """One answer on its way. `items` are what the request brought."""
+
+    def __init__(
+        self, state: ServerState, answer: Answer, items: list[Item], progress: AsyncGenerator[Progress, None]
+    ) -> None:
+        self._state = state
+        self._answer = answer
+        self._items = items
+        self._progress = progress
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """As far as it has come."""
+        return self._answer.response
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole response. Raises what ends the request."""
+        self._answer.begin()
+        async for part in self._progress:
+            self._answer.add(part)
+        await self._keep()
+        return self.response
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The events; an error is one of them."""
+        try:
+            yield _encode(self._answer.begin())
+            async for part in self._progress:
+                events = self._answer.add(part)
+                if part.finish_reason is not None:
+                    await self._keep()  # before the client hears that it is there
+                if events:
+                    yield _encode(events)
+        except Exception as error:
+            yield _encode(self._fail(error))
+        finally:
+            await self._progress.aclose()
+
+    def _fail(self, error: Exception) -> list[Event]:
+        said = describe(error)
+        code = "rate_limit_exceeded" if said["status"] == 429 else "server_error"
+        return self._answer.fail(code, said["message"])
+
+    async def _keep(self) -> None:
+        """Store the response, if the request did not say otherwise. One that finds no room is not lost to its client:
+        it says itself that it is not stored."""
+        if not self.response["store"]:
+            return
+        try:
+            await self._state.store.run(lambda database: stored.write(database, self.response, self._items))
+        except StoreError as error:
+            logger.error("response %s is not stored: %s", self.response["id"], error)
+            self.response["store"] = False
+
+
+class BackgroundRun(Run):
+    """A run that goes on without its client. Its events are kept, so that any number of clients can follow."""
+
+    def __init__(
+        self, state: ServerState, answer: Answer, items: list[Item], progress: AsyncGenerator[Progress, None]
+    ) -> None:
+        super().__init__(state, answer, items, progress)
+        self._log: list[bytes] = []  # events by their numbers
+        self._is_over = False
+        self._news = asyncio.Condition()
+        self._log += map(named_event, answer.begin())
+
+    async def run(self) -> None:
+        """Work until the answer is there, or somebody cancels it."""
+        try:
+            async for part in self._progress:
+                await self._tell(self._answer.add(part))
+        except asyncio.CancelledError:
+            self._answer.cancel()
+        except Exception as error:
+            await self._tell(self._fail(error))
+        finally:
+            await self._progress.aclose()
+            await self._keep_log()
+            self._is_over = True
+            await self._tell([])
+
+    async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
+        """The events whose numbers are greater than `after`, as they come."""
+        position = after + 1
+        while True:
+            if position < len(self._log):
+                events = self._log[position:]
+                position = len(self._log)
+                yield b"".join(events)
+            if self._is_over:
+                return
+            async with self._news:
+                while position >= len(self._log) and not self._is_over:
+                    await self._news.wait()
+
+    async def _tell(self, events: list[Event]) -> None:
+        self._log += map(named_event, events)
+        async with self._news:
+            self._news.notify_all()
+
+    async def _keep_log(self) -> None:
+        def keep(database: Database) -> None:
+            stored.write(database, self.response, self._items)
+            database.add_chunks(self.response["id"], enumerate(self._log))
+
+        try:
+            await self._state.store.run(keep)
+        except StoreError as error:
+            logger.error("response %s is not stored: %s", self.response["id"], error)
+
+
+async def stored_events(state: ServerState, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
+    """The events of a background response that has ended."""
+
+    def read(database: Database) -> list[tuple[int, bytes]]:
+        return database.chunks(response_id, after, _CHUNKS_AT_ONCE)
+
+    while chunks := await state.store.run(read):
+        after = chunks[-1][0]
+        yield b"".join(data for _, data in chunks)
+
+
+def _encode(events: list[Event]) -> bytes:
+    return b"".join(map(named_event, events))

@@ -1,0 +1,78 @@
+"""Responses as they are kept: the response object, and beside it the items that the request brought."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.entrypoints.openai.responses_api.items import Item, response_of
+from octavo.entrypoints.openai.streaming import encode_json
+from octavo.entrypoints.store import Database, Stored
+from octavo.errors import RequestError
+
+KIND = "response"
+_decode = msgspec.json.Decoder().decode
+
+
+def read_response(stored: Stored) -> dict[str, Any]:
+    """The response object."""
+    response: dict[str, Any] = _decode(stored.body)
+    if stored.is_abandoned:
+        message = "The server that worked on this response has ended."
+        response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
+    return response
+
+
+def read_input(stored: Stored) -> list[Item]:
+    """The items that the request brought."""
+    items: list[Item] = _decode(stored.extra or b"[]")
+    return items
+
+
+def find(database: Database, response_id: str) -> Stored:
+    """The response. Raises `RequestError` (404)."""
+    stored = database.get(KIND, response_id)
+    if stored is None:
+        raise RequestError(f"Response with id {response_id!r:.100} not found.", status=404, code="not_found")
+    return stored
+
+
+def write(database: Database, response: dict[str, Any], items: list[Item], *, is_owned: bool = False) -> None:
+    """Keep a response; `is_owned`: it is under way."""
+    database.put(KIND, response["id"], encode_json(response), encode_json(items), is_owned=is_owned)
+
+
+def complete(database: Database, previous_id: str | None, items: list[Item]) -> tuple[list[Item], list[Item]]:
+    """What was said before, and `items` with the items in the place of references to them. Raises `RequestError`."""
+    chain: list[Stored] = []
+    response_id = previous_id
+    while response_id is not None:
+        stored = database.get(KIND, response_id)
+        if stored is None:
+            which = "" if response_id == previous_id else f", which {previous_id!r:.100} goes on from,"
+            raise RequestError(
+                f"Previous response with id {response_id!r:.100}{which} not found.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        response = read_response(stored)
+        if response["status"] in ("queued", "in_progress"):
+            raise RequestError(f"The response {response_id!r:.100} has not ended yet.", param="previous_response_id")
+        chain.append(stored)
+        response_id = response["previous_response_id"]
+    history: list[Item] = []
+    for stored in reversed(chain):
+        history += [*read_input(stored), *_decode(stored.body)["output"]]
+    return history, [_resolve(database, item) if item["type"] == "item_reference" else item for item in items]
+
+
+def _resolve(database: Database, reference: Item) -> Item:
+    response_id = response_of(reference["id"])
+    stored = None if response_id is None else database.get(KIND, response_id)
+    if stored is not None:
+        for item in [*read_input(stored), *_decode(stored.body)["output"]]:
+            if item["id"] == reference["id"]:
+                found: Item = item
+                return found
+    raise RequestError(f"Item with id {reference['id']!r:.100} not found.", param="input", status=404, code="not_found")

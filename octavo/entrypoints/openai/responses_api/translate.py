@@ -1,0 +1,79 @@
+"""A Responses request as a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.entrypoints.openai.conversation import make_chat
+from octavo.entrypoints.openai.protocol import ChatCompletionRequest, TokenRequest
+from octavo.entrypoints.openai.responses_api.protocol import AllowedTools, NamedFunction, ResponsesRequest
+from octavo.errors import RequestError
+
+# What errors call the chat's fields.
+_NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+}
+
+
+def as_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
+    """The chat that `body` asks for, with a stream of one answer to `messages`. Raises `RequestError`."""
+    fields: dict[str, Any] = {name: getattr(body, name) for name in TokenRequest.model_fields}
+    fields |= {
+        "model": body.model,
+        "messages": messages,
+        "stream": True,
+        "max_tokens": body.max_output_tokens,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "logprobs": body.wants_logprobs or None,
+        "top_logprobs": (body.top_logprobs or 0) if body.wants_logprobs else None,
+        "reasoning_effort": body.reasoning and body.reasoning.effort,
+        "verbosity": body.text and body.text.verbosity,
+    }
+    if body.structured_outputs is not None:
+        fields["structured_outputs"] = body.structured_outputs.model_dump(exclude_none=True)
+    wanted = body.text.format if body.text is not None else None
+    if wanted is not None and wanted.type != "text":
+        fields["response_format"] = {"type": wanted.type}
+        if wanted.schema_ is not None:
+            fields["response_format"]["json_schema"] = {"name": wanted.name, "schema": wanted.schema_}
+    _add_tools(fields, body)
+    try:
+        return make_chat(fields)
+    except RequestError as error:
+        raise renamed(error) from None
+
+
+def renamed(error: RequestError) -> RequestError:
+    """An error of the chat, naming the response's field."""
+    if error.param in _NAMES:
+        error.param = _NAMES[error.param]
+    return error
+
+
+def _add_tools(fields: dict[str, Any], body: ResponsesRequest) -> None:
+    choice, tools = body.tool_choice, list(body.tools or ())
+    if isinstance(choice, AllowedTools):
+        allowed = {tool.name for tool in choice.tools}
+        if unknown := allowed - {tool.name for tool in tools}:
+            raise RequestError(f"tool_choice names {min(unknown)!r}, which is not in tools.", param="tool_choice")
+        tools = [tool for tool in tools if tool.name in allowed]
+        fields["tool_choice"] = choice.mode
+    elif isinstance(choice, NamedFunction):
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    else:
+        fields["tool_choice"] = choice if tools else None  # clients send "auto" without tools
+    if choice == "required" and not tools:
+        raise RequestError("tool_choice needs tools.", param="tool_choice")
+    if tools:
+        fields["tools"] = [
+            {"type": "function", "function": tool.model_dump(include={"name", "description", "parameters", "strict"})}
+            for tool in tools
+        ]

@@ -1,0 +1,99 @@
+"""The routes of stored chat completions: list, retrieve, change the metadata, delete, messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+
+from octavo.entrypoints.openai.fields import RequestBody, Text
+from octavo.entrypoints.openai.pages import MAX_LIMIT, Deleted, Page, page_of
+from octavo.entrypoints.openai.responses_api.protocol import MAX_METADATA
+from octavo.entrypoints.openai.routes import Router
+from octavo.entrypoints.openai.state import state_of
+from octavo.entrypoints.openai.stored_chats import KIND
+from octavo.entrypoints.openai.streaming import encode_json
+from octavo.entrypoints.store import Database, Stored
+from octavo.errors import RequestError
+
+router = Router(tags=["OpenAI"])
+_decode = msgspec.json.Decoder().decode
+
+
+class ChatUpdate(RequestBody):
+    """Body of POST /v1/chat/completions/{completion_id}."""
+
+    metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA)] | None
+
+
+@router.get("/v1/chat/completions", openapi_extra=Page.PARAMETERS)
+async def list_chats(raw: Request) -> Page:
+    """Stored chats, the oldest first; `model` and `metadata[KEY]` choose some."""
+    asked = page_of(raw, order="asc")
+    model = raw.query_params.get("model")
+    wanted = {key[9:-1]: value for key, value in raw.query_params.items() if key.startswith("metadata[")}
+
+    def read(database: Database) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        after = asked.after
+        while len(found) <= asked.limit:
+            rows = database.page(KIND, after=after, limit=MAX_LIMIT, is_ascending=asked.is_ascending)
+            for row in rows:
+                chat = _decode(row.body)
+                if model in (None, chat["model"]) and wanted.items() <= chat["metadata"].items():
+                    found.append(chat)
+            if len(rows) < MAX_LIMIT:
+                break
+            after = rows[-1].id
+        return found
+
+    return Page.of(await state_of(raw).store.run(read), asked)
+
+
+@router.get("/v1/chat/completions/{completion_id}")
+async def get_chat(completion_id: str, raw: Request) -> dict[str, Any]:
+    """A stored chat."""
+    stored = await state_of(raw).store.run(lambda database: _find(database, completion_id))
+    chat: dict[str, Any] = _decode(stored.body)
+    return chat
+
+
+@router.post("/v1/chat/completions/{completion_id}")
+async def update_chat(completion_id: str, body: ChatUpdate, raw: Request) -> dict[str, Any]:
+    """Change the metadata of a stored chat."""
+
+    def update(database: Database) -> dict[str, Any]:
+        chat: dict[str, Any] = _decode(_find(database, completion_id).body)
+        chat["metadata"] = body.metadata or {}
+        database.put(KIND, completion_id, encode_json(chat))
+        return chat
+
+    return await state_of(raw).store.run(update)
+
+
+@router.delete("/v1/chat/completions/{completion_id}")
+async def delete_chat(completion_id: str, raw: Request) -> Deleted:
+    """Forget a stored chat."""
+
+    def delete(database: Database) -> None:
+        _find(database, completion_id)
+        database.delete(KIND, completion_id)
+
+    await state_of(raw).store.run(delete)
+    return Deleted(id=completion_id, object="chat.completion.deleted")
+
+
+@router.get("/v1/chat/completions/{completion_id}/messages", openapi_extra=Page.PARAMETERS)
+async def list_messages(completion_id: str, raw: Request) -> Page:
+    """The messages that the request of a stored chat brought, the first first."""
+    stored = await state_of(raw).store.run(lambda database: _find(database, completion_id))
+    return Page.of_whole(_decode(stored.extra or b"[]"), page_of(raw, order="asc"))
+
+
+def _find(database: Database, completion_id: str) -> Stored:
+    stored = database.get(KIND, completion_id)
+    if stored is None:
+        raise RequestError(f"There is no stored chat {completion_id!r:.100}.", status=404, code="not_found")
+    return stored

@@ -1,0 +1,30 @@
+"""Chat completions that were asked to be stored: the answer, and beside it the messages of the request."""
+
+from __future__ import annotations
+
+import logging
+
+from octavo.entrypoints.openai.protocol import ChatCompletionRequest
+from octavo.entrypoints.openai.responses import ChatCompletionResponse
+from octavo.entrypoints.openai.state import ServerState
+from octavo.entrypoints.openai.streaming import encode_json
+from octavo.errors import RequestError
+
+logger = logging.getLogger("octavo.server")
+
+KIND = "chat"
+
+
+async def keep_chat(state: ServerState, body: ChatCompletionRequest, response: ChatCompletionResponse) -> None:
+    """Store an answer. It is the client's all the same where the store has no room, and the log says so."""
+    fields = response.model_dump(mode="json", exclude_none=True)
+    chat = {**fields, "metadata": body.metadata or {}, "request_id": response.id}
+    messages = [
+        {**message.model_dump(mode="json", exclude_none=True), "id": f"{response.id}-{i}"}
+        for i, message in enumerate(body.messages)
+    ]
+    chat_json, messages_json = encode_json(chat), encode_json(messages)
+    try:
+        await state.store.run(lambda database: database.put(KIND, response.id, chat_json, messages_json))
+    except RequestError as error:
+        logger.error("chat %s is not stored: %s", response.id, error)

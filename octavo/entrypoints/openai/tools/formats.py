@@ -1,0 +1,203 @@
+"""The formats in which models write calls of tools, as data: marks, and how name and arguments stand between them.
+
+`reading` reads answers by these descriptions, `writing` makes grammars of them, `recognition` finds a model's own.
+Marks have the blanks that models write; where they are read, blanks around them do not matter. Sources are the models'
+chat templates as published. Names are those of vLLM's --tool-call-parser.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+AUTO, NONE = "auto", "none"  # in the place of a name: recognise it, read no calls
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCalls:
+    """`{"name": "f", "arguments": {…}}`; with `is_list`, a list of all calls."""
+
+    name: str = "name"
+    arguments: str = "arguments"
+    is_list: bool = False
+    first: str = ""  # what is written before the name, within the object
+
+
+@dataclass(frozen=True, slots=True)
+class NamedJson:
+    """The name, then the arguments as a JSON object."""
+
+    before: str = ""  # the name
+    after: str = ""
+    end: str = ""
+    call_id: str = ""  # after the name; `\\d` stands for a digit
+    may_have_id: str = ""  # regular expression of what models write there at times
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The name, then each argument between marks: texts as they are, other values as JSON."""
+
+    name_before: str
+    name_after: str
+    key_before: str
+    key_after: str
+    value_before: str  # after the key; attributes may stand before it
+    value_after: str
+    end: str = ""
+    text_attribute: str = ""  # says of a value that it is a text
+    json_attribute: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    """`f(city="Paris")`, in a list or one a line."""
+
+    is_list: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedValues:
+    """`call:f{city:"Paris",days:3}`, with marks in the place of quotes."""
+
+    before: str
+    quote: str
+
+
+Body = JsonCalls | NamedJson | Tags | PythonCalls | KeyedValues
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """`open start BODY end separator start BODY end close`. Without `open` and `start` calls are the whole answer."""
+
+    body: Body
+    open: str = ""
+    start: str = ""
+    end: str = ""
+    separator: str = "\n"
+    close: str = ""
+    also: tuple[Body, ...] = ()  # what is read, too
+    skipped: tuple[str, ...] = ()  # may stand before calls that are the whole answer
+
+    @property
+    def is_whole_answer(self) -> bool:
+        return not (self.open or self.start)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that must be seen to read calls. Vocabularies may hold them, or parts of them, as special tokens."""
+        body = self.body
+        texts = [self.open, self.start, self.end, self.close, *self.skipped]
+        if isinstance(body, NamedJson):
+            texts += [body.before, body.after, body.end, body.may_have_id.replace("\\", "")]
+        elif isinstance(body, Tags):
+            texts += [body.name_before, body.name_after, body.key_before, body.key_after, body.value_before]
+            texts += [body.value_after, body.end]
+        elif isinstance(body, KeyedValues):
+            texts.append(body.quote)
+        return tuple(text for text in dict.fromkeys(texts) if text.strip())
+
+
+_JSON = JsonCalls()
+_QWEN_TAGS = Tags("<function=", ">\n", "<parameter=", ">", "\n", "\n</parameter>\n", "</function>\n")
+_DEEPSEEK: Any = {
+    "open": "<｜tool▁calls▁begin｜>", "start": "<｜tool▁call▁begin｜>", "end": "<｜tool▁call▁end｜>",
+    "close": "<｜tool▁calls▁end｜>",
+}  # fmt: skip
+
+
+def _invoke(prefix: str, **more: str) -> Tags:
+    """MiniMax's tags, which others have with a prefix."""
+    begin = f"<{prefix}"
+    return Tags(
+        f'{begin}invoke name="', '">\n', f'{begin}parameter name="', '"', ">", f"</{prefix}parameter>\n",
+        f"</{prefix}invoke>\n", **more,
+    )  # fmt: skip
+
+
+HERMES = ToolFormat(_JSON, start="<tool_call>\n", end="\n</tool_call>")
+_QWEN = ToolFormat(_QWEN_TAGS, start="<tool_call>\n", end="</tool_call>", also=(_JSON,))
+_GLM = ToolFormat(
+    Tags("", "\n", "<arg_key>", "</arg_key>", "\n<arg_value>", "</arg_value>\n"),
+    start="<tool_call>",
+    end="</tool_call>",
+)
+_MISTRAL = ToolFormat(
+    NamedJson(after="[ARGS]", may_have_id=r"\[CALL_ID\][\w-]*"), start="[TOOL_CALLS]", separator="", also=(_JSON,)
+)
+_LIST_IN_TAGS = ToolFormat(JsonCalls(is_list=True), start="<tool_calls>", end="</tool_calls>")
+_LLAMA_JSON = ToolFormat(JsonCalls(arguments="parameters"), skipped=("<|python_tag|>",), separator="; ")
+_PYTHONIC = ToolFormat(PythonCalls(), skipped=("<|python_start|>",), close="<|python_end|>")
+HARMONY = ToolFormat(
+    NamedJson("functions.", " <|constrain|>json<|message|>"), start="<|channel|>commentary to=", end="<|call|>"
+)
+
+FORMATS: dict[str, ToolFormat] = {
+    "cohere": ToolFormat(
+        JsonCalls("tool_name", "parameters", is_list=True, first='"tool_call_id": "0", '), start="<|START_ACTION|>",
+        end="<|END_ACTION|>",
+    ),
+    "command_r": ToolFormat(
+        JsonCalls("tool_name", "parameters", is_list=True), start="Action: ```json\n", end="\n```"
+    ),
+    "deepseek_v3": ToolFormat(NamedJson("function<｜tool▁sep｜>", "\n```json\n", "\n```"), **_DEEPSEEK),
+    "deepseek_v31": ToolFormat(NamedJson(after="<｜tool▁sep｜>"), **_DEEPSEEK, separator=""),
+    "deepseek_v32": ToolFormat(
+        _invoke("｜DSML｜", text_attribute=' string="true"', json_attribute=' string="false"'),
+        open="<｜DSML｜function_calls>\n", close="</｜DSML｜function_calls>", separator="",
+    ),
+    "ernie45": HERMES,
+    "functiongemma": ToolFormat(
+        KeyedValues("call:", "<escape>"), start="<start_function_call>", end="<end_function_call>", separator=""
+    ),
+    "gemma3": ToolFormat(PythonCalls(is_list=False), start="```tool_code\n", end="\n```"),
+    "gemma4": ToolFormat(KeyedValues("call:", '<|"|>'), start="<|tool_call>", end="<tool_call|>", separator=""),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "granite": ToolFormat(JsonCalls(is_list=True), start="<|tool_call|>"),
+    "granite-20b-fc": ToolFormat(_JSON, start="<function_call> "),
+    "granite4": HERMES,
+    "hermes": HERMES,
+    "hunyuan_a13b": _LIST_IN_TAGS,
+    "internlm": ToolFormat(
+        JsonCalls(arguments="parameters"), start="<|action_start|><|plugin|>\n", end="<|action_end|>"
+    ),
+    "jamba": _LIST_IN_TAGS,
+    "kimi_k2": ToolFormat(
+        NamedJson("functions.", "<|tool_call_argument_begin|>", call_id=r":\d", may_have_id=r":\d+"),
+        open="<|tool_calls_section_begin|>", start="<|tool_call_begin|>", end="<|tool_call_end|>", separator="",
+        close="<|tool_calls_section_end|>",
+    ),
+    "lfm2": ToolFormat(PythonCalls(), start="<|tool_call_start|>", end="<|tool_call_end|>"),
+    "llama3_json": _LLAMA_JSON,
+    "llama4_json": _LLAMA_JSON,
+    "llama4_pythonic": _PYTHONIC,
+    "longcat": ToolFormat(_JSON, start="<longcat_tool_call>\n", end="\n</longcat_tool_call>"),
+    "mimo": _QWEN,
+    "minimax": ToolFormat(_JSON, open="<tool_calls>\n", close="\n</tool_calls>"),
+    "minimax_m2": ToolFormat(
+        _invoke(""), open="<minimax:tool_call>\n", close="</minimax:tool_call>", separator=""
+    ),
+    "mistral": _MISTRAL,
+    "olmo3": ToolFormat(PythonCalls(is_list=False), start="<function_calls>", end="</function_calls>"),
+    "openai": HARMONY,
+    "phi4_mini_json": ToolFormat(JsonCalls(is_list=True), start="functools"),
+    "phi4_mini": ToolFormat(JsonCalls(is_list=True), start="<|tool_call|>", end="<|/tool_call|>"),
+    "pythonic": _PYTHONIC,
+    "qwen": _QWEN,
+    "qwen3_coder": _QWEN,
+    "qwen3_xml": _QWEN,
+    "seed_oss": ToolFormat(
+        Tags("<function=", ">\n", "<parameter=", ">", "", "</parameter>\n", "</function>\n"),
+        start="<seed:tool_call>\n", end="</seed:tool_call>",
+    ),
+    "step3": ToolFormat(
+        Tags('function<｜tool_sep｜><steptml:invoke name="', '">', '<steptml:parameter name="', '"', ">",
+             "</steptml:parameter>", "</steptml:invoke>"),
+        open="<｜tool_calls_begin｜>\n", start="<｜tool_call_begin｜>", end="<｜tool_call_end｜>",
+        close="\n<｜tool_calls_end｜>",
+    ),
+    "step3p5": _QWEN,
+    "xlam": ToolFormat(JsonCalls(is_list=True), skipped=("```json", "```", "[TOOL_CALLS]"), close="```"),
+}  # fmt: skip

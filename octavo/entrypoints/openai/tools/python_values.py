@@ -1,0 +1,74 @@
+"""Calls in notations that are no JSON: Python's, and Gemma's keyed values."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from octavo.entrypoints.openai.tools.calls import Call, load_json, to_json
+from octavo.entrypoints.openai.tools.formats import KeyedValues
+
+_CONSTANTS = {"true": True, "false": False, "null": None}  # which models write, too
+_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)\s*:")
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_HEAD = re.compile(r"\s*([\w.\-]{1,256})\s*(?=\{)")
+
+
+def python_calls(text: str) -> list[Call] | None:
+    """The calls of `[f(a="b"), g()]`, or of one `f(a="b")` a line. None if it is anything else."""
+    try:
+        # JSON's texts may escape a slash, which Python's do not.
+        statements = ast.parse(_ESCAPE.sub(lambda found: "/" if found[1] == "/" else found[0], text.strip())).body
+        if not all(isinstance(statement, ast.Expr) for statement in statements):
+            return None
+        values = [statement.value for statement in statements if isinstance(statement, ast.Expr)]
+        nodes = [node for value in values for node in (value.elts if isinstance(value, ast.List) else [value])]
+        return [_call(node) for node in nodes] or None
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _call(node: ast.expr) -> Call:
+    if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
+        raise ValueError("not a call with named arguments")
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("** has no name")
+        arguments[keyword.arg] = ast.literal_eval(_with_json_names(keyword.value))
+    # JSON's texts may escape a character as two surrogates, which belong together.
+    written = json.loads(json.dumps(arguments))
+    return Call(ast.unparse(node.func), to_json(written))
+
+
+def _with_json_names(node: ast.expr) -> Any:
+    for parent in ast.walk(node):
+        for name, value in ast.iter_fields(parent):
+            if isinstance(value, list):
+                setattr(parent, name, [_constant(item) for item in value])
+            else:
+                setattr(parent, name, _constant(value))
+    return _constant(node)
+
+
+def _constant(node: object) -> object:
+    return ast.Constant(_CONSTANTS[node.id]) if isinstance(node, ast.Name) and node.id in _CONSTANTS else node
+
+
+def keyed_call(text: str, body: KeyedValues) -> Call | None:
+    """The call of `call:f{city:"Paris",days:3}`, in which `body.quote` stands for the quotes. None if it is none."""
+    text = text.strip()
+    head = _HEAD.match(text, len(body.before)) if text.startswith(body.before) else None
+    if head is None:
+        return None
+    # Between every other pair of marks is a text; the rest is JSON but for its keys.
+    parts = text[head.end() :].split(body.quote)
+    written = [json.dumps(part) if i % 2 else _KEY.sub(_quoted_key, part) for i, part in enumerate(parts)]
+    arguments = load_json("".join(written)) if len(parts) % 2 else None
+    return Call(head[1], to_json(arguments)) if isinstance(arguments, dict) else None
+
+
+def _quoted_key(found: re.Match[str]) -> str:
+    return f"{found[1]}{json.dumps(found[2])}:"

@@ -1,0 +1,277 @@
+"""Reading answers by the description of a format: one reader for all, which looks at each character of a call once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.entrypoints.openai.reasoning import held_back
+from octavo.entrypoints.openai.tools.calls import (
+    Call,
+    Steps,
+    TextParser,
+    ToolSchemas,
+    json_call,
+    load_json,
+    search,
+    to_json,
+)
+from octavo.entrypoints.openai.tools.formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
+from octavo.entrypoints.openai.tools.python_values import keyed_call, python_calls
+from octavo.entrypoints.openai.tools.writing import kinds_of
+
+_MAX_REREAD = 100_000  # characters that an answer may have in what looks like calls and is none, before all is content
+_MAX_HEAD = 512  # characters before the arguments of a `NamedJson`
+_NAME = re.compile(r"[\w.\-]{1,256}")
+_NO_NAME = re.compile(r"[^\w.\-]")
+_NO_SEPARATOR = re.compile(r"[^;, \n\t]")
+_PIECES = re.compile(r"<[^<>\s]*>|[^<>\s]+")
+_BEGIN_LIST = re.compile(r"\[\s{0,32}[A-Za-z_][\w.]{0,255}\s{0,32}\(")
+_BEGIN_LIST_SO_FAR = re.compile(r"\[\s{0,32}(?:[A-Za-z_][\w.]{0,255})?\s{0,32}")
+
+
+class FormatParser(TextParser):
+    """Reads one answer in `form`."""
+
+    def __init__(self, form: ToolFormat, tools: ToolSchemas) -> None:
+        self._form = form
+        self._start, self._end, self._close = (mark.strip() for mark in (form.start, form.end, form.close))
+        bodies = (form.body, *form.also)
+        self._json = next((body for body in bodies if isinstance(body, JsonCalls)), None)
+        self._other = next((body for body in bodies if not isinstance(body, JsonCalls)), None)
+        self._tag = form.body.name_before.strip() if isinstance(form.body, Tags) else ""
+        self._marks = trigger_marks(form)
+        self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
+        self._blanks = ""  # before the last mark; they are content if it is
+        self._head = _head(form.body) if isinstance(form.body, NamedJson) else None
+        super().__init__(tools)
+
+    def _read(self) -> Steps[None]:
+        if self._form.is_whole_answer:
+            yield from self._read_whole_answer()
+            return
+        num_reread = 0
+        while num_reread <= _MAX_REREAD and (mark := (yield from self._find_mark())) is not None:
+            begin = self._begin
+            yield from self._read_section(mark)
+            if self._begin == begin:  # nothing was a call: what follows the mark is looked at again, for another one
+                num_reread += self._seen - begin
+                self._give(self._blanks + mark)
+            self._seen = self._begin
+        yield from self._give_rest()
+
+    def _find_mark(self) -> Steps[str | None]:
+        """Give the content before the next mark, and go behind that. None if there is none."""
+        longest = max(map(len, self._marks))
+        while (found := search(self._text, self._any_mark, max(self._begin, self._seen - longest + 1))) is None:
+            self._seen = end = len(self._text)
+            if self._is_whole:
+                return None
+            tail = self._text[max(self._begin, end - longest) :]
+            end -= max(held_back(tail, mark) for mark in self._marks)
+            # Line breaks around calls are no content.
+            self._give_until(self._begin + len(self._text[self._begin : end].rstrip()))
+            yield
+        before = self._text[self._begin : found.start()]
+        self._give(before.rstrip())
+        self._blanks = before[len(before.rstrip()) :]
+        self._begin = self._seen = found.end()
+        return found[0]
+
+    def _read_section(self, mark: str) -> Steps[None]:
+        """Give the calls after a mark, each when it is whole, and forget them with the marks around them."""
+        if self._start and mark not in (self._start, self._tag):
+            yield from self._skip_mark(self._start)
+        is_after_tag = mark == self._tag
+        while (calls := (yield from self._take_calls(is_after_tag))) is not None:
+            self._give_calls(calls)
+            if self._end and (yield from self._skip_mark(self._end)):
+                self._begin = self._seen
+            is_after_tag = False
+            if self._start:
+                if (yield from self._skip_mark(self._start)):
+                    continue
+                break
+            if self._tag:
+                is_after_tag = yield from self._skip_mark(self._tag)
+                if not is_after_tag:
+                    break
+            elif not (yield from self._skip_spaces(_NO_SEPARATOR)) or self._text[self._seen] != "{":
+                break
+        if self._had_call and self._close:
+            self._seen = self._begin
+            if (yield from self._skip_mark(self._close)):
+                self._begin = self._seen
+
+    def _read_whole_answer(self) -> Steps[None]:
+        while True:
+            if self._had_call and not (yield from self._skip_spaces(_NO_SEPARATOR)):
+                break
+            for mark in self._form.skipped:
+                yield from self._skip_mark(mark)
+            if (calls := (yield from self._take_calls(is_after_tag=False))) is None:
+                break
+            self._give_calls(calls)
+        if self._had_call and self._close:
+            self._seen = self._begin
+            if (yield from self._skip_mark(self._close)):
+                self._begin = self._seen
+        yield from self._give_rest()
+
+    def _take_calls(self, is_after_tag: bool) -> Steps[list[Call] | None]:
+        """The calls that begin here, and go behind them. None if these are none."""
+        if not (yield from self._skip_spaces()):
+            return None
+        if self._json is not None and not is_after_tag and self._text[self._seen] in "{[":
+            return (yield from self._take_json_calls(self._json))
+        body = self._other
+        if isinstance(body, NamedJson):
+            return (yield from self._take_named(body))
+        if isinstance(body, Tags):
+            return (yield from self._take_tags(body, is_after_tag))
+        if isinstance(body, PythonCalls):
+            return (yield from self._take_python())
+        if isinstance(body, KeyedValues):
+            text = yield from self._take_until(self._end)
+            call = None if text is None else keyed_call(text, body)
+            return None if call is None else [call]
+        return None
+
+    def _take_json_calls(self, body: JsonCalls) -> Steps[list[Call] | None]:
+        value = yield from self._take_json()
+        items = value if isinstance(value, list) else [value]
+        names = (body.arguments, "arguments", "parameters")
+        calls = [
+            json_call(item, names, body.name) or (json_call(item, names) if body.name != "name" else None)
+            for item in items
+            # Where nothing else marks a call, an object with a name only is none.
+            if not self._form.is_whole_answer or (isinstance(item, dict) and item.keys() & set(names))
+        ]
+        found = [call for call in calls if call is not None]
+        return found if found and len(found) == len(items) else None
+
+    def _take_named(self, body: NamedJson) -> Steps[list[Call] | None]:
+        assert self._head is not None
+        begin = self._seen
+        while (brace := self._text.find("{", self._seen, begin + _MAX_HEAD)) < 0:
+            self._seen = len(self._text)
+            if self._seen - begin >= _MAX_HEAD or not (yield from self._more()):
+                return None
+        head = self._head.fullmatch(" ".join(self._text[begin:brace].split()))
+        if head is None:
+            return None
+        self._seen = brace
+        value = yield from self._take_json()
+        if not isinstance(value, dict):
+            return None
+        if body.end:
+            yield from self._skip_mark(body.end.strip())
+        return [Call(head[1], to_json(value))]
+
+    def _take_tags(self, body: Tags, is_after_tag: bool) -> Steps[list[Call] | None]:
+        if self._tag and not is_after_tag and not (yield from self._skip_mark(self._tag)):
+            return None
+        name = yield from self._take_name()
+        if name is None or not (yield from self._skip_mark(body.name_after.strip())):
+            return None
+        schema = self._tools.get(name, {})
+        properties = schema.get("properties")
+        schemas = properties if isinstance(properties, Mapping) else {}
+        arguments: dict[str, Any] = {}
+        while (yield from self._skip_mark(body.key_before)):
+            key = yield from self._take_until(body.key_after)
+            if key is None or not key.strip() or "\n" in key:
+                return None
+            attributes = ""
+            if body.value_before.strip():
+                before = yield from self._take_until(body.value_before.strip())
+                if before is None:
+                    return None
+                attributes = before
+            key = key.strip()
+            is_text = _is_text(kinds_of(schemas.get(key), schema), attributes, body)
+            value = yield from self._take_value(body, is_text)
+            if value is None:
+                return None
+            arguments[key] = value[0]
+        end = body.end.strip() or self._end
+        return [Call(name, to_json(arguments))] if (yield from self._skip_mark(end)) else None
+
+    def _take_value(self, body: Tags, is_text: bool | None) -> Steps[tuple[Any] | None]:
+        """The value of a parameter, and go behind the mark after it. None if that does not come."""
+        mark = body.value_after.strip()
+        begin = self._seen
+        if not is_text and (yield from self._skip_spaces()) and self._text[self._seen] in "{[":
+            value = yield from self._take_json()  # in which the mark may stand
+            if value is not None and (yield from self._skip_mark(mark)):
+                return (value,)
+        self._seen = begin
+        text = yield from self._take_until(mark)
+        if text is None:
+            return None
+        if body.value_before.endswith("\n"):
+            text = text.removeprefix("\n")
+        if body.value_after.startswith("\n"):
+            text = text.removesuffix("\n")
+        return (_value(text, is_text),)
+
+    def _take_name(self) -> Steps[str | None]:
+        if not (yield from self._skip_spaces()):
+            return None
+        begin = self._seen
+        yield from self._skip_spaces(_NO_NAME)  # goes to what is no part of a name
+        name = self._text[begin : self._seen]
+        return name if _NAME.fullmatch(name) else None
+
+    def _take_python(self) -> Steps[list[Call] | None]:
+        if self._form.is_whole_answer:
+            while not _BEGIN_LIST.match(self._text, self._seen):
+                if not _BEGIN_LIST_SO_FAR.fullmatch(self._text, self._seen) or not (yield from self._more()):
+                    return None
+        begin = self._seen
+        text = yield from self._take_until(self._end or self._close)
+        if text is None:  # the mark was forgotten
+            text, self._seen = self._text[begin:], len(self._text)
+        return python_calls(text)
+
+
+def trigger_marks(form: ToolFormat) -> tuple[str, ...]:
+    """What only calls begin with, longest first; nothing if calls are the whole answer. Models forget the outer marks
+    at times, but tags with a name show by themselves that a call begins."""
+    if form.is_whole_answer:
+        return ()
+    tag = form.body.name_before if isinstance(form.body, Tags) else ""
+    marks = {form.open.strip(), form.start.strip(), tag.strip()} - {""}
+    return tuple(sorted(marks, key=len, reverse=True))
+
+
+def _head(body: NamedJson) -> re.Pattern[str]:
+    """What stands before the arguments, with single blanks. Models leave marks out at times; the name must be there."""
+    before = f"(?:{re.escape(body.before)})?" if body.before else ""
+    may_have_id = f"(?:{body.may_have_id})?" if body.may_have_id else ""
+    after = "".join(f" ?(?:{re.escape(piece)})?" for piece in _PIECES.findall(body.after))
+    return re.compile(rf"{before}([\w.\-]{{1,256}}?){may_have_id}{after} ?")
+
+
+def _is_text(kinds: set[str], attributes: str, body: Tags) -> bool | None:
+    """Whether a parameter is a text, written as it is; None if it is one or null."""
+    if body.text_attribute and body.text_attribute.strip() in attributes:
+        return True
+    if (
+        not kinds
+        or not kinds <= {"string", "null"}
+        or (body.json_attribute and body.json_attribute.strip() in attributes)
+    ):
+        return False
+    return True if kinds == {"string"} else None
+
+
+def _value(text: str, is_text: bool | None) -> Any:
+    if is_text or (is_text is None and text.strip() != "null"):
+        return text
+    value = load_json(text)
+    if value is not None or text.strip() == "null":
+        return value
+    lowered = text.strip().lower()
+    return lowered == "true" if lowered in ("true", "false") else text

@@ -1,0 +1,154 @@
+"""How calls are written in a format, for the grammars of answers that must be calls and for the reader of these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.entrypoints.openai.tools.calls import ToolSchemas
+from octavo.entrypoints.openai.tools.formats import JsonCalls, NamedJson, PythonCalls, Tags, ToolFormat
+from octavo.sampling.grammar import CallText, ParameterText, Spelling
+
+_NO_CONSTRAINTS = {"type", "title", "description", "default", "examples", "$comment", "anyOf", "oneOf"}
+_MAX_DEPTH = 8  # of references to references, and of choices in choices
+_OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
+               "$schema", "$comment", "strict"}  # fmt: skip
+
+
+def list_of_calls(tools: ToolSchemas) -> Spelling:
+    """`[{"name": "f", "parameters": {…}}, …]`, where the model has no format in which the calls could be written."""
+    calls = {name: CallText(json.dumps({"name": name, "parameters": 0})[:-2], "}") for name in tools}
+    return Spelling("[", "]", ", ", calls)
+
+
+def arguments_only(name: str) -> Spelling:
+    """The whole answer is the arguments of one function."""
+    return Spelling("", "", "", {name: CallText("", "")})
+
+
+def spelling(form: ToolFormat, tools: ToolSchemas) -> Spelling | None:
+    """How `form` writes calls of `tools`. None if there are values for which it has no certain way."""
+    body = form.body
+    opened, closed, separator, start, end = form.open, form.close, form.separator, form.start, form.end
+    if isinstance(body, JsonCalls):
+        calls = {name: CallText(f"{{{body.first}{_pair(body.name, name)}, {json.dumps(body.arguments)}: ", "}")
+                 for name in tools}  # fmt: skip
+        if body.is_list:
+            return Spelling(f"{opened}{start}[", f"]{end}{closed}", ", ", calls)
+    elif isinstance(body, NamedJson):
+        call_id = body.call_id.replace("\\d", "0")
+        calls = {name: CallText(f"{body.before}{name}{call_id}{body.after}", body.end) for name in tools}
+    elif isinstance(body, Tags):
+        parameter = ParameterText(
+            body.key_before, f"{body.key_after}{body.text_attribute}{body.value_before}",
+            f"{body.key_after}{body.json_attribute}{body.value_before}", body.value_after,
+        )  # fmt: skip
+        calls = {}
+        for name, schema in tools.items():
+            kinds = _parameters(schema, body.value_after.strip())
+            if kinds is None:
+                return None
+            calls[name] = CallText(f"{body.name_before}{name}{body.name_after}", body.end, parameter, kinds)
+    elif isinstance(body, PythonCalls):
+        calls = {}
+        for name, schema in tools.items():
+            kinds = _parameters(schema, None)
+            if kinds is None or not _is_path(name) or not all(key.isidentifier() for key in kinds):
+                return None
+            as_json = dict.fromkeys(kinds)
+            calls[name] = CallText(f"{name}(", ")", ParameterText("", "=", "=", "", ", "), as_json)
+        if body.is_list:
+            return Spelling(f"{opened}{start}[", f"]{end}", ", ", calls)
+        return Spelling(f"{opened}{start}", f"{end}{closed}", "\n", calls)
+    else:
+        return None
+    wrapped = {
+        name: CallText(start + call.before, call.after + end, call.parameter, call.parameters)
+        for name, call in calls.items()
+    }
+    return Spelling(opened, closed, separator, wrapped)
+
+
+def _pair(key: str, value: str) -> str:
+    return f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
+
+
+def _is_path(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
+
+
+def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str, list[str] | str | None] | None:
+    """For each parameter what it is where texts are written as they are (`value_after` ends them): "text", the texts of
+    an enumeration, or None for JSON. None if that does not say all of the schema."""
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    if schema.keys() - _OF_OBJECTS or not isinstance(properties, Mapping) or schema.get("additionalProperties"):
+        return None
+    if (
+        schema.get("type", "object") != "object"
+        or not isinstance(required, list)
+        or set(map(str, required)) - properties.keys()
+    ):
+        return None
+    found: dict[str, list[str] | str | None] = {}
+    for name, one in properties.items():
+        if not isinstance(one, Mapping) or not set(name).isdisjoint('<>"\n') or name != name.strip() or not name:
+            return None
+        if value_after is None:
+            found[name] = None
+            continue
+        one = resolved(one, schema)
+        kinds = kinds_of(one, schema)
+        if not kinds or ("string" in kinds and not kinds <= {"string", "null"}) or "unknown" in kinds:
+            return None  # a text could not be told from JSON
+        if "string" not in kinds:
+            found[name] = None
+        elif isinstance(values := one.get("enum", [one["const"]] if "const" in one else None), list):
+            texts = [value for value in values if isinstance(value, str)]
+            if len(texts) < len(values) or any(value_after in text or text != text.strip("\n") for text in texts):
+                return None
+            found[name] = texts
+        elif one.keys() - _NO_CONSTRAINTS or not _parts_are_plain(one):
+            return None
+        else:
+            found[name] = "text"
+    return found
+
+
+def _parts_are_plain(schema: Mapping[str, Any]) -> bool:
+    parts = [part for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list) for part in schema[name]]
+    return all(isinstance(part, Mapping) and not part.keys() - _NO_CONSTRAINTS for part in parts)
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What a schema that is nothing but a reference to a definition of `root` refers to."""
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
+            break
+        _, _, path = reference.partition("#/")
+        target: Any = root
+        for part in path.split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        if not isinstance(target, Mapping):
+            break
+        schema = target
+    return schema
+
+
+def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """The JSON types that a schema allows, as far as it says so at its top; "unknown" for what it does not say."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return set()
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    found = {kind for kind in kinds if isinstance(kind, str)}
+    for name in ("anyOf", "oneOf"):
+        parts = schema.get(name)
+        for part in parts if isinstance(parts, list) else ():
+            found |= kinds_of(part, root, depth + 1) or {"unknown"}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not found and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        found = {"string"}
+    return found

@@ -1,0 +1,174 @@
+"""Adapters of a worker: read from disk by a thread, packed on the host, copied into pages of the device.
+
+A page has a fixed number of bytes, enough for the largest piece of any adapter that is allowed. An adapter lies in as
+many pages as it needs, wherever they are; so what the device holds is bounded by memory, whatever the ranks are.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.config import EngineConfig, LoRAConfig
+from octavo.errors import LoadError, RequestError
+from octavo.execution.device import Device
+from octavo.layers.parameters import Module, NamedMatrix
+from octavo.loading.file_weights import open_weights
+from octavo.lora.files import AdapterFiles, digest
+from octavo.lora.gguf import read_gguf_adapter
+from octavo.lora.matching import ModuleMap
+from octavo.lora.ops import AdaptedOps
+from octavo.lora.peft import read_peft
+from octavo.ops import Array, FactorShape
+from octavo.plan import AdapterLoad
+from octavo.quantization import dequantize
+from octavo.request import AdapterSource
+
+logger = logging.getLogger(__name__)
+
+_PAGE_UNIT = 64 << 10  # bytes that a page is a multiple of
+_ALIGNMENT = 64
+_MAX_SLOTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """An adapter as it is copied to the device: images of its pages, and where in them the pieces lie."""
+
+    pages: list[NDArray[np.uint8]]
+    tables: list[tuple[int, Any, list[tuple[int, int]]]]  # number of the table, `PackedFactors`, (page, offset) each
+
+
+def place(sizes: Sequence[int], page_bytes: int) -> tuple[int, list[tuple[int, int]]]:
+    """How many pages pieces of these sizes take, and where each lies: the largest first, each where it fits first."""
+    filled: list[int] = []
+    places = [(0, 0)] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = -(-sizes[i] // _ALIGNMENT) * _ALIGNMENT
+        page = next((page for page, used in enumerate(filled) if used + size <= page_bytes), len(filled))
+        if page == len(filled):
+            filled.append(0)
+        places[i] = page, filled[page]
+        filled[page] += size
+    return len(filled), places
+
+
+class AdapterStore:
+    """Tables of factors for the products of a model, the pages behind them, and adapters on the host."""
+
+    def __init__(self, matrices: Sequence[NamedMatrix], ops: AdaptedOps, config: EngineConfig, device: Device) -> None:
+        """Raises `LoadError` if the model has no product that adapters may change."""
+        assert config.lora is not None
+        self._config, self._lora, self._device = config, config.lora, device
+        adaptable = [matrix for matrix in matrices if not ops.is_stacked(matrix.weight)]
+        self._map = ModuleMap(adaptable, self._lora.target_modules)
+        if not any(self._map.is_open(module.name) for matrix in adaptable for module in matrix.modules):
+            raise LoadError(f"--lora-target-modules {' '.join(self._lora.target_modules or [])}: there are none such.")
+        backend = ops.backend
+        dtype = self._lora.dtype
+        shapes = [_shape(matrix, self._lora) for matrix in adaptable]
+        sizing = [backend.adapter_table(shape, 1, dtype) for shape in shapes]
+        self.page_bytes = -(-max(table.least_page_bytes() for table in sizing) // _PAGE_UNIT) * _PAGE_UNIT
+        pieces = [size for table in sizing for size in table.largest(self.page_bytes)]
+        self.num_pages = self._lora.max_loras * place(pieces, self.page_bytes)[0]
+        self.num_slots = min(self.num_pages, _MAX_SLOTS)
+        self._arena: Array = backend.allocate_arena(self.num_pages * self.page_bytes)
+        self._tables = [backend.adapter_table(shape, self.num_slots, dtype) for shape in shapes]
+        for matrix, table in zip(adaptable, self._tables, strict=True):
+            ops.adapt(matrix.weight, table)
+        self._on_host: dict[str, HostAdapter] = {}
+        self._reader = ThreadPoolExecutor(1, "adapters")
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the pages."""
+        return self.num_pages * self.page_bytes
+
+    def prepare(self, source: AdapterSource) -> Future[int]:
+        """Have a thread bring an adapter to the host. The result is the number of pages that it takes; plans may
+        load it from then on. Raises `RequestError` if it cannot be served."""
+        return self._reader.submit(self._read, source)
+
+    def forget(self, identity: str) -> None:
+        """Free the host's memory of an adapter that no plan loads any more."""
+        self._on_host.pop(identity, None)
+
+    def load(self, loads: Sequence[AdapterLoad]) -> None:
+        """Copy adapters into their pages, after all steps that were submitted before."""
+        for one in loads:
+            self._device.compute.run(lambda load=one: self._copy(load))  # type: ignore[misc]
+
+    def _copy(self, load: AdapterLoad) -> None:
+        adapter, size = self._on_host[load.identity], self.page_bytes
+        for page, image in zip(load.pages, adapter.pages, strict=True):
+            self._device.copy(image, self._arena[page * size : page * size + len(image)])
+        for table in self._tables:
+            table.clear(load.slot)
+        for number, packed, places in adapter.tables:
+            at = [load.pages[page] * size + offset for page, offset in places]
+            self._tables[number].put(load.slot, packed, self._arena, at)
+
+    def _read(self, source: AdapterSource) -> int:
+        begin = time.monotonic()
+        try:
+            adapter = self._pack(source)
+        except LoadError as e:
+            raise RequestError(f"adapter {source.name!r}: {e}", param="model") from None
+        if len(adapter.pages) > self.num_pages:
+            raise RequestError(
+                f"adapter {source.name!r} takes {len(adapter.pages)} pages of memory and there are {self.num_pages}; "
+                "raise --max-loras.",
+                param="model",
+            )
+        self._on_host[source.identity] = adapter
+        logger.debug("adapter %s read in %.3f s", source.name, time.monotonic() - begin)
+        return len(adapter.pages)
+
+    def _pack(self, source: AdapterSource) -> HostAdapter:
+        files = AdapterFiles(source.config, source.weights)
+        try:
+            if digest(files) != source.identity:
+                raise LoadError("its files have changed since it was asked for; ask again.")
+        except OSError as e:
+            raise LoadError(f"cannot read {e.filename}: {e.strerror}.") from None
+        if files.config is None:
+            modules = read_gguf_adapter(files.weights, self._config.model.checkpoint.config, self._lora.max_rank)
+        else:
+            modules = read_peft(files, self._lora.max_rank)
+        packed = []
+        for number, factors in self._map.factors(files.weights, modules, self._base_weights).items():
+            packed.append((number, self._tables[number].pack(factors, self.page_bytes)))
+        pieces = [piece for _, one in packed for piece in one.pieces]
+        num_pages, places = place([piece.nbytes for piece in pieces], self.page_bytes)
+        pages = [np.zeros(self.page_bytes, np.uint8) for _ in range(num_pages)]
+        for piece, (page, offset) in zip(pieces, places, strict=True):
+            pages[page][offset : offset + piece.nbytes] = piece
+        tables, first = [], 0
+        for number, one in packed:
+            tables.append((number, one, places[first : first + len(one.pieces)]))
+            first += len(one.pieces)
+        return HostAdapter(pages, tables)
+
+    def _base_weights(self, matrix: NamedMatrix, module: Module) -> NDArray[np.float32]:
+        """DoRA needs the length of each row of the sum: the base is read once more, where such an adapter comes."""
+        model = self._config.model
+        if model.checkpoint.format == "dummy" and model.seed is None:
+            raise LoadError("DoRA needs to read the base weights again, and dummy weights without a --seed differ.")
+        weights = open_weights(model.checkpoint, model.dtype, model.seed, model.quantization, True)
+        try:
+            shape = (matrix.num_in, module.num_out) if module.is_transposed else (module.num_out, matrix.num_in)
+            stored = weights.take_matrix(f"{module.name}.weight", shape, is_transposed=module.is_transposed)
+            return np.array(dequantize(stored, "float32"))
+        finally:
+            weights.close()
+
+
+def _shape(matrix: NamedMatrix, config: LoRAConfig) -> FactorShape:
+    return FactorShape(matrix.num_in, tuple(module.num_out for module in matrix.modules), matrix.gated, config.max_rank)

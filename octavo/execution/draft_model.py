@@ -1,0 +1,159 @@
+"""What guesses, beside the model that serves: which blocks it shares, and what it must agree in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.config import EngineConfig, ModelConfig
+from octavo.errors import ConfigError, LoadError
+from octavo.execution.block_mover import BlockMover
+from octavo.execution.device import Device
+from octavo.execution.drafting_runner import Drafter
+from octavo.execution.filled_slots import FilledSlots
+from octavo.execution.head_drafter import ChainDrafter, MedusaDrafter
+from octavo.execution.model_drafter import ModelDrafter
+from octavo.execution.runner import Runner
+from octavo.execution.sequence_table import SequenceTable
+from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec, group_layers
+from octavo.loading.file_weights import open_weights
+from octavo.models.decoder import Decoder
+from octavo.models.heads import ChainHead, Eagle3Head, EagleHead, MedusaHeads
+from octavo.models.registry import Model
+from octavo.ops import LayerKVCache, Ops
+
+_LEAST_COMMON = 0.95  # of a model's tokens; families add a few from model to model
+
+
+def group_for(groups: Sequence[CacheGroup], specs: Sequence[LayerCacheSpec], name: str) -> int:
+    """The group of a model's cache whose blocks can hold what a draft model keeps: the first that gives no block back
+    which the draft still reads. Raises `ConfigError` if there is none."""
+    if any(spec.kind == "state" for spec in specs):
+        raise ConfigError(f"{name} cannot guess: a layer of it keeps a state, which wrong guesses would spoil.")
+    if any(group.spec.kind == "state" for group in groups):
+        raise ConfigError(
+            f"{name} cannot guess for a model with layers that keep a state, which wrong guesses would spoil."
+        )
+    reads_all = any(spec.kind == "full" for spec in specs)
+    longest = max((spec.window for spec in specs), default=0)
+    for number, group in enumerate(groups):
+        if group.spec.kind == "full" or (not reads_all and group.spec.window >= longest):
+            return number
+    raise ConfigError(
+        f"{name} cannot guess for this model: it reads further back than the window of "
+        f"{max(group.spec.window for group in groups)} tokens that the model keeps."
+    )
+
+
+class Draft:
+    """What guesses for the sequences of `target`: a model or a head of `own` configuration. It is to be given caches
+    before it is used."""
+
+    def __init__(
+        self, config: EngineConfig, own: ModelConfig, model: Model | MedusaHeads, target: Runner,
+        groups: Sequence[CacheGroup], ops: Ops, device: Device,
+    ) -> None:  # fmt: skip
+        self._target, self._ops, self._device, self._own = target, ops, device, own
+        self._block_size = config.cache.block_size
+        self.dtype, self.runner = own.dtype, None
+        self.num_weight_bytes = model.num_weight_bytes()
+        self.layer_caches: Sequence[LayerCacheSpec] = () if isinstance(model, MedusaHeads) else model.layer_caches
+        self._group = group_for(groups, self.layer_caches, own.checkpoint.name)
+        self.pool = groups[self._group].pool
+        self._has_null_block = any(group.pool == self.pool and group.spec.kind == "window" for group in groups)
+        self._drafter: Drafter | None = None
+        limits = config.scheduler
+        if isinstance(model, MedusaHeads):
+            self._drafter = medusa = MedusaDrafter(model, target, device)
+            medusa.use_features(model.hidden_size, own.dtype, limits.max_num_seqs)
+            return
+        is_head = isinstance(model, ChainHead)
+        table = SequenceTable(
+            limits.max_num_seqs, config.model.max_model_len, config.cache.block_size, group_layers(model.layer_caches),
+            tokens_of=target.table, num_ahead=int(is_head),
+            vocab_size=None if is_head or model.vocab_size >= target.model.vocab_size else model.vocab_size,
+        )  # fmt: skip
+        self.runner = runner = Runner(model, ops, device, table, limits.max_num_batched_tokens)
+        if isinstance(model, ChainHead):
+            if isinstance(model, Eagle3Head):
+                target.taps = model.taps
+                model.target.watch = model.taps.see
+            if model.target_ids is not None:
+                runner.target_ids = ops.place(model.target_ids.reshape(-1, 1))
+            self._drafter = chain = ChainDrafter(model, runner, target, self._group, device)
+            chain.use_features(model.hidden_size, own.dtype, limits.max_num_seqs)
+
+    def use_caches(self, caches: Sequence[LayerKVCache], num_blocks: int, num_host_blocks: int) -> Drafter:
+        """Keep what the layers keep in `caches`, which are moved with the blocks of the model that serves."""
+        if self.runner is not None:
+            self.runner.use_caches(caches, BlockMover(self._ops, self._device, [], []))
+        if self._drafter is not None:
+            return self._drafter
+        assert self.runner is not None
+        filled = FilledSlots(num_blocks, num_host_blocks, self._block_size, self._has_null_block)
+        table, longest = self._target.table, self._own.max_model_len
+        vocab_size = self._target.model.vocab_size
+        return ModelDrafter(self.runner, table, self._group, self.pool, filled, longest, vocab_size)
+
+
+def build_head(
+    config: EngineConfig, own: ModelConfig, target: Model, ops: Ops, max_guesses: int
+) -> ChainHead | MedusaHeads:
+    """The head that `config.speculative` asks for, over a model. Raises `LoadError` or `ConfigError` if it does not
+    fit."""
+    assert config.speculative is not None
+    method, checkpoint = config.speculative.method, own.checkpoint
+    if not isinstance(target, Decoder):
+        raise ConfigError(f"{method} is not built for models of {type(target).__name__}.")
+    weights = open_weights(checkpoint, own.dtype, own.seed, own.quantization, False)
+    settings = target, checkpoint.config, weights, ops, config.model.max_model_len, own.dtype
+    head: ChainHead | MedusaHeads
+    if method == "mtp":
+        description = target.description
+        if not description.num_unused_layers:
+            raise ConfigError(f"{checkpoint.name} has no modules of multi-token prediction that Octavo knows.")
+        head = EagleHead(*settings, prefix=f"{description.layer_prefix}{len(description.layers)}.")
+        weights.close()
+        return head
+    if method == "medusa":
+        head = MedusaHeads(*settings)
+        if head.num_heads < max_guesses:
+            raise ConfigError(f"num_speculative_tokens {max_guesses} is more than the {head.num_heads} Medusa heads.")
+    else:
+        head = EagleHead(*settings) if method == "eagle" else Eagle3Head(*settings)
+    weights.check_all_taken()
+    weights.close()
+    return head
+
+
+def check_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
+    """Raise `ConfigError` if a number means one token to a model and another one to its draft."""
+    paths = [config.checkpoint.tokenizer_path for config in (target, draft)]
+    if paths[0] == paths[1]:
+        return
+    from octavo.loading.tokenizer import read_tokenizer
+
+    try:
+        ours, theirs = (read_tokenizer(path).get_vocab() for path in paths)
+    except LoadError as e:
+        if target.vocab_size == draft.vocab_size:
+            return  # the server can do without a tokenizer that is in no file
+        raise ConfigError(
+            f"the vocabularies of {target.checkpoint.name} ({target.vocab_size} tokens) and "
+            f"{draft.checkpoint.name} ({draft.vocab_size}) differ in size and cannot be compared: {e}"
+        ) from None
+    tokens_of_draft = {number: token for token, number in theirs.items()}
+    num_common = 0
+    for token, number in ours.items():
+        other = tokens_of_draft.get(number)
+        if other is not None and other != token:
+            raise ConfigError(
+                f"{draft.checkpoint.name} cannot guess for {target.checkpoint.name}: token {number} is {token!r} in "
+                f"the model's vocabulary and {other!r} in the draft's. Take a draft of the same family; vocabularies "
+                "are not translated."
+            )
+        num_common += other is not None
+    if num_common < _LEAST_COMMON * len(ours):
+        raise ConfigError(
+            f"{draft.checkpoint.name} cannot guess for {target.checkpoint.name}: it knows {num_common} of its "
+            f"{len(ours)} tokens."
+        )

@@ -1,0 +1,61 @@
+"""Which slots of the cache's blocks hold what a draft model keeps of their tokens.
+
+A block holds the keys of the model and, behind them, those of its draft model. The draft may lag: it computes nothing
+while no tokens are guessed. Blocks are shared, copied, found again and moved to the host without asking it, so what it
+lacks is known of blocks and not of sequences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.kv_cache.groups import NULL_BLOCK
+from octavo.plan import BlockMoves
+
+Blocks = NDArray[np.int32]  # the beginning of a block table
+
+
+class FilledSlots:
+    """Of each block of a pool, on the device and on the host: how many of its first slots the draft has filled."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int, has_null_block: bool) -> None:
+        self._counts = np.zeros(num_blocks, np.int32)
+        self._host_counts = np.zeros(num_host_blocks, np.int32)
+        self._block_size = block_size
+        self._has_null_block = has_null_block
+
+    def move(self, moves: BlockMoves) -> None:
+        """Blocks are moved, in the order of `BlockMoves`."""
+        for source, target in moves.swap_out:
+            self._host_counts[target] = self._counts[source]
+        for source, target in moves.copy:
+            self._counts[target] = self._counts[source]
+        for source, target in moves.swap_in:
+            self._counts[target] = self._host_counts[source]
+
+    def overwrite(self, blocks: Blocks, begin: int, end: int) -> None:
+        """A sequence's tokens begin .. end are new: the draft has computed none of them."""
+        first, offset = divmod(begin, self._block_size)
+        self._counts[blocks[first]] = min(int(self._counts[blocks[first]]), offset)
+        if end > (first + 1) * self._block_size:
+            self._counts[blocks[first + 1 : -(-end // self._block_size)]] = 0
+
+    def fill(self, blocks: Blocks, begin: int, end: int) -> None:
+        """The draft has computed a sequence's tokens up to `end`, after those before `begin`."""
+        first, last = begin // self._block_size, end // self._block_size
+        self._counts[blocks[first:last]] = self._block_size
+        if offset := end % self._block_size:
+            self._counts[blocks[last]] = max(int(self._counts[blocks[last]]), offset)
+
+    def num_filled(self, blocks: Blocks, num_tokens: int) -> int:
+        """How many of a sequence's first `num_tokens` the draft has computed, up to the first that it has not."""
+        used = blocks[: -(-num_tokens // self._block_size)]
+        counts = self._counts[used]
+        if self._has_null_block:  # what has left a window is not read again
+            counts = np.where(used == NULL_BLOCK, self._block_size, counts)
+        lacking = np.flatnonzero(counts < self._block_size)
+        if not len(lacking):
+            return num_tokens
+        first = int(lacking[0])
+        return min(num_tokens, first * self._block_size + int(counts[first]))

@@ -1,0 +1,248 @@
+"""Heads that guess tokens: they read what the model has computed in a step, as soon as the step's tokens are known.
+
+A chain head (EAGLE, EAGLE-3, multi-token prediction) has a runner of its own, over the same sequences and in the same
+blocks, as a draft model has. It computes each position that stands right after the step that the model computed it in,
+with the token that follows it, and draws the first guess; when the next plan wants more it goes on from its own hidden
+states. Medusa's heads keep nothing but the last hidden state of each sequence.
+
+What they guess is drawn with the random numbers that the model is going to draw with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import DeviceMemoryError
+from octavo.execution.device import Device
+from octavo.execution.model_drafter import Guesses, changes_of, made_up
+from octavo.execution.runner import Runner, SubmittedStep
+from octavo.models.heads import ChainHead, MedusaHeads
+from octavo.ops import Array, Ops
+from octavo.plan import TO_BE_GUESSED, PlannedRow, StepPlan, StepResult, num_standing
+from octavo.sampling.batch import Samples, SamplingTable
+from octavo.sampling.sampler import sample_tokens, write_settings
+
+
+class _RowFeatures:
+    """One row of features for each sequence, where the device keeps them: [rows, F]."""
+
+    def __init__(self, array: Array, ops: Ops) -> None:
+        self._array: Any = array
+        self._ops = ops
+
+    def put(self, rows: Sequence[int], features: Array) -> None:
+        """features [len(rows), F]"""
+        self._array[cast(Any, self._ops.place(np.array(rows, np.int64)))] = features
+
+    def take(self, rows: Sequence[int]) -> Array:
+        return self._ops.take_rows(self._array, self._ops.place(np.array(rows, np.int64)))
+
+
+class ChainDrafter:
+    """Guesses with a chain head, run by `runner`, for the sequences of `target`. The head keeps what it keeps in the
+    blocks of group `group`."""
+
+    def __init__(self, head: ChainHead, runner: Runner, target: Runner, group: int, device: Device) -> None:
+        self._head, self._runner, self._device, self._group = head, runner, device, group
+        self._ops = runner.ops
+        runner.keeps_features = target.keeps_features = True
+        table = target.table
+        self._max_len = table.tokens.shape[1] - 1
+        # How many positions the head has computed of each row, if it has a guess of what follows those; else -1.
+        self._num_computed = np.full(table.max_num_seqs, -1, np.int64)
+        self._first_guess = np.zeros(table.max_num_seqs, np.int64)
+        self._buffer: Any = None
+        self._last: _RowFeatures | None = None  # what the head has made of each row's last position
+        self._changes = StepPlan()  # that the head's runner has taken in and not computed anything with
+
+    def use_features(self, size: int, dtype: str, num_rows: int) -> None:
+        """Make room for features of `size` elements."""
+        self._buffer = self._device.zeros([self._runner.max_num_tokens, size], dtype)
+        self._head.features = self._device.as_input(self._buffer)
+        rows: Any = self._ops.place(np.arange(self._runner.max_num_tokens, dtype=np.int64))
+        self._head.rows = self._device.as_input(rows)
+        self._last = _RowFeatures(self._device.zeros([num_rows, size], dtype), self._ops)
+
+    def draft(self, plan: StepPlan) -> Guesses:
+        """Guess for the rows of a plan that leaves guesses to be made."""
+        has_vocabulary = self._head.target_ids is None
+        self._changes = changes_of(plan, self._group, len(self._runner.table.blocks), has_vocabulary)
+        self._runner.take_in(self._changes)
+        for admission in plan.admissions:
+            self._num_computed[admission.row] = -1
+        wanting = [planned for planned in plan.rows if planned.guesses and planned.guesses[0] == TO_BE_GUESSED]
+        ready = [planned for planned in wanting if self._num_computed[planned.row] == planned.num_computed]
+        found = {planned.row: [int(self._first_guess[planned.row])] for planned in ready}
+        try:
+            while going := [p for p in ready if len(found[p.row]) < len(p.guesses)]:
+                self._continue(going, found)
+        except DeviceMemoryError:
+            pass  # the step that verifies needs more than this
+        return {planned.row: made_up(found.get(planned.row, []), len(planned.guesses)) for planned in wanting}
+
+    def _continue(self, rows: list[PlannedRow], found: dict[int, list[int]]) -> None:
+        """One more guess for each of the rows, which have equally many."""
+        assert self._last is not None
+        numbers = [planned.row for planned in rows]
+        last, planned_rows = self._last, []
+        for planned in rows:
+            num_computed = planned.num_computed + len(found[planned.row]) - 1
+            self._runner.table.num_known[planned.row] = num_computed + 2
+            planned_rows.append(PlannedRow(planned.row, num_computed, 1, 1))
+
+        def feed() -> None:
+            self._buffer[: len(rows)] = last.take(numbers)
+
+        self._device.compute.run(feed)
+        step = self._compute(planned_rows)
+        for row, token in zip(numbers, step.result().tokens, strict=True):
+            found[row].append(token)
+        self._device.compute.run(lambda: last.put(numbers, cast(Any, step.features)))
+
+    def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
+        """Take in a step of the model, whose tokens are known: compute the positions that stand, and guess first what
+        follows them."""
+        assert self._last is not None
+        last, rows, sources, ends = self._last, [], [], []
+        if plan.runs_ahead:  # another step has overwritten the features
+            self._num_computed[[planned.row for planned in plan.rows]] = -1
+            return
+        for planned, begin, count in standing_rows(plan, result):
+            end = planned.num_computed + count
+            is_sampled = planned.num_positions > 0 and end + 1 < self._max_len
+            rows.append(PlannedRow(planned.row, planned.num_computed, count, int(is_sampled)))
+            sources.append(np.arange(begin, begin + count))
+            ends.append(sum(map(len, sources)) - 1)
+            self._runner.table.num_known[planned.row] = end + 1
+            self._num_computed[planned.row] = -1
+        source = np.concatenate(sources)
+
+        def feed() -> None:
+            assert step.features is not None
+            features = self._ops.take_rows(step.features, self._ops.place(source))
+            self._buffer[: len(source)] = self._head.features_of(features)
+
+        self._device.compute.run(feed)
+        try:
+            own = self._compute(rows)
+        except DeviceMemoryError:
+            return  # these positions are never computed by the head: it guesses worse
+        sampled = [(planned, end) for planned, end in zip(rows, ends, strict=True) if planned.num_positions]
+        for (planned, _), token in zip(sampled, own.result().tokens, strict=True):
+            self._first_guess[planned.row] = token
+            self._num_computed[planned.row] = planned.num_computed + planned.num_tokens
+        if sampled:
+            numbers = [planned.row for planned, _ in sampled]
+            places = np.array([end for _, end in sampled], np.int64)
+
+            def keep() -> None:
+                last.put(numbers, self._ops.take_rows(cast(Any, own.features), self._ops.place(places)))
+
+            self._device.compute.run(keep)
+
+    def _compute(self, rows: list[PlannedRow]) -> SubmittedStep:
+        plan = StepPlan(rows=rows, admissions=self._changes.admissions, new_blocks=self._changes.new_blocks)
+        changes, self._changes = self._changes, StepPlan()
+        try:
+            return self._runner.compute(plan)
+        except DeviceMemoryError:
+            self._runner.put_off(changes)
+            raise
+
+
+class MedusaDrafter:
+    """Guesses with Medusa's heads for the sequences of `target`."""
+
+    def __init__(self, heads: MedusaHeads, target: Runner, device: Device) -> None:
+        self._heads, self._target, self._device, self._ops = heads, target, device, target.ops
+        target.keeps_features = True
+        num_rows = target.table.max_num_seqs
+        self._sampling = SamplingTable(num_rows)
+        self._num_computed = np.full(num_rows, -1, np.int64)  # of rows whose last features are there, else -1
+        self._last: _RowFeatures | None = None
+
+    def use_features(self, size: int, dtype: str, num_rows: int) -> None:
+        """Make room for features of `size` elements."""
+        self._last = _RowFeatures(self._device.zeros([num_rows, size], dtype), self._ops)
+
+    def draft(self, plan: StepPlan) -> Guesses:
+        """As `ChainDrafter.draft`."""
+        for admission in changes_of(plan, 0, 0).admissions:
+            self._sampling.admit(admission)
+            self._num_computed[admission.row] = -1
+        wanting = [planned for planned in plan.rows if planned.guesses and planned.guesses[0] == TO_BE_GUESSED]
+        ready = [planned for planned in wanting if self._num_computed[planned.row] == planned.num_computed]
+        found: dict[int, list[int]] = {planned.row: [] for planned in ready}
+        for head in range(self._heads.num_heads):
+            if going := [planned for planned in ready if len(planned.guesses) > head]:
+                lengths = np.array([planned.num_computed + 1 + head for planned in going], np.int64)
+                tokens = self._guess(head, np.array([planned.row for planned in going], np.int64), lengths)
+                for planned, token in zip(going, tokens, strict=True):
+                    found[planned.row].append(max(token, 0))
+        return {planned.row: made_up(found.get(planned.row, []), len(planned.guesses)) for planned in wanting}
+
+    def _guess(self, head: int, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[int]:
+        """The tokens that a head draws for rows [N] that are so long by then."""
+        assert self._last is not None
+        last, samples = self._last, Samples(rows, np.zeros_like(rows), lengths)
+        batch = self._sampling.build(samples, self._target.table.tokens)
+        settings = SimpleNamespace(
+            temperature=np.zeros(len(rows), np.float32), top_k=np.zeros(len(rows), np.int64),
+            top_p=np.zeros(len(rows), np.float32), min_p=np.zeros(len(rows), np.float32),
+            uniforms=np.zeros(len(rows), np.float64),
+        )  # fmt: skip
+        if batch is not None:
+            write_settings(settings, batch)
+        drawn: list[Array] = []
+
+        def work() -> None:
+            placed = SimpleNamespace(**{name: self._ops.place(value) for name, value in vars(settings).items()})
+            logits = self._heads.logits(head, last.take(rows.tolist()))
+            best = self._ops.argmax(logits)
+            drawn.append(sample_tokens(self._ops, logits, best, placed, batch, self._device.shares_memory).tokens)
+
+        self._device.compute.run(work)
+        done = self._device.compute.record()
+        done.wait()
+        tokens: list[int] = self._device.fetch(drawn, done)[0].tolist()
+        return tokens
+
+    def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
+        """Keep the features of the last position that stands of each row."""
+        assert self._last is not None
+        last, rows, places = self._last, [], []
+        if plan.runs_ahead:  # another step has overwritten the features
+            self._num_computed[[planned.row for planned in plan.rows]] = -1
+            return
+        for planned, begin, count in standing_rows(plan, result):
+            self._num_computed[planned.row] = -1
+            if planned.num_positions:
+                rows.append(planned.row)
+                places.append(begin + count - 1)
+                self._num_computed[planned.row] = planned.num_computed + count
+
+        def keep() -> None:
+            assert step.features is not None
+            features = self._ops.take_rows(step.features, self._ops.place(np.array(places, np.int64)))
+            last.put(rows, self._heads.features_of(features))
+
+        if rows:
+            self._device.compute.run(keep)
+
+
+def standing_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[PlannedRow, int, int]]:
+    """Each row of a plan, whose guesses are known, with its first token in the step, and how many tokens stand."""
+    begin = first = 0
+    for planned in plan.rows:
+        tokens = result.tokens[first : first + planned.num_samples]
+        count = planned.num_tokens
+        if planned.guesses:
+            count += num_standing(planned.guesses, tokens) - 1 - len(planned.guesses)
+        yield planned, begin, count
+        begin += planned.num_tokens
+        first += planned.num_samples

@@ -1,0 +1,176 @@
+"""A draft model beside the model that serves: it guesses the tokens that the step about to run is to verify.
+
+It has a runner of its own over the same sequences: its layers keep their keys in the blocks of a group of the model's
+cache, behind the model's own, so that prefixes, forks, preemption and swapping need nothing of it. It draws from its
+distributions with the random numbers that the model is going to draw with at the same positions (common random
+numbers), so that it guesses right where the two distributions are close and not only where both are sure.
+
+The parts of prompts are computed in the steps that the model computes them in. Where nothing was guessed for a while
+it lags, and catches up when it is asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from octavo.errors import DeviceMemoryError
+from octavo.execution.filled_slots import FilledSlots
+from octavo.execution.runner import Runner, SubmittedStep
+from octavo.execution.sequence_table import SequenceTable
+from octavo.plan import TO_BE_GUESSED, NewBlock, PlannedRow, StepPlan, StepResult
+from octavo.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Steps that wait for their tokens to be fetched: as many as a runner keeps apart.
+_MOST_UNDER_WAY = 2
+
+Guesses = Mapping[int, tuple[int, ...]]  # by row
+
+
+class ModelDrafter:
+    """Guesses with `runner`, whose model keeps what it keeps in the blocks of group `group` of `table`, the sequences
+    of the model that serves; `pool` is that group's. Sequences that become longer than `max_len` are
+    left alone; `vocab_size` is the model's."""
+
+    def __init__(
+        self, runner: Runner, table: SequenceTable, group: int, pool: int, filled: FilledSlots, max_len: int,
+        vocab_size: int,
+    ) -> None:  # fmt: skip
+        self._runner, self._table, self._group, self._pool = runner, table, group, pool
+        self._filled, self._max_len, self._vocab_size = filled, max_len, vocab_size
+        num_rows = table.max_num_seqs
+        self._num_drafted = np.zeros(num_rows, np.int64)  # tokens that the draft has computed, guesses included
+        self._num_filled = np.zeros(num_rows, np.int64)  # of those, the ones that `filled` knows of
+
+    def draft(self, plan: StepPlan) -> Guesses:
+        """Compute what the draft lacks of the plan's rows, whose blocks are there by now, and guess for those that
+        want it. Where there is too little memory guesses are made up."""
+        changes = self._take_in(plan)
+        wanting = [planned for planned in plan.rows if planned.guesses and planned.guesses[0] == TO_BE_GUESSED]
+        budget = self._runner.max_num_tokens
+        first: list[PlannedRow] = []
+        ready: list[PlannedRow] = []  # of those that want guesses, the ones of which nothing is lacking
+        for planned in wanting:
+            num_lacking = self._num_lacking(planned)
+            if planned.num_computed + planned.num_tokens > self._max_len:
+                continue
+            num_tokens = min(num_lacking, budget)
+            budget -= num_tokens
+            if num_tokens == num_lacking:
+                ready.append(planned)
+            if num_tokens > 0:
+                first.append(self._next(planned, num_tokens, num_tokens == num_lacking))
+        if plan.drafts_prompts:
+            for planned in plan.rows:
+                if not planned.guesses and (planned.num_tokens > 1 or not planned.num_positions):
+                    num_tokens = max(0, min(self._num_lacking(planned), budget))
+                    budget -= num_tokens
+                    if num_tokens:
+                        first.append(self._next(planned, num_tokens, False))
+        found: dict[int, list[int]] = {planned.row: [] for planned in ready}
+        if first:
+            try:
+                self._run(replace(changes, rows=first), ready, found)
+            except DeviceMemoryError as e:
+                logger.debug("no tokens are guessed: %s", e)
+        else:
+            self._runner.put_off(changes)
+        return {planned.row: made_up(found.get(planned.row, []), len(planned.guesses)) for planned in wanting}
+
+    def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
+        """Nothing: which of its guesses were right the next plan says."""
+
+    def _take_in(self, plan: StepPlan) -> StepPlan:
+        """What comes before the plan's rows -> as much of that as concerns the draft."""
+        if plan.moves:
+            self._filled.move(plan.moves[self._pool])
+        changes = changes_of(plan, self._group, len(self._runner.table.blocks))
+        self._runner.take_in(changes)
+        admitted = {admission.row for admission in plan.admissions}
+        for row, num_computed, num_tokens, _, _, _ in plan.rows:
+            blocks = self._table.blocks[self._group, row]
+            if row in admitted:
+                num_drafted = num_filled = self._filled.num_filled(blocks, num_computed)
+            else:  # wrong guesses do not count
+                num_drafted = min(int(self._num_drafted[row]), num_computed)
+                num_filled = min(int(self._num_filled[row]), num_drafted)
+            if num_filled < num_drafted:
+                self._filled.fill(blocks, num_filled, num_drafted)
+            self._num_drafted[row] = self._num_filled[row] = num_drafted
+            self._filled.overwrite(blocks, num_computed, num_computed + num_tokens)
+        return changes
+
+    def _num_lacking(self, planned: PlannedRow) -> int:
+        """Tokens to compute before the first guess, or up to the end of a prompt's part."""
+        end = planned.num_computed + planned.num_tokens - len(planned.guesses)
+        return min(end, self._max_len) - int(self._num_drafted[planned.row])
+
+    def _next(self, planned: PlannedRow, num_tokens: int, is_sampled: bool) -> PlannedRow:
+        num_drafted = int(self._num_drafted[planned.row])
+        self._num_drafted[planned.row] = num_drafted + num_tokens
+        self._runner.table.num_known[planned.row] = num_drafted + num_tokens
+        return PlannedRow(planned.row, num_drafted, num_tokens, int(is_sampled))
+
+    def _run(self, plan: StepPlan, ready: list[PlannedRow], found: dict[int, list[int]]) -> None:
+        """Compute a plan that brings the first guess of each of `ready`, then their next guesses one by one."""
+        under_way: deque[tuple[list[PlannedRow], SubmittedStep]] = deque()
+
+        def collect() -> None:
+            rows, step = under_way.popleft()
+            sampled = [planned.row for planned in rows if planned.num_positions]
+            for row, token in zip(sampled, step.result().tokens, strict=True):
+                found[row].append(token if token < self._vocab_size else 0)
+
+        num_guessed = 1
+        while plan.rows:
+            under_way.append((plan.rows, self._runner.compute(plan)))
+            while len(under_way) >= (_MOST_UNDER_WAY if self._runner.device.runs_ahead else 1):
+                collect()
+            plan = StepPlan()
+            for planned in ready:
+                if len(planned.guesses) > num_guessed:
+                    self._num_drafted[planned.row] = planned.num_computed + num_guessed + 1
+                    plan.rows.append(PlannedRow(planned.row, planned.num_computed + num_guessed, 1, 1))
+            num_guessed += 1
+        while under_way:
+            collect()
+
+
+def made_up(guesses: list[int], count: int) -> tuple[int, ...]:
+    """As many guesses as were wanted: any token is as good as another where none was guessed."""
+    return (*guesses, *[0] * count)[:count]
+
+
+def changes_of(plan: StepPlan, group: int, num_groups: int, has_vocabulary: bool = True) -> StepPlan:
+    """What comes before a plan's rows, for a runner all of whose `num_groups` groups use the blocks of `group`."""
+    copies = range(num_groups)
+    admissions = [
+        replace(
+            admission, params=draft_params(admission.params, has_vocabulary),
+            block_tables=[admission.block_tables[group] for _ in copies],
+        )
+        for admission in plan.admissions
+    ]  # fmt: skip
+    new_blocks = [
+        NewBlock(entry.row, copy, entry.position, entry.block)
+        for entry in plan.new_blocks
+        if entry.group == group
+        for copy in copies
+    ]
+    return StepPlan(admissions=admissions, new_blocks=new_blocks)
+
+
+def draft_params(params: SamplingParams, has_vocabulary: bool) -> SamplingParams:
+    """The settings of a request that a draft follows: those that do not depend on what was guessed before, nor on
+    numbers of tokens unless it has the model's vocabulary."""
+    return SamplingParams(
+        temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
+        logit_bias=params.logit_bias if has_vocabulary else None,
+        allowed_token_ids=params.allowed_token_ids if has_vocabulary else None,
+    )  # fmt: skip

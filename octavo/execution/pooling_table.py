@@ -1,0 +1,48 @@
+"""What the running sequences want pooled, as a table, and a step's arrays gathered from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.execution.step_arrays import StepArrays
+from octavo.plan import Admission, StepPlan
+
+# What is pooled of a text: single tokens, the first one, or all of them.
+_SINGLE, _FIRST, _WHOLE = range(3)
+_CODES = {"ALL": _SINGLE, "LAST": _SINGLE, "CLS": _FIRST}
+
+
+class PoolingTable:
+    """A line for each row of the runner's tables."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._codes = np.zeros(num_rows, np.int64)
+        self._num_skipped = np.zeros(num_rows, np.int64)  # tokens of an instruction
+        self._second_starts = np.zeros(num_rows, np.int64)  # the position of the second text
+
+    def admit(self, admission: Admission) -> None:
+        row, params, num_tokens = admission.row, admission.pooling, len(admission.token_ids)
+        assert params is not None
+        self._codes[row] = code = _CODES.get(params.kind, _WHOLE)
+        self._num_skipped[row] = min(params.num_skipped, num_tokens - 1) if code == _WHOLE else 0
+        self._second_starts[row] = num_tokens if admission.second_start is None else admission.second_start
+
+    def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> None:
+        """Fill `pool_starts` and `token_types`, and let `sample_rows` be the last of what is pooled. The sequence table
+        has gathered the rest."""
+        row_ids, _, num_tokens, num_positions, _, _ = zip(*plan.rows, strict=True)
+        rows, counts = np.array(row_ids, np.int64), np.array(num_tokens, np.int64)
+        positions, num_samples = np.array(num_positions, np.int64), sum(num_positions)
+        types = into.token_types[: sum(num_tokens)]
+        np.greater_equal(into.positions[: len(types)], np.repeat(self._second_starts[rows], counts), out=types)
+        into.pool_starts[:num_samples] = into.sample_rows[:num_samples]
+        firsts = np.cumsum(positions) - positions  # the first sample of each row
+        codes = self._codes[rows]
+        is_long = (codes != _SINGLE) & (positions > 0)
+        starts = into.query_start_loc[: len(rows)] + self._num_skipped[rows]
+        into.pool_starts[firsts[is_long]] = starts[is_long]
+        is_first = (codes == _FIRST) & (positions > 0)
+        into.sample_rows[firsts[is_first]] = starts[is_first]

@@ -1,0 +1,40 @@
+"""Small networks of a matrix, an activation and a norm: before an output matrix, and behind pooling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.layers.norm import Norm, NormDescription
+from octavo.layers.parameters import Parameters
+from octavo.ops import Array, LinearWeight
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDescription:
+    """A matrix, then an activation, then a norm. Names are those of the checkpoint's modules."""
+
+    name: str
+    size: int  # of its output
+    bias: bool = False
+    activation: str | None = None
+    norm: NormDescription | None = None
+    norm_name: str = ""
+
+
+class Head:
+    def __init__(self, description: HeadDescription, num_inputs: int, parameters: Parameters) -> None:
+        self._ops, self._dtype, self._activation = parameters.ops, parameters.dtype, description.activation
+        self.consumer = parameters.linear([description.name], [description.size], num_inputs, description.bias)
+        self._norm: Norm | None = None
+        if description.norm is not None:
+            self._norm = Norm(description.norm, parameters, description.norm_name, description.size)
+
+    def forward(self, hidden: Array, consumer: LinearWeight | None, dtype: str | None = None) -> Array:
+        """hidden [N, inputs] -> [N, size] in `dtype`, the model's unless said; as the `consumer` multiplies it, if
+        there is one and a norm."""
+        hidden = self._ops.linear(hidden, self.consumer, dtype or self._dtype)
+        if self._activation == "tanh":
+            hidden = self._ops.activation(hidden, "softcap", parameters=(1.0,))
+        elif self._activation is not None:
+            hidden = self._ops.activation(hidden, self._activation)
+        return hidden if self._norm is None else self._norm.forward(hidden, consumer)

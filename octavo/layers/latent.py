@@ -1,0 +1,144 @@
+"""Latent attention (DeepSeek-AI 2024): what is cached of a token is one compressed vector, from which the keys and
+values of all heads are made, and one rotated part of a key that all heads share.
+
+Nothing is made from it here. A query is multiplied with its head's matrix of keys instead, so that it meets compressed
+vectors themselves, and what a head gathers of these is multiplied with its matrix of values ("absorbed" form). Prompts
+and decodes compute the same: the form in which keys and values are made adds up in another order, and an answer would
+depend on where its prompt is cut. See docs/kernels.md for what either costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.batch import GroupTables, StepBatch
+from octavo.kv_cache.groups import LayerCacheSpec
+from octavo.layers.norm import Norm, NormDescription
+from octavo.layers.parameters import Parameters
+from octavo.layers.product import Product
+from octavo.layers.rotary import RopeConfig
+from octavo.loading.weights import floats
+from octavo.ops import Array, ExpertsWeight, LayerKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class LatentDescription:
+    """Sizes in elements. Names are those of the checkpoint's modules, after the layer's prefix and `name`.
+
+    A head's query has `plain_size` elements, then `rope.rotary_dim` that are rotated. With a `query_rank` queries are
+    compressed as well.
+    """
+
+    num_heads: int
+    query_rank: int | None
+    latent_size: int
+    plain_size: int
+    value_size: int
+    rotated_size: int
+    rope: RopeConfig | None  # None: nothing is rotated
+    scale: float  # of the scores
+    norm: NormDescription  # of what is compressed
+    query_scale: float = 1.0  # of compressed queries after their norm
+    latent_scale: float = 1.0  # of compressed keys and values likewise
+    query_growth: tuple[float, int] | tuple[float, int, int] | None = None  # see `AttentionDescription`
+    bias: bool = False  # of the matrices that compress, and of the last
+    name: str = "self_attn"
+
+    @property
+    def cache(self) -> LayerCacheSpec:
+        """What the layer keeps of each token."""
+        return LayerCacheSpec("full", num_kv_heads=1, key_size=self.rotated_size, value_size=self.latent_size)
+
+    @property
+    def query_size(self) -> int:
+        """Of a head."""
+        return self.plain_size + self.rotated_size
+
+    def _rotated_order(self) -> NDArray[np.intp]:
+        """Of the checkpoint's rotated elements those of ours, whose pairs are two halves."""
+        order: NDArray[np.intp] = np.arange(self.rotated_size)
+        return order.reshape(-1, 2).T.reshape(-1) if self.rope is not None and self.rope.interleaved else order
+
+    def query_order(self) -> NDArray[np.intp]:
+        """The checkpoint's rows of queries as ours, where a head's rotated elements come first."""
+        head = np.concatenate([self.plain_size + self._rotated_order(), np.arange(self.plain_size)])
+        rows: NDArray[np.intp] = np.arange(self.num_heads)[:, None] * self.query_size + head
+        return rows.reshape(-1)
+
+    def latent_order(self) -> NDArray[np.intp]:
+        return np.concatenate([np.arange(self.latent_size), self.latent_size + self._rotated_order()])
+
+
+class Latent:
+    """Queries and compressed vectors, the cache, and the output matrix."""
+
+    def __init__(self, description: LatentDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
+        self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
+        d, prefix = description, f"{prefix}{description.name}."
+        latent, all_queries = d.latent_size + d.rotated_size, d.num_heads * d.query_size
+        first, first_order = f"{prefix}q_proj", d.query_order()
+        self._first_size = all_queries
+        if d.query_rank is not None:
+            first, first_order, self._first_size = f"{prefix}q_a_proj", np.arange(d.query_rank), d.query_rank
+        self.consumer = parameters.linear(
+            [first, f"{prefix}kv_a_proj_with_mqa"], [self._first_size, latent], hidden_size, d.bias,
+            orders=[first_order, d.latent_order()],
+        )  # fmt: skip
+        self._query_norm: Norm | None = None
+        if d.query_rank is not None:
+            self._query_norm = Norm(
+                d.norm, parameters, f"{prefix}q_a_layernorm", d.query_rank, divisor=1 / d.query_scale
+            )
+            self._query = parameters.linear(
+                [f"{prefix}q_b_proj"], [all_queries], d.query_rank, orders=[d.query_order()]
+            )
+        self._latent_norm = Norm(
+            d.norm, parameters, f"{prefix}kv_a_layernorm", d.latent_size, divisor=1 / d.latent_scale
+        )
+        self._keys, self._values = self._stacks(parameters, prefix)
+        self._output = parameters.linear([f"{prefix}o_proj"], [hidden_size], d.num_heads * d.value_size, d.bias)
+        self._rotary = parameters.rotary(d.rope, d.rotated_size)
+        self._growth = None if d.query_growth is None else parameters.query_growth(*d.query_growth)
+
+    def _stacks(self, parameters: Parameters, prefix: str) -> list[ExpertsWeight]:
+        """For each head the matrix from a query to the compressed vectors, and from these to a value. They are floats,
+        whatever the checkpoint has: keys' matrices are multiplied from the other side than they were quantized for."""
+        d, ops, take = self.description, parameters.ops, parameters.weights.take
+        if f"{prefix}kv_b_proj.weight" in parameters.weights:
+            size = d.plain_size + d.value_size
+            both = take(f"{prefix}kv_b_proj.weight", (d.num_heads * size, d.latent_size))
+            both = both.reshape(d.num_heads, size, d.latent_size)
+            keys, values = both[:, : d.plain_size].swapaxes(1, 2), both[:, d.plain_size :]
+        else:  # as GGUF files have them
+            keys = take(f"{prefix}k_b_proj.weight", (d.num_heads, d.latent_size, d.plain_size))
+            values = take(f"{prefix}v_b_proj.weight", (d.num_heads, d.value_size, d.latent_size))
+        stacks = [
+            ops.stack_experts((ops.pack_linear([floats(head)]) for head in heads), d.num_heads)
+            for heads in (keys, values)
+        ]
+        parameters.num_matrix_bytes += sum(stack.num_bytes for stack in stacks)
+        return stacks
+
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
+        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
+        first = ops.linear(hidden, self.consumer, self._dtype)
+        queries, end = first[:, : self._first_size], self._first_size + d.latent_size
+        if self._query_norm is not None:
+            queries = ops.linear(self._query_norm.forward(queries, self._query), self._query, self._dtype)
+        queries = queries.reshape(num_tokens, d.num_heads, d.query_size)
+        latent = self._latent_norm.forward(first[:, self._first_size : end])
+        ops.rotary_and_cache(
+            queries, first[:, end:].reshape(num_tokens, 1, d.rotated_size),
+            latent.reshape(num_tokens, 1, d.latent_size), batch.positions, self._rotary, cache, tables.slot_mapping,
+            self._growth,
+        )  # fmt: skip
+        gathered = ops.latent_attention(
+            ops.linear_by_head(queries[:, :, d.rotated_size :], self._keys), queries[:, :, : d.rotated_size], cache,
+            tables.block_tables, batch.query_start_loc, batch.seq_lens, d.scale,
+        )  # fmt: skip
+        attended = ops.linear_by_head(gathered, self._values).reshape(num_tokens, -1)
+        return Product(ops, attended, self._output)

@@ -1,0 +1,122 @@
+"""An adapter's modules onto the matrices of a model: which factors each product gets, in the order of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import LoadError
+from octavo.layers.parameters import Module, NamedMatrix
+from octavo.lora.peft import ModuleAdapter
+from octavo.ops import Factors, LowRank
+
+# Under which classes of transformers have what others have at the top.
+_OUTER = ("base_model", "model", "transformer", "language_model", "gpt_neox", "backbone", "decoder")
+
+# The base weights [N, K] of a module as float32, in the checkpoint's order of rows.
+BaseWeights = Callable[[NamedMatrix, Module], NDArray[np.float32]]
+
+
+def plain_name(name: str) -> str:
+    """A module's name without what merely says which class it is in."""
+    parts = name.split(".")
+    while len(parts) > 1 and parts[0] in _OUTER:
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+class ModuleMap:
+    """The modules of a model that adapters may change, by name."""
+
+    def __init__(self, matrices: Sequence[NamedMatrix], suffixes: Sequence[str] | None) -> None:
+        """`suffixes` are ends of the names of the modules that may be changed; None: all."""
+        self.matrices = matrices
+        self._suffixes = suffixes
+        self._places: dict[str, tuple[int, int]] = {}  # matrix, module of it
+        for i, matrix in enumerate(matrices):
+            for j, module in enumerate(matrix.modules):
+                self._places[plain_name(module.name)] = i, j
+
+    def is_open(self, name: str) -> bool:
+        """Whether --lora-target-modules lets adapters change a module."""
+        return self._suffixes is None or any(name == s or name.endswith(f".{s}") for s in self._suffixes)
+
+    def factors(self, path: str, modules: Mapping[str, ModuleAdapter], base_weights: BaseWeights) -> dict[int, Factors]:
+        """By number of the matrix. Raises `LoadError`, with the tensor's name, for what does not fit the model."""
+        found: dict[int, list[ModuleAdapter | None]] = {}
+        for name, adapter in modules.items():
+            tensor = next(iter(adapter.tensors.values()))
+            place = self._places.get(plain_name(name))
+            if place is None:
+                raise LoadError(
+                    f"{path}: tensor {tensor} is of module {name}, which is no product of this model that adapters "
+                    f"may change; those are {self._examples()}."
+                )
+            if not self.is_open(name):
+                raise LoadError(
+                    f"{path}: tensor {tensor} is of module {name}, and --lora-target-modules lets adapters change "
+                    f"{', '.join(self._suffixes or ())}."
+                )
+            matrix = self.matrices[place[0]]
+            _check_shapes(path, adapter, matrix.modules[place[1]], matrix.num_in)
+            found.setdefault(place[0], [None] * len(matrix.modules))[place[1]] = adapter
+        return {number: _factors(self.matrices[number], adapters, base_weights) for number, adapters in found.items()}
+
+    def _examples(self) -> str:
+        """The kinds of modules that there are."""
+        return ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in self._places))
+
+
+def _check_shapes(path: str, adapter: ModuleAdapter, module: Module, num_in: int) -> None:
+    wanted = {
+        "a": (None, num_in), "b": (module.num_out, None), "b_bias": (module.num_out,), "bias": (module.num_out,),
+        "magnitude": (module.num_out,),
+    }  # fmt: skip
+    for part, tensor in adapter.tensors.items():
+        values: NDArray[np.float32] = getattr(adapter, "added" if part == "b_bias" else part)
+        fits = len(values.shape) == len(wanted[part]) and all(
+            size in (None, found) for size, found in zip(wanted[part], values.shape, strict=True)
+        )
+        if not fits:
+            shape = ", ".join("r" if size is None else str(size) for size in wanted[part])
+            raise LoadError(f"{path}: tensor {tensor} is {list(values.shape)}, and the model's module takes [{shape}].")
+
+
+def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base_weights: BaseWeights) -> Factors:
+    projections: list[LowRank | None] = []
+    scales: list[NDArray[np.float32]] = []
+    biases: list[NDArray[np.float32]] = []
+    for module, adapter in zip(matrix.modules, adapters, strict=True):
+        found = adapter or ModuleAdapter()
+        low_rank = None
+        if found.a is not None and found.b is not None:
+            low_rank = LowRank(found.a, _ordered(found.b, module))
+        projections.append(low_rank)
+        scale = np.ones(module.num_out, np.float32)
+        if found.magnitude is not None:
+            assert found.a is not None and found.b is not None
+            whole = base_weights(matrix, module) + found.b @ found.a
+            scale = found.magnitude / np.linalg.norm(whole, axis=1)
+            scale = scale if module.order is None else scale[module.order]
+        scales.append(scale)
+        bias = np.zeros(module.num_out, np.float32)
+        if found.bias is not None:
+            own = 0 if module.bias is None else module.bias
+            # The base's own is added by its product, in the model's order.
+            bias = (found.bias if module.order is None else found.bias[module.order]) - own
+        if found.added is not None:
+            bias = bias + _ordered(found.added, module) * scale
+        biases.append(bias)
+    scale_all, bias_all = np.concatenate(scales), np.concatenate(biases)
+    return Factors(
+        tuple(projections), scale_all if (scale_all != 1).any() else None, bias_all if bias_all.any() else None
+    )
+
+
+def _ordered(rows: NDArray[np.float32], module: Module) -> NDArray[np.float32]:
+    """Rows of an adapter as those of the module are packed."""
+    if module.scales is not None:
+        rows = rows * module.scales.reshape(-1, *[1] * (rows.ndim - 1))
+    return rows if module.order is None else rows[module.order]

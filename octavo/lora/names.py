@@ -1,0 +1,103 @@
+"""The names that adapters have at a server: given at its start, loaded by clients, or found below --lora-root.
+
+A name stands for the contents that its files had when it was given; requests carry those contents' identity, so that
+nothing that a name stands for later reaches them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from octavo.config import LoRAConfig
+from octavo.errors import LoadError, RequestError
+from octavo.lora.files import source
+from octavo.request import AdapterSource
+
+_MAX_NAME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    name: str
+    path: str  # as it was given
+    source: AdapterSource
+    base_model_name: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class AdapterNames:
+    """Those of one server. Reading files takes a while: `load` and `find` belong into a thread where a name is new."""
+
+    def __init__(self, config: LoRAConfig, taken: list[str]) -> None:
+        """Raises `LoadError` for an adapter of --lora-modules that is not there. `taken` are the base model's names."""
+        self._config, self._taken = config, taken
+        self.named: dict[str, NamedAdapter] = {}
+        for module in config.modules:
+            if module.name in taken or module.name in self.named:
+                raise LoadError(f"--lora-modules has {module.name!r}, which is the name of another model here.")
+            found = source(module.name, module.path, config.download_dir, may_fetch=True)
+            self.named[module.name] = NamedAdapter(module.name, module.path, found, module.base_model_name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.named or self._in_root(name) is not None
+
+    def find(self, name: str) -> AdapterSource:
+        """What `name`, which is in here, stands for now. Raises `RequestError`."""
+        named = self.named.get(name)
+        if named is not None:
+            return named.source
+        path = self._in_root(name)
+        try:
+            if path is None:
+                raise LoadError(f"there is no adapter {name!r}.")
+            return source(name, str(path))
+        except LoadError as e:
+            raise RequestError(f"adapter {name!r}: {e}", param="model") from None
+
+    def read(self, name: str, path: str, replaces: bool) -> NamedAdapter:
+        """An adapter that a client wants to be served as `name`. Raises `RequestError`."""
+        if not name or len(name) > _MAX_NAME or not name.isprintable():
+            raise RequestError("lora_name must be 1 to 256 printable characters.", param="lora_name")
+        if name in self._taken:
+            raise RequestError(f"{name!r} is the name of the base model.", param="lora_name")
+        if name in self.named and not replaces:
+            raise RequestError(
+                f"there is an adapter {name!r} already; unload it first, or set load_inplace.", param="lora_name"
+            )
+        place = self._below_root(Path(path).expanduser())
+        if place is None:
+            roots = ", ".join(self._config.roots) or "none is given"
+            raise RequestError(f"lora_path must be below a folder of --lora-root ({roots}).", param="lora_path")
+        try:
+            return NamedAdapter(name, path, source(name, str(place)))
+        except LoadError as e:
+            raise RequestError(f"adapter {name!r}: {e}", param="lora_path") from None
+
+    def unload(self, name: str) -> NamedAdapter:
+        """Raises `RequestError` (404)."""
+        if name not in self.named:
+            raise RequestError(f"there is no adapter {name!r}.", param="lora_name", status=404, code="model_not_found")
+        return self.named.pop(name)
+
+    def _in_root(self, name: str) -> Path | None:
+        """The folder or file of that name in --lora-root."""
+        if not name or len(name) > _MAX_NAME or not name.isprintable() or name in self._taken:
+            return None
+        for root in self._config.roots:
+            place = self._below_root(Path(root) / name)
+            if place is not None and (place.is_dir() or place.suffix == ".gguf") and place != Path(root):
+                return place
+        return None
+
+    def _below_root(self, path: Path) -> Path | None:
+        """`path` without links and dots, if it is below a root; a relative one counts from each."""
+        for root in self._config.roots:
+            try:
+                place = (Path(root) / path).resolve(strict=True)
+            except (OSError, ValueError, RuntimeError):
+                continue
+            if place.is_relative_to(root):
+                return place
+        return None

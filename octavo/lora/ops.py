@@ -1,0 +1,77 @@
+"""The operations of a backend, with what adapters add to the products of a model.
+
+Models are built over these in the place of the backend's own, and know nothing of adapters: a product of a matrix that
+has a table of factors takes them in. Everything else is the backend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from octavo.ops import AdapterOps, AdapterTable, Array, Expand, ExpertsWeight, LinearWeight, Ops
+
+
+class AdaptedOps:
+    """`Ops` whose products add what the adapters of their rows do."""
+
+    def __init__(self, ops: AdapterOps) -> None:
+        self.backend = self._ops = ops
+        self._tables: dict[int, AdapterTable] = {}  # by id of the matrix, which `_matrices` keeps alive
+        self._matrices: list[LinearWeight] = []
+        self._stacked: set[int] = set()
+        self._slots: Array | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def as_ops(self) -> Ops:
+        return cast(Ops, self)
+
+    @contextmanager
+    def taking(self, slots: Array) -> Iterator[None]:
+        """Meanwhile each row takes the adapter of its slot, or of -1 none: [T] int32 of the step's tokens, [N] while
+        logits are computed. At other times there are no adapters at all: heads that guess tokens use matrices of the
+        model."""
+        self._slots = slots
+        try:
+            yield
+        finally:
+            self._slots = None
+
+    def adapt(self, weight: LinearWeight, table: AdapterTable) -> None:
+        """From here on products with `weight` add what the table has."""
+        self._matrices.append(weight)
+        self._tables[id(weight)] = table
+
+    def is_stacked(self, weight: LinearWeight) -> bool:
+        """Whether the matrix has become part of a stack of experts."""
+        return id(weight) in self._stacked
+
+    def stack_experts(self, experts: Iterable[LinearWeight], num_experts: int) -> ExpertsWeight:
+        def seen() -> Iterator[LinearWeight]:
+            for expert in experts:
+                self._stacked.add(id(expert))
+                self._matrices.append(expert)
+                yield expert
+
+        return self._ops.stack_experts(seen(), num_experts)
+
+    def linear(self, x: Array, weight: LinearWeight, out_dtype: str | None = None) -> Array:
+        return self._ops.linear(x, weight, out_dtype, self._expand(x, weight))
+
+    def linear_add(self, x: Array, weight: LinearWeight, residual: Array, scale: float = 1.0) -> None:
+        self._ops.linear_add(x, weight, residual, scale, self._expand(x, weight))
+
+    def linear_silu_and_mul(
+        self, x: Array, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None,
+        activation: str = "silu",
+    ) -> Array:  # fmt: skip
+        return self._ops.linear_silu_and_mul(x, gate_up, consumer, out_dtype, activation, self._expand(x, gate_up))
+
+    def _expand(self, x: Array, weight: LinearWeight) -> Expand | None:
+        table = self._tables.get(id(weight))
+        if table is None or self._slots is None:
+            return None
+        return Expand(table, self._slots, self._ops.shrink(x, table, self._slots))

@@ -1,0 +1,170 @@
+"""Adapters as the PEFT library writes them: adapter_config.json, and tensors named after the model's modules.
+
+The format is PEFT's (https://github.com/huggingface/peft): lora_A [r, K] and lora_B [N, r] of each module, scaled by
+alpha / r or, with rsLoRA (Kalajdzievski 2023), by alpha / sqrt(r); magnitudes [N] with DoRA (Liu et al. 2024).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import LoadError
+from octavo.loading.safetensors import read_safetensors
+from octavo.loading.torch_archive import read_torch_archive
+from octavo.lora.files import AdapterFiles, read_config
+
+_PREFIX = "base_model.model."
+_HEADS = frozenset({"lm_head", "embed_out"})
+_EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in"})
+# Settings that change what is computed, with the values that ask for nothing.
+_NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "alora_invocation_tokens": (None,),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "use_qalora": (None, False),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+}
+_SUFFIXES = {
+    "lora_A.weight": "a", "lora_B.weight": "b", "lora_B.bias": "b_bias", "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude", "base_layer.bias": "bias", "bias": "bias",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class ModuleAdapter:
+    """What an adapter has for one module of the model, as float32."""
+
+    a: NDArray[np.float32] | None = None  # [r, K]
+    b: NDArray[np.float32] | None = None  # [N, r], scaled
+    added: NDArray[np.float32] | None = None  # [N], added to the output
+    bias: NDArray[np.float32] | None = None  # [N], in the place of the module's own
+    magnitude: NDArray[np.float32] | None = None  # [N], of DoRA
+    tensors: dict[str, str] = field(default_factory=dict)  # the names in the file, by field, for messages
+
+
+def read_peft(files: AdapterFiles, max_rank: int) -> dict[str, ModuleAdapter]:
+    """By module of the model, as transformers names them. Raises `LoadError`, with the tensor's name."""
+    assert files.config is not None
+    config = read_config(files.config)
+    _check_config(files.config, config)
+    modules: dict[str, ModuleAdapter] = {}
+    for name, tensor in _tensors(files.weights).items():
+        if _is_copy(name, config):
+            continue
+        module, part = _parse(name, files.weights)
+        found = modules.setdefault(module, ModuleAdapter())
+        if part in found.tensors:
+            raise LoadError(f"{files.weights} has {name} and {found.tensors[part]}, which say the same.")
+        found.tensors[part] = name
+        values = np.asarray(tensor, np.float32)
+        if not np.isfinite(values).all():
+            raise LoadError(f"{files.weights}: tensor {name} has numbers that are not finite.")
+        if part == "b_bias":
+            found.added = values
+        else:
+            setattr(found, part, values.reshape(-1) if part == "magnitude" else values)
+    if not modules:
+        raise LoadError(f"{files.weights} has no tensors.")
+    for module, adapter in modules.items():
+        _finish(files.weights, config, module, adapter, max_rank)
+    return modules
+
+
+def _check_config(path: str, config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise LoadError(f"{path}: peft_type {str(kind)[:40]!r} is not built; LORA is.")
+    for name, neutral in _NOT_BUILT.items():
+        if config.get(name) not in neutral:
+            raise LoadError(f"{path}: {name} is not built for adapters; {str(config[name])[:60]} was asked for.")
+    for name, default in (("r", 8), ("lora_alpha", 8)):
+        value = config.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+            raise LoadError(f"{path}: {name} must be a positive number, got {str(value)[:40]!r}.")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise LoadError(f"{path}: {name} must be an object.")
+
+
+def _tensors(path: str) -> dict[str, NDArray[Any]]:
+    if path.endswith(".safetensors"):
+        file = read_safetensors(path)
+        return {name: file.array(name) for name in file.tensors}
+    archive = read_torch_archive(path)
+    return {name: archive.array(name) for name in archive.tensors}
+
+
+def _is_copy(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor is a base matrix that PEFT saves along, untrained, where it finds the output matrix among the
+    target modules (save_embedding_layers)."""
+    if ".lora_" in name or not name.endswith(".weight"):
+        return False
+    module = name.removesuffix(".weight").removesuffix(".base_layer").rsplit(".", 1)[-1]
+    targets, saved = config.get("target_modules") or (), config.get("modules_to_save") or ()
+    has_head = isinstance(targets, list | tuple) and bool(
+        _HEADS.intersection(str(t).rsplit(".", 1)[-1] for t in targets)
+    )
+    return has_head and module in (_HEADS | _EMBEDDINGS) and module not in saved
+
+
+def _parse(name: str, path: str) -> tuple[str, str]:
+    """A tensor's name -> its module, and which field of `ModuleAdapter` it is."""
+    inner = name.removeprefix(_PREFIX)
+    for suffix, part in _SUFFIXES.items():
+        if inner.endswith(f".{suffix}"):
+            return inner[: -len(suffix) - 1], part
+    if ".lora_embedding_" in inner:
+        raise LoadError(f"{path}: tensor {name[:120]} is of an adapted embedding, which is not built.")
+    if inner.endswith(".weight"):
+        raise LoadError(f"{path}: tensor {name[:120]} replaces a matrix (modules_to_save), which is not built.")
+    raise LoadError(f"{path}: tensor {name[:120]} is not one that LoRA adapters have.")
+
+
+def _finish(path: str, config: Mapping[str, Any], module: str, adapter: ModuleAdapter, max_rank: int) -> None:
+    """Check the shapes against each other and the configuration, and scale."""
+    names = adapter.tensors
+    if ("a" in names) != ("b" in names):
+        there = names["a"] if "a" in names else names["b"]
+        raise LoadError(f"{path} has {there} without its other half.")
+    for part in ("added", "magnitude"):
+        if getattr(adapter, part) is not None and adapter.a is None:
+            name = names["magnitude" if part == "magnitude" else "b_bias"]
+            raise LoadError(f"{path} has {name} without lora_A and lora_B of that module.")
+    if adapter.a is None or adapter.b is None:
+        return
+    a, b = adapter.a, adapter.b
+    if a.ndim != 2 or b.ndim != 2 or b.shape[1] != a.shape[0]:
+        raise LoadError(f"{path}: {names['a']} {a.shape} and {names['b']} {b.shape} do not fit each other.")
+    wanted = _by_pattern(config.get("rank_pattern"), module, config.get("r", 8))
+    if a.shape[0] != wanted:
+        raise LoadError(f"{path}: {names['a']} has rank {a.shape[0]}, and the configuration says {wanted}.")
+    if a.shape[0] > max_rank:
+        raise LoadError(f"{path}: {names['a']} has rank {a.shape[0]}, and --max-lora-rank is {max_rank}.")
+    alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+    scale = alpha / (math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0])
+    adapter.b = b * np.float32(scale)
+    if adapter.added is not None:
+        adapter.added = adapter.added * np.float32(scale)
+    if (adapter.magnitude is not None) != bool(config.get("use_dora")):
+        has = "has" if adapter.magnitude is not None else "lacks"
+        raise LoadError(f"{path} {has} a lora_magnitude_vector for {module}, against use_dora in the configuration.")
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """As PEFT looks it up: the first key that is the end of the module's name, as a regular expression."""
+    for key, value in (patterns or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({key})$", module):
+                return value
+        except re.error:
+            continue
+    return default

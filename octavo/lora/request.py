@@ -1,0 +1,37 @@
+"""What a caller names an adapter by, with vLLM's fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter's name and its folder, .gguf file or hub id.
+
+    `lora_int_id` is kept for callers that have numbers; what is computed depends on the files alone.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False  # an adapter of that name may be replaced
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise RequestError("lora_name must be a text that is not empty.", param="lora_name")
+        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
+            raise RequestError(f"lora_int_id must be 1 or more, got {self.lora_int_id!r}.", param="lora_int_id")
+        if not isinstance(self.lora_path, str) or not self.lora_path:
+            raise RequestError(f"adapter {self.lora_name!r} has no lora_path.", param="lora_path")
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        return self.lora_path

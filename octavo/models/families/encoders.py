@@ -1,0 +1,256 @@
+"""The encoders: attention goes both ways, and what comes out is pooled. Each class of a family (the bare
+model, and those with heads for sequences and for tokens) is an architecture.
+
+Tensors have the names that checkpoints have; a checkpoint of a bare model lacks the first part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from octavo.layers.head import HeadDescription
+from octavo.layers.norm import NormDescription
+from octavo.layers.pooling import PoolingDescription
+from octavo.layers.positions import PositionsDescription
+from octavo.models.families.settings import ATTENTION_BIAS, MLP_BIAS, slides_by
+from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, num_labels
+
+_BOTH_WAYS = {"bidirectional": True}
+_BIASES = {"qkv_bias": True, "output_bias": True}
+_CLASSIFIER = "classifier"
+
+
+def _pooled(kind: str, *heads: Setting) -> Setting:
+    """Pooling, and the heads that the configuration makes."""
+    return lambda c, i: PoolingDescription(kind, tuple(head(c, i) for head in heads))
+
+
+def _dense(name: str, activation: str | None = None) -> Setting:
+    """As wide as the model."""
+    return lambda c, _: HeadDescription(name, c["hidden_size"], True, activation)
+
+
+def _labels(name: str = _CLASSIFIER, bias: bool = True) -> Setting:
+    return lambda c, _: HeadDescription(name, num_labels(c), bias)
+
+
+def _classes(
+    base: str, family: Family, prefix: str, sequences: Setting, tokens: Setting | None = None
+) -> dict[str, Family]:
+    """The architectures of a family: `sequences` is the pooling of its classifier, `tokens` that of each token."""
+    unused = tuple(f"{at}{name}" for name in ("pooler.", "cls.", "lm_head.", "vocab_", "discriminator_", "generator_")
+                   for at in ("", prefix))  # fmt: skip
+    model = {**family.model, "unused": unused, "norm": family.model.get("norm"), "tie_word_embeddings": True}
+    bare = replace(family, model=model, pooling=_pooled("CLS"))
+    kinds = {
+        "Model": bare,
+        "ForMaskedLM": bare,
+        "ForSequenceClassification": replace(bare, pooling=sequences),
+        "ForTokenClassification": replace(bare, pooling=tokens or _pooled("ALL", _labels())),
+    }
+    return {base + name: one for name, one in kinds.items()}
+
+
+def _bert(
+    prefix: str, *, layers: str = "encoder.layer.", has_types: bool = True, counts_padding: bool = False,
+    names: Mapping[str, str] = {}, **model: Any,
+) -> Family:  # fmt: skip
+    """BERT (Devlin et al. 2019) and those with other names. RoBERTa's positions begin behind that of the padding."""
+
+    def offset(config: Config) -> int:
+        return config["pad_token_id"] + 1 if counts_padding else 0
+
+    known = {
+        "query": "attention.self.query", "key": "attention.self.key", "value": "attention.self.value",
+        "output": "attention.output.dense", "norm": "attention.output.LayerNorm", "up": "intermediate.dense",
+        "down": "output.dense", "last norm": "output.LayerNorm",
+    }  # fmt: skip
+    known |= names
+    types: dict[str, Any] = {}
+    if has_types:
+        name = f"{prefix}embeddings.token_type_embeddings.weight"
+        types = {"token_types": key("type_vocab_size"), "token_types_name": name}
+    positions = f"{prefix}embeddings.position_embeddings.weight"
+    return Family(
+        defaults={
+            "max_position_embeddings": 512, "norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2,
+            "pad_token_id": 1 if counts_padding else 0,
+        },
+        norm=layer_norm(), rope=None,
+        attention=_BOTH_WAYS | _BIASES | {
+            "qkv_names": (known["query"], known["key"], known["value"]), "output_name": known["output"],
+        },
+        feed_forward={"gated": False, "bias": True, "up_names": (known["up"],), "down_name": known["down"]},
+        layer={
+            "norms_stream": True, "attention_norm": None, "feed_forward_norm": None,
+            "attention_post_norm": known["norm"], "feed_forward_post_norm": known["last norm"],
+        },
+        model={
+            "max_position_embeddings": lambda c, _: c["max_position_embeddings"] - offset(c),
+            "positions": lambda c, _: PositionsDescription(positions, c["max_position_embeddings"], offset(c)),
+            "embedding_name": f"{prefix}embeddings.word_embeddings", "embedding_norm": layer_norm(),
+            "embedding_norm_name": f"{prefix}embeddings.LayerNorm", "layer_prefix": f"{prefix}{layers}",
+        } | types | model,
+        refuses=("is_decoder", "add_cross_attention"),
+    )  # fmt: skip
+
+
+_BERT = _bert("bert.")
+_ROBERTA = _bert("roberta.", counts_padding=True)
+_ROBERTA_HEAD = _pooled("CLS", _dense("classifier.dense", "tanh"), _labels("classifier.out_proj"))
+_MPNET = _bert(
+    "mpnet.", has_types=False, counts_padding=True,
+    names={
+        "query": "attention.attn.q", "key": "attention.attn.k", "value": "attention.attn.v",
+        "output": "attention.attn.o", "norm": "attention.LayerNorm",
+    },
+)  # fmt: skip
+_DISTILBERT = _bert(
+    "distilbert.", layers="transformer.layer.", has_types=False,
+    names={
+        "query": "attention.q_lin", "key": "attention.k_lin", "value": "attention.v_lin", "output": "attention.out_lin",
+        "norm": "sa_layer_norm", "up": "ffn.lin1", "down": "ffn.lin2", "last norm": "output_layer_norm",
+    },
+)  # fmt: skip
+_ELECTRA = _bert(
+    "electra.", projects_last=lambda c, _: _electra_size(c, 0) is not None,
+    embedding_size=lambda c, i: _electra_size(c, i), embedding_projection_name="electra.embeddings_project",
+)  # fmt: skip
+
+
+def _electra_size(config: Config, _: int) -> int | None:
+    size = config["embedding_size"]
+    return None if size == config["hidden_size"] else int(size)
+
+
+def _mpnet_biases(config: Config, _: int) -> tuple[str, int]:
+    return "mpnet.encoder.relative_attention_bias.weight", config["relative_attention_num_buckets"]
+
+
+def _modern_norm(config: Config, _: int = 0) -> NormDescription:
+    return NormDescription(config["norm_eps"], "layer", config["norm_bias"])
+
+
+def _modern_slides(config: Config, i: int) -> bool:
+    return bool(i % config["global_attn_every_n_layers"])
+
+
+def _modern_head(config: Config, _: int) -> HeadDescription:
+    return HeadDescription(
+        "head.dense", config["hidden_size"], config["classifier_bias"], activation_of(config["classifier_activation"]),
+        _modern_norm(config), "head.norm",
+    )  # fmt: skip
+
+
+def _modern_sequences(config: Config, i: int) -> PoolingDescription:
+    heads = _modern_head(config, i), _labels()(config, i)
+    return PoolingDescription(str(config["classifier_pooling"]).upper(), heads)
+
+
+_MODERNBERT = Family(
+    defaults={
+        "max_position_embeddings": 8192, "norm_eps": 1e-5, "hidden_act": "gelu", "norm_bias": False,
+        "classifier_bias": False, "classifier_activation": "gelu", "classifier_pooling": "cls", "local_attention": 128,
+        "rope_theta": 160000.0, "rope_local_base_freq": 10000.0, "global_attn_every_n_layers": 3,
+    },
+    norm=_modern_norm,
+    attention=_BOTH_WAYS | {
+        "qkv_names": ("attn.Wqkv",), "output_name": "attn.Wo", "qkv_bias": key("attention_bias"),
+        "output_bias": key("attention_bias"),
+        "window": lambda c, i: c["local_attention"] // 2 + 1 if slides_by(_modern_slides)(c, i) else 0,
+    },
+    feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | MLP_BIAS,
+    layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
+    model={
+        "embedding_name": "model.embeddings.tok_embeddings", "embedding_norm": _modern_norm,
+        "embedding_norm_name": "model.embeddings.norm", "layer_prefix": "model.layers.", "norm": _modern_norm,
+        "norm_name": "model.final_norm",
+    },
+    slides=_modern_slides,
+)  # fmt: skip
+
+
+# Its own checkpoints' names; rotary positions and a gate, and BERT's norms (Nussbaum et al. 2024).
+_NOMIC = Family(
+    defaults={
+        "max_position_embeddings": 2048, "norm_eps": 1e-12, "hidden_act": "silu", "type_vocab_size": 2,
+        "rope_theta": 1000.0,
+    },
+    norm=layer_norm(),
+    attention=_BOTH_WAYS | {"qkv_names": ("attn.Wqkv",), "output_name": "attn.out_proj"},
+    feed_forward={
+        "activation": "silu", "up_names": ("mlp.fc12", "mlp.fc11"), "down_name": "mlp.fc2",
+    },
+    layer={
+        "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": "norm1",
+        "feed_forward_post_norm": "norm2",
+    },
+    model={
+        "token_types": key("type_vocab_size"), "token_types_name": "nomic_bert.embeddings.token_type_embeddings.weight",
+        "embedding_name": "nomic_bert.embeddings.word_embeddings", "embedding_norm": layer_norm(),
+        "embedding_norm_name": "nomic_bert.emb_ln", "layer_prefix": "nomic_bert.encoder.layers.",
+    },
+    refuses=("qkv_proj_bias", "prenorm", "moe_every_n_layers", "use_rms_norm"),
+)  # fmt: skip
+
+
+def _gte(prefix: str) -> Family:
+    """Rotary positions, a gate and BERT's norms too, with biases (Zhang et al. 2024)."""
+    return Family(
+        defaults={
+            "max_position_embeddings": 8192, "norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 1,
+            "rope_theta": 160000.0,
+        },
+        norm=layer_norm(), rope_kinds=("ntk",),
+        attention=_BOTH_WAYS | _BIASES | {"qkv_names": ("attention.qkv_proj",), "output_name": "attention.o_proj"},
+        feed_forward={
+            "up_names": ("mlp.up_gate_proj",), "down_name": "mlp.down_proj", "up_first": True, "down_bias": True,
+        },
+        layer={
+            "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": "attn_ln",
+            "feed_forward_post_norm": "mlp_ln",
+        },
+        model={
+            "token_types": key("type_vocab_size"),
+            "token_types_name": f"{prefix}embeddings.token_type_embeddings.weight",
+            "embedding_name": f"{prefix}embeddings.word_embeddings", "embedding_norm": layer_norm(),
+            "embedding_norm_name": f"{prefix}embeddings.LayerNorm", "layer_prefix": f"{prefix}encoder.layer.",
+        },
+        refuses=("logn_attention_scale", "logn_attention_clip1", "pack_qkv_off"),
+    )  # fmt: skip
+
+
+_BERT_HEAD = _pooled("CLS", _dense("bert.pooler.dense", "tanh"), _labels())
+_NOMIC_HEAD = _pooled("CLS", _dense("nomic_bert.pooler.dense", "tanh"), _labels())
+
+
+def _colbert(config: Config, _: int) -> PoolingDescription:
+    return PoolingDescription("ALL", (HeadDescription("linear", int(config["dim"])),))
+
+
+FAMILIES: dict[str, Family] = {
+    **_classes("Bert", _BERT, "bert.", _BERT_HEAD),
+    **_classes("Roberta", _ROBERTA, "roberta.", _ROBERTA_HEAD),
+    **_classes("XLMRoberta", _ROBERTA, "roberta.", _ROBERTA_HEAD),
+    **_classes("Camembert", _ROBERTA, "roberta.", _ROBERTA_HEAD),
+    **_classes("MPNet", replace(_MPNET, defaults={**_MPNET.defaults, "relative_attention_num_buckets": 32},
+                                attention={**_MPNET.attention, "distance_biases": _mpnet_biases}),
+               "mpnet.", _ROBERTA_HEAD),
+    **_classes("DistilBert", _DISTILBERT, "distilbert.",
+               _pooled("CLS", _dense("pre_classifier", "relu"), _labels())),
+    **_classes("Electra", replace(_ELECTRA, defaults={**_ELECTRA.defaults, "embedding_size": 128}), "electra.",
+               _pooled("CLS", _dense("classifier.dense", "gelu"), _labels("classifier.out_proj"))),
+    **_classes("ModernBert", _MODERNBERT, "model.", _modern_sequences, _pooled("ALL", _modern_head, _labels())),
+    **_classes("NomicBert", _NOMIC, "nomic_bert.", _NOMIC_HEAD),
+    **_classes("Gte", _gte("gte."), "gte.", _pooled("CLS", _dense("gte.pooler.dense", "tanh"), _labels())),
+    **_classes("New", _gte("new."), "new.", _pooled("CLS", _dense("new.pooler.dense", "tanh"), _labels())),
+}  # fmt: skip
+# Llama, both ways (Boizard et al. 2025).
+FAMILIES["EuroBertModel"] = FAMILIES["EuroBertForMaskedLM"] = Family(
+    defaults={"max_position_embeddings": 8192, "norm_eps": 1e-5, "rope_theta": 250000.0},
+    attention=_BOTH_WAYS | ATTENTION_BIAS, feed_forward=MLP_BIAS, pooling=_pooled("MEAN"),
+    model={"unused": ("lm_head.",), "tie_word_embeddings": True},
+)  # fmt: skip
+FAMILIES["HF_ColBERT"] = replace(FAMILIES["BertModel"], pooling=_colbert)

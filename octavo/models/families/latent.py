@@ -1,0 +1,170 @@
+"""The architectures with latent attention: DeepSeek's, and those that follow them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from octavo.layers.experts import EXPERT_NAMES
+from octavo.layers.latent import LatentDescription
+from octavo.models.families.settings import (
+    CORRECTION,
+    GROUPS,
+    SIGMOID_GROUPS,
+    routing,
+    said_by_types,
+    several,
+    shared_expert,
+    sparse_from,
+)
+from octavo.models.readers import Config, Family, Setting, key, rms, rope_of
+
+
+def latent(**changes: Any) -> Setting:
+    """Latent attention by the usual settings; `changes` are values or settings."""
+
+    def find(config: Config, i: int) -> LatentDescription:
+        num_heads, plain, rotated = (config[n] for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
+        settings = {
+            "num_heads": num_heads, "query_rank": config["q_lora_rank"] or None, "latent_size": config["kv_lora_rank"],
+            "plain_size": plain, "rotated_size": rotated,
+            "value_size": config["v_head_dim"] or config["hidden_size"] // num_heads,
+            "rope": rope_of(
+                config, i, rotated, {"interleaved": bool(config["rope_interleave"]), "rotary_dim": rotated}
+            ),
+            "scale": (plain + rotated) ** -0.5 * _sharper(config), "norm": rms(eps=1e-6)(config, i),
+            "bias": bool(config["attention_bias"]),
+        }  # fmt: skip
+        return LatentDescription(**settings | {n: v(config, i) if callable(v) else v for n, v in changes.items()})
+
+    return find
+
+
+def _sharper(config: Config) -> float:
+    """Scores of stretched positions are multiplied with this (yarn's `mscale`, squared: queries' and keys')."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    factor, all_dim = float(scaling.get("factor") or 1.0), float(scaling.get("mscale_all_dim") or 0.0)
+    return 1.0 if kind == "default" or factor <= 1 else (0.1 * all_dim * math.log(factor) + 1.0) ** 2
+
+
+def _growth(config: Config, _: int) -> tuple[float, int] | None:
+    scaling = config.get("rope_scaling") or config["rope_parameters"]
+    if not scaling.get("llama_4_scaling_beta"):
+        return None
+    return float(scaling["llama_4_scaling_beta"]), int(scaling["original_max_position_embeddings"])
+
+
+def _group_limited(config: Config, _: int) -> bool:
+    return bool(config["topk_method"] == "group_limited_greedy")
+
+
+_SIZES = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "rope_interleave": True,
+}  # fmt: skip
+_UNUSED = {"num_unused_layers": lambda c, _: c["num_nextn_predict_layers"] or 0}
+_SHARED = {"shared": shared_expert(several("n_shared_experts"))}
+
+FAMILIES = {
+    "DeepseekV2ForCausalLM": Family(
+        defaults=_SIZES | {
+            "max_position_embeddings": 2048, "first_k_dense_replace": 0, "num_experts": 64, "n_shared_experts": 2,
+            "routed_scaling_factor": 1.0, "topk_method": "greedy", "moe_intermediate_size": 1407, "n_group": 1,
+            "topk_group": 1,
+        },
+        mixer=latent(),
+        experts=_SHARED | {
+            "routing": routing(
+                normalize=False, scale=key("routed_scaling_factor"),
+                num_groups=lambda c, i: c["n_group"] if _group_limited(c, i) else 1,
+                kept_groups=lambda c, i: c["topk_group"] if _group_limited(c, i) else 1,
+            ),
+        },
+        is_sparse=sparse_from("first_k_dense_replace"), refuses=("mlp_bias",),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        defaults=_SIZES | {
+            "max_position_embeddings": 4096, "first_k_dense_replace": 3, "num_experts": 256, "n_shared_experts": 1,
+            "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048, "n_group": 8,
+            "topk_group": 4, "num_nextn_predict_layers": 1,
+        },
+        mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
+        is_sparse=sparse_from("first_k_dense_replace"), model=_UNUSED,
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        defaults=_SIZES | GROUPS | {
+            "max_position_embeddings": 202752, "norm_eps": 1e-5, "q_lora_rank": 768, "v_head_dim": 256,
+            "qk_nope_head_dim": 192, "num_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1,
+            "routed_scaling_factor": 1.8, "moe_intermediate_size": 1536, "num_nextn_predict_layers": 1,
+        },
+        mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
+        is_sparse=said_by_types(lambda _, i: i > 0), model=_UNUSED,
+    ),
+    "AXK1ForCausalLM": Family(
+        defaults=_SIZES | {
+            "max_position_embeddings": 32768, "first_k_dense_replace": 1, "num_experts": 192, "n_shared_experts": 1,
+            "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048, "n_group": 8,
+            "topk_group": 4, "moe_layer_freq": 1,
+        },
+        mixer=latent(),
+        layer={
+            "feed_forward_post_norm": lambda c, i: "post_mlp_layernorm|mlp.post_mlp_layernorm"
+            if _axk1_sparse(c, i) else None
+        },
+        experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS, "needs_correction": False},
+        is_sparse=lambda c, i: _axk1_sparse(c, i),
+        model={  # released checkpoints have the norm in dense layers too, which do not use it
+            "unused": lambda c, _: tuple(
+                f"model.layers.{i}.post_mlp_layernorm" for i in range(c["num_hidden_layers"]) if not _axk1_sparse(c, i)
+            )
+        },
+    ),
+    "Mistral4ForCausalLM": Family(
+        defaults=_SIZES | {
+            "max_position_embeddings": 1048576, "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
+            "first_k_dense_replace": 0, "num_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.0, "moe_intermediate_size": 2048, "n_group": 1, "topk_group": 1,
+            "rope_parameters": {
+                "type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+                "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
+        mixer=latent(query_growth=_growth),
+        experts=_SHARED | {
+            "routing": routing(
+                scale=key("routed_scaling_factor"), num_groups=key("n_group"), kept_groups=key("topk_group"),
+                group_by_two=lambda c, _: c["topk_group"] < c["n_group"],
+            ),
+            "names": (EXPERT_NAMES[1], EXPERT_NAMES[0]),
+        },
+        is_sparse=sparse_from("first_k_dense_replace"),
+    ),
+    "MiniCPM3ForCausalLM": Family(
+        defaults=_SIZES | {
+            "max_position_embeddings": 32768, "norm_eps": 1e-5, "tie_word_embeddings": True, "kv_lora_rank": 256,
+            "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": None,
+            "rope_interleave": False, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256,
+        },
+        mixer=latent(),
+        layer={
+            "residual_multiplier": lambda c, _: (c["scale_depth"] or math.sqrt(c["num_hidden_layers"]))
+            / math.sqrt(c["num_hidden_layers"])
+        },
+        model={
+            "embedding_multiplier": lambda c, _: float(c["scale_emb"]),
+            "logits_divisor": lambda c, _: c["hidden_size"] / (c["dim_model_base"] or c["hidden_size"]),
+        },
+        refuses=("mlp_bias",),
+    ),
+    "YoutuForCausalLM": Family(
+        defaults=_SIZES | {"max_position_embeddings": 131072, "tie_word_embeddings": True}, mixer=latent()
+    ),
+}  # fmt: skip
+
+
+def _axk1_sparse(config: Config, i: int) -> bool:
+    def by_frequency(config: Config, i: int) -> bool:
+        return bool(i >= config["first_k_dense_replace"] and i % config["moe_layer_freq"] == 0)
+
+    return bool(said_by_types(by_frequency)(config, i))

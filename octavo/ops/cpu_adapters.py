@@ -1,0 +1,206 @@
+"""What adapters add to products, natively: factors in the layout of the kernels, and the product with their first half.
+
+The second half is the epilogue of the product itself (csrc/cpu/epilogue.h): `linear` and its kin take an `Expand`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import octavo._cpu as _cpu
+from octavo.ops import AdapterTable, Expand, Factors, FactorShape
+from octavo.ops.cpu_arrays import CODES, DTYPES, FLOAT32, INT32, UINT8, address, code_of, is_dense, stride
+from octavo.ops.cpu_memory import zeros
+from octavo.ops.cpu_program import check_inputs, empty
+
+_FACTORS = np.dtype([("a", "u8"), ("b", "u8"), ("panels", "u8"), ("scales", "u8"), ("bias", "u8"), ("rank", "i8")])
+_PANEL = np.dtype([("offset", "i8"), ("first", "i4"), ("count", "i4")])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFactors:
+    """One adapter's factors for one product, as the kernels read them: pieces by the field that points to them. B may
+    be in several, whole panels each."""
+
+    rank: int  # of all projections together, padded
+    fields: tuple[str, ...]
+    pieces: tuple[NDArray[np.uint8], ...]
+    owners: NDArray[np.intp]  # of each panel of B, which of these pieces it lies in
+    offsets: NDArray[np.int64]  # and where, in elements
+
+
+class CpuAdapterTable:
+    """`AdapterTable` in memory that the kernels read: csrc/cpu/kernels.h's AdapterFactors, by slot."""
+
+    def __init__(self, shape: FactorShape, num_slots: int, dtype: str) -> None:
+        self.shape, self.num_slots = shape, num_slots
+        self.dtype = DTYPES[dtype]
+        self.code = CODES[self.dtype]
+        self._step = 1 if self.dtype == FLOAT32 else 2  # elements of a lane
+        self.factors = np.zeros(num_slots, _FACTORS)
+        self.width = len(shape.widths) * self._padded(shape.max_rank)
+
+    def _padded(self, rank: int) -> int:
+        return -(-rank // self._step) * self._step
+
+    def pack(self, factors: Factors, page_bytes: int) -> PackedFactors:
+        shape, found = self.shape, list(enumerate(factors.projections))
+        ranks = [0 if one is None else self._padded(one.a.shape[0]) for _, one in found]
+        starts = [0, *accumulate(ranks)]
+        a = np.zeros((starts[-1], shape.num_in), self.dtype)
+        dense = np.zeros((sum(shape.widths), starts[-1]), np.float32)
+        row = 0
+        for (i, one), width in zip(found, shape.widths, strict=True):
+            if one is not None:
+                rank = one.a.shape[0]
+                a[starts[i] : starts[i] + rank] = one.a
+                dense[row : row + width, starts[i] : starts[i] + rank] = one.b
+            row += width
+        outputs = self._outputs()
+        runs, panels = self._pack_b(dense, outputs, starts)
+        pieces: list[tuple[str, NDArray[Any]]] = [("a", _packed_panels(a, self._step))] if len(a) else []
+        owners = np.zeros(len(panels), np.intp)
+        offsets = np.zeros(len(panels), np.int64)
+        panel = 0
+        for run in runs:  # [panels, elements of one]
+            most = max(1, page_bytes // max(1, run.shape[1] * run.itemsize))
+            for begin in range(0, len(run), most):
+                part = run[begin : begin + most]
+                owners[panel : panel + len(part)] = len(pieces)
+                offsets[panel : panel + len(part)] = np.arange(len(part)) * run.shape[1]
+                panel += len(part)
+                if part.size:
+                    pieces.append(("b", part))
+        pieces.append(("panels", panels))
+        for name, vector in (("scales", factors.scales), ("bias", factors.bias)):
+            if vector is not None:
+                filler = np.float32(name == "scales")
+                pieces.append((name, np.where(outputs < 0, filler, vector.astype(np.float32)[outputs])))
+        data = tuple(np.ascontiguousarray(piece).reshape(-1).view(UINT8) for _, piece in pieces)
+        return PackedFactors(starts[-1], tuple(name for name, _ in pieces), data, owners, offsets)
+
+    def least_page_bytes(self) -> int:
+        _, panels, vector = self._sizes()
+        shared = len(self.shape.widths) if self._has_shared_panels() else 1
+        panel = _cpu.PANEL * self._padded(self.shape.max_rank) * shared * self.dtype.itemsize
+        return int(max(self._sizes()[0], panels, vector, panel))
+
+    def largest(self, page_bytes: int) -> list[int]:
+        a, panels, vector = self._sizes()
+        shared = len(self.shape.widths) if self._has_shared_panels() else 1
+        panel = _cpu.PANEL * self._padded(self.shape.max_rank) * shared * self.dtype.itemsize
+        most, count = max(1, page_bytes // panel), panels // _PANEL.itemsize
+        b = [panel * min(most, count - begin) for begin in range(0, count, most)]
+        return [a, *b, panels, vector, vector]
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Bytes of A, of the panels' table, and of a vector of outputs, at most."""
+        outputs, words = len(self._outputs()), -(-self.shape.num_in // self._step) * self._step
+        a = -(-self.width // _cpu.FACTOR_PANEL) * _cpu.FACTOR_PANEL * words * self.dtype.itemsize
+        return a, outputs // _cpu.PANEL * _PANEL.itemsize, outputs * 4
+
+    def put(self, slot: int, packed: PackedFactors, arena: NDArray[np.uint8], places: Sequence[int]) -> None:
+        base, at = address(arena), np.array(places, np.int64)
+        entry = np.zeros((), _FACTORS)
+        for name, place in zip(reversed(packed.fields), reversed(places), strict=True):
+            entry[name] = base + place  # of B's the first piece
+        entry["rank"] = packed.rank
+        if "b" in packed.fields:
+            number = packed.fields.index("panels")
+            table = arena[places[number] : places[number] + packed.pieces[number].nbytes].view(_PANEL)
+            first = packed.fields.index("b")
+            moved = (at[packed.owners] - at[first]) // self.dtype.itemsize + packed.offsets
+            table["offset"] = np.where(table["count"] > 0, moved, 0)
+        self.factors[slot] = entry
+
+    def clear(self, slot: int) -> None:
+        self.factors[slot] = np.zeros((), _FACTORS)
+
+    def _outputs(self) -> NDArray[np.intp]:
+        """The output behind each column of the packed matrix, -1 where its last panels are padded."""
+        total = sum(self.shape.widths)
+        sides = 2 if self.shape.gated else 1
+        num_panels = -(-(total // sides) // _cpu.PANEL)
+        columns = np.full((sides, num_panels * _cpu.PANEL), -1, np.intp)
+        columns[:, : total // sides] = np.arange(total).reshape(sides, -1)
+        return columns.reshape(sides, num_panels, _cpu.PANEL).swapaxes(0, 1).reshape(-1)
+
+    def _projections(self) -> list[tuple[int, int]]:
+        """Of each panel the first projection that it has outputs of, and the last."""
+        owner = np.repeat(np.arange(len(self.shape.widths)), self.shape.widths)
+        panels = self._outputs().reshape(-1, _cpu.PANEL)
+        return [(int(owner[panel[panel >= 0]].min()), int(owner[panel[panel >= 0]].max())) for panel in panels]
+
+    def _has_shared_panels(self) -> bool:
+        return any(first != last for first, last in self._projections())
+
+    def _pack_b(
+        self, dense: NDArray[np.float32], outputs: NDArray[np.intp], starts: list[int]
+    ) -> tuple[list[NDArray[Any]], NDArray[Any]]:
+        """dense [N, R] -> panels of B, in runs [panels, elements] of equal size, and their table without places."""
+        owners = self._projections()
+        table = np.zeros(len(owners), _PANEL)
+        parts: list[NDArray[Any]] = []
+        begin = 0
+        while begin < len(owners):
+            end = begin
+            while end < len(owners) and owners[end] == owners[begin]:
+                end += 1
+            first, last = starts[owners[begin][0]], starts[owners[begin][1] + 1]
+            count, rows = last - first, outputs[begin * _cpu.PANEL : end * _cpu.PANEL]
+            block = np.where(rows[:, None] < 0, 0, dense[rows, first:last]).astype(self.dtype)
+            block = block.reshape(end - begin, _cpu.PANEL, count // self._step, self._step).swapaxes(1, 2)
+            parts.append(np.ascontiguousarray(block).reshape(end - begin, -1))
+            table["first"][begin:end], table["count"][begin:end] = first, count
+            begin = end
+        return parts, table
+
+
+def allocate_arena(num_bytes: int) -> NDArray[np.uint8]:
+    return zeros(num_bytes)
+
+
+def adapter_table(shape: FactorShape, num_slots: int, dtype: str) -> CpuAdapterTable:
+    return CpuAdapterTable(shape, num_slots, dtype)
+
+
+def shrink(x: NDArray[Any], table: AdapterTable, slots: NDArray[Any]) -> NDArray[Any]:
+    assert isinstance(table, CpuAdapterTable) and slots.dtype == INT32 and is_dense(slots) and is_dense(x)
+    check_inputs("shrink", x=x, slots=slots)
+    num_rows, num_in = x.shape[0], table.shape.num_in
+    if x.dtype == UINT8:
+        x_code, x_stride = _cpu.Q8, x.strides[0] // _cpu.QBLOCK_BYTES
+    else:
+        assert x.shape[1] == num_in, f"shrink: {x.shape[1]} inputs for factors of {num_in}"
+        x_code, x_stride = code_of("shrink", x), stride(x)
+    out = empty((num_rows, table.width), table.dtype)
+    scratch = empty((_cpu.shrink_scratch_rows(num_rows), num_in), table.dtype)
+    _cpu.shrink(
+        x, x_stride, x_code, num_rows, slots, table.num_slots, table.factors, out, table.width, scratch, num_in,
+        table.code,
+    )  # fmt: skip
+    return out
+
+
+def expand_arguments(expand: Expand | None) -> tuple[Any, ...]:
+    """The last arguments of the native product."""
+    if expand is None:
+        return 0, 0, 0, 0, 0, 0
+    table = expand.table
+    assert isinstance(table, CpuAdapterTable)
+    return expand.slots, table.num_slots, table.factors, expand.shrunk, table.width, table.code
+
+
+def _packed_panels(a: NDArray[Any], step: int) -> NDArray[Any]:
+    """a [R, K] -> [panel][K / step][FACTOR_PANEL][step], padded with zeros."""
+    num_rows, k = a.shape
+    panels, steps = -(-num_rows // _cpu.FACTOR_PANEL), -(-k // step)
+    padded = np.zeros((panels * _cpu.FACTOR_PANEL, steps * step), a.dtype)
+    padded[:num_rows, :k] = a
+    return padded.reshape(panels, _cpu.FACTOR_PANEL, steps, step).swapaxes(1, 2)

@@ -1,0 +1,129 @@
+"""What adapters add to products, over torch's tensors: factors as they are, found through a table by slot.
+
+The reference computes with it directly; Triton's kernels read the same table (octavo/ops/triton/adapters.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.ops import Expand, Factors, FactorShape
+from octavo.ops.torch_arrays import DTYPES, to_torch
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFactors:
+    """One adapter's factors for one product, as bytes: a [r, K] and b [N, r] of each projection that has some, then the
+    scales and the bias."""
+
+    ranks: tuple[int, ...]  # 0 for a projection without factors
+    has_scales: bool
+    has_bias: bool
+    pieces: tuple[NDArray[np.uint8], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFactors:
+    """What `TorchFactors` are once they lie on the device."""
+
+    projections: tuple[tuple[Tensor, Tensor] | None, ...]
+    scales: Tensor | None
+    bias: Tensor | None
+
+
+class TorchAdapterTable:
+    """`AdapterTable` of tensors."""
+
+    def __init__(self, shape: FactorShape, num_slots: int, dtype: str) -> None:
+        self.shape, self.dtype = shape, DTYPES[dtype]
+        self.slots: list[SlotFactors | None] = [None] * num_slots
+        self.width = len(shape.widths) * shape.max_rank
+
+    def pack(self, factors: Factors, page_bytes: int) -> TorchFactors:
+        arrays: list[Tensor] = []
+        for one in factors.projections:
+            if one is not None:
+                arrays += [to_torch(one.a).to(self.dtype), to_torch(one.b).to(self.dtype)]
+        vectors = [vector for vector in (factors.scales, factors.bias) if vector is not None]
+        arrays += [to_torch(vector).float() for vector in vectors]
+        ranks = tuple(0 if one is None else len(one.a) for one in factors.projections)
+        pieces = tuple(array.contiguous().reshape(-1).view(torch.uint8).numpy() for array in arrays)
+        return TorchFactors(ranks, factors.scales is not None, factors.bias is not None, pieces)
+
+    def least_page_bytes(self) -> int:
+        return max(self.largest(0))
+
+    def largest(self, page_bytes: int) -> list[int]:
+        rank, size = self.shape.max_rank, self.dtype.itemsize
+        a, bs = rank * self.shape.num_in * size, [width * rank * size for width in self.shape.widths]
+        return [size for b in bs for size in (a, b)] + [4 * sum(self.shape.widths)] * 2
+
+    def put(self, slot: int, packed: TorchFactors, arena: Tensor, places: Sequence[int]) -> None:
+        left = iter(arena[place : place + piece.nbytes] for place, piece in zip(places, packed.pieces, strict=True))
+        projections: list[tuple[Tensor, Tensor] | None] = []
+        for rank, width in zip(packed.ranks, self.shape.widths, strict=True):
+            if rank == 0:
+                projections.append(None)
+                continue
+            a = next(left).view(self.dtype).view(rank, self.shape.num_in)
+            projections.append((a, next(left).view(self.dtype).view(width, rank)))
+        scales = next(left).view(torch.float32) if packed.has_scales else None
+        bias = next(left).view(torch.float32) if packed.has_bias else None
+        self.slots[slot] = SlotFactors(tuple(projections), scales, bias)
+
+    def clear(self, slot: int) -> None:
+        self.slots[slot] = None
+
+    def rows_by_slot(self, slots: Tensor) -> list[tuple[Tensor, SlotFactors]]:
+        """The rows of each adapter, and its factors."""
+        found = []
+        for slot in sorted(set(slots.tolist())):
+            factors = self.slots[slot] if slot >= 0 else None
+            if factors is not None:
+                found.append(((slots == slot).nonzero()[:, 0], factors))
+        return found
+
+
+def allocate_arena(num_bytes: int) -> Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def adapter_table(shape: FactorShape, num_slots: int, dtype: str) -> TorchAdapterTable:
+    return TorchAdapterTable(shape, num_slots, dtype)
+
+
+def shrink_rows(x: Tensor, table: TorchAdapterTable, slots: Tensor) -> Tensor:
+    """x [T, K] -> [T, width], the ranks of projections one after the other."""
+    out = torch.zeros((len(x), table.width), dtype=table.dtype, device=x.device)
+    for rows, factors in table.rows_by_slot(slots):
+        parts = [x[rows].float() @ one[0].float().T for one in factors.projections if one is not None]
+        if parts:
+            both = torch.cat(parts, 1)
+            out[rows, : both.shape[1]] = both.to(table.dtype)
+    return out
+
+
+def expand_rows(y: Tensor, bias: Tensor | None, what: Expand) -> Tensor:
+    """y [T, N] float32, the product without its `bias` -> the sum of both products, with it."""
+    table = what.table
+    assert isinstance(table, TorchAdapterTable)
+    y = y.clone()
+    for rows, factors in table.rows_by_slot(what.slots):
+        sums, begin, column = y[rows], 0, 0
+        for one, width in zip(factors.projections, table.shape.widths, strict=True):
+            if one is not None:
+                rank = one[1].shape[1]
+                shrunk = what.shrunk[rows, begin : begin + rank].float()
+                sums[:, column : column + width] += shrunk @ one[1].float().T
+                begin += rank
+            column += width
+        if factors.scales is not None:
+            sums = sums * factors.scales
+        y[rows] = sums if factors.bias is None else sums + factors.bias
+    return y if bias is None else y + bias

@@ -1,0 +1,131 @@
+"""What a caller may ask of a model that pools, `PoolingParams`, and what is known of the model, `PoolingConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.errors import RequestError
+
+# What a request may want, by vLLM's names: one vector of a text or one of each token, as they are or as classes.
+TASKS = ("embed", "token_embed", "classify", "token_classify")
+
+
+class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A field left out follows the model. Raises `RequestError` for a value that means nothing."""
+
+    task: str | None = None  # of `TASKS`
+    dimensions: int | None = None  # of an embedding: so many of its first elements (Kusupati et al. 2022)
+    use_activation: bool | None = None  # False: no length 1 for embeddings, no softmax or sigmoid for classes
+    truncate_prompt_tokens: int | None = None  # keep so many tokens of a text, -1 as many as the model takes
+    truncation_side: str = "right"  # where tokens are taken off
+    # What the model says, once the request has been checked.
+    kind: str = ""
+    activation: str = "identity"  # "normalize", "softmax", "sigmoid" or "identity"
+    num_skipped: int = 0  # tokens of an instruction, which are not pooled
+
+    def __post_init__(self) -> None:
+        if self.task is not None and self.task not in TASKS:
+            raise RequestError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}.", param="task")
+        if self.dimensions is not None and self.dimensions < 1:
+            raise RequestError(f"dimensions must be at least 1, got {self.dimensions}.", param="dimensions")
+        keep = self.truncate_prompt_tokens
+        if keep is not None and keep < 1 and keep != -1:
+            raise RequestError(
+                f"truncate_prompt_tokens must be at least 1, or -1 for as many as the model takes, got {keep}.",
+                param="truncate_prompt_tokens",
+            )
+        if self.truncation_side not in ("left", "right"):
+            raise RequestError(
+                f"truncation_side must be left or right, got {self.truncation_side!r}.", param="truncation_side"
+            )
+
+    @property
+    def is_by_token(self) -> bool:
+        """Whether each token has a vector."""
+        return self.kind == "ALL"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """A matrix that a sentence-transformers folder has behind pooling: its folder is also the prefix of its tensors."""
+
+    name: str
+    size: int  # of its output
+    bias: bool
+    activation: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """How a model pools, and what its vectors are. Plain data: it crosses to the core's process."""
+
+    task: str  # of `TASKS`: what requests get that do not say it
+    kind: str  # of `octavo.layers.pooling.KINDS`
+    size: int = 0  # elements of a vector
+    dense: list[DenseConfig] = field(default_factory=list)
+    activation: str = "identity"  # what becomes of vectors; see `PoolingParams`
+    labels: list[str] = field(default_factory=list)  # of classes
+    may_cut: bool = False  # the first elements of an embedding are one too
+    dimensions: list[int] = field(default_factory=list)  # how many, where only some numbers are good
+    default_dimensions: int | None = None  # of requests that do not say it
+    prompts: dict[str, str] = field(default_factory=dict)  # by name: what comes before a text
+    default_prompt: str | None = None
+    pools_prompts: bool = True
+    whole_prompts: bool = True  # a text is computed in one step
+    label_tokens: list[int] = field(default_factory=list)  # whose rows of the output matrix are the classifier
+    is_difference: bool = False
+    lowers_case: bool = False
+    score_template: str | None = None  # of one text for {instruction}, {query} and {document}
+    score_instruction: str = ""  # where a request has none
+    max_length: int | None = None  # tokens of a text that the model is good for, where it takes more
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What requests may want."""
+        both = ("embed", "token_embed") if "embed" in self.task else ("classify", "token_classify")
+        if self.kind == "ALL":
+            return both[1:]
+        return both if self.whole_prompts else both[:1]
+
+    def settle(self, params: PoolingParams) -> PoolingParams:
+        """`params` with what the model says. Raises `RequestError` for what it cannot give."""
+        task = params.task or self.task
+        if task not in self.tasks:
+            raise RequestError(self._why_not(task), param="task")
+        if params.dimensions is not None:
+            self._check_dimensions(task, params.dimensions)
+        by_token = task.startswith("token_")
+        return msgspec.structs.replace(
+            params, task=task, kind="ALL" if by_token else self.kind,
+            dimensions=params.dimensions or self.default_dimensions,
+            activation="identity" if params.use_activation is False else self.activation,
+        )  # fmt: skip
+
+    def _why_not(self, task: str) -> str:
+        mine = " and ".join(self.tasks)
+        if task.removeprefix("token_") != self.task.removeprefix("token_"):
+            what = "embeddings" if "embed" in self.task else "classes"
+            return f"task {task} is not this model's, which gives {what}: its tasks are {mine}."
+        if task.startswith("token_"):
+            return (
+                f"task {task} needs whole texts in a step, and this server computes them in parts; start it with "
+                f"--no-enable-chunked-prefill. Now its tasks are {mine}."
+            )
+        return (
+            f"task {task} needs a vector of the whole text, and this model has one of each token: its task is {mine}."
+        )
+
+    def _check_dimensions(self, task: str, wanted: int) -> None:
+        if "embed" not in task:
+            raise RequestError("dimensions are for embeddings; leave it out.", param="dimensions")
+        if not self.may_cut:
+            raise RequestError(
+                f"this model's embeddings have {self.size} elements and were not trained to be cut; leave dimensions "
+                "out, or start the server with --hf-overrides '{\"is_matryoshka\": true}'.",
+                param="dimensions",
+            )
+        if wanted > self.size or (self.dimensions and wanted not in self.dimensions):
+            known = ", ".join(map(str, self.dimensions)) if self.dimensions else f"1 to {self.size}"
+            raise RequestError(f"dimensions must be {known}, got {wanted}.", param="dimensions")

@@ -1,0 +1,77 @@
+"""How many guesses a step verifies: as many as bring the most tokens a second.
+
+A guess is worth the probability that it and those before it are right, and costs what `StepCostModel` says. Guesses are
+added to the step as long as they raise its tokens by more than its time. Where prompts are computed beside them, their
+time counts for nothing here: it has to be spent anyway, and a guess must be as good a use of time as a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import replace
+from typing import NamedTuple
+
+from octavo.step_cost import StepCost, StepWork
+
+
+class Candidate(NamedTuple):
+    """A sequence that lacks one token, and a guess of what follows."""
+
+    num_computed: int
+    num_guesses: int  # at most
+    rate: float  # probability of each to be right if those before it are
+
+
+def choose_counts(
+    cost: StepCost, work: StepWork, prompts: StepWork, candidates: List[Candidate], gain: float
+) -> list[int]:
+    """For each of the `candidates`, how many guesses the step of `work` should verify; their single tokens are part of
+    it, and so are `prompts`. Tokens a second must grow by a factor of `gain` for there to be any."""
+    counts = [0] * len(candidates)
+    prompts_s = cost.seconds(prompts) if prompts.num_tokens else 0.0
+    num_tokens = float(work.num_samples - prompts.num_samples)
+    first = num_tokens / max(cost.seconds(work) - prompts_s, 1e-9)
+    best = first
+    for i in sorted(range(len(candidates)), key=lambda i: -candidates[i].rate):
+        candidate = candidates[i]
+        tried = replace(work)
+        expected, chance = num_tokens, 1.0
+        kept: tuple[StepWork, float] | None = None
+        last = 0.0
+        for count in range(1, candidate.num_guesses + 1):
+            tried.add_guess(candidate.num_computed, count)
+            chance *= candidate.rate
+            expected += chance
+            rate = expected / max(cost.seconds(tried) - prompts_s, 1e-9)
+            if rate > best:
+                best, counts[i], kept = rate, count, (replace(tried), expected)
+            elif count > 2 and rate < last:
+                break
+            last = rate
+        if kept is None:
+            break
+        work, num_tokens = kept
+    return counts if best >= gain * first else [0] * len(candidates)
+
+
+def choose_draft_count(
+    cost: StepCost, work: StepWork, prompts: StepWork, candidates: List[Candidate], draft_s: float, gain: float
+) -> int:
+    """How many tokens a drafter should guess for each of the `candidates`; `work`, `prompts` and `gain` are as in
+    `choose_counts`. A token more, of all of them, takes it `draft_s`."""
+    prompts_s = cost.seconds(prompts) if prompts.num_tokens else 0.0
+    expected = float(work.num_samples - prompts.num_samples)
+    best = first = expected / max(cost.seconds(work) - prompts_s, 1e-9)
+    chosen, tried, chances = 0, replace(work), [1.0] * len(candidates)
+    for count in range(1, max(candidate.num_guesses for candidate in candidates) + 1):
+        for i, candidate in enumerate(candidates):
+            if count <= candidate.num_guesses:
+                tried.add_guess(candidate.num_computed, count)
+                chances[i] *= candidate.rate
+                expected += chances[i]
+        rate = expected / max(cost.seconds(tried) - prompts_s + count * draft_s, 1e-9)
+        if rate > best:
+            best, chosen = rate, count
+        elif count > chosen + 2:
+            break
+    return chosen if best >= gain * first else 0

@@ -1,0 +1,149 @@
+"""Guesses by looking up the last tokens in a text: prompt lookup (`ngram`), and predicted outputs.
+
+The source is Saxena's prompt lookup decoding (2023), which compares the end of a text with every place of it. Here each
+n-gram's last place is kept in a table, so that a token costs one entry of each length, however long the text. While the
+text goes on as it did after the place that was found, that place is kept: the longer it has, the likelier the next
+token is right.
+"""
+
+from __future__ import annotations
+
+from octavo.sequence import Sequence
+from octavo.speculative.proposer import NO_GUESS, Guess
+
+# Of a long prompt so many tokens are taken in at once, about a millisecond's work, and the others in later steps.
+_MOST_READ = 4096
+_PREDICTION_LEVELS = 8  # the first level of guesses from a predicted output
+# N-grams that bring a text back to its prediction, after it has left it; and back to the place that it was quoting, if
+# they come within so many tokens of both.
+_RETURN_LENGTHS = (3, 2, 1)
+_QUOTE_LENGTHS = (3, 2)
+_QUOTE_GAP = 24
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text stands last. Of n-grams it knows hashes: a guess may be wrong."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self.lengths = range(most, least - 1, -1)
+        self.num_read = 0
+        self._ends: list[dict[int, int]] = [{} for _ in self.lengths]  # hash of an n-gram -> the place behind it
+
+    def read(self, tokens: list[int], end: int) -> None:
+        """Take in the n-grams that end before `end`, as far as that is not too much at once."""
+        begin, self.num_read = self.num_read, min(end, self.num_read + _MOST_READ)
+        for n, ends in zip(self.lengths, self._ends, strict=True):
+            for i in range(max(begin + 1, n), self.num_read + 1):
+                ends[hash(tuple(tokens[i - n : i]))] = i
+
+    def find(self, tokens: list[int]) -> tuple[int, int] | None:
+        """(place, n): the longest n-gram at the end of `tokens`, a text, that the index has, and what it is followed
+        by."""
+        for n, ends in zip(self.lengths, self._ends, strict=True):
+            if len(tokens) >= n and (place := ends.get(hash(tuple(tokens[-n:])))) is not None:
+                return place, n
+        return None
+
+
+class LookupState:
+    """A sequence, and the place of the source at which it goes on."""
+
+    __slots__ = ("index", "left", "length", "num_seen", "place")
+
+    def __init__(self, index: NgramIndex | None = None) -> None:
+        self.index = index
+        self.num_seen = 0  # tokens of the sequence
+        self.place = -1  # of the source: what is thought to come next
+        self.length = 0  # tokens before it that agree
+        self.left = (-1, 0)  # the place at which it was left last, and the tokens of the sequence then
+
+    def follow(self, tokens: list[int], source: list[int]) -> bool:
+        """Go on with the tokens that are new. Returns whether the source has them all."""
+        if self.place < 0:
+            return False
+        new = tokens[self.num_seen :]
+        if source[self.place : self.place + len(new)] != new:
+            return False
+        self.place += len(new)
+        self.length += len(new)
+        return True
+
+
+def _level(length: int) -> int:
+    """Guesses after one, two or three, four to seven … tokens that agree."""
+    return min(length.bit_length(), 7)
+
+
+class NgramProposer:
+    """Guesses that what followed the last tokens before follows them again: `least` to `most` of them must agree."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+
+    def start(self, seq: Sequence) -> LookupState:
+        return LookupState(NgramIndex(self._least, self._most))
+
+    def propose(self, seq: Sequence, state: LookupState, most: int) -> Guess:
+        tokens, index = seq.token_ids, state.index
+        assert index is not None
+        # The n-gram at the end is followed by nothing yet: it is taken in with the next token.
+        index.read(tokens, len(tokens) - 1)
+        if not state.follow(tokens, tokens):
+            if state.length >= self._least:
+                state.left = state.place, len(tokens)
+            state.place, state.length = index.find(tokens) or self._return(state, tokens) or (-1, 0)
+        state.num_seen = len(tokens)
+        if state.place < 0:
+            return NO_GUESS
+        return Guess(tuple(tokens[state.place : state.place + most]), _level(state.length))
+
+    def _return(self, state: LookupState, tokens: list[int]) -> tuple[int, int] | None:
+        """(place, n): a quote goes on, near the place at which it was left, after `n` tokens that agree."""
+        place, num_tokens = state.left
+        if place < 0 or len(tokens) > num_tokens + _QUOTE_GAP:
+            return None
+        near = tokens[place : min(place + _QUOTE_GAP, len(tokens) - 1)]
+        found = _find_next(tokens[-_QUOTE_LENGTHS[0] :], near, 0, _QUOTE_LENGTHS)
+        return None if found is None else (place + found[0], found[1])
+
+    def end(self, seq: Sequence, state: LookupState) -> None:
+        """Nothing outlasts the sequence."""
+
+
+class PredictionProposer:
+    """Guesses that the answer is what the request predicts, from its beginning. Where it leaves that, the guess goes on
+    behind the next occurrence of the last tokens."""
+
+    def start(self, seq: Sequence) -> LookupState:
+        state = LookupState()
+        state.num_seen, state.place = seq.num_prompt_tokens, 0
+        return state
+
+    def propose(self, seq: Sequence, state: LookupState, most: int) -> Guess:
+        prediction = seq.request.prediction
+        if not state.follow(seq.token_ids, prediction):
+            output = seq.token_ids[-min(_RETURN_LENGTHS[0], seq.num_output_tokens) :]
+            state.place, state.length = _find_next(output, prediction, max(state.place, 0), _RETURN_LENGTHS) or (
+                state.place,
+                0,
+            )
+        state.num_seen = len(seq.token_ids)
+        return Guess(tuple(prediction[state.place : state.place + most]), _PREDICTION_LEVELS + _level(state.length))
+
+    def end(self, seq: Sequence, state: LookupState) -> None:
+        """Nothing outlasts the sequence."""
+
+
+def _find_next(end: list[int], text: list[int], begin: int, lengths: tuple[int, ...]) -> tuple[int, int] | None:
+    """(place, n): what follows the next occurrence in `text`, behind `begin`, of the longest n-gram at the `end` of
+    another. `lengths` are those of n-grams, the longest first."""
+    for n in lengths:
+        wanted, place = end[-n:], begin
+        while len(wanted) == n:
+            try:
+                place = text.index(wanted[-1], place) + 1
+            except ValueError:
+                break
+            if text[max(place - n, 0) : place] == wanted:
+                return place, n
+    return None

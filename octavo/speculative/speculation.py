@@ -1,0 +1,182 @@
+"""What the scheduler asks: which guesses a step verifies, or how many a model is to make for it.
+
+Each sequence has at most one guess of what follows its tokens: its request's own prediction's, or that of the method
+that is configured. It is made when a step's tokens are known, and compared with the next ones, verified or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.plan import TO_BE_GUESSED, PlannedRow
+from octavo.sequence import Sequence
+from octavo.speculative.acceptance import Acceptance, SequenceAcceptance, compare
+from octavo.speculative.choice import Candidate, choose_counts, choose_draft_count
+from octavo.speculative.lookup import PredictionProposer
+from octavo.speculative.proposer import NO_GUESS, Guess, Proposer
+from octavo.stats import EngineStats
+from octavo.step_cost import StepCost, StepWork
+
+_MOST_PREDICTED = 32  # guesses of a sequence in a step, from the prediction that came with its request
+# So much faster must a step with guesses be for one without them to be followed by it: predictions are not exact.
+_LEAST_GAIN = 1.03
+# Where a drafter's guesses were not worth their time, one sequence has so many of them again in every so many steps.
+_TRIAL_STEPS, _TRIAL_GUESSES = 128, 2
+
+
+@dataclass(slots=True)
+class Speculated:
+    """What is known of a sequence."""
+
+    state: Any  # its proposer's
+    prediction_state: Any = None
+    guess: Guess = NO_GUESS  # of what follows its tokens
+    is_predicted: bool = False  # the guess is from the prediction that came with the request
+    acceptance: SequenceAcceptance = field(default_factory=SequenceAcceptance)
+
+
+class Speculation:
+    """Guesses of one engine. `max_guesses` is the most for a sequence in a step. Without a `proposer` only requests
+    that bring a prediction are guessed. The proposer may leave its guesses to a drafter, in the worker. Without a
+    `cost` there are always as many guesses as can be."""
+
+    def __init__(
+        self, proposer: Proposer | None = None, max_guesses: int = _MOST_PREDICTED, cost: StepCost | None = None
+    ) -> None:
+        self.cost = cost
+        self._proposer = proposer
+        self._predictions = PredictionProposer()
+        self._max_guesses = max_guesses
+        self._acceptance = Acceptance()
+        self._num_sequences = 0  # that are guessed
+        self._was_worth_it = False  # the last step that could have guesses had some
+        self._draft_s = 0.0  # that a token more of all drafts takes
+        self._num_idle_steps = 0  # that could have had guesses, and had none
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nobody to guess for."""
+        return not self._num_sequences
+
+    def took(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None) -> None:
+        """`tokens` have come for a sequence that has not ended; `drafts` are what a drafter had guessed."""
+        about = seq.speculated
+        if about is None:
+            if self._proposer is None and not seq.request.prediction:
+                return
+            seq.speculated = about = self._start(seq)
+        if drafts is not None:
+            about.guess = about.guess._replace(tokens=drafts)
+        if about.guess.tokens and about.guess.tokens[0] != TO_BE_GUESSED:
+            right, wrong = compare(about.guess, tokens)
+            about.acceptance.observe(right, wrong, self._acceptance.rates[about.guess.level])
+            self._acceptance.observe(about.guess.level, right, wrong)
+        about.guess, about.is_predicted = NO_GUESS, False
+        if about.prediction_state is not None:
+            most = max(0, min(_MOST_PREDICTED, seq.num_remaining_tokens - 1))
+            about.guess = self._predictions.propose(seq, about.prediction_state, most)
+            about.is_predicted = bool(about.guess.tokens)
+        if about.is_predicted:
+            return
+        if self._proposer is not None:
+            most = max(0, min(self._max_guesses, seq.num_remaining_tokens - 1))
+            about.guess = self._proposer.propose(seq, about.state, most)
+        if not about.guess.tokens:
+            about.acceptance.forget()
+
+    def choose(self, candidates: List[tuple[Sequence, int]], rows: List[PlannedRow]) -> list[tuple[int, ...]]:
+        """For each of the sequences, which lack one token, what the step of `rows` verifies; as many as given at
+        most."""
+        guesses: list[tuple[int, ...]] = [
+            seq.speculated.guess.tokens[:most] if seq.speculated else () for seq, most in candidates
+        ]
+        if not any(guesses):
+            return guesses
+        if self.cost is None:
+            return guesses
+        work = StepWork.of(rows)
+        prompts = StepWork.of([row for row in rows if not row.is_decode])
+        asked = [i for i, guess in enumerate(guesses) if guess]
+        found = [
+            Candidate(seq.num_computed_tokens, len(guess), self._rate(seq))
+            for (seq, _), guess in zip(candidates, guesses, strict=True)
+            if guess
+        ]
+        gain = 1.0 if self._was_worth_it else _LEAST_GAIN
+        if all(guesses[i][0] == TO_BE_GUESSED for i in asked):
+            counts = self._draft_counts(self.cost, work, prompts, found, gain)
+        else:
+            counts = choose_counts(self.cost, work, prompts, found, gain)
+        self._was_worth_it = any(counts)
+        chosen: list[tuple[int, ...]] = [()] * len(guesses)
+        for i, count in zip(asked, counts, strict=True):
+            chosen[i] = guesses[i][:count]
+        return chosen
+
+    def _draft_counts(
+        self, cost: StepCost, work: StepWork, prompts: StepWork, candidates: List[Candidate], gain: float
+    ) -> list[int]:
+        """How many tokens a drafter guesses for each: what it costs is the same for one as for all. Its guesses are
+        known only if it makes them; so where they were not worth it one sequence has some now and then."""
+        count = choose_draft_count(cost, work, prompts, candidates, self._draft_s, gain)
+        counts = [min(count, candidate.num_guesses) for candidate in candidates]
+        self._num_idle_steps = 0 if count else self._num_idle_steps + 1
+        if self._num_idle_steps % _TRIAL_STEPS == _TRIAL_STEPS - 1:
+            counts[-1] = min(_TRIAL_GUESSES, candidates[-1].num_guesses)
+        return counts
+
+    def must_wait(self, seqs: List[Sequence], rows: List[PlannedRow]) -> bool:
+        """Whether the step after that of `rows` had better know the tokens of this one: it would verify guesses."""
+        if any(row.guesses for row in rows):
+            return True
+        speculated = [(seq, seq.speculated) for seq in seqs if seq.speculated is not None]
+        found = [(seq, len(about.guess.tokens)) for seq, about in speculated if about.guess.tokens]
+        return bool(found) and any(self.choose(found, rows))
+
+    @property
+    def is_guessing(self) -> bool:
+        """Whether guesses have been worth their time lately."""
+        return self._num_idle_steps == 0
+
+    def drafted(self, rows: List[PlannedRow], guesses: dict[int, tuple[int, ...]], seconds: float) -> None:
+        """A step of `rows` has begun with the worker guessing some of its tokens, which took so long."""
+        if guesses and all(row.is_decode for row in rows):  # and not parts of prompts too
+            a_token = seconds / max(map(len, guesses.values()))
+            self._draft_s += (a_token - self._draft_s) / (8 if self._draft_s else 1)
+
+    def count(self, seq: Sequence, guesses: tuple[int, ...], num_accepted: int, stats: EngineStats) -> None:
+        """A step has verified `guesses`, of which so many stand."""
+        stats.num_drafts += 1
+        stats.num_draft_tokens += len(guesses)
+        stats.num_accepted_tokens += num_accepted
+        accepted = stats.num_accepted_by_position
+        accepted += [0] * (num_accepted - len(accepted))
+        for i in range(num_accepted):
+            accepted[i] += 1
+        if seq.speculated is not None and seq.speculated.is_predicted:
+            seq.num_accepted_prediction_tokens += num_accepted
+            seq.num_rejected_prediction_tokens += len(guesses) - num_accepted
+
+    def end(self, seq: Sequence) -> None:
+        """A sequence has ended."""
+        if seq.speculated is None:
+            return
+        self._num_sequences -= 1
+        if self._proposer is not None:
+            self._proposer.end(seq, seq.speculated.state)
+        seq.speculated = None
+
+    def _start(self, seq: Sequence) -> Speculated:
+        self._num_sequences += 1
+        about = Speculated(None if self._proposer is None else self._proposer.start(seq))
+        if seq.request.prediction:
+            about.prediction_state = self._predictions.start(seq)
+        return about
+
+    def _rate(self, seq: Sequence) -> float:
+        about: Speculated | None = seq.speculated
+        if about is None:
+            return self._acceptance.rates[0]
+        return about.acceptance.rate(self._acceptance.rates[about.guess.level])

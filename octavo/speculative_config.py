@@ -1,0 +1,186 @@
+"""What `--speculative-config` says, checked and settled: how tokens are guessed, and how many at most.
+
+`parse` reads the object and the older flags beside it. Nothing here loads a model or guesses anything; that is
+`octavo.speculative`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from octavo.errors import ConfigError
+
+# Methods, and how many tokens are guessed at most where nobody says. A draft model's guesses cost a step each.
+HOST_METHODS = {"ngram": 16, "suffix": 24}
+DRAFT_METHODS = {"draft_model": 4, "eagle": 3, "eagle3": 3, "medusa": 3, "mtp": 1}
+HEAD_METHODS = ("eagle", "eagle3", "medusa", "mtp")  # whose models read what the model has computed
+_NOT_BUILT = ("mlp_speculator",)
+_ALIASES = {"[ngram]": "ngram", "prompt_lookup": "ngram", "draft": "draft_model"}
+_MAX_GUESSES = 128
+_LOOKUP = 5  # prompt_lookup_min and _max where both are left out
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Fields have the names of `--speculative-config`'s keys."""
+
+    method: str
+    num_speculative_tokens: int  # the most: how many are guessed is decided in each step
+    model: str | None = None  # of a method that guesses with one, and what follows is its
+    revision: str | None = None
+    quantization: str | None = None
+    max_model_len: int | None = None
+    draft_tensor_parallel_size: int | None = None
+    enforce_eager: bool | None = None
+    kv_cache_dtype: str | None = None
+    use_heterogeneous_vocab: bool = False
+    prompt_lookup_min: int = _LOOKUP  # tokens that must agree before a guess, at least, and that are compared at most
+    prompt_lookup_max: int = _LOOKUP
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    # For benchmarks: so often a guess and all before it are accepted, by position, whatever was sampled.
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    rejection_sample_method: str = "standard"  # or "synthetic": by these rates
+
+
+def parse(
+    given: Mapping[str, Any] | None,
+    *,
+    model: str | None = None,
+    num_speculative_tokens: int | None = None,
+    draft_tensor_parallel_size: int | None = None,
+    prompt_lookup_max: int | None = None,
+    prompt_lookup_min: int | None = None,
+) -> SpeculativeConfig | None:
+    """`given` is the value of --speculative-config, the others are those of the older flags. None where nothing is to
+    be guessed. Raises `ConfigError` for what cannot be honoured."""
+    older = {
+        "model": model,
+        "num_speculative_tokens": num_speculative_tokens,
+        "draft_tensor_parallel_size": draft_tensor_parallel_size,
+        "prompt_lookup_max": prompt_lookup_max,
+        "prompt_lookup_min": prompt_lookup_min,
+    }
+    settings = {name: value for name, value in (given or {}).items() if value is not None}
+    for name, value in older.items():
+        if value is not None and settings.setdefault(name, value) != value:
+            raise ConfigError(f"{_flag_of(name)} {value} and {name} {settings[name]} of --speculative-config differ.")
+    if not settings:
+        return None
+    known = [f.name for f in fields(SpeculativeConfig)]
+    if unknown := sorted(set(settings) - set(known)):
+        raise ConfigError(
+            f"--speculative-config has {', '.join(unknown)}, which nothing reads; {', '.join(known)} are."
+        )
+    settings["method"] = method = _method(settings)
+    _check_types(settings)
+    _settle_lookup(settings)
+    if isinstance(rates := settings.get("synthetic_acceptance_rates"), list | tuple):
+        settings.setdefault("num_speculative_tokens", len(rates))
+    most = settings.setdefault("num_speculative_tokens", (HOST_METHODS | DRAFT_METHODS)[method])
+    if not 1 <= most <= _MAX_GUESSES:
+        raise ConfigError(f"num_speculative_tokens must be between 1 and {_MAX_GUESSES}, got {most}.")
+    if method in HOST_METHODS:
+        settings.pop("model", None)
+        idle = ("revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "enforce_eager",
+                "kv_cache_dtype", "use_heterogeneous_vocab")  # fmt: skip
+        if given_for_model := [name for name in idle if name in settings]:
+            raise ConfigError(
+                f"{given_for_model[0]} is for methods that guess with a model, and the method is {method}."
+            )
+    _check_suffix(settings)
+    _check_rates(settings, most)
+    return SpeculativeConfig(**settings)
+
+
+def _method(settings: dict[str, Any]) -> str:
+    """The method that is named, or follows from what is."""
+    model, method = settings.get("model"), settings.get("method")
+    if method is None:
+        if model is None:
+            raise ConfigError(
+                "nothing says how tokens are to be guessed: --speculative-config needs a method, such as "
+                '{"method": "ngram"}, or a model.'
+            )
+        method = _ALIASES.get(model, model if model in HOST_METHODS else "draft_model")
+    method = _ALIASES.get(str(method), str(method))
+    if method.endswith("_mtp"):  # vLLM's names say whose module it is, which the model does as well
+        method = "mtp"
+    if method in HOST_METHODS or method in DRAFT_METHODS:
+        return method
+    built = ", ".join([*HOST_METHODS, *DRAFT_METHODS])
+    if method in _NOT_BUILT:
+        raise ConfigError(f"the speculative method {method} is not built yet; {built} are.")
+    raise ConfigError(f"the speculative method {method!r} is unknown; {built} are built.")
+
+
+def _check_types(settings: dict[str, Any]) -> None:
+    wanted: dict[str, tuple[Any, str]] = {
+        "int": (int, "an integer"),
+        "float": ((int, float), "a number"),
+        "bool": (bool, "true or false"),
+        "str": (str, "a string"),
+        "tuple[float, ...]": ((list, tuple), "a list of numbers"),
+    }
+    types = {f.name: str(f.type).removesuffix(" | None") for f in fields(SpeculativeConfig)}
+    for name, value in settings.items():
+        kind, expected = wanted[types[name]]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(f"{name} of --speculative-config must be {expected}, got {value!r}.")
+
+
+def _settle_lookup(settings: dict[str, Any]) -> None:
+    """One of the two stands for both."""
+    least = settings.setdefault("prompt_lookup_min", settings.get("prompt_lookup_max", _LOOKUP))
+    most = settings.setdefault("prompt_lookup_max", least)
+    if not 1 <= least <= most:
+        raise ConfigError(
+            f"prompt_lookup_min must be at least 1 and at most prompt_lookup_max, got {least} and {most}."
+        )
+
+
+def _check_suffix(settings: dict[str, Any]) -> None:
+    for name, least, most in (
+        ("suffix_decoding_max_tree_depth", 1, 1024),
+        ("suffix_decoding_max_cached_requests", 0, math.inf),
+        ("suffix_decoding_max_spec_factor", 0, math.inf),
+        ("suffix_decoding_min_token_prob", 0, 1),
+    ):
+        if name in settings and not least <= settings[name] <= most:
+            bounds = f"{least} or more" if most == math.inf else f"between {least} and {most}"
+            raise ConfigError(f"{name} must be {bounds}, got {settings[name]}.")
+
+
+def _check_rates(settings: dict[str, Any], num_guesses: int) -> None:
+    rates, method = settings.get("synthetic_acceptance_rates"), settings.get("rejection_sample_method")
+    if method not in (None, "standard", "synthetic"):
+        raise ConfigError(f"rejection_sample_method {method!r} is not built; standard and synthetic are.")
+    if rates is None:
+        if method == "synthetic":
+            raise ConfigError("rejection_sample_method synthetic needs synthetic_acceptance_rates.")
+        return
+    if method == "standard":
+        raise ConfigError("synthetic_acceptance_rates are for rejection_sample_method synthetic.")
+    numbers = all(isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate <= 1 for rate in rates)
+    if not numbers or len(rates) != num_guesses or [*rates] != sorted(rates, reverse=True):
+        raise ConfigError(
+            f"synthetic_acceptance_rates must be {num_guesses} numbers between 0 and 1 (num_speculative_tokens), none "
+            f"greater than the one before it, got {rates}."
+        )
+    settings["synthetic_acceptance_rates"] = tuple(map(float, rates))
+    settings["rejection_sample_method"] = "synthetic"
+
+
+def _flag_of(name: str) -> str:
+    flag = {
+        "model": "speculative-model",
+        "draft_tensor_parallel_size": "speculative-draft-tensor-parallel-size",
+        "prompt_lookup_max": "ngram-prompt-lookup-max",
+        "prompt_lookup_min": "ngram-prompt-lookup-min",
+    }.get(name, name.replace("_", "-"))
+    return f"--{flag}"

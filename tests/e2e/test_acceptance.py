@@ -1,0 +1,255 @@
+"""What guides to vLLM tell people to type, in Python and from clients, with the package's name changed and the model's.
+
+What needs several devices, drafts, adapters or embeddings is not here, because it is not built; launch flags are
+tests/test_compat.py's, and more snippets of vLLM's own examples test_snippets.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import prometheus_client
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+
+from octavo.loading.checkpoint import resolve
+from tests.e2e.server import Server, running_server
+
+pytestmark = pytest.mark.slow
+
+MODEL = resolve("").path
+METRICS = (
+    "num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc", "cpu_cache_usage_perc",
+    "time_to_first_token_seconds_count", "time_per_output_token_seconds_count", "e2e_request_latency_seconds_count",
+    'request_success_total{finished_reason="length"}', "prompt_tokens_total", "generation_tokens_total",
+    "avg_prompt_throughput_toks_per_s", "avg_generation_throughput_toks_per_s",
+)  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[Server]:
+    flags = f"""--model {MODEL} --api-key K --served-model-name N --tensor-parallel-size 1
+        --gpu-memory-utilization 0.90 --max-model-len 512 --max-num-seqs 16 --dtype auto --enable-prefix-caching
+        --enable-chunked-prefill --max-num-batched-tokens 2048 --num-scheduler-steps 1 --block-size 16 --swap-space 4
+        --preemption-mode recompute --enforce-eager --load-format auto --trust-remote-code --enable-prometheus
+        --prometheus-port {metrics_port} --disable-log-requests"""
+    with running_server(tmp_path_factory.mktemp("acceptance"), *flags.split()) as server:
+        yield server
+
+
+OFFLINE = """
+from octavo import LLM, SamplingParams
+llm = LLM(model="MODEL", tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_len=256)
+params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8, presence_penalty=0.1, frequency_penalty=0.1,
+                        repetition_penalty=1.05, stop=["\\n\\n"])
+outputs = llm.generate(["Hello, my name is", "The capital of France is"], params)
+for output in outputs:
+    print(f"Prompt: {output.prompt!r}, Generated text: {output.outputs[0].text!r}")
+"""
+STEPS = """
+from octavo import EngineArgs, SamplingParams, TextPrompt, TokensPrompt
+from octavo.engine.llm_engine import LLMEngine
+from octavo.engine.arg_utils import AsyncEngineArgs
+engine = LLMEngine.from_engine_args(EngineArgs(model="MODEL", max_model_len=256))
+params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+engine.add_request("a", TextPrompt(prompt="Hello"), params)
+engine.add_request("b", TokensPrompt(prompt_token_ids=[504, 3575]), params)
+engine.add_request("c", "Never", params)
+engine.abort_request("c")
+finished = {}
+while engine.has_unfinished_requests():
+    for output in engine.step():
+        if output.finished:
+            finished[output.request_id] = len(output.outputs[0].token_ids)
+assert finished == {"a": 4, "b": 4}, finished
+assert engine.get_model_config().max_model_len == 256
+"""
+ASYNC = """
+import asyncio
+import prometheus_client
+from octavo import SamplingParams
+from octavo.engine.arg_utils import AsyncEngineArgs
+from octavo.engine.async_llm_engine import AsyncLLMEngine
+
+ASKED = prometheus_client.Counter("acceptance_requests", "Requests of the user's own.")
+
+async def main():
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(
+        model="MODEL", tensor_parallel_size=1, gpu_memory_utilization=0.90, max_num_seqs=16,
+        max_num_batched_tokens=2048, max_model_len=256, quantization=None, trust_remote_code=True,
+        disable_log_stats=False, max_log_len=100,
+    ))
+    try:
+        ASKED.inc()
+        text, params = "", SamplingParams(temperature=0, max_tokens=6)
+        async for output in engine.generate("Once upon a time", params, request_id="1"):
+            text = output.outputs[0].text
+        await engine.abort("1")
+        return text, (await engine.get_model_config()).max_model_len
+    finally:
+        engine.shutdown()
+
+text, length = asyncio.run(main())
+"""
+
+
+def run(snippet: str) -> dict[str, Any]:
+    """The variables of a snippet that has been run."""
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(snippet.replace("MODEL", MODEL), "snippet", "exec"), variables)
+    return variables
+
+
+def test_python_offline(capfd: pytest.CaptureFixture[str]) -> None:
+    run(OFFLINE)
+    assert capfd.readouterr().out.count("Generated text: ") == 2
+    run(STEPS)
+
+
+def test_python_async_with_metrics_of_the_users_own() -> None:
+    found = run(ASYNC)
+    assert found["text"] and found["length"] == 256
+    assert prometheus_client.REGISTRY.get_sample_value("acceptance_requests_total") == 1
+
+
+def test_the_version_can_be_printed() -> None:
+    code = "import octavo; print(octavo.__version__)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.strip()
+
+
+def test_curl(server: Server) -> None:
+    def curl(path: str, body: dict[str, Any] | None = None) -> str:
+        key = ["-H", "Authorization: Bearer K", "-H", "Content-Type: application/json"]
+        data = [] if body is None else ["-d", json.dumps(body)]
+        done = subprocess.run(["curl", "-sSf", server.url + path, *key, *data], capture_output=True, check=True)
+        return done.stdout.decode()
+
+    body = {"model": "N", "prompt": "San Francisco is a", "max_tokens": 7, "temperature": 0, "ignore_eos": True}
+    assert json.loads(curl("/v1/completions", body))["usage"]["completion_tokens"] == 7
+    chat = {"model": "N", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 7, "stream": True}
+    assert "data: [DONE]" in curl("/v1/chat/completions", chat)
+    assert json.loads(curl("/v1/models"))["data"][0]["id"] == "N"
+    curl("/health")
+    assert "vllm:num_requests_running" in curl("/metrics")
+
+
+def test_metrics_have_their_names_on_both_ports(server: Server, metrics_port: int) -> None:
+    body = {"model": "N", "prompt": "A", "max_tokens": 3, "ignore_eos": True}
+    httpx.post(f"{server.url}/v1/completions", json=body, headers={"Authorization": "Bearer K"}).raise_for_status()
+    refused = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert refused.status_code == 401
+    for name in METRICS:
+        server.metric(name)
+    assert server.metric("request_max_num_generation_tokens_count") >= 1
+    assert server.count("process_resident_memory_bytes") > 1e6
+    assert server.count('http_requests_total{handler="/v1/completions",method="POST",status="4xx"}') >= 1
+    assert server.count('http_request_duration_seconds_count{handler="/v1/completions",method="POST"}') >= 2
+    text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
+    assert 'vllm:num_requests_running{engine="0",model_name="N"}' in text
+
+
+def test_a_health_script_measures_the_first_token(server: Server) -> None:
+    with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer K"}, timeout=30) as client:
+        assert client.get("/health").status_code == 200
+        start, first = time.perf_counter(), None
+        body = {"model": "N", "prompt": "ping", "max_tokens": 5, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                if line.startswith("data:") and first is None:
+                    first = time.perf_counter() - start
+    assert first is not None
+
+
+def test_a_router_of_fastapi_and_httpx_forwards_by_model(server: Server) -> None:
+    app, backends = FastAPI(), {"N": server.url}
+
+    @app.post("/v1/chat/completions")
+    async def forward(request: Request) -> StreamingResponse:
+        body = await request.json()
+        client = httpx.AsyncClient(timeout=60)
+        sent = client.build_request(
+            "POST", f"{backends[body['model']]}/v1/chat/completions", json=body,
+            headers={"Authorization": request.headers["authorization"]},
+        )  # fmt: skip
+        response = await client.send(sent, stream=True)
+        return StreamingResponse(response.aiter_bytes(), response.status_code, {"content-type": "text/event-stream"})
+
+    port = free_port()
+    router = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
+    thread = threading.Thread(target=router.run)
+    thread.start()
+    try:
+        while not router.started:
+            time.sleep(0.01)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="K", max_retries=0)
+        chunks = client.chat.completions.create(
+            model="N", messages=[{"role": "user", "content": "Hi"}], max_tokens=6, temperature=0, stream=True
+        )
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    finally:
+        router.should_exit = True
+        thread.join()
+
+
+LOCUSTFILE = """
+from locust import HttpUser, between, task
+
+class User(HttpUser):
+    wait_time = between(0.01, 0.05)
+
+    @task
+    def chat(self):
+        self.client.post("/v1/chat/completions", headers={"Authorization": "Bearer K"}, json={
+            "model": "N", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4})
+"""
+
+
+def test_locust(server: Server, tmp_path: Path) -> None:
+    pytest.importorskip("locust")
+    (tmp_path / "locustfile.py").write_text(LOCUSTFILE)
+    command = [sys.executable, "-m", "locust", "--headless", "-u", "2", "-r", "2", "-t", "3s", "--host", server.url]
+    subprocess.run([*command, "-f", str(tmp_path / "locustfile.py"), "--only-summary"], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "benchmarks/benchmark_throughput.py --dataset FILE --num-prompts 2 --output-len 4",
+        "benchmarks/benchmark_latency.py --input-len 8 --output-len 4 --num-iters 1 --batch-size 1",
+        "-m octavo.benchmark_throughput --input-len 8 --output-len 4 --num-prompts 2",
+    ],
+)
+def test_benchmarks(tmp_path: Path, words: str) -> None:
+    talk = [
+        {"from": "human", "value": "How are you today?"},
+        {"from": "gpt", "value": "I am well, thank you very much."},
+    ]
+    file = tmp_path / "ShareGPT.json"
+    file.write_text(json.dumps([{"conversations": talk}] * 4))
+    root = Path(__file__).parents[2]
+    command = [sys.executable, *words.replace("FILE", str(file)).split(), "--model", MODEL, "--max-model-len", "256"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

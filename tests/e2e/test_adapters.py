@@ -1,0 +1,161 @@
+"""Adapters over HTTP: by name, eight at once, loaded and unloaded while the server runs, from where it is allowed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.lora.request import LoRARequest
+from tests.e2e.server import MODEL, Server, running_server
+from tests.lora.random_adapters import write_random_adapter
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "Once upon a time"
+NAMES = [f"a{i}" for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for i, name in enumerate(NAMES):
+        write_random_adapter(folder / "root" / name, i, strength=1.0)
+    write_random_adapter(folder / "outside", 50)
+    (folder / "root" / "link").symlink_to(folder / "outside")
+    broken = write_random_adapter(folder / "root" / "broken", 51)
+    (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = (
+        "--max-model-len", "256", "--num-gpu-blocks-override", "400", "--check-invariants", "--enable-lora",
+        "--max-loras", "4", "--max-cpu-loras", "6", "--lora-root", str(root / "root"), "--enable-runtime-lora-updating",
+        "--lora-modules", f"first={root / 'root' / 'a0'}",
+        f'{{"name": "elsewhere", "path": "{root / "outside"}", "base_model_name": "my-base"}}',
+    )  # fmt: skip
+    with running_server(tmp_path_factory.mktemp("server"), *flags) as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def complete(client: openai.OpenAI, model: str) -> str:
+    return client.completions.create(model=model, prompt=PROMPT, max_tokens=12, temperature=0).choices[0].text
+
+
+def post(server: Server, route: str, **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{route}_lora_adapter", json=body, timeout=60)
+
+
+def test_eight_adapters_at_once_say_what_each_says_alone(client: openai.OpenAI, root: Path) -> None:
+    """More than fit a step, and more than the host holds; those that were not named at the start are found."""
+    models = [*NAMES, MODEL] * 3
+    with ThreadPoolExecutor(len(models)) as pool:
+        said = list(pool.map(lambda model: complete(client, model), models))
+    llm = LLM(max_model_len=256, num_gpu_blocks_override=100, enable_lora=True)
+    asked = [LoRARequest(name, 1, str(root / "root" / name)) for name in NAMES]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = [
+        llm.generate(PROMPT, params, use_tqdm=False, lora_request=one)[0].outputs[0].text for one in [*asked, None]
+    ]
+    assert said == expected * 3
+    assert len(set(expected)) > 5
+
+
+def test_models_tell_of_adapters(client: openai.OpenAI, root: Path) -> None:
+    cards = {card.id: card.model_dump() for card in client.models.list()}
+    assert (cards[MODEL]["root"], cards[MODEL]["parent"]) == (MODEL, None)
+    assert (cards["first"]["root"], cards["first"]["parent"]) == (str(root / "root" / "a0"), MODEL)
+    assert cards["elsewhere"]["parent"] == "my-base"
+    assert client.models.retrieve("a3").id == "a3"
+    assert complete(client, "first") == complete(client, "a0")
+    chat = client.chat.completions.create(model="first", messages=[{"role": "user", "content": "Hi"}], max_tokens=2)
+    assert chat.model == "first"
+
+
+def test_adapters_come_and_go_by_name(server: Server, client: openai.OpenAI, root: Path) -> None:
+    path = shutil.copytree(root / "root" / "a1", root / "root" / "mine")
+    answer = post(server, "load", lora_name="mine too", lora_path=str(path))
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'mine too' added successfully.")
+    before = complete(client, "mine too")
+    assert before == complete(client, "a1")
+    write_random_adapter(path, 70)
+    assert complete(client, "mine too") == before, "as it was when it was loaded"
+    again = post(server, "load", lora_name="mine too", lora_path=str(path))
+    assert (again.status_code, again.json()["error"]["param"]) == (400, "lora_name")
+    assert post(server, "load", lora_name="mine too", lora_path=str(path), load_inplace=True).status_code == 200
+    assert complete(client, "mine too") == complete(client, "mine") != before
+    assert post(server, "unload", lora_name="mine too").status_code == 200
+    with pytest.raises(openai.NotFoundError, match="'mine too' does not exist here"):
+        complete(client, "mine too")
+    assert post(server, "unload", lora_name="mine too").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("x", "{root}/outside", "must be below a folder of --lora-root"),
+        ("x", "{root}/root/link", "must be below a folder of --lora-root"),
+        ("x", "{root}/root/../outside", "must be below a folder of --lora-root"),
+        ("x", "/etc", "must be below a folder of --lora-root"),
+        ("x", "{root}/root/none", "must be below a folder of --lora-root"),
+        ("x", "org/adapter", "must be below a folder of --lora-root"),
+        ("x", "{root}/root/broken", "damaged"),
+        ("", "a1", "1 to 256 printable characters"),
+        (MODEL, "a1", "is the name of the base model"),
+    ],
+)
+def test_what_may_not_be_loaded(server: Server, root: Path, name: str, path: str, message: str) -> None:
+    answer = post(server, "load", lora_name=name, lora_path=path.format(root=root))
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_a_broken_adapter_fails_its_own_request(client: openai.OpenAI) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(complete, client, name) for name in ("a0", MODEL, "a2")]
+        with pytest.raises(openai.BadRequestError, match=r"adapter 'broken'.*damaged"):
+            complete(client, "broken")
+        assert all(other.result() for other in others)
+    for name in ("../outside", "link", "nothing", "a0/../a1/.."):
+        with pytest.raises(openai.NotFoundError):
+            complete(client, name)
+
+
+def test_metrics_tell_of_adapters(server: Server, client: openai.OpenAI) -> None:
+    complete(client, "a0")
+    text = server.get("/metrics")[1]
+    assert any('max_lora="4"' in line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{"))
+    assert server.count("octavo:adapter_reads_total") > 0
+    assert server.count("octavo:adapter_loads_total") >= server.count('octavo:adapters{place="device"}') > 0
+    assert server.count("octavo:adapter_read_seconds_total") > 0
+
+
+def test_a_server_that_was_not_told_so_loads_nothing(root: Path, tmp_path: Path) -> None:
+    flags = (
+        "--max-model-len",
+        "64",
+        "--num-gpu-blocks-override",
+        "16",
+        "--enable-lora",
+        "--lora-root",
+        str(root / "root"),
+    )
+    with running_server(tmp_path, *flags) as server:
+        answer = post(server, "load", lora_name="x", lora_path="a1")
+        assert answer.status_code == 404
+        assert "--enable-runtime-lora-updating" in answer.json()["error"]["message"]

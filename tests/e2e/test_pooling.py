@@ -1,0 +1,197 @@
+"""The routes of models that pool, over servers of a small encoder and of a cross-encoder; and the official client."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tests.e2e.hostile import VALUES
+from tests.e2e.server import running_server
+from tests.models.small_text_encoder import write_model, write_modules
+
+TEXTS = ["the cat sat on the mat", "a dog ran", "who is on the hill", "slow"]
+
+
+@contextlib.contextmanager
+def served(folder: Path, *flags: str) -> Iterator[httpx.Client]:
+    given = ("--model", str(folder), "--served-model-name", "small", "--dtype", "float32", "--cpu-threads", "1")
+    with (
+        running_server(folder, *given, "--disable-log-requests", *flags) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("embedder")
+    write_model(folder, "BertModel")
+    pooling = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+    write_modules(folder, ("Pooling", pooling), ("Normalize", None), prompts={"query": "query: "})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def embeddings(embedder: Path) -> Iterator[httpx.Client]:
+    with served(embedder, "--hf-overrides", '{"matryoshka_dimensions": [16, 32]}') as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("judge")
+    return write_model(folder, "BertForSequenceClassification", num_labels=1), folder
+
+
+@pytest.fixture(scope="module")
+def scores(judge: tuple[Any, Path]) -> Iterator[httpx.Client]:
+    with served(judge[1]) as client:
+        yield client
+
+
+def vectors(answer: httpx.Response) -> np.ndarray:
+    assert answer.status_code == 200, answer.text
+    return np.array([entry["embedding"] for entry in answer.json()["data"]], np.float32)
+
+
+def test_texts_lists_and_tokens_in_numbers_and_bytes(embeddings: httpx.Client) -> None:
+    listed = embeddings.post("/v1/embeddings", json={"input": TEXTS, "model": "small"})
+    found = vectors(listed)
+    assert found.shape == (4, 48)
+    assert np.allclose(np.linalg.norm(found, axis=1), 1)
+    tokens = embeddings.post("/tokenize", json={"prompt": TEXTS[0]}).json()["tokens"]
+    num_tokens = sum(embeddings.post("/tokenize", json={"prompt": text}).json()["count"] for text in TEXTS)
+    assert listed.json()["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
+    for same in (TEXTS[0], [TEXTS[0]], tokens, [tokens]):
+        assert np.array_equal(vectors(embeddings.post("/v1/embeddings", json={"input": same})), found[:1])
+    with openai.OpenAI(base_url=f"{embeddings.base_url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.embeddings.create(model="small", input=TEXTS)  # in base64, unless told otherwise
+        assert np.array_equal(np.array([entry.embedding for entry in answer.data], np.float32), found)
+    pooled = embeddings.post("/pooling", json={"input": TEXTS[:1], "encoding_format": "base64"}).json()["data"][0]
+    assert np.array_equal(np.frombuffer(base64.b64decode(pooled["data"]), np.float32), found[0])
+    by_token = embeddings.post("/pooling", json={"input": TEXTS[0], "task": "token_embed"}).json()["data"][0]["data"]
+    assert np.array(by_token).shape == (len(tokens), 48)
+
+
+def test_dimensions_prompts_and_cuts(embeddings: httpx.Client) -> None:
+    whole = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS[:1], "use_activation": False}))
+    cut = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS[0], "dimensions": 16}))[0]
+    np.testing.assert_allclose(cut, whole[0, :16] / np.linalg.norm(whole[0, :16]), atol=1e-6)
+    asked = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS[0], "prompt_name": "query"}))
+    written = vectors(embeddings.post("/v1/embeddings", json={"input": f"query: {TEXTS[0]}"}))
+    assert np.array_equal(asked, written)
+    # 130 tokens, two of which are special.
+    long = {"input": "cat " * 300, "truncate_prompt_tokens": -1}
+    assert np.array_equal(
+        vectors(embeddings.post("/v1/embeddings", json=long)),
+        vectors(embeddings.post("/v1/embeddings", json={"input": "cat " * 128})),
+    )
+    left, right = ({"input": TEXTS[0], "truncate_prompt_tokens": 4, "truncation_side": s} for s in ("left", "right"))
+    assert np.array_equal(vectors(embeddings.post("/v1/embeddings", json=right)),
+                          vectors(embeddings.post("/v1/embeddings", json={"input": "the cat"})))  # fmt: skip
+    assert np.array_equal(vectors(embeddings.post("/v1/embeddings", json=left)),
+                          vectors(embeddings.post("/v1/embeddings", json={"input": "the mat"})))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/embeddings", {"input": []}, "should not be empty"),
+        ("/v1/embeddings", {}, "either input or messages"),
+        ("/v1/embeddings", {"input": "cat " * 300}, "302 tokens and the model takes 130"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 17}, "dimensions must be 16, 32, got 17"),
+        ("/v1/embeddings", {"input": [[5000]]}, "token id 5000"),
+        ("/v1/embeddings", {"input": "\ud800"}, "valid Unicode"),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 2}, "leaves no room"),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": -7}, "at least 1, or -1"),
+        ("/v1/embeddings", {"input": "x", "prompt_name": "none"}, "not one of the model's (query)"),
+        ("/v1/embeddings", {"input": ["x"] * 3000}, "2048 is the most"),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": "x"}]}, "no chat template"),
+        ("/v1/embeddings", {"input": "x", "sonst": 1}, "Unrecognized request argument"),
+        ("/pooling", {"input": "x", "task": "dream"}, "task must be one of"),
+        ("/classify", {"input": "x"}, "its tasks are embed and token_embed"),
+        ("/score", {"text_1": ["x", "y"], "text_2": ["x", "y", "z"]}, "2 queries for 3 documents"),
+        ("/rerank", {"query": "x", "documents": []}, "1 to 2048 entries"),
+        ("/rerank", {"query": "x", "documents": [{"title": "y"}]}, "objects like"),
+        ("/rerank", {"query": "x", "documents": ["y"], "instruction": "z"}, "takes no instruction"),
+        ("/v1/completions", {"prompt": "x"}, "pools and has no tokens to answer with"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "pools and has no tokens"),
+    ],
+)
+def test_what_is_wrong_is_said(embeddings: httpx.Client, path: str, body: dict[str, Any], message: str) -> None:
+    content = json.dumps(body)  # in ASCII, so that it may hold what is no Unicode
+    answer = embeddings.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_pairs_are_ranked_as_by_the_cross_encoder(judge: tuple[Any, Path], scores: httpx.Client) -> None:
+    reference, folder = judge
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = []
+    for text in TEXTS[1:]:
+        pair = tokenizer(TEXTS[0], text, return_tensors="pt")
+        pair["token_type_ids"] = torch.tensor([tokenizer.backend_tokenizer.encode(TEXTS[0], text).type_ids])
+        with torch.no_grad():
+            expected.append(torch.sigmoid(reference(**pair).logits[0, 0]).item())
+    body = {"text_1": TEXTS[0], "text_2": TEXTS[1:]}
+    for path in ("/score", "/v1/score"):
+        found = scores.post(path, json=body).json()["data"]
+        np.testing.assert_allclose([entry["score"] for entry in found], expected, atol=1e-4)
+    ranked = sorted(range(3), key=lambda i: -expected[i])
+    documents = [TEXTS[1], {"text": TEXTS[2]}, TEXTS[3]]
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        answer = scores.post(
+            path, json={"query": TEXTS[0], "documents": documents, "top_n": 2, "model": "small"}
+        ).json()
+        assert [entry["index"] for entry in answer["results"]] == ranked[:2]
+        assert [entry["document"]["text"] for entry in answer["results"]] == [TEXTS[1 + i] for i in ranked[:2]]
+    classes = scores.post("/classify", json={"input": TEXTS}).json()["data"]
+    assert [entry["num_classes"] for entry in classes] == [1] * 4
+
+
+def test_scores_of_embeddings_are_cosines(embeddings: httpx.Client) -> None:
+    query = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS[0], "prompt_name": "query"}))[0]
+    documents = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS[1:], "prompt_name": ""}))
+    found = embeddings.post("/score", json={"queries": TEXTS[0], "documents": TEXTS[1:]}).json()["data"]
+    np.testing.assert_allclose([entry["score"] for entry in found], documents @ query, atol=1e-6)
+    cut = {"queries": TEXTS[0], "documents": [TEXTS[1], TEXTS[1] + " on"], "max_tokens_per_doc": 3}
+    first, second = embeddings.post("/score", json=cut).json()["data"]
+    assert first["score"] == second["score"]
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "x"},
+    "/pooling": {"input": "x"},
+    "/score": {"text_1": "x", "text_2": ["y"]},
+    "/rerank": {"query": "x", "documents": ["y"]},
+}
+FIELDS = (
+    "input", "messages", "encoding_format", "dimensions", "truncate_prompt_tokens", "truncation_side", "task", "query",
+    "documents", "top_n", "text_1", "text_2", "prompt_name", "timeout", "priority", "request_id", "model",
+    "instruction",
+    "max_tokens_per_doc", "use_activation", "chat_template_kwargs", "add_special_tokens",
+)  # fmt: skip
+
+
+def test_nothing_that_strangers_send_is_the_servers_fault(embeddings: httpx.Client) -> None:
+    cases = list(itertools.product(GOOD, FIELDS, VALUES))
+    for path, field, value in random.Random(0).sample(cases, 500):
+        content = json.dumps(GOOD[path] | {field: value})
+        answer = embeddings.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code < 500, (path, field, value, answer.text)
+    found = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS}))
+    assert np.allclose(np.linalg.norm(found, axis=1), 1)

@@ -1,0 +1,194 @@
+"""/v1/files and /v1/batches through the real client, and the lines that they and `octavo run-batch` share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tqdm import tqdm
+
+from octavo.entrypoints.batch.files import BatchFiles
+from octavo.entrypoints.batch.lines import LineError, answer_line, answered, checksum, error_line, read_line
+from octavo.entrypoints.openai.app import build_app
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.errors import ConfigError
+from tests.entrypoints.fake_engine import FakeEngine, serving, wait_until
+
+HELLO: Any = [{"role": "user", "content": "Hi"}]
+
+
+def line(id: str, url: str = "/v1/chat/completions", **body: Any) -> bytes:
+    request = {"custom_id": id, "method": "POST", "url": url, "body": body or {"messages": HELLO}}
+    return json.dumps(request).encode() + b"\n"
+
+
+BAD: Any = [
+    b"not JSON\n", b"[1]\n", b'{"custom_id": 1}\n', b'{"custom_id": "a", "method": "GET"}\n',
+    b'{"custom_id": "a", "method": "POST", "url": "/health", "body": {}}\n',
+    b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": []}\n',
+    line("a", "/v1/completions", prompt="x", stream=True), b'{"custom_id": "\xff"}\n', b"[" * 100_000 + b"\n",
+]  # fmt: skip
+
+
+def test_answers_say_which_line_they_are_for() -> None:
+    text = line("a")
+    sum = checksum(text)
+    for answer in (
+        answer_line(7, sum, "ü\n", 200, b'{"a":\n1}'), error_line(7, sum, LineError("no", "a")),
+    ):  # fmt: skip
+        assert answered(answer) == (7, sum) and answer.count(b"\n") == 1 and json.loads(answer)
+    assert answered(b'{"id":"other"}') is None
+    for bad in BAD:
+        with pytest.raises(LineError):
+            read_line(bad)
+
+
+def test_a_batch_is_answered(client: openai.OpenAI, engine: FakeEngine) -> None:
+    lines = [line(str(i)) for i in range(30)]
+    lines[3] = line("3", messages=HELLO, temperature=-1)
+    lines[5], lines[7], lines[8] = b"not JSON\n", line("7", "/v1/completions", prompt="x"), b"\n"
+    content = b"".join(lines).rstrip(b"\n")
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    assert file.bytes == len(content) and client.files.content(file.id).read() == content
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"k": "v"}
+    )
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    batch = client.batches.retrieve(batch.id)
+    counts = batch.request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (29, 26, 3)
+    assert batch.output_file_id and batch.error_file_id and batch.metadata == {"k": "v"}
+    answers = [json.loads(text) for text in client.files.content(batch.output_file_id).text.splitlines()]
+    assert sorted(int(one["custom_id"]) for one in answers) == sorted({*range(30)} - {3, 5, 7, 8})
+    for one in answers:
+        assert one["response"]["body"]["choices"][0]["message"]["content"] == "Hello there"
+    errors = {one["custom_id"]: one for one in map(json.loads, client.files.content(batch.error_file_id).iter_lines())}
+    assert errors["3"]["response"]["status_code"] == 400 and errors["7"]["error"] and errors[None]["response"] is None
+    assert [one.id for one in client.batches.list(limit=1)][:1] == [batch.id]
+    assert {file.id, batch.output_file_id} <= {one.id for one in client.files.list()}
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)
+
+
+def test_a_batch_is_cancelled_and_its_answers_are_kept(client: openai.OpenAI, engine: FakeEngine) -> None:
+    file = client.files.create(file=("in.jsonl", b"".join(line(str(i)) for i in range(50))), purpose="batch")
+    engine.delay_s = 0.02
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+
+    def num_done() -> int:
+        counts = client.batches.retrieve(batch.id).request_counts
+        return 0 if counts is None else counts.completed
+
+    wait_until(lambda: num_done() >= 2)
+    ended = client.batches.cancel(batch.id)
+    assert ended.status == "cancelled" and ended.output_file_id
+    assert len(client.files.content(ended.output_file_id).text.splitlines()) == num_done() < 50
+    wait_until(lambda: not engine.active)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"input_file_id": "file-no"}, 404), ({"endpoint": "/v1/nothing"}, 400), ({"completion_window": "1h"}, 400),
+        ({"nonsense": 1}, 400),
+    ],
+)  # fmt: skip
+def test_bad_batches_are_refused(http: httpx.Client, fields: Any, status: int) -> None:
+    body = {"input_file_id": "f", "endpoint": "/v1/chat/completions", "completion_window": "24h", **fields}
+    assert http.post("/v1/batches", json=body).status_code == status
+    assert http.get("/v1/batches/batch_no").status_code == 404
+
+
+def test_bad_files_are_refused(tiny_tokenizer: Path) -> None:
+    with (
+        serving(FakeEngine(tiny_tokenizer), max_file_bytes=5000, disable_log_requests=True) as url,
+        httpx.Client(base_url=url, timeout=20) as http,
+    ):
+        for status, request in (
+            (200, {"files": {"file": b"x" * 4000}, "data": {"purpose": "batch"}}),
+            (413, {"files": {"file": b"x" * 9000}, "data": {"purpose": "batch"}}),
+            (400, {"files": {"file": b"x"}, "data": {"purpose": "fine-tune"}}),
+            (400, {"files": {"other": b"x"}, "data": {"purpose": "batch"}}),
+            (400, {"content": b"rubbish", "headers": {"Content-Type": "multipart/form-data; boundary=x"}}),
+            (400, {"content": b"", "headers": {"Content-Type": "multipart/form-data"}}),
+            (415, {"json": {}}),
+        ):
+            answer = http.post("/v1/files", **request)  # type: ignore[arg-type]
+            assert answer.status_code == status, answer.text
+            assert status == 200 or answer.json()["error"].keys() == {"message", "type", "param", "code"}
+        assert len(http.get("/v1/files").json()["data"]) == 1
+
+
+def test_a_batch_goes_on_where_another_server_has_left_it(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "store.db")
+    body = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    first = FakeEngine(tiny_tokenizer)
+    first.delay_s = 0.02
+    flags: Any = {"response_store": path, "disable_log_requests": True}
+    with serving(first, **flags) as url, httpx.Client(base_url=url, timeout=20) as http:
+        content = b"".join(line(str(i)) for i in range(30))
+        file = http.post("/v1/files", files={"file": content}, data={"purpose": "batch"}).json()
+        batch = http.post("/v1/batches", json={**body, "input_file_id": file["id"]}).json()
+        where = f"/v1/batches/{batch['id']}"
+        wait_until(lambda: http.get(where).json()["request_counts"]["completed"] >= 2)
+    num_first = len(first.seen)
+    second = FakeEngine(tiny_tokenizer)
+    with serving(second, **flags) as url, httpx.Client(base_url=url, timeout=20) as http:
+        wait_until(lambda: http.get(where).json()["status"] == "completed", timeout_s=20)
+        ended = http.get(where).json()
+        assert ended["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
+        answers = http.get(f"/v1/files/{ended['output_file_id']}/content").text.splitlines()
+        assert [json.loads(one)["custom_id"] for one in answers] == [str(i) for i in range(30)]
+    assert 2 <= num_first < 30 and 0 < len(second.seen) <= 28
+
+
+def answer_files(engine: FakeEngine, source: Path, target: Path) -> None:
+    files = BatchFiles(source, target, max_line_bytes=10_000)
+    try:
+        app = build_app(engine, ServerArgs(disable_log_requests=True))  # type: ignore[arg-type]
+        asyncio.run(files.run(app, at_once=4, progress=tqdm(disable=True)))
+    finally:
+        files.close()
+
+
+def test_a_file_is_gone_on_with_where_it_was_left(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    engine = FakeEngine(tiny_tokenizer)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    good = [line(str(i)) for i in range(20)]
+    good += [line("c", "/v1/completions", prompt="x"), line("r", "/v1/responses", input="x")]
+    good += [line("m", "/v1/messages", messages=HELLO, max_tokens=3), line("e", "/v2/embed", input="x")]
+    source.write_bytes(b"\n".join([*good, *BAD, line("z", messages=[{"role": "user", "content": "x" * 20_000}])]))
+    answer_files(engine, source, target)
+    whole = target.read_bytes().splitlines(keepends=True)
+    for num_kept, torn in ((0, b""), (9, b""), (12, whole[12][:20]), (len(whole), b"")):
+        target.write_bytes(b"".join(whole[:num_kept]) + torn)
+        num_seen = len(engine.seen)
+        answer_files(engine, source, target)
+        again = target.read_bytes().splitlines(keepends=True)
+        assert again[:num_kept] == whole[:num_kept] and len(again) == len(whole)
+        assert len({answered(one) for one in again}) == len(whole)
+        assert len(engine.seen) - num_seen <= len(whole) - num_kept
+    answers = {one["custom_id"]: one for one in map(json.loads, target.read_bytes().splitlines())}
+    assert [answers[id]["response"]["status_code"] for id in ("0", "c", "r", "m", "e")] == [200, 200, 200, 200, 404]
+    assert len(target.read_bytes().splitlines()) == len(good) + len(BAD) + 1
+
+    # What is of another batch is not touched.
+    other = target.read_bytes()
+    source.write_bytes(b"".join([line("other"), *good[1:], *BAD]))
+    with pytest.raises(ConfigError, match=r"another batch|not the output"):
+        answer_files(engine, source, target)
+    target.write_text("notes of mine\n")
+    with pytest.raises(ConfigError, match="not the output"):
+        answer_files(engine, source, target)
+    assert target.read_text() == "notes of mine\n" and other
+    target.unlink()
+    files = BatchFiles(source, target, 10_000)
+    with pytest.raises(ConfigError, match="another process"):
+        BatchFiles(source, target, 10_000)
+    files.close()

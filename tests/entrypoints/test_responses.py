@@ -1,0 +1,372 @@
+"""The Responses API over an engine that says what it is told, through the real clients and as plain HTTP."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from octavo.entrypoints.store import DEAD_AFTER_S, Database
+from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving, wait_until
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+FLAGS: Any = {
+    "disable_log_requests": True,
+    "reasoning_parser": "qwen3",
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+}
+
+
+@pytest.fixture(scope="module")
+def shared_agent(tiny_tokenizer: Path) -> Iterator[tuple[str, FakeEngine]]:
+    """A server that reads reasoning and calls."""
+    engine = FakeEngine(tiny_tokenizer, max_model_len=4096)
+    with serving(engine, **FLAGS) as url:
+        yield url, engine
+
+
+@pytest.fixture
+def engine(shared_agent: tuple[str, FakeEngine]) -> FakeEngine:
+    shared_agent[1].reset()
+    return shared_agent[1]
+
+
+@pytest.fixture
+def http(shared_agent: tuple[str, FakeEngine], engine: FakeEngine) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shared_agent[0], timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared_agent: tuple[str, FakeEngine], engine: FakeEngine) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=shared_agent[0] + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+def prompt(engine: FakeEngine, index: int = -1) -> str:
+    return str(engine.tokenizer.decode(engine.seen[index][0]))
+
+
+def read_events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """A stream's events, numbered, each of a type that the package knows."""
+    events = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        EVENTS.validate_python(event)
+        events.append(event)
+    numbers = [event["sequence_number"] for event in events]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    return events
+
+
+def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    answer = http.post("/v1/responses", json={"input": "Hi", **fields})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    Response.model_validate(found, strict=False)
+    return found
+
+
+def test_a_response_is_made_kept_listed_and_deleted(client: openai.OpenAI, engine: FakeEngine) -> None:
+    made = client.responses.create(model=MODEL, input="Hi", instructions="Be brief.", metadata={"k": "v"}, top_p=0.9)
+    assert made.output_text == "Hello there" and made.status == "completed" and made.metadata == {"k": "v"}
+    assert prompt(engine) == "system: Be brief.\nuser: Hi\nassistant:"
+    assert made.usage is not None and made.usage.input_tokens_details.cached_tokens == 3
+    assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens == len(engine.seen[0][0]) + 12
+    assert (made.temperature, made.top_p, made.tool_choice, made.tools) == (1.0, 0.9, "auto", [])
+    assert client.responses.retrieve(made.id).to_dict() == made.to_dict()
+    (item,) = client.responses.input_items.list(made.id).data
+    assert item.content[0].text == "Hi"  # type: ignore[union-attr]
+    client.responses.delete(made.id)
+    for again in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            again(made.id)
+    unkept = client.responses.create(model=MODEL, input="Hi", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
+
+
+def test_a_conversation_goes_on_with_its_calls_and_their_results(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.answer = f"<think>Rain?</think>Let me look.{CALL}"
+    first = client.responses.create(model=MODEL, input="Weather?", instructions="Be brief.", tools=[WEATHER])
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    call = first.output[2]
+    assert call.type == "function_call" and json.loads(call.arguments) == {"city": "Paris"} and call.call_id
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+    engine.answer = "</think>It rains."
+    second = client.responses.create(model=MODEL, input=[output], previous_response_id=first.id)
+    assert second.output_text == "</think>It rains." or second.output_text == "It rains."
+    chained = prompt(engine)
+    assert "Weather?" in chained and CALL.split("\n")[1] in chained and "Rain" in chained
+    assert "Be brief." not in chained  # instructions are of one response
+    # The same without the server's memory: what came back is sent again.
+    items: Any = [{"role": "user", "content": "Weather?"}, *(item.to_dict() for item in first.output), output]
+    client.responses.create(model=MODEL, input=items, store=False)
+    assert prompt(engine) == chained
+    # References are found by their ids.
+    references: Any = [{"role": "user", "content": "Weather?"}]
+    references += [{"type": "item_reference", "id": item.id} for item in first.output]
+    client.responses.create(model=MODEL, input=[*references, output], store=False)
+    assert prompt(engine) == chained
+
+
+@pytest.mark.parametrize("summary", [None, "auto"])
+def test_events_come_in_the_order_of_the_api(http: httpx.Client, engine: FakeEngine, summary: str | None) -> None:
+    engine.answer = f"<think>Hm, so.</think>Yes.{CALL}"
+    body = {"input": "Hi", "tools": [WEATHER], "stream": True, "reasoning": {"summary": summary}}
+    events = read_events(http.post("/v1/responses", json=body))
+    assert events[0]["sequence_number"] == 0
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    order = [kind for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+    reasoning = ["reasoning_text.delta", "reasoning_text.done"]
+    if summary:
+        texts = ["reasoning_summary_text.delta", "reasoning_summary_text.done"]
+        reasoning = ["reasoning_summary_part.added", *texts, "reasoning_summary_part.done"]
+    assert order == [
+        "created", "in_progress",
+        "output_item.added", *reasoning, "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
+        "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    added = [event for event in events if event["type"] == "response.output_item.added"]
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["output_index"] for event in added] == [event["output_index"] for event in done] == [0, 1, 2]
+    response = events[-1]["response"]
+    assert response["output"] == [event["item"] for event in done]
+    for kind, place in (("output_text.delta", 1), ("function_call_arguments.delta", 2)):
+        text = "".join(event["delta"] for event in events if event["type"] == f"response.{kind}")
+        item = response["output"][place]
+        assert text == (item["content"][0]["text"] if place == 1 else item["arguments"])
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 10
+    # A whole response is what the events add up to, but for ids and times.
+    whole = post(http, tools=[WEATHER], reasoning={"summary": summary})
+
+    def stripped(item: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in item.items() if name not in ("id", "call_id")}
+
+    assert [stripped(item) for item in whole["output"]] == [stripped(item) for item in response["output"]]
+    assert http.get(f"/v1/responses/{response['id']}").json() == response
+
+
+def test_the_stream_helper_and_parse_work(client: openai.OpenAI, engine: FakeEngine) -> None:
+    class Weather(pydantic.BaseModel):
+        city: str
+
+    engine.answer = '{"city": "Rome"}'
+    with client.responses.stream(model=MODEL, input="Hi", text_format=Weather) as stream:
+        kinds = [event.type for event in stream]
+        parsed = stream.get_final_response()
+    assert parsed.output_parsed == Weather(city="Rome") and kinds[-1] == "response.completed"
+    assert engine.seen[0][1].grammar is not None
+    assert client.responses.parse(model=MODEL, input="Hi", text_format=Weather).output_parsed == Weather(city="Rome")
+    engine.answer = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    (tool,) = client.responses.parse(
+        model=MODEL, input="Hi", tools=[openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}],  # type: ignore[operator, list-item]
+        tool_choice={"type": "function", "name": "Weather"},
+    ).output  # fmt: skip
+    assert tool.type == "function_call" and tool.name == "Weather" and json.loads(tool.arguments) == {"city": "Rome"}
+
+
+def test_what_cuts_or_fails_an_answer_is_said(http: httpx.Client, engine: FakeEngine) -> None:
+    cut = post(http, max_output_tokens=4)
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert cut["output"][0]["status"] == "incomplete"
+    events = read_events(http.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 4, "stream": True}))
+    assert events[-1]["type"] == "response.incomplete"
+    engine.fails_after = (3, RuntimeError("boom"))
+    events = read_events(http.post("/v1/responses", json={"input": "Hi", "stream": True}))
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"] == {"code": "server_error", "message": "Internal error."}
+    assert http.post("/v1/responses", json={"input": "Hi"}).status_code == 500
+
+
+def test_log_probabilities_are_of_the_text(http: httpx.Client, engine: FakeEngine) -> None:
+    made = post(http, top_logprobs=2, include=["message.output_text.logprobs"])
+    logprobs = made["output"][0]["content"][0]["logprobs"]
+    assert "".join(one["token"] for one in logprobs).startswith("Hello there")
+    assert len(logprobs[0]["top_logprobs"]) == 2 and logprobs[0]["bytes"] == [ord("H")]
+
+
+def test_reasoning_is_sent_again_in_any_form(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.answer = "<think>Secret.</think>Yes."
+    made = post(http, include=["reasoning.encrypted_content"], store=False)
+    reasoning = made["output"][0]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Secret."}]
+    short = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": reasoning["encrypted_content"]}
+    for item in (reasoning, short):
+        post(
+            http, input=[{"role": "user", "content": "Hi"}, item, *made["output"][1:], {"role": "user", "content": "?"}]
+        )
+    assert prompt(engine, -1) == prompt(engine, -2)
+
+
+def test_background_responses_are_polled_followed_and_cancelled(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.is_paused = True
+    made = post(http, background=True)
+    assert made["status"] == "queued"
+    path = f"/v1/responses/{made['id']}"
+    wait_until(lambda: http.get(path).json()["status"] == "in_progress")
+    assert http.post("/v1/responses", json={"input": "x", "previous_response_id": made["id"]}).status_code == 400
+    engine.is_paused = False
+    wait_until(lambda: http.get(path).json()["status"] == "completed")
+    events = read_events(http.get(path, params={"stream": "true"}))
+    assert [event["type"] for event in events[:3]] == [
+        "response.created", "response.queued", "response.in_progress"
+    ]  # fmt: skip
+    assert events[-1]["response"] == http.get(path).json()
+    assert read_events(http.get(path, params={"stream": "true", "starting_after": 4})) == events[5:]
+
+    # A client that follows and leaves harms nothing.
+    engine.is_paused = True
+    with http.stream("POST", "/v1/responses", json={"input": "Hi", "background": True, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        first = json.loads(next(line for line in lines if line.startswith("data: "))[6:])
+    path = f"/v1/responses/{first['response']['id']}"
+    engine.is_paused = False
+    wait_until(lambda: http.get(path).json()["status"] == "completed")
+
+    engine.is_paused = True
+    path = f"/v1/responses/{post(http, background=True)['id']}"
+    wait_until(lambda: len(engine.active) == 1)
+    assert http.post(path + "/cancel").json()["status"] == "cancelled"
+    wait_until(lambda: not engine.active)
+    assert http.post(path + "/cancel").json()["status"] == http.get(path).json()["status"] == "cancelled"
+    assert http.delete(path).json()["deleted"]
+    engine.is_paused = False
+    plain = post(http)
+    assert http.post(f"/v1/responses/{plain['id']}/cancel").status_code == 400
+
+
+def test_a_client_that_leaves_ends_its_request(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.is_paused = True
+    with http.stream("POST", "/v1/responses", json={"input": "Hi", "stream": True}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        wait_until(lambda: len(engine.active) == 1)
+    wait_until(lambda: not engine.active)
+
+
+def test_the_oldest_turns_make_room(http: httpx.Client, engine: FakeEngine) -> None:
+    turns: Any = [{"role": "system", "content": "Be brief."}]
+    for i in range(9):
+        turns += [{"role": "user", "content": f"{i}" * 600}, {"role": "assistant", "content": "Yes."}]
+    turns.append({"role": "user", "content": "Last?"})
+    refused = http.post("/v1/responses", json={"input": turns})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+    assert refused.json()["error"]["param"] == "input"
+    made = http.post("/v1/responses", json={"input": turns, "truncation": "auto"}).json()
+    assert made["status"] == "completed" and made["truncation"] == "auto"
+    kept = prompt(engine)
+    assert "Be brief." in kept and "Last?" in kept and "000" not in kept and "888" in kept and "333" in kept
+
+
+def test_pages_of_input_items(http: httpx.Client) -> None:
+    items = [{"role": "user", "content": str(i)} for i in range(5)]
+    path = f"/v1/responses/{post(http, input=items)['id']}/input_items"
+    page = http.get(path, params={"limit": 2}).json()
+    assert [item["content"][0]["text"] for item in page["data"]] == ["4", "3"] and page["has_more"]
+    page = http.get(path, params={"limit": 3, "after": page["last_id"]}).json()
+    assert [item["content"][0]["text"] for item in page["data"]] == ["2", "1", "0"] and not page["has_more"]
+    page = http.get(path, params={"order": "asc"}).json()
+    assert [item["content"][0]["text"] for item in page["data"]] == ["0", "1", "2", "3", "4"]
+    for params in ({"limit": "0"}, {"limit": "x"}, {"order": "up"}, {"after": "no"}):
+        assert http.get(path, params=params).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+        ({"previous_response_id": "resp_no"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "mcp", "server_url": "x"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "no"}, "tools": [WEATHER]}, "tool_choice"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"background": True, "store": False}, "background"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no"}}}}, "text.format.schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+def test_refusals_name_the_field(http: httpx.Client, fields: Any, param: str) -> None:
+    answer = http.post("/v1/responses", json={"input": "Hi", **fields})
+    assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_two_servers_share_a_file_and_a_dead_one_is_noticed(
+    tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "store.db")
+    engines = [FakeEngine(tiny_tokenizer) for _ in range(2)]
+    with (
+        serving(engines[0], response_store=path, disable_log_requests=True) as one,
+        serving(engines[1], response_store=path, disable_log_requests=True) as other,
+        httpx.Client(timeout=20) as http,
+    ):
+        made = http.post(f"{one}/v1/responses", json={"input": "Hi"}).json()
+        assert http.get(f"{other}/v1/responses/{made['id']}").json() == made
+        answer = http.post(f"{other}/v1/responses", json={"input": "?", "previous_response_id": made["id"]})
+        assert answer.status_code == 200
+        # One cancels what the other works on.
+        engines[0].is_paused = True
+        working = http.post(f"{one}/v1/responses", json={"input": "Hi", "background": True}).json()["id"]
+        wait_until(lambda: len(engines[0].active) == 1)
+        assert http.get(f"{other}/v1/responses/{working}", params={"stream": "true"}).status_code == 400
+        assert http.post(f"{other}/v1/responses/{working}/cancel").json()["status"] == "cancelled"
+        # A server that died has left something behind.
+        left = http.post(f"{one}/v1/responses", json={"input": "Hi", "background": True}).json()["id"]
+        now = time.time()
+        monkeypatch.setattr("octavo.entrypoints.store.time.time", lambda: now + DEAD_AFTER_S + 60)
+        monkeypatch.setattr(Database, "beat", lambda self: [])
+        found = http.get(f"{other}/v1/responses/{left}").json()
+        assert found["status"] == "failed" and found["error"]["code"] == "server_error"
+        monkeypatch.undo()
+        engines[0].is_paused = False
+
+
+def test_a_full_store_loses_no_answer_and_the_oldest_leave(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    engine = FakeEngine(tiny_tokenizer)
+    with (
+        serving(engine, response_store_bytes=200_000, disable_log_requests=True) as url,
+        httpx.Client(base_url=url, timeout=20) as http,
+    ):
+        note = {"k": "x" * 20_000}
+        ids = [http.post("/v1/responses", json={"input": "Hi", "metadata": note}).json()["id"] for _ in range(20)]
+        assert http.get(f"/v1/responses/{ids[0]}").status_code == 404
+        assert http.get(f"/v1/responses/{ids[-1]}").status_code == 200
+        huge = {"input": "Hi", "metadata": {"k": "x" * 300_000}}
+        answer = http.post("/v1/responses", json=huge).json()
+        assert answer["status"] == "completed" and answer["store"] is False
+        refused = http.post("/v1/responses", json={**huge, "background": True})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "store_failed"
+        assert http.post("/v1/responses", json={"input": "Hi"}).json()["store"] is True

@@ -1,0 +1,130 @@
+"""How requests find their routes: methods, what is not built, fields that nobody knows, streams that are idle."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.entrypoints.openai.app import LATER
+from octavo.entrypoints.openai.hints import hint_options
+from octavo.entrypoints.openai.protocol import ChatCompletionRequest
+from octavo.errors import RequestError
+from tests.entrypoints.fake_engine import FakeEngine, serving
+
+HELLO: Any = [{"role": "user", "content": "Hi"}]
+
+
+def test_modules_that_are_imported_later_have_the_routes_that_are_said_of_them() -> None:
+    for module, routes in LATER.items():
+        declared = importlib.import_module(module).router.declared
+        assert {f"{one.method} {one.path}" for one in declared} == set(routes)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("DELETE", "/v1/completions", {"POST"}),
+        ("PUT", "/v1/chat/completions", {"GET", "HEAD", "POST"}),
+        ("PATCH", "/v1/responses/resp_1", {"DELETE", "GET", "HEAD"}),
+        ("POST", "/v1/models", {"GET", "HEAD"}),
+        ("GET", "/v1/messages", {"POST"}),
+    ],
+)
+def test_a_method_that_a_route_lacks_is_refused_before_the_body(
+    http: httpx.Client, method: str, path: str, allowed: set[str]
+) -> None:
+    answer = http.request(method, path, content=b"not JSON", headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 405 and set(answer.headers["allow"].split(", ")) == allowed
+    for one in allowed - {"HEAD"}:
+        body = {"json": {}} if one == "POST" else {}
+        assert http.request(one, path, **body).status_code != 405  # type: ignore[arg-type]
+
+
+def test_known_routes_that_are_not_built_say_so(http: httpx.Client) -> None:
+    answer = http.post("/v1/audio/transcriptions", json={})
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_built"
+    assert "not built yet" in answer.json()["error"]["message"]
+    assert "Invalid URL" in http.post("/v1/nothing", json={}).json()["error"]["message"]
+
+
+def test_whole_numbers_may_be_written_as_floats(http: httpx.Client, engine: FakeEngine) -> None:
+    body = {"messages": HELLO, "max_tokens": 4.0, "n": 1.0, "seed": 7.0}
+    assert http.post("/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] == 4
+    assert http.post("/v1/chat/completions", json={**body, "max_tokens": 4.5}).status_code == 400
+
+
+def test_unknown_fields_are_refused_or_overlooked(tiny_tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Hi", "nonsense": 1}],
+        "tools": [{"type": "function", "function": {"name": "f", "odd": {}}, "odd": []}],
+        "tool_choice": {"type": "function", "function": {"name": "f", "odd": 1}},
+        "nonsense": {"a": 1},
+        "reasoning_effort": "high",
+    }
+    for policy, status in (("error", 400), ("warn", 200), ("ignore", 200)):
+        caplog.clear()
+        with serving(FakeEngine(tiny_tokenizer), unknown_fields=policy, disable_log_requests=True) as url:
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+            assert answer.status_code == status, answer.text
+            # What has a meaning is never overlooked.
+            refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": HELLO, "audio": {"voice": "x"}})
+            assert refused.status_code == 400
+        assert ("nonsense" in caplog.text) == (policy == "warn")
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "options"),
+    [
+        ("{% if enable_thinking %}a{% endif %}", {"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ("{% if enable_thinking is defined %}a{% endif %}", {"reasoning_effort": "low"}, {"enable_thinking": True}),
+        ("{{ reasoning_effort }}", {"reasoning_effort": "xhigh"}, {"reasoning_effort": "high"}),
+        ("{{ reasoning_effort }}", {"reasoning_effort": "none"}, None),
+        ("{{ message.thinking }} thinking", {"reasoning_effort": "none"}, {}),
+        ("{{ message.thinking }} thinking", {"reasoning_effort": "high"}, None),
+        ("", {"reasoning_effort": "medium", "verbosity": "medium"}, {}),
+        ("{{ verbosity }}", {"verbosity": "low"}, {"verbosity": "low"}),
+        ("x", {"verbosity": "low"}, None),
+    ],
+)
+def test_hints_become_variables_of_the_template(template: str, fields: Any, options: Any) -> None:
+    class Tokenizer:
+        chat_template = template or "x"
+
+        def get_chat_template(self, *_: Any) -> str:
+            return self.chat_template
+
+    body = ChatCompletionRequest.model_validate({"messages": HELLO, **fields})
+    if options is None:
+        with pytest.raises(RequestError, match="template"):
+            hint_options(Tokenizer(), body, is_strict=True)  # type: ignore[arg-type]
+        options = {}
+    assert hint_options(Tokenizer(), body, is_strict=False) == options  # type: ignore[arg-type]
+
+
+def test_an_idle_stream_is_kept_alive(tiny_tokenizer: Path) -> None:
+    engine = FakeEngine(tiny_tokenizer)
+    with serving(engine, stream_keep_alive=0.05, disable_log_requests=True) as url:
+        for path, expected in (
+            ("/v1/chat/completions", ": keep-alive"), ("/v1/responses", ": keep-alive"),
+            ("/v1/messages", "event: ping"), ("/generate", None),
+        ):  # fmt: skip
+            engine.is_paused = True
+            body: Any = {"stream": True, "max_tokens": 5}
+            if path == "/v1/responses":
+                body = {"stream": True, "input": "Hi"}
+            else:
+                body |= {"prompt": "Hi"} if path == "/generate" else {"messages": HELLO}
+            with httpx.stream("POST", url + path, json=body) as stream:
+                lines = stream.iter_lines()
+                if expected is None:
+                    time.sleep(0.2)
+                else:
+                    assert expected in lines
+                engine.is_paused = False
+                rest = list(lines)
+            assert rest and (expected is not None or all(line.startswith("{") for line in rest))

@@ -1,0 +1,130 @@
+"""Flags of vLLM's server that change what a client meets, and its variables."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.entrypoints.openai.server import _bind, _warn_of_vllm_variables
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.errors import ConfigError
+from tests.entrypoints.fake_engine import FakeEngine, serving
+
+HERE = "tests.entrypoints.test_server_flags"
+ASKED = {"prompt": "a", "stream": True}
+
+
+async def add_header(request: Request, call_next: Any) -> Response:
+    response: Response = await call_next(request)
+    response.headers["x-seen"] = "yes"
+    return response
+
+
+class Shout:
+    """Changes what a stream says, event by event."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def shout(message: Any) -> None:
+            if body := message.get("body"):
+                message = {**message, "body": body.replace(b'"text"', b'"TEXT"')}
+            await send(message)
+
+        await self._app(scope, receive, shout)
+
+
+def test_middlewares_see_every_answer_and_the_bodies_of_streams(engine: FakeEngine) -> None:
+    with serving(engine, disable_log_requests=True, middleware=[f"{HERE}.Shout", f"{HERE}.add_header"]) as url:
+        answer = httpx.post(f"{url}/v1/completions", json=ASKED)
+        assert answer.headers["x-seen"] == "yes"
+        assert '"TEXT"' in answer.text and answer.text.endswith("data: [DONE]\n\n")
+        assert httpx.get(f"{url}/nowhere").headers["x-seen"] == "yes"
+
+
+@pytest.mark.parametrize("path", ["no.such.Thing", f"{HERE}.HERE", "Thing"])
+def test_what_is_no_middleware_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"--middleware {path} "):
+        ServerArgs(middleware=[path]).check()
+
+
+def test_variables_of_the_template_have_defaults(engine: FakeEngine) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    with serving(engine, disable_log_requests=True, default_chat_template_kwargs={"shout": True}) as url:
+        for more, is_loud in (({}, True), ({"chat_template_kwargs": {"shout": False}}, False)):
+            assert httpx.post(f"{url}/v1/chat/completions", json={**chat, **more}).status_code == 200
+            assert ("LOUD" in engine.tokenizer.decode(engine.seen[-1][0])) is is_loud
+
+
+def test_keys_may_be_several_and_come_from_vllms_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    monkeypatch.setenv("OCTAVO_API_KEY", "ours")
+    assert ServerArgs(api_key=["a", "b"]).api_keys == ["a", "b", "ours", "theirs"]
+
+
+def test_a_socket_of_the_file_system_can_be_listened_at(tmp_path: Path) -> None:
+    path = tmp_path / "octavo.sock"
+    args = ServerArgs(uds=str(path))
+    for _ in range(2):  # the second time over what a killed server has left
+        with _bind(args) as sock:
+            assert sock.getsockname() == str(path)
+            with pytest.raises(ConfigError, match="Address already in use"), _bind(args):
+                pass
+        assert not path.exists()
+        subprocess.run(
+            [sys.executable, "-c", f"import socket as s; s.socket(s.AF_UNIX).bind({str(path)!r})"], check=True
+        )
+    with pytest.raises(ConfigError, match="--uds and --ssl-certfile exclude"):
+        ServerArgs(uds="x", ssl_certfile=__file__, ssl_keyfile=__file__).check()
+
+
+def test_each_of_vllms_variables_without_effect_gets_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("VLLM_USE_V1", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY", "VLLM_USAGE_STATS", "VLLM_USAGE_SOURCE"):
+        monkeypatch.setenv(name, "1")
+    logging.getLogger("octavo").propagate = True
+    with caplog.at_level(logging.WARNING, logger="octavo.server"):
+        _warn_of_vllm_variables()
+    assert [record.getMessage() for record in caplog.records] == [
+        "VLLM_SERVER_DEV_MODE is set and has no effect; use --enable-server-dev-mode or OCTAVO_SERVER_DEV_MODE=1",
+        "VLLM_USE_V1 is set and has no effect",
+    ]
+
+
+def test_control_routes_are_there_by_flag_or_variable_only(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not ServerArgs().is_dev_mode and ServerArgs(enable_server_dev_mode=True).is_dev_mode
+    with serving(engine, disable_log_requests=True) as url:
+        assert httpx.post(f"{url}/sleep").status_code in (404, 415)
+        assert httpx.get(f"{url}/is_sleeping").status_code == 404
+    monkeypatch.setenv("OCTAVO_SERVER_DEV_MODE", "1")
+    assert ServerArgs().is_dev_mode
+
+
+def test_what_is_imported_is_there_on_windows() -> None:
+    """Modules that only Unix has are imported where they are used, and do without them."""
+    code = """
+import importlib, pkgutil, sys
+for name in ("resource", "fcntl", "pwd", "grp", "termios", "uvloop"):
+    sys.modules[name] = None
+import octavo
+skipped = ("octavo.ops.triton", "octavo.ops.cuda", "octavo.ops.flash", "octavo.ops.torch", "octavo.models.transformers",
+           "octavo.execution.cuda", "octavo.entrypoints.cli.__main__")
+for module in pkgutil.walk_packages(octavo.__path__, "octavo."):
+    if not module.name.startswith(skipped):
+        importlib.import_module(module.name)
+from octavo.processes import allow_files, event_loop_factory
+allow_files()
+event_loop_factory()().close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,96 @@
+"""The store: one file for several servers, full disks, kills, and files that are none."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.store import Database, StoreError
+from octavo.errors import ConfigError
+
+MANY = 1 << 30
+WRITER = """
+import sys
+from octavo.entrypoints.store import Database
+database = Database(sys.argv[1], 1 << 30)
+for i in range(int(sys.argv[3])):
+    with database.transaction():
+        database.put("response", f"{sys.argv[2]}-{i}", b"{}" * 500)
+        database.add_chunks(f"{sys.argv[2]}-{i}", [(0, b"a"), (1, b"b")])
+    print(i, flush=True)
+"""
+
+
+def num_objects(path: Path) -> int:
+    database = Database(str(path), MANY)
+    with database.transaction():
+        page = database.page("response", after=None, limit=10_000, is_ascending=True)
+        assert all([data for _, data in database.chunks(one.id, -1, 9)] == [b"a", b"b"] for one in page)
+    database.close()
+    return len(page)
+
+
+def start(path: Path, name: str, number: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), name, str(number)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_two_processes_write_at_once_and_a_kill_leaves_nothing_half_written(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with start(path, "a", 60) as one, start(path, "b", 60) as other:
+        assert one.wait(60) == other.wait(60) == 0
+    assert num_objects(path) == 120
+    with start(path, "c", 100_000) as process:
+        assert process.stdout is not None
+        for _ in range(30):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+    assert num_objects(path) >= 150
+
+
+def test_a_full_disk_is_an_error_that_leaves_things_as_they_were(tmp_path: Path) -> None:
+    database = Database(str(tmp_path / "store.db"), MANY)
+    with database.transaction():
+        database.put("response", "a", b"{}")
+    database._db.execute("PRAGMA max_page_count = 20")  # what SQLite then says is what it says of a full disk
+    with pytest.raises(StoreError, match="full"), database.transaction():  # noqa: PT012
+        database.put("response", "b", b"{}")
+        database.put("response", "a", b"x" * 200_000)
+    with database.transaction():
+        found = database.get("response", "a")
+        assert found is not None and found.body == b"{}" and database.get("response", "b") is None
+        database.put("response", "c", b"{}")
+    database.close()
+
+
+def test_the_oldest_responses_make_room_and_files_do_not() -> None:
+    database = Database(None, 300_000)
+    with database.transaction():
+        database.put("file", "kept", b"x" * 50_000)
+    for i in range(20):
+        with database.transaction():
+            database.put("response", str(i), b"x" * 20_000)
+    with database.transaction():
+        assert database.get("file", "kept") is not None
+        assert database.get("response", "0") is None and database.get("response", "19") is not None
+    with pytest.raises(StoreError, match="room"), database.transaction():
+        database.put("file", "large", b"x" * 400_000)
+    database.close()
+
+
+def test_a_file_that_is_no_store_keeps_the_server_from_starting(tmp_path: Path) -> None:
+    text, other, newer = tmp_path / "text", tmp_path / "no" / "folder.db", tmp_path / "newer.db"
+    text.write_text("Something else. " * 500)
+    with sqlite3.connect(newer) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    for path in (text, other, newer):
+        with pytest.raises(ConfigError, match="--response-store"):
+            ServerArgs(response_store=str(path)).check()
+    assert text.read_text().startswith("Something")

@@ -1,0 +1,45 @@
+"""Chats that are kept: through the real client, streamed or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.entrypoints.fake_engine import MODEL, FakeEngine
+
+HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+def test_a_stored_chat_is_found_changed_and_deleted(client: openai.OpenAI, engine: FakeEngine) -> None:
+    asked: Any = {"model": MODEL, "messages": HELLO, "store": True}
+    whole = client.chat.completions.create(**asked, metadata={"who": "me"})
+    assert client.chat.completions.retrieve(whole.id).choices[0].message.content == "Hello there"
+    stream = client.chat.completions.create(**asked, stream=True)
+    streamed = {chunk.id for chunk in stream}.pop()
+    kept = client.chat.completions.retrieve(streamed)
+    assert kept.choices[0].message.content == "Hello there" and kept.choices[0].finish_reason == "stop"
+    assert kept.usage is not None and kept.usage.completion_tokens == 12
+    unkept = client.chat.completions.create(model=MODEL, messages=HELLO, metadata={"who": "me"})
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.retrieve(unkept.id)
+
+    listed = [chat.id for chat in client.chat.completions.list()]
+    assert listed[-2:] == [whole.id, streamed]
+    assert [chat.id for chat in client.chat.completions.list(metadata={"who": "me"})] == [whole.id]
+    assert [chat.id for chat in client.chat.completions.list(limit=1, order="desc")][:2] == [streamed, whole.id]
+    messages = client.chat.completions.messages.list(whole.id).data
+    assert [message.content for message in messages] == ["Be brief.", "Hi"]
+    client.chat.completions.update(whole.id, metadata={"who": "you"})
+    assert client.chat.completions.retrieve(whole.id).metadata == {"who": "you"}  # type: ignore[attr-defined]
+    for id in (whole.id, streamed):
+        assert client.chat.completions.delete(id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.messages.list(whole.id)
+
+
+def test_what_cannot_be_stored_is_refused(http: httpx.Client) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": HELLO, "store": True, "n": 2})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "store"

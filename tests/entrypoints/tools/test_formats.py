@@ -1,0 +1,186 @@
+"""Every format by its description: calls are read however their text is cut, and forced calls are written as they are
+read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.entrypoints.openai.tools.calls import Call, ToolParser
+from octavo.entrypoints.openai.tools.forced import ForcedCallsReader
+from octavo.entrypoints.openai.tools.formats import FORMATS, KeyedValues, Tags, ToolFormat
+from octavo.entrypoints.openai.tools.reading import FormatParser, trigger_marks
+from octavo.entrypoints.openai.tools.writing import spelling
+from octavo.sampling.grammar import ToolCalls, make_grammar
+from tests.entrypoints.tools.written import TOOLS, write
+from tests.sampling.test_grammar import follows
+
+NAMES = {form: name for name, form in FORMATS.items()}  # once each
+BY_FORMAT = pytest.mark.parametrize("form", [pytest.param(form, id=name) for form, name in NAMES.items()])
+# Letters, blanks, what JSON and Python escape, and parts of marks.
+TEXTS = st.text(st.sampled_from("ab é世\n\t\"'\\{}[]<>|/=:,`0"), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | TEXTS, lambda inner: st.lists(inner, max_size=2), max_leaves=3
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {"city": TEXTS},
+    optional={
+        "days": st.integers(), "metric": st.booleans(), "unit": st.sampled_from("CF"),
+        "more": st.dictionaries(st.sampled_from(["k", "key_2"]), VALUES, max_size=2),
+    },
+)  # fmt: skip
+CALLS = st.lists(st.tuples(st.just("get_weather"), ARGUMENTS) | st.just(("now", {})), min_size=1, max_size=3)
+
+
+def read(new_reader: Callable[[], ToolParser], text: str, cuts: list[int]) -> tuple[str, list[tuple[str, Any]]]:
+    reader, content, calls = new_reader(), "", list[list[str]]()
+    edges = [0, *sorted(cuts), len(text)]
+    pieces = [piece for i in range(len(edges) - 1) for piece in reader.add(text[edges[i] : edges[i + 1]])]
+    for piece in pieces + reader.finish():
+        if not isinstance(piece, Call):
+            content += piece
+        elif piece.name is not None:
+            calls.append([piece.name, piece.arguments])
+        else:
+            calls[-1][1] += piece.arguments
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def sayable(form: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> bool:
+    """Whether a format has a way to say these texts: what stands between marks cannot hold them."""
+    texts = json.dumps(calls, ensure_ascii=False)
+    if isinstance(form.body, KeyedValues):
+        return form.body.quote not in texts and form.end not in texts
+    return True
+
+
+@BY_FORMAT
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(calls=CALLS, before=TEXTS, after=TEXTS, data=st.data())
+def test_calls_are_read_however_their_text_is_cut(
+    form: ToolFormat, calls: list[tuple[str, dict[str, Any]]], before: str, after: str, data: st.DataObject
+) -> None:
+    if not sayable(form, calls):
+        return
+    text = write(form, calls)
+    if not form.is_whole_answer:
+        text = f"{before}x{text}\nx{after}"
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    whole = read(lambda: FormatParser(form, TOOLS), text, [])
+    assert whole[1] == calls
+    if not form.is_whole_answer:
+        assert whole[0].replace("\n", "") == f"{before}xx{after}".replace("\n", "")
+    assert read(lambda: FormatParser(form, TOOLS), text, cuts) == whole
+    assert read(lambda: FormatParser(form, TOOLS), text, list(range(len(text)))) == whole
+
+
+@BY_FORMAT
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_broken_calls_are_read_alike_however_their_text_is_cut(form: ToolFormat, data: st.DataObject) -> None:
+    whole = write(form, [("get_weather", {"city": "a b", "days": 3}), ("now", {})])
+    # Pieces of calls in any order.
+    edges = data.draw(st.lists(st.tuples(st.integers(0, len(whole)), st.integers(0, len(whole))), max_size=4))
+    text = "".join(whole[begin:end] for begin, end in edges)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    expected = read(lambda: FormatParser(form, TOOLS), text, [])
+    assert read(lambda: FormatParser(form, TOOLS), text, cuts) == expected
+    if not expected[1]:
+        assert expected[0] == text
+
+
+FORCED: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", {"city": "Aé <b> } \n x", "days": 3, "unit": "C", "more": {"k": [1, "</x>"]}}), ("now", {}),
+]  # fmt: skip
+
+
+@BY_FORMAT
+def test_forced_calls_are_written_and_read_in_the_format(form: ToolFormat) -> None:
+    spelled = spelling(form, TOOLS)
+    if isinstance(form.body, KeyedValues):
+        assert spelled is None  # its texts have no end that a grammar could know
+        return
+    assert spelled is not None
+    grammar = make_grammar(ToolCalls(TOOLS, spelled))
+    text = write(form, FORCED).replace("'", '"')
+    assert follows(grammar, text)
+    assert follows(grammar, write(form, FORCED[1:]))
+    assert not follows(grammar, write(form, [("get_weather", {"days": 3})]))
+    assert not follows(grammar, write(form, [("get_weather", {"city": "A", "unit": "K"})]))
+    assert not follows(grammar, write(form, [("other", {})]))
+    assert not follows(make_grammar(ToolCalls(TOOLS, spelled, is_parallel=False)), text)
+    readers: list[Callable[[], ToolParser]] = [lambda: FormatParser(form, TOOLS)]
+    if spelled.has_json_arguments:
+        readers.append(lambda: ForcedCallsReader(spelled))
+    for new_reader in readers:
+        for cuts in ([], list(range(len(text))), [7, 20, 21]):
+            assert read(new_reader, text, cuts) == ("", FORCED)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v31", "step3", "llama3_json", "pythonic"])
+def test_strict_calls_may_come_after_any_text_and_are_valid(name: str) -> None:
+    form = FORMATS[name]
+    spelled = spelling(form, TOOLS)
+    assert spelled is not None
+    grammar = make_grammar(ToolCalls(TOOLS, spelled, marks=trigger_marks(form)))
+    text = write(form, FORCED).replace("'", '"')
+    before = "" if form.is_whole_answer else "One < moment.\n"
+    assert follows(grammar, before + text)
+    assert follows(grammar, "There is no call.")
+    wrong = write(form, [("get_weather", {"city": "A", "unit": "K"})])
+    assert not follows(grammar, before + wrong)
+
+
+KEYWORDS = st.sampled_from(["type", "anyOf", "$ref", "properties", "required", "enum", "a"])
+JUNK = st.recursive(
+    st.sampled_from([None, True, 5, "string", "object", "#/$defs/a", "#", []]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["type", "anyOf", "$ref", "properties", "required", "enum", "a"]), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(schema=st.dictionaries(st.sampled_from(["type", "properties", "required", "$defs", "$ref"]), JUNK))
+def test_schemas_that_make_no_sense_are_for_the_grammar_to_refuse(schema: dict[str, Any]) -> None:
+    for name in ("qwen3_coder", "pythonic", "hermes"):
+        spelling(FORMATS[name], {"f": schema})
+    cyclic = {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}
+    text = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+    for odd in (schema, cyclic):
+        assert read(lambda odd=odd: FormatParser(FORMATS["qwen3_coder"], {"f": odd}), text, [])[1]  # type: ignore[misc]
+
+
+def test_special_tokens_are_named_by_their_ids() -> None:
+    form = FORMATS["deepseek_v31"]
+    spelled = spelling(form, TOOLS)
+    assert spelled is not None
+    ids = {mark: i for i, mark in enumerate([form.open, form.start, "<｜tool▁sep｜>", form.end, form.close], 500)}
+    grammar = make_grammar(ToolCalls(TOOLS, spelled), special_tokens=ids)
+    for token_id in ids.values():
+        assert f"<[{token_id}]>" in grammar
+    assert "begin" not in grammar
+
+
+def test_a_schema_that_texts_cannot_be_told_by_has_no_native_spelling() -> None:
+    form = FORMATS["qwen3_coder"]
+    assert isinstance(form.body, Tags)
+    for one in ({}, {"type": ["string", "integer"]}, {"type": "string", "pattern": "a+"}, {"enum": ["</parameter>"]}):
+        schema = {"type": "object", "properties": {"a": one}}
+        assert spelling(form, {"f": schema}) is None
+    referred = {"type": "object", "properties": {"a": {"$ref": "#/$defs/E"}}, "$defs": {"E": {"enum": ["x", "y"]}}}
+    spelled = spelling(form, {"f": referred})
+    assert spelled is not None
+    grammar = make_grammar(ToolCalls({"f": referred}, spelled))
+    text = write(form, [("f", {"a": "x"})])
+    assert follows(grammar, text) and not follows(grammar, text.replace("x", "z"))
+    assert read(lambda: FormatParser(form, {"f": referred}), text, []) == ("", [("f", {"a": "x"})])

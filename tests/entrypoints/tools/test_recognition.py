@@ -1,0 +1,208 @@
+"""The formats of a model are recognised from its chat template: small ones that write what the families' own write."""
+
+# ruff: noqa: E501 - templates are easier to read in one line
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from octavo.entrypoints.openai.reasoning import STYLES, ReasoningStyle
+from octavo.entrypoints.openai.tools.formats import FORMATS, JsonCalls, NamedJson, ToolFormat
+from octavo.entrypoints.openai.tools.recognition import model_formats
+from octavo.loading.jinja_template import render_template
+
+
+class Templated:
+    """Of a tokenizer no more than its template and its added tokens."""
+
+    def __init__(self, template: str, *added: str) -> None:
+        self._template = template
+        self.added_tokens_decoder = {i: SimpleNamespace(content=text) for i, text in enumerate(added)}
+
+    def get_chat_template(self, name: str | None = None, tools: Any = None) -> str:
+        return self._template
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool, **variables: Any) -> str:
+        return render_template(self._template, messages, eos_token="</s>", **variables)
+
+
+def chat(calls: str, *, answer: str = "{{ m.content }}", begin: str = "<|im_start|>", end: str = "<|im_end|>\n") -> str:
+    """A template that writes tools at its beginning, and calls as `calls` says."""
+    return (
+        "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}"
+        f"{begin}{{{{ m.role }}}}\n{{% if m.tool_calls %}}{calls}{{% else %}}{answer}{{% endif %}}{end}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{begin}assistant\n{{% endif %}}"
+    )
+
+
+def each(call: str, separator: str = "") -> str:
+    more = f"{{% if not loop.last %}}{separator}{{% endif %}}"
+    return f"{{% for c in m.tool_calls %}}{{% set f = c.function %}}{call}{more}{{% endfor %}}"
+
+
+OBJECT = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+LLAMA = '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
+ITEMS = "{% for k, v in f.arguments.items() %}"
+VALUE = "{{ v if v is string else v | tojson }}"
+KEYED = (
+    '{% for k, v in f.arguments.items() %}{{ "," if not loop.first }}{{ k }}:{% if v is string %}QUOTE{{ v }}QUOTE'
+    "{% else %}{{ v }}{% endif %}{% endfor %}"
+)
+PYTHON = (
+    '{{ f.name }}({% for k, v in f.arguments.items() %}{{ ", " if not loop.first }}{{ k }}='
+    "{{ v | tojson }}{% endfor %})"
+)
+QWEN_TAGS = (
+    f"<tool_call>\n<function={{{{ f.name }}}}>\n{ITEMS}<parameter={{{{ k }}}}>\n{VALUE}\n</parameter>\n{{% endfor %}}"
+    "</function>\n</tool_call>"
+)
+INVOKE = f'<invoke name="{{{{ f.name }}}}">\n{ITEMS}<parameter name="{{{{ k }}}}">{VALUE}</parameter>\n{{% endfor %}}</invoke>\n'
+THINK = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+
+TOOL_TEMPLATES: dict[str, str] = {
+    "hermes": chat(each(f"<tool_call>\n{OBJECT}\n</tool_call>", "\n")),
+    "qwen3_coder": chat(each(QWEN_TAGS, "\n")),
+    "llama3_json": chat(each(LLAMA), begin="<|start_header_id|>", end="<|eot_id|>"),
+    "pythonic": chat(f"[{each(PYTHON, ', ')}]", begin="<|start_header_id|>", end="<|eot_id|>"),
+    "olmo3": chat(f"<function_calls>{each(PYTHON, chr(10))}</function_calls>"),
+    "lfm2": chat(f"<|tool_call_start|>[{each(PYTHON, ', ')}]<|tool_call_end|>"),
+    "mistral": (
+        "<s>{% for m in messages %}{% if m.role == 'user' %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]"
+        f"[INST]{{{{ m.content }}}}[/INST]{{% elif m.tool_calls %}}{each('[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}')}"
+        "</s>{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    ),
+    "deepseek_v3": chat(
+        "<｜tool▁calls▁begin｜>" + each(
+            "<｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```<｜tool▁call▁end｜>", "\n"
+        ) + "<｜tool▁calls▁end｜>", begin="<｜", end="<｜end▁of▁sentence｜>",
+    ),
+    "deepseek_v31": chat(
+        "<｜tool▁calls▁begin｜>" + each(
+            "<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}<｜tool▁call▁end｜>"
+        ) + "<｜tool▁calls▁end｜>", begin="<｜", end="<｜end▁of▁sentence｜>",
+    ),
+    "glm45": chat(each(
+        f"<tool_call>{{{{ f.name }}}}\n{ITEMS}<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{VALUE}</arg_value>\n{{% endfor %}}</tool_call>"
+    ), begin="<|", end=""),
+    "kimi_k2": chat(
+        "<|tool_calls_section_begin|>" + each(
+            "<|tool_call_begin|>functions.{{ f.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>"
+        ) + "<|tool_calls_section_end|>"
+    ),
+    "granite": chat("<|tool_call|>[" + each(OBJECT, ", ") + "]", begin="<|start_of_role|>", end="<|end_of_text|>"),
+    "phi4_mini": chat("<|tool_call|>[" + each(OBJECT, ", ") + "]<|/tool_call|>", begin="<|", end="<|end|>"),
+    "cohere": chat(
+        "<|START_ACTION|>[" + each('{"tool_call_id": "0", "tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', ", ")
+        + "]<|END_ACTION|>", answer="<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>",
+        begin="<|START_OF_TURN_TOKEN|>", end="<|END_OF_TURN_TOKEN|>",
+    ),
+    "minimax": chat("<tool_calls>\n" + each(OBJECT, "\n") + "\n</tool_calls>", begin="]~b]", end="[e~[\n"),
+    "minimax_m2": chat(f"<minimax:tool_call>\n{each(INVOKE)}</minimax:tool_call>", begin="]~b]", end="[e~[\n"),
+    "functiongemma": chat(
+        each("<start_function_call>call:{{ f.name }}{" + KEYED.replace("QUOTE", "<escape>") + "}<end_function_call>"),
+        begin="<start_of_turn>", end="<end_of_turn>\n",
+    ),
+    "gemma4": chat(each("<|tool_call>call:{{ f.name }}{" + KEYED.replace("QUOTE", '<|"|>') + "}<tool_call|>"), begin="<|turn>"),
+    "xlam": chat("[" + each(OBJECT, ", ") + "]"),
+    "seed_oss": chat(each(
+        f"<seed:tool_call>\n<function={{{{ f.name }}}}>\n{ITEMS}<parameter={{{{ k }}}}>{VALUE}</parameter>\n{{% endfor %}}</function>\n</seed:tool_call>"
+    )),
+    "openai": chat(
+        each("<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>"),
+        answer="<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>", begin="", end="",
+    ) + "{# Calls to these tools must go to the commentary channel: <|channel|>commentary #}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_the_format_of_calls_is_recognised(name: str) -> None:
+    tokenizer: Any = Templated(TOOL_TEMPLATES[name])
+    found = model_formats(tokenizer).tools
+    assert found == FORMATS[name]
+
+
+NEW_MARKS: dict[str, tuple[str, ToolFormat]] = {
+    "an object": (chat(each("<<call>>{{ c.function | tojson }}<</call>>")),
+                  ToolFormat(JsonCalls(), start="<<call>>", end="<</call>>")),
+    "a list, other keys": (
+        chat('<acts>[{"fn": "{{ m.tool_calls[0].function.name }}", "kw": {{ m.tool_calls[0].function.arguments | tojson }}}]</acts>'),
+        ToolFormat(JsonCalls("fn", "kw", is_list=True), start="<acts>", end="</acts>"),
+    ),
+    "a name, then an object": (chat(each("<run> {{ f.name }} <with>{{ f.arguments | tojson }}</run>")),
+                               ToolFormat(NamedJson(after=" <with>"), start="<run> ", end="</run>")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEW_MARKS)
+def test_marks_that_nobody_knows_are_read_off(name: str) -> None:
+    template, expected = NEW_MARKS[name]
+    assert model_formats(Templated(template)).tools == expected  # type: ignore[arg-type]
+
+
+def test_tags_that_nobody_knows_are_read_off() -> None:
+    call = each(f"<do {{{{ f.name }}}}>\n{ITEMS}<with {{{{ k }}}}>{VALUE}</with>\n{{% endfor %}}</do>")
+    form = model_formats(Templated(chat(call))).tools  # type: ignore[arg-type]
+    assert form is not None and form.start == "<do "
+
+
+@pytest.mark.parametrize(
+    ("template", "style"),
+    [
+        (chat("", answer=THINK), "qwen3"),
+        (chat("", answer="{{ m.content.split('</think>')[-1] }}"), "qwen3"),  # DeepSeek-R1: answers keep no reasoning
+        (chat("", answer=THINK.replace("<think>\n", "[THINK]").replace("\n</think>\n\n", "[/THINK]")), "mistral"),
+        (chat("", answer=THINK.replace("think>", "seed:think>")), "seed_oss"),
+        (chat("", answer=THINK.replace("{{ m.content }}", "<answer>\n{{ m.content }}\n</answer>")), "hunyuan_a13b"),
+        (chat("") + "{# Here is my thought process: ... Here is my response: #}", "granite"),
+        (chat("", answer="<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant<|channel|>final"
+              "<|message|>{{ m.content }}<|end|>"), "openai_gptoss"),
+        (chat("", answer=THINK.replace("<think>\n", "<|START_THINKING|>").replace("\n</think>\n\n", "<|END_THINKING|>")
+              .replace("{{ m.content }}", "<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>")), "cohere"),
+        (chat(""), None),
+    ],
+)  # fmt: skip
+def test_the_format_of_reasoning_is_recognised(template: str, style: str | None) -> None:
+    found = model_formats(Templated(template)).reasoning  # type: ignore[arg-type]
+    assert found == (None if style is None else STYLES[style])
+
+
+def test_marks_of_reasoning_that_nobody_knows_are_read_off() -> None:
+    template = chat("", answer=THINK.replace("think>", "muse>"))
+    assert model_formats(Templated(template)).reasoning == ReasoningStyle("<muse>", "</muse>")  # type: ignore[arg-type]
+
+
+def test_what_the_checkpoint_states_comes_first() -> None:
+    stated = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "thinking": {"open": "[THINK]", "close": "[/THINK]"},
+            "tool_calls": {"open": "<tool>", "close": "</tool>", "content": "json", "repeats": True},
+        },
+    }
+    found = model_formats(Templated(TOOL_TEMPLATES["hermes"]), response_template=stated)  # type: ignore[arg-type]
+    assert found.tools == ToolFormat(JsonCalls(), start="<tool>", end="</tool>")
+    assert found.reasoning == STYLES["mistral"]
+
+
+def test_flags_override_and_can_turn_off() -> None:
+    tokenizer: Any = Templated(TOOL_TEMPLATES["hermes"])
+    assert model_formats(tokenizer, "mistral", "seed_oss").tools == FORMATS["mistral"]
+    found = model_formats(tokenizer, "none", "none")
+    assert (found.tools, found.reasoning) == (None, None) and "--tool-call-parser none" in found.why_no_choice
+
+
+def test_templates_that_write_no_calls_are_known_by_words_tokens_or_the_kind_of_model() -> None:
+    silent = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert "not recognised" in model_formats(Templated(silent)).why_no_choice  # type: ignore[arg-type]
+    tokenizer: Any = Templated(silent, "<|tool_call_start|>", "<|tool_call_end|>")
+    assert model_formats(tokenizer).tools == FORMATS["lfm2"]
+    assert model_formats(Templated(silent), model_type="llama4").tools == FORMATS["pythonic"]  # type: ignore[arg-type]
+    words = silent + '{# Respond in the format {"name": function name, "parameters": ... } #}'
+    assert model_formats(Templated(words)).tools == FORMATS["llama3_json"]  # type: ignore[arg-type]
+    # Tools are then described in words, in Hermes' format.
+    assert model_formats(Templated("{{ messages }}")).tools == FORMATS["hermes"]  # type: ignore[arg-type]
+    broken: Any = Templated("{{ tools }}{{ raise_exception('no') }}")
+    assert model_formats(broken).tools is None

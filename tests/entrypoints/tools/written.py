@@ -1,0 +1,59 @@
+"""Calls as models write them in any format, by its description."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.entrypoints.openai.tools.formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"},
+        "unit": {"enum": ["C", "F"]}, "more": {"type": "object"}, "note": {"type": ["string", "null"]},
+    },
+    "required": ["city"],
+}  # fmt: skip
+TOOLS = {"get_weather": SCHEMA, "now": {"type": "object", "properties": {}}}
+
+
+def write(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    body = form.body
+    if isinstance(body, JsonCalls) and body.is_list:
+        return f"{form.open}{form.start}[{', '.join(one(body, *call) for call in calls)}]{form.end}{form.close}"
+    if isinstance(body, PythonCalls):
+        texts = [one(body, *call) for call in calls]
+        whole = f"[{', '.join(texts)}]" if body.is_list else "\n".join(texts)
+        return f"{form.open}{form.start}{whole}{form.end}"
+    texts = [f"{form.start}{one(body, *call)}{form.end}" for call in calls]
+    return form.open + form.separator.join(texts) + form.close
+
+
+def one(body: Any, name: str, arguments: Mapping[str, Any]) -> str:
+    written = json.dumps(arguments, ensure_ascii=False)
+    if isinstance(body, JsonCalls):
+        return f'{{{body.first}"{body.name}": "{name}", "{body.arguments}": {written}}}'
+    if isinstance(body, NamedJson):
+        return f"{body.before}{name}{body.call_id.replace(chr(92) + 'd', '0')}{body.after}{written}{body.end}"
+    if isinstance(body, PythonCalls):
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+    if isinstance(body, KeyedValues):
+        return f"{body.before}{name}{_keyed(arguments, body.quote)}"
+    assert isinstance(body, Tags)
+    text = f"{body.name_before}{name}{body.name_after}"
+    for key, value in arguments.items():
+        is_text = isinstance(value, str)
+        attribute = body.text_attribute if is_text else body.json_attribute
+        shown = value if is_text else json.dumps(value, ensure_ascii=False)
+        text += f"{body.key_before}{key}{body.key_after}{attribute}{body.value_before}{shown}{body.value_after}"
+    return text + body.end
+
+
+def _keyed(value: Any, quote: str) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_keyed(item, quote)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_keyed(item, quote) for item in value) + "]"
+    return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)

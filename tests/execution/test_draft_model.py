@@ -1,0 +1,178 @@
+"""A draft model changes no answer: one that is the model itself, one of other weights, and one that is noise.
+
+Both sides are whole engine cores; the answers, with their log-probabilities, are those of the core without a draft.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from octavo.engine.core import EngineCore
+from octavo.errors import ConfigError
+from octavo.execution.draft_model import group_for
+from octavo.execution.executor import PendingStep
+from octavo.kv_cache.groups import LayerCacheSpec, group_layers
+from octavo.plan import TO_BE_GUESSED, StepPlan, num_standing
+from octavo.request import EngineRequest, Prompt, SequenceOutput
+from octavo.sampling_params import SamplingParams
+from octavo.speculative.proposer import ToBeDrafted
+from octavo.speculative.speculation import Speculation
+from tests.execution.late_device import LateDevice
+from tests.execution.test_guesses import guessed_requests
+from tests.execution.test_runner import EOS, FLAGS, VOCAB, config_of, late_executor, model, requests, run, told
+from tests.speculation import guessing
+
+__all__ = ["model"]
+
+
+def other_model(model: Path, folder: Path, **settings: Any) -> Path:
+    """A draft of another shape, whose random weights have nothing to do with the model's."""
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "num_key_value_heads": 1, "num_attention_heads": 2, "hidden_size": 32}
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model itself, and smaller ones with as many numbers of tokens, fewer or more."""
+    sizes = {"small": VOCAB, "narrow": VOCAB - 40, "wide": VOCAB + 40}
+    folders = {name: tmp_path_factory.mktemp(name) for name in sizes}
+    return {"the model": model} | {
+        name: other_model(model, folder, vocab_size=sizes[name]) for name, folder in folders.items()
+    }
+
+
+Outputs = dict[tuple[str, int], list[SequenceOutput]]
+
+
+def assert_same(found: Outputs, expected: Outputs, place: str) -> None:
+    """Of whole runs. The operations of the late device round log-probabilities otherwise than the native ones."""
+    assert found.keys() == expected.keys()
+    for key, outputs in found.items():
+        was, should_be = told(outputs), told(expected[key])
+        if place == "late device":
+            assert was.pop("values") == pytest.approx(should_be.pop("values"), abs=2e-3)
+        assert was == should_be
+
+
+@pytest.mark.parametrize(
+    ("place", "draft", "flags"),
+    [
+        ("cpu", "small", "graphs"),
+        ("cpu", "the model", "few blocks"),
+        ("cpu", "narrow", "few blocks, swapped"),
+        ("cpu", "wide", "graphs"),
+        ("late device", "the model", "few blocks, swapped"),
+        ("late device", "small", "call by call"),
+    ],
+)
+def test_a_draft_changes_no_answer(model: Path, drafts: dict[str, Path], draft: str, flags: str, place: str) -> None:
+    expected = run(EngineCore(config_of(model, **FLAGS[flags])), guessed_requests(1), 1)
+    speculative = {"model": str(drafts[draft]), "num_speculative_tokens": 3}
+    config = config_of(model, speculative_config=speculative, **FLAGS[flags])
+    executor = None if place == "cpu" else late_executor(config, LateDevice(1))
+    core = EngineCore(config, executor, Speculation(ToBeDrafted(96), 3))
+    found = run(core, guessed_requests(1), 1)
+    assert_same(found, expected, place)
+
+
+def is_followed(request: EngineRequest) -> bool:
+    """Whether a draft knows all that the sampler does."""
+    params = request.params
+    return not (params.follows_output or params.grammar)
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_a_draft_that_lags_catches_up_whatever_became_of_its_blocks(model: Path, flags: dict[str, Any]) -> None:
+    """The model guesses for itself: where its keys were lost, guesses would be wrong."""
+    config = config_of(model, speculative_config={"model": str(model), "num_speculative_tokens": 3}, **flags)
+    rng = random.Random(0)
+    speculation = guessing(lambda seq, most: (TO_BE_GUESSED,) * min(most, rng.choice([0, 0, 0, 1, 3])))
+    core = EngineCore(config, None, speculation)
+    submit, num_guessed = core.executor.submit, 0
+
+    def watched(plan: StepPlan) -> PendingStep:
+        nonlocal num_guessed
+        plan.drafts_prompts = rng.random() < 0.5
+        result, first = submit(plan).result(), 0
+        for planned in plan.rows:
+            tokens = result.tokens[first : first + planned.num_samples]
+            first += planned.num_samples
+            guesses = result.guesses.get(planned.row, ())
+            if any(guesses):  # not made up because more was lacking than fits a step
+                assert num_standing(guesses, tokens) == 1 + len(guesses)
+                num_guessed += len(guesses)
+        return SimpleNamespace(result=lambda: result)
+
+    core.executor.submit = watched  # type: ignore[method-assign]
+    found = run(core, [request for request in requests(2, 40) if is_followed(request)], 2)
+    assert num_guessed > 50
+    num_preemptions = sum(outputs[-1].num_preemptions for outputs in found.values())
+    assert num_preemptions or "num_gpu_blocks_override" not in flags
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("place", ["cpu", "late device"])
+def test_the_model_itself_guesses_right(model: Path, temperature: float, place: str) -> None:
+    config = config_of(model, speculative_config={"model": str(model), "num_speculative_tokens": 3})
+    executor = None if place == "cpu" else late_executor(config, LateDevice(1))
+    core = EngineCore(config, executor, Speculation(ToBeDrafted(96), 3))
+    params = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True, seed=5)
+    core.add(EngineRequest("r", Prompt([5, 6, 7] * 7), params, [EOS], 24, 0.0))
+    num_steps = 0
+    while core.has_work:
+        core.step()
+        num_steps += 1
+    # A prompt, then four tokens a step; a device that runs ahead has given out two steps before it knows of guesses.
+    assert num_steps <= (1 + -(-23 // 4) if place == "cpu" else 4 + -(-21 // 4))
+
+
+def test_a_draft_of_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = other_model(model, tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"token \d+ is '[ab]' in the model's vocabulary and '[ab]' in the draft's"):
+        EngineCore(config_of(model, speculative_config={"model": str(folder)}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"draft_tensor_parallel_size": 2}, "is not built yet"),
+        ({"use_heterogeneous_vocab": True}, "use_heterogeneous_vocab is not built yet"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype of --speculative-config is not built yet"),
+        ({"method": "mtp"}, "leave its model out"),
+    ],
+)
+def test_what_a_draft_cannot_do_is_refused(model: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_of(model, speculative_config={"model": str(model)} | settings)
+
+
+def test_a_draft_shares_blocks_that_hold_what_it_reads() -> None:
+    full = LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8)
+    narrow, wide = (
+        LayerCacheSpec("window", num_kv_heads=1, key_size=8, value_size=8, window=window) for window in (16, 64)
+    )
+    assert group_for(group_layers([narrow, full]), [full, narrow], "draft") == 1
+    assert group_for(group_layers([narrow, wide]), [wide], "draft") == 1
+    assert group_for(group_layers([narrow, wide]), [narrow], "draft") == 0
+    with pytest.raises(
+        ConfigError, match=r"draft cannot guess for this model: it reads further back than .* 64 tokens"
+    ):
+        group_for(group_layers([narrow, wide]), [full], "draft")
+    state = LayerCacheSpec("state", num_bytes=64)
+    for target, draft in ((state, full), (full, state)):
+        with pytest.raises(ConfigError, match=r"keeps? a state"):
+            group_for(group_layers([target]), [draft], "draft")

@@ -1,0 +1,43 @@
+"""Adapters of random numbers for the default model, as PEFT writes them, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+SIZES = {  # outputs and inputs
+    "self_attn.q_proj": (576, 576), "self_attn.k_proj": (192, 576), "self_attn.v_proj": (192, 576),
+    "self_attn.o_proj": (576, 576), "mlp.gate_proj": (1536, 576), "mlp.up_proj": (1536, 576),
+    "mlp.down_proj": (576, 1536),
+}  # fmt: skip
+
+
+def write_random_adapter(
+    folder: Path,
+    seed: int,
+    rank: int = 4,
+    layers: Sequence[int] = (3, 17),
+    modules: Sequence[str] = tuple(SIZES),
+    strength: float = 0.3,
+) -> Path:
+    """Strong enough to change what is said at once."""
+    generator = np.random.default_rng(seed)
+    tensors = {}
+    for layer in layers:
+        for module in modules:
+            num_out, num_in = SIZES[module]
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            a = generator.standard_normal((rank, num_in), np.float32) / num_in**0.5
+            tensors[f"{name}.lora_A.weight"] = a
+            tensors[f"{name}.lora_B.weight"] = generator.standard_normal((num_out, rank), np.float32) * np.float32(
+                strength
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(modules)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,103 @@
+"""Adapters that the PEFT library writes give its logits in float32, on small random models: six architectures, and the
+variants of LoRA that there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from octavo import LLM, SamplingParams
+from octavo.lora.request import LoRARequest
+from tests.models.small_experts import ALL_MODELS
+from tests.models.small_models import VOCAB
+
+NUM_TOKENS = 4
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    adapters: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+ALL = {"all": {"target_modules": "all-linear", "r": 5, "lora_alpha": 7}}
+CASES = [
+    Case("llama ratio 3, head 64, tied", ALL | {
+        "ranks": {
+            "r": 4, "target_modules": [*ATTENTION, "gate_proj", "down_proj"],
+            "rank_pattern": {"q_proj": 16, "layers.1.self_attn.k_proj": 1}, "alpha_pattern": {"down_proj": 32},
+        },
+        "stabilized": {"r": 8, "use_rslora": True, "target_modules": r".*layers\.1\..*(v_proj|up_proj)"},
+        "magnitudes": {"r": 3, "use_dora": True, "target_modules": ["q_proj", "gate_proj", "down_proj"]},
+        "with a bias": {"r": 2, "lora_bias": True, "target_modules": ["o_proj", "up_proj"]},
+        "head": {"r": 4, "target_modules": ["lm_head", "v_proj"]},
+    }),
+    Case("qwen2", ALL | {"biases": {"r": 4, "bias": "all", "target_modules": ATTENTION}}),
+    Case("phi3", ALL),
+    Case("gpt2", ALL | {"magnitudes": {"r": 3, "use_dora": True, "target_modules": ["c_attn"]}}),
+    Case("gemma 2", ALL),
+    Case("mixtral", {"attention": {"r": 6, "target_modules": ATTENTION}}),
+]  # fmt: skip
+
+
+def write_adapter(model: Any, folder: Path, seed: int, settings: dict[str, Any]) -> Any:
+    """An adapter of `model` with random numbers in all that it trains, and the model with it."""
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_magnitude" in name:
+                parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
+            elif "lora_" in name or (parameter.requires_grad and name.endswith("bias")):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    adapted.save_pretrained(str(folder))
+    return adapted.eval()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+def test_logits_are_those_of_peft(case: Case, tiny_tokenizer: Path, tmp_path: Path) -> None:
+    """All adapters of a model and the base in one batch, prompts in chunks and decodes."""
+    small = ALL_MODELS[case.model]
+    reference = small.reference(seed=1)
+    small.save(reference, tmp_path)
+    llm = LLM(
+        str(tmp_path), tokenizer=str(tiny_tokenizer), dtype="float32", max_model_len=96, max_num_batched_tokens=48,
+        block_size=8, num_gpu_blocks_override=96, enable_prefix_caching=True, check_invariants=True, enable_lora=True,
+        max_loras=8, max_lora_rank=16,
+    )  # fmt: skip
+    adapters: dict[str, LoRARequest | None] = {"base": None}
+    expected_models = {}
+    for number, (name, settings) in enumerate(case.adapters.items(), 1):
+        model = small.reference(seed=1)
+        if settings.get("bias") == "all":  # norms of this model have none
+            assert not any(n.endswith("norm.bias") for n, _ in model.named_parameters())
+        expected_models[name] = write_adapter(model, tmp_path / name, number, settings)
+        adapters[name] = LoRARequest(name, number, str(tmp_path / name))
+    expected_models["base"] = reference
+    prompt = torch.randint(3, VOCAB, (21,), generator=torch.Generator().manual_seed(0)).tolist()
+    seen: dict[tuple[int, ...], list[torch.Tensor]] = {}
+
+    def keep(given: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.setdefault((*given, *output), []).append(logits.clone())
+        return logits
+
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logits_processors=[keep])
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt}] * len(adapters), params, use_tqdm=False, lora_request=list(adapters.values())
+    )
+    first = []
+    for name, output in zip(adapters, outputs, strict=True):
+        tokens = prompt + list(output.outputs[0].token_ids)
+        with torch.no_grad():
+            expected = expected_models[name](torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1]
+        for i in range(NUM_TOKENS):  # sequences that have the same tokens so far cannot be told apart here
+            found = torch.stack(seen[tuple(tokens[: len(prompt) + i])])
+            assert (found - expected[i]).abs().amax(1).min() < 1e-4, (name, i)
+        first.append(expected[0])
+    assert all(not torch.allclose(first[0], other, atol=1e-2) for other in first[1:]), "adapters do something"

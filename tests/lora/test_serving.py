@@ -1,0 +1,225 @@
+"""Adapters of the default model in one engine: bits that do not depend on company, identity by content, and what is
+refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError, RequestError
+from octavo.lora.request import LoRARequest
+from octavo.sequence import Sequence
+from octavo.stats import EngineStats
+from tests.lora.random_adapters import SIZES, write_random_adapter
+
+NUM_ADAPTERS = 16
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
+    folder = tmp_path_factory.mktemp("adapters")
+    paths = [write_random_adapter(folder / f"a{i}", i, rank=1 + i) for i in range(NUM_ADAPTERS)]
+    return [LoRARequest(path.name, i + 1, str(path)) for i, path in enumerate(paths)]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """Room for eight of the largest adapters, and on the host for as many as there are."""
+    llm = LLM(
+        max_model_len=256, num_gpu_blocks_override=1024, check_invariants=True, enable_lora=True, max_loras=8,
+        max_cpu_loras=32, seed=0,
+    )  # fmt: skip
+    yield llm
+    assert not llm.core.adapters.pool.running, "adapters are pinned when idle"
+
+
+def params(max_tokens: int = 6, **more: object) -> SamplingParams:
+    return SamplingParams(temperature=0.8, seed=7, max_tokens=max_tokens, ignore_eos=True, logprobs=2, **more)
+
+
+def answers(llm: LLM, prompts: list[str], asked: list[LoRARequest | None], max_tokens: int = 6) -> list[object]:
+    outputs = llm.generate(prompts, params(max_tokens), use_tqdm=False, lora_request=asked)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def test_64_requests_over_16_adapters_and_the_base_are_as_each_alone(llm: LLM, adapters: list[LoRARequest]) -> None:
+    generator = random.Random(0)
+    asked = [generator.choice([None, *adapters]) for _ in range(64)]
+    words = ["one", "two", "three", "four", "five", "six", "seven"]
+    prompts = [" ".join(generator.choices(words, k=generator.randrange(3, 30))) for _ in asked]
+    together = answers(llm, prompts, asked)
+    for i in range(0, 64, 4):  # one after the other, each over again
+        assert answers(llm, [prompts[i]], [asked[i]]) == together[i : i + 1]
+    of_each = answers(llm, [PROMPT] * (1 + NUM_ADAPTERS), [None, *adapters], 1)
+    assert len({str(answer) for answer in of_each}) == len(of_each), "adapters do something"
+    plain = LLM(max_model_len=256, num_gpu_blocks_override=256, seed=0)
+    base = [i for i, adapter in enumerate(asked) if adapter is None]
+    outputs = plain.generate([prompts[i] for i in base], params(), use_tqdm=False)
+    without = [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+    assert without == [together[i] for i in base], "the base model's bits are those of a server without LoRA"
+
+
+def write_eagle_head(folder: Path) -> Path:
+    """A head of random numbers that reads the default model's embedding and output matrix."""
+    generator = np.random.default_rng(0)
+    sizes = {f"layers.0.{name}.weight": size for name, size in SIZES.items()} | {"fc.weight": (576, 1152)}
+    tensors = {name: generator.normal(0, 0.05, size).astype(np.float32) for name, size in sizes.items()}
+    folder.mkdir()
+    save_file(
+        tensors | {"layers.0.post_attention_layernorm.weight": np.ones(576, np.float32)}, folder / "model.safetensors"
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 1, "vocab_size": 49152,
+        "max_position_embeddings": 256,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
+def test_guessed_tokens_take_their_sequence_s_adapter(
+    llm: LLM, adapters: list[LoRARequest], tmp_path: Path, method: str
+) -> None:
+    """And whatever guesses takes none."""
+    speculative: dict[str, object] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        speculative["model"] = llm.config.model.checkpoint.path
+    elif method == "eagle":
+        speculative["model"] = str(write_eagle_head(tmp_path / "head"))
+    guessing = LLM(
+        max_model_len=256, num_gpu_blocks_override=1024, check_invariants=True, enable_lora=True, max_loras=4, seed=0,
+        speculative_config=speculative,
+    )  # fmt: skip
+    speculation = guessing.core.scheduler._speculation
+    assert speculation is not None
+    speculation.cost = None  # all that can be guessed is
+    verified: dict[str | None, int] = {}
+    counted = speculation.count
+
+    def count(seq: Sequence, guesses: tuple[int, ...], num_accepted: int, stats: EngineStats) -> None:
+        verified[seq.adapter] = verified.get(seq.adapter, 0) + len(guesses)
+        counted(seq, guesses, num_accepted, stats)
+
+    speculation.count = count  # type: ignore[method-assign]
+    asked = [None, adapters[1], adapters[2], None, adapters[3], adapters[1]]
+    prompts = [f"{number} and one, two, three, one, two, three, one, two," for number in range(6)]
+    assert answers(guessing, prompts, asked, 12) == answers(llm, prompts, asked, 12)
+    assert len(verified) == 4 or (method == "ngram" and len(verified) > 1)
+
+
+def test_another_adapter_under_the_same_name_is_another_adapter(llm: LLM, tmp_path: Path) -> None:
+    """Neither its weights nor its cached blocks are those of the one before."""
+    prompt = "word " * 40
+    asked = LoRARequest("same", 1, str(write_random_adapter(tmp_path / "same", 100)))
+    before = answers(llm, [prompt], [asked])
+    write_random_adapter(tmp_path / "same", 101)
+    after = answers(llm, [prompt], [asked])
+    assert after != before
+    other = LoRARequest("other name", 2, str(write_random_adapter(tmp_path / "other", 101)))
+    (output,) = llm.generate([prompt], params(), use_tqdm=False, lora_request=other)
+    assert [(output.outputs[0].token_ids, output.outputs[0].logprobs)] == after
+    assert output.num_cached_tokens > 0, "equal contents share blocks, whatever their names"
+
+
+def test_chat_and_prompt_logprobs_are_computed_with_the_adapter(llm: LLM, adapters: list[LoRARequest]) -> None:
+    talk = [{"role": "user", "content": "Hello"}]
+    said = [
+        llm.chat(talk, params(), use_tqdm=False, lora_request=one)[0].outputs[0].logprobs for one in (None, adapters[0])
+    ]
+    assert said[0] != said[1]
+    scored = [
+        llm.generate(PROMPT, params(1, prompt_logprobs=0), use_tqdm=False, lora_request=one)[0].prompt_logprobs
+        for one in (None, adapters[0])
+    ]
+    assert scored[0] != scored[1]
+
+
+def broken(folder: Path, **changes: object) -> Path:
+    """An adapter of which the configuration or tensors are changed."""
+    write_random_adapter(folder, 5)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for name, value in changes.pop("tensors", {}).items():  # type: ignore[attr-defined]
+        key = f"base_model.model.model.layers.3.{name}"
+        tensors.pop(key, None) if value is None else tensors.update({key: np.ones(value, np.float32)})
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensors": {"self_attn.q_proj.lora_A.weight": (4, 575)}}, r"3\..*q_proj.lora_A.weight is \[4, 575\]"),
+        ({"tensors": {"self_attn.k_proj.lora_B.weight": (190, 4)}}, r"k_proj.lora_B.weight is \[190, 4\].*\[192, r\]"),
+        ({"tensors": {"self_attn.q_proj.lora_B.weight": None}}, "q_proj.lora_A.weight without its other half"),
+        ({"tensors": {"mlp.gate.lora_A.weight": (4, 576), "mlp.gate.lora_B.weight": (8, 4)}}, "mlp.gate, which is no"),
+        ({"tensors": {"self_attn.q_proj.lora_A.weight": (5, 576)}}, "do not fit each other"),
+        ({"tensors": {"self_attn.q_proj.weight": (4, 4)}}, r"replaces a matrix \(modules_to_save\), which"),
+        ({"tensors": {"self_attn.q_proj.lora_C.bogus": (4, 4)}}, "is not one that LoRA adapters have"),
+        ({"rank_pattern": {"q_proj": 8}}, "q_proj.lora_A.weight has rank 4, and the configuration says 8"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not built"),
+        ({"target_parameters": ["mlp.experts"]}, "target_parameters is not built"),
+        ({"use_dora": True}, "lacks a lora_magnitude_vector"),
+        ({"lora_alpha": "x"}, "lora_alpha must be a positive number"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(
+    llm: LLM, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    asked = LoRARequest("broken", 9, str(broken(tmp_path / "broken", **changes)))
+    with pytest.raises(RequestError, match=message) as caught:
+        llm.generate(PROMPT, params(), use_tqdm=False, lora_request=asked)
+    assert caught.value.status == 400
+    assert llm.generate(PROMPT, params(), use_tqdm=False), "nothing else is disturbed"
+
+
+def test_adapters_that_are_not_there_or_too_large_are_refused(llm: LLM, tmp_path: Path) -> None:
+    large = write_random_adapter(tmp_path / "large", 0, rank=17, layers=[0], modules=["mlp.down_proj"])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for path, message in (
+        (large, "has rank 17, and --max-lora-rank is 16"), (empty, "has no adapter_config.json"),
+        (tmp_path / "none", "neither a folder nor"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=message):
+            llm.generate(PROMPT, params(), use_tqdm=False, lora_request=LoRARequest("x", 1, str(path)))
+    truncated = write_random_adapter(tmp_path / "truncated", 0)
+    weights = truncated / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(RequestError, match="damaged or truncated"):
+        llm.generate(PROMPT, params(), use_tqdm=False, lora_request=LoRARequest("x", 1, str(truncated)))
+    with pytest.raises(RequestError, match="2 lora_requests for 1 prompts"):
+        llm.generate([PROMPT], params(), lora_request=[None, None])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lora_modules": ["a=b"]}, "--lora-modules needs --enable-lora"),
+        ({"enable_lora": True, "max_lora_rank": 513}, "must be at most 512"),
+        ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 3}, "--max-cpu-loras 3 is less than --max-loras 4"),
+        ({"enable_lora": True, "fully_sharded_loras": True}, "not built"),
+        ({"enable_lora": True, "lora_root": ["/nowhere at all"]}, "is no folder"),
+        ({"enable_lora": True, "lora_modules": ["just a name"]}, "must be name=path"),
+        ({"enable_lora": True, "lora_modules": ['{"name": "a"}']}, "must be name=path"),
+    ],
+)
+def test_flags_that_cannot_be_honoured(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**flags)
+
+
+def test_without_the_flag_there_are_no_adapters(adapters: list[LoRARequest]) -> None:
+    llm = LLM(max_model_len=64, num_gpu_blocks_override=16)
+    with pytest.raises(RequestError, match="needs --enable-lora"):
+        llm.generate(PROMPT, lora_request=adapters[0])

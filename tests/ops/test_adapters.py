@@ -1,0 +1,140 @@
+"""What adapters add to products: grouped by adapter, added before anything is rounded, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from octavo.ops import Expand, FactorShape
+from octavo.quantization import StoredWeight
+from tests.ops.adapter_cases import filled_table
+from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated_few, random
+from tests.ops.tensors import OverTensors, cpu, stored, torch_ref
+
+SHAPES = [
+    FactorShape(33, (48, 16, 16), False, 5),  # projections that share panels
+    FactorShape(64, (96, 32, 64), False, 16),
+    FactorShape(70, (40,), False, 40),
+    FactorShape(96, (64, 64), True, 8),
+    FactorShape(128, (70, 70), True, 3),  # the last panels are padded
+]
+KINDS = ["store", "add", "gated"]
+
+
+def run(ops: OverTensors, kind: str, x: Tensor, weight: Any, table: Any, slots: Tensor | None, out: Tensor) -> Tensor:
+    expand = None
+    if slots is not None:
+        expand = Expand(table, slots, ops.shrink(x, table, slots))
+    if kind == "gated":
+        return ops.linear_silu_and_mul(x, weight, expand=expand)
+    if kind == "store":
+        return ops.linear(x, weight, expand=expand)
+    out = out.clone()
+    ops.linear_add(x, weight, out, 0.5, expand=expand)
+    return out
+
+
+def parts(shape: FactorShape, dtype: torch.dtype, form: str | None = None) -> list[StoredWeight]:
+    return [stored(random(i, width, shape.num_in, dtype=dtype), form) for i, width in enumerate(shape.widths)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@generated_few
+@given(rows=st.integers(1, 40), seed=st.integers(0, 5), bias=st.booleans())
+def test_a_product_with_adapters_is_the_reference(
+    isa: str, dtype: torch.dtype, shape: FactorShape, rows: int, seed: int, bias: bool
+) -> None:
+    slots = torch.randint(-1, 4, (rows,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    x, total = random(seed, rows, shape.num_in, dtype=dtype), sum(shape.widths)
+    b = random(7, total, dtype=dtype) if bias else None
+    out = random(8, rows, total, dtype=dtype)
+    for kind in ("gated",) if shape.gated else ("store", "add"):
+        results = []
+        for ops in (cpu, torch_ref):
+            table, arena = filled_table(ops, shape, 4, dtype, seed)
+            weight = ops.pack_linear(parts(shape, dtype), b, shape.gated)
+            results.append(run(ops, kind, x, weight, table, slots, out))
+            del arena
+        # The shrunk rows are rounded to bfloat16 by both, after sums in another order.
+        assert_near(*results, bfloat16_atol=2e-2)
+
+
+@pytest.mark.parametrize("form", [None, "INT8", "INT4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_does_not_depend_on_its_company(
+    isa: str, dtype: torch.dtype, shape: FactorShape, form: str | None
+) -> None:
+    rows = 37
+    x, out = random(1, rows, shape.num_in, dtype=dtype), random(8, rows, sum(shape.widths), dtype=dtype)
+    slots = torch.randint(-1, 6, (rows,), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    slots[10:20] = 2
+    table, arena = filled_table(cpu, shape, 6, dtype, 0)
+    weight = cpu.pack_linear(parts(shape, dtype, form), None, shape.gated)
+    if form is not None:
+        x = cpu.quantize(x, weight)
+    for kind in ("gated",) if shape.gated else ("store", "add"):
+        mixed = run(cpu, kind, x, weight, table, slots, out)
+        base = run(cpu, kind, x, weight, table, None, out)
+        for row in range(rows):
+            here = slice(row, row + 1)
+            alone = run(cpu, kind, x[here], weight, table, slots[here], out[here])
+            assert_same_bits(mixed[here], alone)
+            if slots[row] in (-1, 5):  # nobody's, and a slot without factors
+                assert_same_bits(mixed[here], base[here])
+            else:
+                assert not torch.equal(mixed[here], base[here])
+    del arena
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_quantized_rows_are_read_with_their_outliers(isa: str, dtype: torch.dtype, shape: FactorShape) -> None:
+    rows = 9
+    x = random(1, rows, shape.num_in)
+    x[:, 5] *= 40
+    x[::2, 32] = -30
+    slots = torch.arange(rows, dtype=torch.int32) % 6 - 1
+    table, arena = filled_table(cpu, shape, 6, dtype, 0)
+    weight = cpu.pack_linear(parts(shape, dtype, "INT8"), None, shape.gated)
+    stood_for = torch_ref.module.fake_quantize(x).float()
+    found = cpu.shrink(cpu.quantize(x, weight), table, slots)
+    expected = cpu.shrink(stood_for.to(dtype), table, slots)
+    ranks = [int(table.factors["rank"][slot]) if slot >= 0 else 0 for slot in slots.tolist()]
+    assert any(ranks)
+    for row, rank in enumerate(ranks):  # what lies behind is not written
+        assert_same_bits(found[row, :rank], expected[row, :rank])
+    del arena
+
+
+def test_a_recorded_product_reads_the_slots_of_each_step(isa: str) -> None:
+    import numpy as np
+
+    from octavo.ops import cpu as native
+    from octavo.ops.cpu_program import Program
+
+    shape = SHAPES[1]
+    table, arena = filled_table(cpu, shape, 5, torch.float32, 0)
+    weight = cpu.pack_linear(parts(shape, torch.float32))
+    x, slots = random(0, 12, shape.num_in).numpy(), np.zeros(12, np.int32)
+    program = Program()
+    watched, watched_slots = program.input(x), program.input(slots)
+    with program.record(per_sample=False):
+        expand = Expand(table, watched_slots, native.shrink(watched, table, watched_slots))
+        result = program.output(native.linear(watched, weight, expand=expand))
+    for step in ([0, 3, 0, -1, 1], [-1] * 12, [2] * 12):
+        slots[: len(step)] = step
+        program.run(len(step), 1, 0)
+        now = torch.tensor(step, dtype=torch.int32)
+        expected = run(cpu, "store", torch.from_numpy(x[: len(step)].copy()), weight, table, now, torch.empty(0))
+        assert_same_bits(torch.from_numpy(result[: len(step)].copy()), expected)
+    slots[:] = 5
+    with pytest.raises(IndexError, match="adapter slot 5"):
+        program.run(12, 1, 0)
+    del arena

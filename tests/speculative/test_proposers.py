@@ -1,0 +1,139 @@
+"""What is guessed: prompt lookup, suffixes and predictions, against plain searches of the same texts."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling_params import SamplingParams
+from octavo.sequence import Sequence
+from octavo.speculative.lookup import NgramProposer, PredictionProposer
+from octavo.speculative.proposer import Proposer
+from octavo.speculative.suffix import SuffixAutomaton, SuffixProposer
+
+
+def sequence(prompt: list[int], prediction: list[int] | None = None) -> Sequence:
+    request = EngineRequest("r", Prompt(prompt), SamplingParams(), [0], 1000, 0.0, prediction=prediction or [])
+    return Sequence(request, (0, 0), 0, token_ids=list(prompt))
+
+
+def guesses(proposer: Proposer, seq: Sequence, tokens: list[int], most: int = 8) -> list[tuple[int, ...]]:
+    """What is guessed before each of `tokens`."""
+    state = proposer.start(seq)
+    found = []
+    for token in tokens:
+        found.append(proposer.propose(seq, state, most).tokens)
+        seq.token_ids.append(token)
+    proposer.end(seq, state)
+    return found
+
+
+def text(seed: int, length: int) -> list[int]:
+    """Tokens that repeat themselves now and then."""
+    rng = random.Random(seed)
+    found = [rng.randrange(6) for _ in range(4)]
+    while len(found) < length:
+        begin = rng.randrange(len(found))
+        found += found[begin : begin + rng.randrange(1, 12)] if rng.random() < 0.6 else [rng.randrange(6)]
+    return found[:length]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_lookup_guesses_what_followed_the_last_tokens_before(seed: int) -> None:
+    tokens = text(seed, 200)
+    for n, guess in enumerate(guesses(NgramProposer(2, 4), sequence(tokens[:20]), tokens[20:])):
+        known = tokens[: 20 + n]
+        if not guess:
+            assert all(known[i : i + 2] != known[-2:] for i in range(len(known) - 2))
+            continue
+        # Some place before the end is followed by these tokens, and two tokens before it agree at least.
+        places = [i for i in range(2, len(known)) if known[i - 2 : i] == known[-2:] and known[i : i + 8] == [*guess]]
+        assert places, (known, guess)
+
+
+def test_a_lookup_stays_with_the_place_where_a_long_text_agrees() -> None:
+    document = list(range(100, 160))
+    tokens = [*document, *document[10:16], 1, 2, 3, *document[:5]]
+    found = guesses(NgramProposer(5, 5), sequence(tokens), document[5:20], most=4)
+    assert found[0] == tuple(document[5:9])
+    assert found[-1] == tuple(document[19:23]), "not where part of it was quoted"
+
+
+def test_a_long_prompt_is_taken_in_over_several_steps() -> None:
+    prompt = list(range(10_000))
+    found = guesses(NgramProposer(3, 3), sequence([*prompt, 5, 6, 7]), prompt[8:13], most=2)
+    assert found == [(8, 9), (9, 10), (10, 11), (11, 12), (12, 13)]
+    found = guesses(NgramProposer(3, 3), sequence([*prompt, 9000, 9001, 9002]), prompt[9003:9008], most=2)
+    assert found[0] == ()
+    assert found[-1] == (9007, 9008)
+
+
+def test_a_prediction_is_guessed_from_its_beginning_and_again_after_an_edit() -> None:
+    prediction = list(range(100, 130))
+    answer = [*prediction[:10], 1, 2, 3, *prediction[12:]]
+    found = guesses(PredictionProposer(), sequence([7, 8], prediction), answer, most=4)
+    assert found[0] == tuple(prediction[:4])
+    assert found[9] == tuple(prediction[9:13])
+    assert found[14] == tuple(prediction[13:17]), "one token that agrees brings it back"
+    assert found[20] == tuple(answer[20:24])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_automaton_knows_every_piece_how_often_it_occurs_and_what_follows(seed: int) -> None:
+    texts = [text(10 * seed + i, 60) for i in range(3)]
+    automaton = SuffixAutomaton(max_depth=1000)
+    pieces: Counter[tuple[int, ...]] = Counter()
+    for one in texts:
+        automaton.begin_text()
+        for token in one:
+            automaton.read(token)
+        pieces.update(tuple(one[i:j]) for i in range(len(one)) for j in range(i + 1, len(one) + 1))
+    for piece, count in pieces.items():
+        state = 0
+        for token in piece:
+            state = automaton.nexts[state][token]
+        assert automaton.counts[state] == count
+        assert {token for token in range(6) if pieces[*piece, token]} == automaton.nexts[state].keys()
+    unseen = (*texts[0], 99)
+    state, length = 0, 0
+    for n, token in enumerate(unseen):
+        state, length = automaton.advance(state, length, token)
+        assert length == max([k for k in range(n + 2) if not k or pieces[unseen[n + 1 - k : n + 1]]])
+
+
+def test_suffixes_guess_as_much_as_agrees() -> None:
+    document = list(range(100, 140))
+    proposer = SuffixProposer(24, 100, 1.0, 0.1)
+    found = guesses(proposer, sequence([*document, *document[:1]]), document[1:9], most=30)
+    assert [len(guess) for guess in found] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert all(guess == tuple(document[n + 1 : n + 1 + len(guess)]) for n, guess in enumerate(found))
+
+
+def test_suffixes_guess_what_recent_answers_said() -> None:
+    proposer = SuffixProposer(24, 4, 1.0, 0.1)
+    answer = list(range(200, 220))
+    assert not any(guesses(proposer, sequence([1, 2]), answer))
+    found = guesses(proposer, sequence([3]), answer)
+    assert [len(guess) for guess in found[:6]] == [0, 1, 2, 3, 4, 5]
+    for n in range(6):  # of four answers the two older ones are forgotten at once
+        guesses(proposer, sequence([4]), list(range(300 + 20 * n, 310 + 20 * n)))
+    assert not any(guesses(proposer, sequence([3]), answer))
+    assert not any(guesses(SuffixProposer(24, 0, 1.0, 0.1), sequence([3]), answer)), "0 keeps none"
+
+
+def test_a_suffix_that_went_on_in_many_ways_is_not_guessed() -> None:
+    ways = [token for i in range(20) for token in (7, 100 + i)]
+    [guess] = guesses(SuffixProposer(24, 0, 1.0, 0.1), sequence([*ways, 7]), [1])
+    assert guess == ()
+
+
+@pytest.mark.parametrize(
+    "proposer", [NgramProposer(1, 3), SuffixProposer(8, 10, 2.0, 0.0)], ids=lambda p: type(p).__name__
+)
+def test_no_more_is_guessed_than_asked_for(proposer: Any) -> None:
+    for most in (0, 1, 3):
+        assert all(len(guess) <= most for guess in guesses(proposer, sequence([5] * 20), [5] * 10, most))

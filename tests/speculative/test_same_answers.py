@@ -1,0 +1,188 @@
+"""With speculation every request is answered as without: the same tokens, log-probabilities and text, bit for bit.
+
+Both sides are whole engine cores on one small random model, with a cache that is too small for all requests, prompts
+that begin alike and chunks of 48 tokens. Whatever is guessed is verified, so that nothing depends on time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.engine.output_processor import OutputProcessor, RequestFailed
+from octavo.loading.tokenizer import load_tokenizer
+from octavo.outputs import RequestOutput
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling.grammar import make_grammar
+from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from octavo.sequence import Sequence
+from octavo.speculative.methods import make_speculation
+from octavo.speculative.speculation import Speculation
+from octavo.stats import EngineStats
+from tests.execution.late_device import LateDevice
+from tests.execution.test_runner import EOS, VOCAB, config_of, late_executor, model
+from tests.speculation import guessing
+
+__all__ = ["model"]
+
+NUM_REQUESTS = 200
+NUM_ON_LATE_DEVICE = 24
+FLAGS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_gpu_blocks_override": 23}
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 4},
+    {"temperature": 0.3},
+    {"temperature": 1.0, "logprobs": 2},
+    {"temperature": 1.5, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.05, "top_k": 40, "logprobs": 0},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logprobs": 1},
+    {"temperature": 0.3, "repetition_penalty": 1.3},
+    {"min_tokens": 6, "bad_words_token_ids": [[7], [8, 9]], "stop_token_ids": list(range(3, 40))},
+    {"n": 3, "temperature": 0.8, "logprobs": 1},
+    {"logit_bias": {5: 4.0, 6: -2.0}, "temperature": 0.7},
+    {"stop": ["e", "th"], "logprobs": 1},
+    {"prompt_logprobs": 2, "ignore_eos": True},
+    {"n": 2, "use_beam_search": True, "logprobs": 1},
+]  # fmt: skip
+GRAMMARS = [
+    make_grammar(StructuredOutputsParams(regex=r"[0-9]{3,12}(, [a-z]{1,4}){0,4}")),
+    make_grammar(StructuredOutputsParams(choice=["no", "nothing", "never"])),
+]
+
+
+def requests(num: int, predicted: dict[str, list[int]]) -> list[EngineRequest]:
+    """Prompts that begin alike or repeat themselves. Some bring a prediction, more or less the right one."""
+    rng = random.Random(1)
+    document = [rng.randrange(3, VOCAB) for _ in range(50)]
+    found = []
+    for i in range(num):
+        phrase = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 5))]
+        prompt = document[: rng.randrange(1, 50)] + phrase * rng.randrange(1, 4)
+        settings = rng.choice(SETTINGS)
+        max_tokens = rng.randrange(settings.get("min_tokens", 1), 28)
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "seed": i} | settings))
+        if i % 9 == 0 and not params.use_beam_search and "stop" not in settings:
+            params.grammar = rng.choice(GRAMMARS)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        request = EngineRequest(f"r{i}", Prompt(prompt), params, [EOS], max_tokens, 0.0)
+        if i % 3 == 0 and (right := predicted.get(request.request_id)):
+            wrong = i % (len(right) + 1)
+            request.prediction = right[:wrong] + phrase + right[wrong + i % 4 :]
+        found.append(request)
+    return found
+
+
+def run(core: EngineCore, model: Path, todo: list[EngineRequest]) -> tuple[dict[str, RequestOutput], EngineStats]:
+    """What callers are told at the end, and the sums of guesses and preemptions. Requests come at random."""
+    rng, todo = random.Random(2), list(todo)
+    front = OutputProcessor(load_tokenizer(config_of(model).model.checkpoint))
+    answers: dict[str, RequestOutput] = {}
+    sums = EngineStats()
+    while todo or core.has_work:
+        while todo and rng.random() < 0.5:
+            request = todo.pop(0)
+            front.add(request)
+            core.add(request)
+        stepped = core.step()
+        results, aborts = front.process(stepped.outputs)
+        for abort in aborts:
+            core.abort(abort.request_id, abort.index)
+        for result in results:
+            assert not isinstance(result, RequestFailed), result.error
+            answers[result.request_id] = result
+        for name in ("num_draft_tokens", "num_accepted_tokens", "num_preemptions", "num_prefix_hits"):
+            setattr(sums, name, getattr(sums, name) + getattr(stepped.stats, name))
+    assert all(pool.num_used == 0 for pool in core.scheduler.cache.pools)
+    return answers, sums
+
+
+def told(answer: RequestOutput) -> list[Any]:
+    """Everything in an answer but its times and what its prediction came to."""
+    return [answer.prompt_logprobs, answer.prompt_token_ids, answer.outputs]
+
+
+def noise(most: int) -> Callable[[Sequence, int], tuple[int, ...]]:
+    rng = random.Random(3)
+
+    def propose(seq: Sequence, room: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(min(most, room) + 1)))
+
+    return propose
+
+
+def speculation(config: EngineConfig, method: str) -> Speculation:
+    if method == "noise":
+        return guessing(noise(8))
+    return make_speculation(config.speculative, None, config.model.max_model_len)
+
+
+def method_config(model: Path, method: str, **flags: Any) -> EngineConfig:
+    if method in ("ngram", "suffix"):
+        flags["speculative_config"] = {"method": method} | (
+            {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}
+        )
+    if method == "draft_model":  # which the model is to itself
+        flags["speculative_config"] = {"model": str(model), "num_speculative_tokens": 3}
+    return config_of(model, **(FLAGS | flags))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, RequestOutput]:
+    answers, sums = run(EngineCore(config_of(model, **FLAGS)), model, requests(NUM_REQUESTS, {}))
+    assert sums.num_draft_tokens == 0
+    assert sums.num_preemptions > 5
+    assert sums.num_prefix_hits > 100
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [
+        ("ngram", {}),
+        ("suffix", {}),
+        ("prediction", {}),
+        ("noise", {}),
+        ("ngram", {"preemption_mode": "swap"}),
+        ("draft_model", {}),
+        ("draft_model", {"preemption_mode": "swap"}),
+    ],
+    ids=str,
+)
+def test_every_answer_is_the_same(
+    model: Path, expected: dict[str, RequestOutput], method: str, flags: dict[str, Any]
+) -> None:
+    config = method_config(model, method, **flags)
+    predicted = {name: answer.outputs[0].token_ids for name, answer in expected.items()}
+    core = EngineCore(config, None, speculation(config, method))
+    found, sums = run(core, model, requests(NUM_REQUESTS, predicted if method == "prediction" else {}))
+    assert found.keys() == expected.keys()
+    for name, answer in found.items():
+        assert told(answer) == told(expected[name]), name
+    assert sums.num_draft_tokens > 300
+    assert sums.num_accepted_tokens > 100 or method == "noise"
+    assert sums.num_preemptions > 0
+    accepted = sum(answer.num_accepted_prediction_tokens for answer in found.values())
+    assert (accepted > 100) == (method == "prediction")
+
+
+@pytest.mark.parametrize("method", ["suffix", "prediction", "noise"])
+def test_every_answer_is_the_same_on_a_device_that_runs_ahead(
+    model: Path, expected: dict[str, RequestOutput], method: str
+) -> None:
+    config = method_config(model, method)
+    predicted = {name: answer.outputs[0].token_ids for name, answer in expected.items()}
+    core = EngineCore(config, late_executor(config, LateDevice(1)), speculation(config, method))
+    found, sums = run(core, model, requests(NUM_ON_LATE_DEVICE, predicted if method == "prediction" else {}))
+    assert len(found) == NUM_ON_LATE_DEVICE
+    assert sums.num_draft_tokens > 0
+    for name, answer in found.items():
+        for was, should_be in zip(answer.outputs, expected[name].outputs, strict=True):
+            assert (was.token_ids, was.finish_reason) == (should_be.token_ids, should_be.finish_reason), name
+            # The operations behind the late device round otherwise than the native ones.
+            assert was.cumulative_logprob == pytest.approx(should_be.cumulative_logprob, abs=2e-3)
