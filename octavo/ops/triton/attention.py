@@ -276,22 +276,21 @@ def _load_scales(
     scales, block, first_key, end, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """-> the scales of a tile's keys and of its values [BLOCK_N], where they have some."""
+    """-> the scales of a tile's keys and of its values [BLOCK_N], two bfloat16 in an int32, where they have some.
+    They stay together until they are used, for the sake of registers."""
     n = tl.arange(0, BLOCK_N)
-    of_keys = n.to(tl.float32)
-    of_values = of_keys
     if SCALED:
         row = (block * BLOCK_SIZE + (first_key + n) % BLOCK_SIZE) * KV_HEADS + kv_head
-        of_keys = tl.load(scales + row.to(tl.int64) * 2, mask=first_key + n < end, other=0.0).to(tl.float32)
-        of_values = tl.load(scales + row.to(tl.int64) * 2 + 1, mask=first_key + n < end, other=0.0).to(tl.float32)
-    return of_keys, of_values
+        n = tl.load(scales + row, mask=first_key + n < end, other=0)
+    return n
 
 
 @triton.jit
-def _scaled(x, scales, SCALED: tl.constexpr):
-    """Scores or weights [rows, keys] times the scales of what they are of, where that has some."""
+def _scaled(x, scales, LEFT: tl.constexpr, SCALED: tl.constexpr):
+    """Scores or weights [rows, keys] times what `_load_scales` brought for them, where it did: those of keys are the
+    lower half, LEFT by 16, those of values the upper one."""
     if SCALED:
-        x = x * scales[None, :]
+        x = x * ((scales << LEFT) & -0x10000).to(tl.float32, bitcast=True)[None, :]
     return x
 
 
@@ -403,18 +402,16 @@ def _attention_kernel(
                 for tile_key in range(begin, split_end, BLOCK_N):
                     k = _load(key, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
                     v = _load(value, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
-                    key_scales, value_scales = _load_scales(
-                        scales, block, tile_key, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, SCALED
-                    )
+                    pair = _load_scales(scales, block, tile_key, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, SCALED)
                     block = _block_of(table, tile_key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
                     scores = _dot(q, tl.trans(_as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-                    scores = _scaled(scores, key_scales, SCALED)
+                    scores = _scaled(scores, pair, 16, SCALED)
                     weights, before, split_max, split_sum = _weigh(
                         scores, split_max, split_sum, tile_key, first_position, position, slope, score_scale, scale,
                         TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
                     )  # fmt: skip
                     # Nothing waits for this product before the next tile's scores are under way.
-                    weights = _scaled(weights, value_scales, SCALED)
+                    weights = _scaled(weights, pair, 0, SCALED)
                     split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
                 acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
                 begin = split_end
@@ -423,12 +420,10 @@ def _attention_kernel(
             for tile_key in range(begin, end, BLOCK_N):
                 k = _load(key, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
                 v = _load(value, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
-                key_scales, value_scales = _load_scales(
-                    scales, block, tile_key, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, SCALED
-                )
+                pair = _load_scales(scales, block, tile_key, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, SCALED)
                 block = _block_of(table, tile_key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
                 scores = _dot(q, tl.trans(_as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-                scores = _scaled(scores, key_scales, SCALED)
+                scores = _scaled(scores, pair, 16, SCALED)
                 if tile_key >= split_end:
                     acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
                     # The next weights are 2^(-inf) times the other sums: these start again from zero.
@@ -439,7 +434,7 @@ def _attention_kernel(
                     scores, split_max, split_sum, tile_key, first_position, position, slope, score_scale, scale,
                     TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
                 )  # fmt: skip
-                weights = _scaled(weights, value_scales, SCALED)
+                weights = _scaled(weights, pair, 0, SCALED)
                 split_acc = _dot(weights.to(q.dtype), _as_query(v, q.dtype), split_acc * before[:, None])
             acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
 
@@ -642,7 +637,7 @@ def paged_attention(
     if key.dtype is torch.float8_e4m3fn and launch.capability(query.device) < (8, 9):
         key, value = key.view(torch.uint8), value.view(torch.uint8)
     _attention_kernel[(num_programs,)](
-        query, key, value, key if cache.scales is None else cache.scales, block_tables, query_start_loc, seq_lens, out,
+        query, key, value, key if cache.scales is None else cache.scales.view(torch.int32), block_tables, query_start_loc, seq_lens, out,
         plan, partials, counters, partials if slopes is None else slopes, partials if sinks is None else sinks,
         num_tokens, num_seqs, num_partials, query.stride(0), block_tables.stride(0), float(scale),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,

@@ -253,7 +253,7 @@ def _draw_from(
         num_tiles = (tl.max(count, 0) + WIDTH - 1) // WIDTH
         left = tl.sum(mass, 0)  # after min_p; candidates alone may have less
         limit = _min_p_distance(min_p).to(tl.int32, bitcast=True)
-        mass, number, limit, _ = _sums(row, count, num_tiles, limit, CHUNK, CHUNKS, WIDTH)
+        mass, number, limit, _beyond = _sums(row, count, num_tiles, limit, CHUNK, CHUNKS, WIDTH)
         if (k > 0) & (k < VOCAB):
             limit, mass = _tighten(row, count, num_tiles, limit, mass, number, k, False, CHUNK, CHUNKS, WIDTH)
             left = tl.sum(mass, 0)
