@@ -23,11 +23,15 @@ SWITCHES = list(
 )
 OPERATIONS_EACH = 2000
 
-# Every kind of memory, and guesses, with which no step runs ahead: a proposer wants to see the last tokens.
+# Every kind of memory, and guesses, which no step runs ahead of while there are some.
 KINDS = [(model, "none", mode, ahead) for model in MODELS if model != "full" for mode, ahead in [
     ("recompute", True), ("swap", True), ("swap", False)
 ]]  # fmt: skip
-GUESSES = [("full", guesses, mode, False) for guesses in ("right", "wrong", "random") for mode in ("recompute", "swap")]
+GUESSES = [
+    ("full", guesses, mode, ahead)
+    for guesses, ahead in (("right", False), ("right", True), ("wrong", False), ("random", False), ("random", True))
+    for mode in ("recompute", "swap")
+]
 GUESSES += [(model, "random", "swap", False) for model in MODELS if model != "full"]
 
 
