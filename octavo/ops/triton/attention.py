@@ -637,8 +637,9 @@ def paged_attention(
     if key.dtype is torch.float8_e4m3fn and launch.capability(query.device) < (8, 9):
         key, value = key.view(torch.uint8), value.view(torch.uint8)
     _attention_kernel[(num_programs,)](
-        query, key, value, key if cache.scales is None else cache.scales.view(torch.int32), block_tables, query_start_loc, seq_lens, out,
-        plan, partials, counters, partials if slopes is None else slopes, partials if sinks is None else sinks,
+        query, key, value, key if cache.scales is None else cache.scales.view(torch.int32), block_tables,
+        query_start_loc, seq_lens, out, plan, partials, counters,
+        partials if slopes is None else slopes, partials if sinks is None else sinks,
         num_tokens, num_seqs, num_partials, query.stride(0), block_tables.stride(0), float(scale),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
         BLOCK_SIZE=block_size, WINDOW=sliding_window, SOFTCAP=float(softcap),
