@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.config import AsyncEngineArgs
+from octavo.config.checks import check as check_engine_args
 from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
@@ -67,7 +68,7 @@ ELSEWHERE = {"--config", "--ssl-keyfile", "--ssl-certfile"}
 
 def check(flags: str) -> tuple[AsyncEngineArgs, ServerArgs]:
     engine_args, server_args = parse_args(flags.split(), "octavo serve")
-    engine_args._check()
+    check_engine_args(engine_args)
     server_args.check()
     return engine_args, server_args
 

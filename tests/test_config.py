@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
+from octavo.config.checks import check
 from octavo.errors import ConfigError, LoadError
 from octavo.flags import FlagParser
 from octavo.loading.overrides import longest_context, overridden
@@ -48,7 +49,7 @@ def write_model(folder: Path, **config: Any) -> str:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine has."""
-    monkeypatch.setattr("octavo.config.why_not_cuda", lambda: "no CUDA device was found")
+    monkeypatch.setattr("octavo.config.checks.why_not_cuda", lambda: "no CUDA device was found")
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def test_flags_that_are_not_built_take_their_default_only(model: dict[str, Any])
     for f in unbuilt:
         flag = "--" + f.name.replace("_", "-")
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-        EngineArgs(**{f.name: default})._check()
+        check(EngineArgs(**{f.name: default}))
         asked = (
             True if isinstance(default, bool) else 2 if isinstance(default, int) else ["x"] if default == [] else "x"
         )
@@ -338,7 +339,7 @@ def test_threads_are_a_number_or_a_list_of_processors(tmp_path: Path) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    monkeypatch.setattr("octavo.config.why_not_cuda", lambda: None)
+    monkeypatch.setattr("octavo.config.checks.why_not_cuda", lambda: None)
 
 
 def test_a_gpu_is_taken_if_there_is_one_and_nothing_else_was_said(model: dict[str, Any], gpu: None) -> None:

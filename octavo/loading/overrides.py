@@ -1,6 +1,6 @@
 """Settings that a user puts over those of a model's configuration, and how long a sequence these allow.
 
-`config.py` applies them to what `checkpoint.resolve` has found, before anything else reads it.
+`config/creation.py` applies them to what `checkpoint.resolve` has found, before anything else reads it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,168 @@
+"""Flags to an `EngineConfig`: the model is found, and what was left open follows from it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from typing import Any
+
+from octavo.config.adapters import lora_config
+from octavo.config.checks import SAMPLING_DEFAULTS, check
+from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
+from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.config.number_types import cache_dtype, load_quantization, model_dtype
+from octavo.config.pooling import pooling_of
+from octavo.config.speculation import draft_config, speculative_config
+from octavo.errors import ConfigError
+from octavo.loading.checkpoint import Checkpoint, resolve
+from octavo.loading.overrides import longest_context, overridden
+from octavo.models.description import ModelDescription
+from octavo.models.registry import describe
+from octavo.pooling_params import PoolingConfig
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_BATCHED_TOKENS = 2048
+GIB = 1 << 30
+
+
+def create_engine_config(args: EngineArgs) -> EngineConfig:
+    """Find the model, settle the defaults and check every combination.
+
+    Raises `ConfigError` for a flag that cannot be honoured, `LoadError` for a model that cannot be found or read.
+    """
+    device = check(args)
+    checkpoint = resolve(
+        args.model,
+        load_format=args.load_format,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        tokenizer=args.tokenizer,
+    )
+    checkpoint = replace(
+        checkpoint,
+        config=overridden(checkpoint.config, args.hf_overrides),
+        generation_config=checkpoint.generation_config | (args.override_generation_config or {}),
+    )
+    code_folder = _code_folder(args, checkpoint)
+    description = describe(checkpoint.config, args.model_impl, code_folder)
+    pooling, checkpoint = pooling_of(args, checkpoint, description, device)
+    enable_chunked_prefill = args.enable_chunked_prefill and not (pooling and pooling.whole_prompts)
+    max_model_len = _max_model_len(args, checkpoint, description, pooling)
+    budget = _step_budget(args, enable_chunked_prefill, max_model_len)
+    dtype = model_dtype(args, checkpoint, device, description.is_bidirectional)
+    model = ModelConfig(
+        checkpoint=checkpoint,
+        served_model_names=list(args.served_model_name) or [checkpoint.name],
+        dtype=dtype,
+        max_model_len=max_model_len,
+        may_shorten=args.max_model_len == AUTO_LENGTH,
+        vocab_size=description.vocab_size,
+        seed=args.seed,
+        quantization=load_quantization(args.quantization, checkpoint, device),
+        impl=description.impl,
+        code_folder=code_folder,
+        chat_template=args.chat_template,
+        default_sampling_params=_default_sampling_params(args, checkpoint),
+        max_logprobs=args.max_logprobs,
+        pooling=pooling,
+    )
+    speculative = speculative_config(args)
+    if speculative is not None and pooling is not None:
+        raise ConfigError(f"{checkpoint.name} pools and samples no tokens; leave speculation out.")
+    return EngineConfig(
+        model=model,
+        cache=CacheConfig(
+            block_size=args.block_size,
+            num_blocks_override=args.num_gpu_blocks_override,
+            cpu_memory_utilization=args.cpu_memory_utilization,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            swap_space_bytes=int(args.swap_space * GIB),
+            enable_prefix_caching=args.enable_prefix_caching and not (pooling and pooling.whole_prompts),
+            is_scratch=pooling is not None and pooling.whole_prompts,
+            dtype=cache_dtype(args, dtype, device),
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=min(args.max_num_seqs, budget),
+            max_num_batched_tokens=budget,
+            enable_chunked_prefill=enable_chunked_prefill,
+            policy=args.scheduling_policy,
+            preemption_mode=args.preemption_mode,
+            check_invariants=args.check_invariants,
+            target_step_s=args.target_step_time and args.target_step_time / 1e3,
+        ),
+        device=device,
+        enforce_eager=args.enforce_eager,
+        attention_backend=args.attention_backend,
+        cpu_threads=args.cpu_threads,
+        cpus=_cpus(args),
+        allow_additional_properties=args.allow_additional_properties,
+        log_stats=not args.disable_log_stats,
+        lora=lora_config(args, description.impl, device, dtype),
+        speculative=speculative,
+        draft=draft_config(args, speculative, model, device),
+    )
+
+
+def _max_model_len(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, pooling: PoolingConfig | None
+) -> int:
+    """Raises `ConfigError` for more than the model's positions."""
+    longest = longest_context(checkpoint.config, description.max_position_embeddings)
+    if args.max_model_len is None or args.max_model_len == AUTO_LENGTH:
+        return longest if pooling is None else min(longest, pooling.max_length or longest)
+    if args.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len {args.max_model_len} is more than the model's {longest} positions; --hf-overrides can "
+            "give it another max_position_embeddings or rope scaling."
+        )
+    return args.max_model_len
+
+
+def _step_budget(args: EngineArgs, enable_chunked_prefill: bool, max_model_len: int) -> int:
+    """Tokens in a step at most. Raises `ConfigError` if there are prompts that would never fit."""
+    budget = args.max_num_batched_tokens or max(
+        DEFAULT_MAX_BATCHED_TOKENS, 0 if enable_chunked_prefill else max_model_len
+    )
+    if not enable_chunked_prefill and budget < max_model_len:
+        what_to_do = "lower --max-model-len" if args.enable_chunked_prefill else "leave chunked prefill on"
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} is less than --max-model-len {max_model_len}: a prompt that long "
+            f"could never run. Raise it, or {what_to_do}."
+        )
+    return budget
+
+
+def _default_sampling_params(args: EngineArgs, checkpoint: Checkpoint) -> dict[str, Any]:
+    given = checkpoint.generation_config if args.generation_config == "auto" else args.override_generation_config
+    given = given or {}
+    return {name: given[name] for name in SAMPLING_DEFAULTS if isinstance(given.get(name), int | float)}
+
+
+def _cpus(args: EngineArgs) -> list[int] | None:
+    """The processors of --cpu-threads-bind, in order."""
+    if args.cpu_threads_bind is None:
+        return None
+    cpus: list[int] = []
+    for part in args.cpu_threads_bind.split(","):
+        match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip())
+        if match is None:
+            raise ConfigError(f"--cpu-threads-bind {args.cpu_threads_bind} is not a list of processors like 0-3,8.")
+        cpus += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if not cpus or len(set(cpus)) < len(cpus):
+        raise ConfigError(f"--cpu-threads-bind {args.cpu_threads_bind} must name each of its processors once.")
+    if args.cpu_threads not in (None, len(cpus)):
+        raise ConfigError(
+            f"--cpu-threads {args.cpu_threads} and the {len(cpus)} processors of --cpu-threads-bind "
+            f"{args.cpu_threads_bind} contradict each other; leave --cpu-threads out."
+        )
+    return cpus
+
+
+def _code_folder(args: EngineArgs, checkpoint: Checkpoint) -> str | None:
+    """The folder whose Python code may be run."""
+    if not args.trust_remote_code or "auto_map" not in checkpoint.config or args.model_impl == "octavo":
+        return None
+    logger.warning("--trust-remote-code: Python code of %s runs in this server", checkpoint.path)
+    return checkpoint.path

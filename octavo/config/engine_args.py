@@ -1,0 +1,225 @@
+"""Every engine flag once: command lines, `LLM(...)` keywords and YAML files all fill `EngineArgs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from octavo.config.engine_config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.flags import Flags, flag, number_with_unit
+from octavo.sampling_params import MAX_LOGPROBS
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "pt", "dummy"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16", "half", "float"]
+Device = Literal["auto", "cpu", "cuda"]
+AttentionBackend = Literal["auto", "triton", "flash_attn"]
+SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
+PreemptionMode = Literal["recompute", "swap"]
+
+AUTO_LENGTH = -1  # --max-model-len auto
+
+
+def num_tokens(text: str) -> int:
+    """The value of --max-model-len. Raises `ValueError`."""
+    return AUTO_LENGTH if text == "auto" else number_with_unit(text)
+
+
+def milliseconds(text: str) -> float | None:
+    """The value of --target-step-time. Raises `ValueError`."""
+    return None if text == "auto" else float(text)
+
+
+@dataclass(kw_only=True)
+class EngineArgs(Flags):
+    """What a user can set. Field `max_model_len` is flag `--max-model-len` and keyword `max_model_len` of `LLM`."""
+
+    model: str = flag("", "Hugging Face id, folder or .gguf file; empty is SmolLM2-135M-Instruct.")
+    tokenizer: str | None = flag(None, "Hugging Face id, folder or .gguf file of the tokenizer; default: the model's.")
+    served_model_name: list[str] = flag([], "Names that the API answers to; default: the model's.")
+    revision: str | None = flag(None, "Branch, tag or commit on the hub.")
+    download_dir: str | None = flag(None, "Where downloads are kept; default: the hub's own cache.")
+    runner: Literal["auto", "generate", "pooling"] = flag(
+        "auto", "Whether the model generates tokens or pools its hidden states into vectors (embeddings, classes, "
+        "scores); auto is what its architecture or its sentence-transformers folder says.",
+    )  # fmt: skip
+    convert: Literal["auto", "none", "embed", "classify"] = flag(
+        "auto", "What a decoder that pools gives: embeddings, or the classes of its classifier."
+    )
+    task: str = flag(
+        "auto", "As older launch scripts say it: 'generate', or 'embed', 'classify', 'score', 'reward' for models that "
+        "pool.",
+    )  # fmt: skip
+    pooler_config: dict[str, Any] | None = flag(
+        None, "How a model pools, in the place of what its files say, as JSON: pooling_type (CLS, LAST, MEAN, MAX, "
+        "MEAN_SQRT, WEIGHTED_MEAN, ALL), normalize, use_activation, dimensions, task.",
+    )  # fmt: skip
+    override_pooler_config: dict[str, Any] | None = flag(None, "The former name of --pooler-config.")
+    load_format: LoadFormat = flag("auto", "Format of the weights; 'dummy' makes seeded random ones.")
+    dtype: Dtype = flag(
+        "auto",
+        "Type of weights and activations; auto is bfloat16, or float32 for float32 models. GGUF's quantized weights "
+        "stay as they are in bfloat16; float32 expands them and computes with float32 throughout, for reference.",
+    )
+    quantization: str | None = flag(
+        None, "How weights are held: 'int8', 'int4' and, on GPUs, 'fp8' quantize weights of floats as they are loaded; "
+        "'gguf', 'gptq', 'awq', 'compressed-tensors' and other methods of files insist on files of that method, which "
+        "need no flag. Default: as the model's files have them.", short="-q",
+    )  # fmt: skip
+    generation_config: Literal["auto", "none", "vllm"] = flag(
+        "auto", "Where sampling defaults come from: the model's generation_config, or ('none', 'vllm') Octavo's own."
+    )
+    override_generation_config: dict[str, Any] | None = flag(
+        None, "Sampling defaults and eos_token_id in the place of the model's, as JSON or as "
+        "--override-generation-config.temperature 0.5.",
+    )  # fmt: skip
+    hf_overrides: dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]] | None = flag(
+        None, "Settings in the place of config.json's, as JSON or as --hf-overrides.rope_parameters.factor 2; from "
+        "Python also a function that gets and returns all of them.", may_be_function=True,
+    )  # fmt: skip
+    kv_cache_dtype: str = flag(
+        "auto",
+        "Type of the KV cache: auto is the model's; int8, fp8_e4m3 and fp8_e5m2 take half the memory of bfloat16, with "
+        "a scale for each token and head. fp8 is fp8_e4m3 on GPUs and int8, which is more exact, on CPUs.",
+    )
+    calculate_kv_scales: bool = flag(
+        False, "The scales of a KV cache of eight bits are those of the tokens, not of the checkpoint: always so."
+    )
+    max_model_len: int | None = flag(
+        None, "Tokens of prompt and output together: a number, 32k (32,000), 32K (32,768), or 'auto' (or -1) for the "
+        "model's, or as many as the cache holds if that is less; default: the model's.",
+        parse=num_tokens,
+    )  # fmt: skip
+    gpu_memory_utilization: float = flag(0.90, "Share of a GPU's memory for weights, activations and KV cache.")
+    cpu_memory_utilization: float = flag(0.30, "Share of the free RAM, after the weights, for the KV cache on CPU.")
+    num_gpu_blocks_override: int | None = flag(None, "KV blocks to allocate, whatever the memory.", positive=True)
+    block_size: int = flag(16, "Tokens in a KV block: 8, 16 or 32; on GPUs up to 256.")
+    swap_space: float = flag(4.0, "GiB of host memory for swapped requests, with --preemption-mode swap.")
+    max_num_seqs: int = flag(256, "Sequences in a step at most.", positive=True)
+    max_num_batched_tokens: int | None = flag(None, "Tokens in a step at most; default 2048.", positive=True)
+    enable_chunked_prefill: bool = flag(True, "Let a prompt be computed over several steps.")
+    enable_prefix_caching: bool = flag(True, "Reuse the blocks of prompts that start alike.")
+    preemption_mode: PreemptionMode = flag("recompute", "What happens to a request that must give its blocks back.")
+    scheduling_policy: SchedulingPolicy = flag(
+        "fcfs", "Who goes first: the first come; the lowest priority value; or whose first token is due first, which "
+        "the request says or its prompt's length.",
+    )  # fmt: skip
+    target_step_time: float | None = flag(
+        None, "Milliseconds that a step may take while somebody waits for a stream: prompts are cut to it. 'auto' is "
+        "90, or more where the streams alone take long; 0 bounds steps by tokens only. Default: auto.",
+        parse=milliseconds,
+    )  # fmt: skip
+    enforce_eager: bool = flag(False, "Run the model call by call, without captured graphs.")
+    seed: int | None = flag(None, "Seed of requests that bring none, and of dummy weights; default: not repeatable.")
+    chat_template: str | None = flag(
+        None, "File with a Jinja chat template, the template, or the name of one of the model's; default: the model's."
+    )
+    model_impl: Literal["auto", "octavo", "transformers"] = flag(
+        "auto", "Who computes the model: Octavo itself, or its modules of transformers; auto is Octavo where it can."
+    )
+    trust_remote_code: bool = flag(
+        False, "Run Python code that comes with a model. Only models that transformers computes ever do."
+    )
+    allow_additional_properties: bool = flag(
+        False, "Follow JSON schemas to the letter: an object that names its properties and says nothing of others may "
+        "have any others. Without, it has none."
+    )  # fmt: skip
+    device: Device = flag("auto", "Where the model runs; auto takes a CUDA device if there is one.")
+    attention_backend: AttentionBackend = flag(
+        "auto", "Attention on GPUs: Octavo's kernel in Triton, FlashAttention, or whichever is faster at start and as "
+        "sure to give a request the same answer whatever else is computed.",
+    )  # fmt: skip
+    cpu_threads: int | None = flag(
+        None, "Threads that compute on CPU; default: the cores of one NUMA node, within affinity and quota.",
+        positive=True,
+    )  # fmt: skip
+    cpu_threads_bind: str | None = flag(
+        None, "Processors to keep one thread each on, as 0-3,8; default: any, or one node's where there are several."
+    )
+    max_logprobs: int = flag(
+        MAX_LOGPROBS, f"Log-probabilities of a position that a request may ask for, {MAX_LOGPROBS} at most."
+    )
+    disable_log_stats: bool = flag(False, "Do not log throughput and cache use every few seconds.")
+    check_invariants: bool = flag(
+        False, "Check the scheduler's and the cache's invariants after each step (debugging)."
+    )
+    speculative_config: dict[str, Any] | None = flag(
+        None, "How tokens are guessed that the model then checks, several in a step, as JSON: "
+        '{"method": "ngram"} looks them up in the prompt, {"method": "suffix"} in recent answers too; {"model": "…"} '
+        "has a smaller model guess. Answers stay as they are.",
+    )  # fmt: skip
+    speculative_model: str | None = flag(None, "An older way to say it: [ngram], or a model that guesses.")
+    num_speculative_tokens: int | None = flag(None, "Tokens that are guessed for a sequence in a step at most.")
+    speculative_draft_tensor_parallel_size: int | None = flag(None, "Devices of a model that guesses.", positive=True)
+    ngram_prompt_lookup_max: int | None = flag(None, "Tokens that [ngram] compares at most; default 5.")
+    ngram_prompt_lookup_min: int | None = flag(None, "Tokens that must agree for [ngram] to guess; default 5.")
+    tensor_parallel_size: int = flag(1, "Devices that share each layer.", built=False, short="-tp")
+    pipeline_parallel_size: int = flag(1, "Devices that share the layers.", built=False, short="-pp")
+    data_parallel_size: int = flag(1, "Copies of the model.", built=False, short="-dp")
+    distributed_executor_backend: str | None = flag(None, "mp or ray.", built=False)
+    enable_lora: bool = flag(False, "Serve LoRA adapters beside the model.")
+    lora_modules: list[str] = flag(
+        [], 'Adapters to serve from the start, as name=path or {"name": ..., "path": ..., "base_model_name": ...}.'
+    )
+    max_loras: int = flag(
+        1, "Adapters in a step at most. The device has memory for so many of the largest rank, or more smaller ones.",
+        positive=True,
+    )  # fmt: skip
+    max_lora_rank: int = flag(16, "Largest rank of an adapter: 1 to 512.", positive=True)
+    max_cpu_loras: int | None = flag(
+        None, "Adapters that are kept in the host's memory; default: --max-loras.", positive=True
+    )
+    lora_dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
+        "auto", "Type that adapters are held in; auto is the model's."
+    )
+    lora_target_modules: list[str] = flag(
+        [], "Ends of the names of modules that adapters may change, such as o_proj; default: all."
+    )
+    fully_sharded_loras: bool = flag(False, "Share all of an adapter among devices.", built=False)
+    lora_root: list[str] = flag(
+        [], "Folders of adapters that requests may name: those are served as soon as they are asked for by the name of "
+        "their folder, and only from below these may clients load others.",
+    )  # fmt: skip
+    enable_runtime_lora_updating: bool = flag(
+        False, "Let clients load and unload adapters below --lora-root. Also OCTAVO_ALLOW_RUNTIME_LORA_UPDATING."
+    )
+    num_scheduler_steps: int = flag(1, "Steps between two schedules.", built=False)
+    limit_mm_per_prompt: str | None = flag(None, "Images and the like in a prompt.", built=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.served_model_name, str):
+            self.served_model_name = [self.served_model_name]
+        if isinstance(self.max_model_len, str):
+            try:
+                self.max_model_len = num_tokens(self.max_model_len)
+            except ValueError:
+                raise ConfigError(
+                    f"--max-model-len must be a number of tokens, such as 32768 or 32K, or auto; got "
+                    f"{self.max_model_len!r}."
+                ) from None
+        if isinstance(self.target_step_time, str) and self.target_step_time == "auto":
+            self.target_step_time = None
+
+    def create_engine_config(self) -> EngineConfig:
+        """Find the model, settle the defaults and check every combination.
+
+        Raises `ConfigError` for a flag that cannot be honoured, `LoadError` for a model that cannot be found or read.
+        """
+        # Imported here because it reads these flags, and most users of `EngineArgs` never get this far.
+        from octavo.config.creation import create_engine_config
+
+        return create_engine_config(self)
+
+
+@dataclass(kw_only=True)
+class AsyncEngineArgs(EngineArgs):
+    """`EngineArgs` under the name that users of the async engine know, with what `AsyncLLMEngine` logs of requests."""
+
+    enable_log_requests: bool = flag(False, "Log requests.", is_flag=False)
+    disable_log_requests: bool = flag(True, "The opposite, by the older name.", is_flag=False)
+    max_log_len: int | None = flag(None, "Characters of a prompt in the log; default: all.", is_flag=False)
+
+    @property
+    def logs_requests(self) -> bool:
+        return self.enable_log_requests or not self.disable_log_requests

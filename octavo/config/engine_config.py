@@ -1,0 +1,109 @@
+"""The frozen groups of settings that an engine is built from. Plain data: nothing here reads a flag or a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from octavo.loading.checkpoint import Checkpoint
+from octavo.pooling_params import PoolingConfig
+from octavo.sampling_params import MAX_LOGPROBS
+from octavo.speculative_config import SpeculativeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, in which type, for sequences of which length."""
+
+    checkpoint: Checkpoint
+    served_model_names: list[str]
+    dtype: str  # "float32", "bfloat16" or "float16", as torch has them
+    max_model_len: int
+    vocab_size: int
+    seed: int | None
+    quantization: str | None = None  # of weights of floats, as they are loaded: "int8", "int4" or "fp8"
+    may_shorten: bool = False  # max_model_len, to what the KV cache holds
+    chat_template: str | None = None  # a file, a template or a name of one, in the place of the model's own
+    impl: str = "auto"  # "octavo" or "transformers": who computes it
+    code_folder: str | None = None  # whose own Python code may be run
+    default_sampling_params: dict[str, Any] = field(default_factory=dict)  # for fields that a request leaves out
+    pooling: PoolingConfig | None = None  # of a model that pools; others generate
+    max_logprobs: int = MAX_LOGPROBS  # of a position that a request may ask for
+
+    @property
+    def model(self) -> str:
+        """What --model named."""
+        return self.checkpoint.name
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """How the KV cache is sized and shared."""
+
+    block_size: int
+    num_blocks_override: int | None
+    cpu_memory_utilization: float
+    gpu_memory_utilization: float
+    swap_space_bytes: int
+    enable_prefix_caching: bool
+    dtype: str  # of the cache; the model's, int8 or an eight-bit float's
+    is_scratch: bool = False  # nothing is kept from step to step: it holds the texts of a step, of one layer at a time
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Budgets of a step and the order of requests."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    policy: str
+    preemption_mode: str
+    check_invariants: bool = False
+    target_step_s: float | None = None  # that a step may take while streams wait for it; None: auto, 0: any
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAModule:
+    """An adapter of --lora-modules."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """Adapters: how many and how large, and where they may come from."""
+
+    max_loras: int
+    max_rank: int
+    max_cpu_loras: int
+    dtype: str
+    target_modules: list[str] | None  # ends of modules' names; None: all
+    modules: list[LoRAModule]
+    roots: list[str]  # absolute
+    may_update: bool  # clients may load and unload adapters
+    download_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All that an engine core needs to start. Plain data: it crosses to the core's process as JSON."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    device: str  # "cpu" or "cuda"
+    log_stats: bool
+    enforce_eager: bool = False  # nothing is captured, call by call
+    attention_backend: str = "auto"
+    cpu_threads: int | None = None  # None: as many as fit
+    cpus: list[int] | None = None  # one for each thread
+    speculative: SpeculativeConfig | None = None
+    draft: ModelConfig | None = None  # the model that guesses; its max_model_len is how far
+    allow_additional_properties: bool = False  # in objects whose schema names properties and says nothing of others
+    lora: LoRAConfig | None = None  # None: no adapters are served
+
+    def with_max_model_len(self, length: int) -> EngineConfig:
+        return replace(self, model=replace(self.model, max_model_len=length))

@@ -1,0 +1,65 @@
+"""In which types a model's weights, activations and KV cache are held: what flags and files say of it together."""
+
+from __future__ import annotations
+
+import logging
+
+from octavo.config.engine_args import EngineArgs
+from octavo.config.wording import listed
+from octavo.errors import ConfigError
+from octavo.loading.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"half": "float16", "float": "float32"}  # other names
+# Methods of --quantization: of weights of floats as they are loaded, and those that files have been quantized with.
+QUANTIZATIONS = {"cpu": ("int8", "int4"), "cuda": ("int8", "int4", "fp8")}
+FILE_METHODS = (
+    "gguf", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "bitsandbytes",
+)  # fmt: skip
+# Of --kv-cache-dtype, what is another type than the model's. No CPU multiplies eight-bit floats: fp8 asks for bytes.
+CACHE_BYTES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+def model_dtype(args: EngineArgs, checkpoint: Checkpoint, device: str, is_encoder: bool) -> str:
+    """Of weights and activations, by torch's name. Raises `ConfigError` if the cache is to hold other floats."""
+    dtype = DTYPES.get(args.dtype, str(args.dtype))
+    if dtype == "auto":
+        stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+        if stored is None and is_encoder:  # of a time when none were stored as anything else
+            stored = "float32"
+        kept = ("float32", "float16") if device == "cuda" else ("float32",)
+        dtype = str(stored) if stored in kept else "bfloat16"
+    if args.kv_cache_dtype not in ("auto", dtype, *CACHE_BYTES):
+        raise ConfigError(
+            f"--kv-cache-dtype {args.kv_cache_dtype} with --dtype {dtype}: floats of the cache must be the "
+            f"model's; {listed(CACHE_BYTES, 'and')} go with any."
+        )
+    return dtype
+
+
+def cache_dtype(args: EngineArgs, dtype: str, device: str) -> str:
+    """Of the KV cache, by torch's name; `dtype` is the model's."""
+    if args.kv_cache_dtype == "fp8" and device == "cpu":
+        logger.info("--kv-cache-dtype fp8 is int8 on CPUs; fp8_e4m3 insists on floats")
+        return "int8"
+    return CACHE_BYTES.get(args.kv_cache_dtype, dtype)
+
+
+def load_quantization(wanted: str | None, checkpoint: Checkpoint, device: str) -> str | None:
+    """The method by which weights of floats are quantized as they are loaded; one of files has to be theirs, or
+    `ConfigError` is raised."""
+    if wanted is None:
+        return None
+    found = checkpoint.format
+    if found != "gguf":
+        found = (checkpoint.config.get("quantization_config") or {}).get("quant_method") or found
+    if wanted == found:
+        return None
+    if wanted in FILE_METHODS and wanted not in QUANTIZATIONS[device]:
+        kind = "GGUF files" if wanted == "gguf" else f"checkpoints quantized with {wanted}"
+        raise ConfigError(
+            f"--quantization {wanted} is for {kind}, but {checkpoint.name} has {found} weights; leave it out to "
+            "serve them as they are."
+        )
+    return wanted

@@ -1,0 +1,14 @@
+"""How errors of flags list values and name devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def listed(values: Iterable[object], conjunction: str) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} {conjunction} {last}"
+
+
+def on_device(device: str) -> str:
+    return " on CPUs" if device == "cpu" else ""
