@@ -1,13 +1,23 @@
-"""Fixtures of the engine's tests: the default model's tokenizer, as the engine loads it."""
+"""Fixtures of the engine's tests: the default model's tokenizer, as the engine loads it; an engine on a stub core."""
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.engine import core_client, supervisor
+from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.tokenizer import load_tokenizer
+from octavo.metrics.prometheus import EngineMetrics
+from tests.engine.stub_engine import Use
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +28,50 @@ def checkpoint() -> Checkpoint:
 @pytest.fixture(scope="session")
 def tokenizer(checkpoint: Checkpoint) -> Any:
     return load_tokenizer(checkpoint)
+
+
+@pytest.fixture
+def hang(tmp_path: Path) -> Path:
+    """While this file is there, a core that starts is never ready."""
+    return tmp_path / "hang"
+
+
+@pytest.fixture
+def cores() -> list[subprocess.Popen[bytes]]:
+    """The processes of an engine's cores, as they are started."""
+    return []
+
+
+@pytest.fixture
+def with_engine(
+    tiny_tokenizer: Path, hang: Path, monkeypatch: pytest.MonkeyPatch, cores: list[subprocess.Popen[bytes]]
+) -> Callable[..., EngineMetrics]:
+    """Calls a function with an engine whose core is the stub."""
+
+    class StubProcess(core_client.CoreProcess):
+        def __init__(self) -> None:
+            command = [sys.executable, str(Path(__file__).with_name("stub_core.py")), str(hang)]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+            cores.append(self.process)
+
+    monkeypatch.setattr(core_client, "CoreProcess", StubProcess)
+    monkeypatch.setattr(supervisor, "CoreProcess", StubProcess)
+    checkpoint = Checkpoint("stub", "dummy", str(tiny_tokenizer), [], str(tiny_tokenizer), {})
+    config = EngineConfig(
+        model=ModelConfig(checkpoint, ["stub"], "float32", 64, 259, None),
+        cache=CacheConfig(16, None, 0.3, 0.9, 0, True, "bfloat16"),
+        scheduler=SchedulerConfig(8, 256, True, "fcfs", "recompute"),
+        device="cpu",
+        log_stats=False,
+    )
+
+    def run(use: Use, **options: object) -> EngineMetrics:
+        metrics = EngineMetrics("stub", 64)
+        engine = AsyncLLMEngine(config, metrics=metrics, **options)  # type: ignore[arg-type]
+        try:
+            asyncio.run(asyncio.wait_for(use(engine), 60))
+        finally:
+            engine.shutdown()
+        return metrics
+
+    return run

@@ -1,5 +1,6 @@
 """A core process without a model, which does what the first token of a prompt says: 1 answers, 2 fails and never ends,
-3 ends without a word, 4 says nothing. While the file that its argument names is there, it is never ready."""
+3 ends without a word, 4 says nothing. It answers resets of
+the cache and reads no adapters. While the file that its argument names is there, it is never ready."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from octavo.engine.wire import CoreProcessArgs, Failed, Ready, StepOutputs, decode_frontend_message, encode_message
+from octavo.engine.wire import (
+    CacheWasReset,
+    CoreProcessArgs,
+    Failed,
+    Ready,
+    ResetCache,
+    StepOutputs,
+    decode_frontend_message,
+    encode_message,
+)
 from octavo.request import EngineRequest, SequenceOutput
 from octavo.stats import EngineStats
 
@@ -23,7 +33,9 @@ def follow_parent() -> None:
 
 
 def main() -> None:
-    args = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreProcessArgs)
+    if not (line := sys.stdin.buffer.readline()):  # its parent has no use for it
+        return
+    args = msgspec.json.decode(line, type=CoreProcessArgs)
     threading.Thread(target=follow_parent, daemon=True).start()
     context = zmq.Context()
     receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -34,6 +46,8 @@ def main() -> None:
     sender.send(encode_message(Ready(args.config.model.max_model_len, 10, 0, 16, 0, 0, {})))
     while True:
         message = decode_frontend_message(receiver.recv())
+        if isinstance(message, ResetCache):
+            sender.send(encode_message(CacheWasReset()))
         if not isinstance(message, EngineRequest):
             continue
         what = message.prompt.token_ids[0]

@@ -178,7 +178,7 @@ def test_a_core_that_dies_fails_every_stream() -> None:
         streams = [engine.generate("Hello", LONG, str(i)) for i in range(3)]
         for stream in streams:
             await anext(stream)
-        engine._core.process.kill()
+        engine._supervisor.core.process.kill()
         for stream in streams:
             with pytest.raises(EngineDeadError):
                 _ = [output async for output in stream]
@@ -208,8 +208,8 @@ def test_what_fails_at_the_door_leaves_nothing_behind() -> None:
             await collect(engine, "Hi", SamplingParams(n=100), "n")
         with pytest.raises(RequestError, match="64-bit"):
             _ = [output async for output in engine.generate("Hi", None, "huge", priority=2**70)]
-        engine._core.process.kill()
-        engine._core.process.wait()
+        engine._supervisor.core.process.kill()
+        engine._supervisor.core.process.wait()
         with pytest.raises(EngineDeadError):
             await collect(engine, "Hi", SamplingParams(), "late")
         assert engine._streams == {}

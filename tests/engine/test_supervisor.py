@@ -4,71 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from octavo import SamplingParams
-from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from octavo.engine import core_client, restarts
+from octavo.engine import restarts
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError
-from octavo.loading.checkpoint import Checkpoint
 from octavo.metrics.prometheus import EngineMetrics
-
-ANSWER, FAIL, EXIT, HANG = [1], [2], [3], [4]
-Use = Callable[[AsyncLLMEngine], Awaitable[None]]
-
-
-@pytest.fixture
-def hang(tmp_path: Path) -> Path:
-    """While this file is there, a core that starts is never ready."""
-    return tmp_path / "hang"
-
-
-@pytest.fixture
-def with_engine(tiny_tokenizer: Path, hang: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineMetrics]:
-    """Calls a function with an engine whose core is the stub."""
-
-    class StubProcess(core_client.CoreProcess):
-        def __init__(self) -> None:
-            command = [sys.executable, str(Path(__file__).with_name("stub_core.py")), str(hang)]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
-
-    monkeypatch.setattr(core_client, "CoreProcess", StubProcess)
-    checkpoint = Checkpoint("stub", "dummy", str(tiny_tokenizer), [], str(tiny_tokenizer), {})
-    config = EngineConfig(
-        model=ModelConfig(checkpoint, ["stub"], "float32", 64, 259, None),
-        cache=CacheConfig(16, None, 0.3, 0.9, 0, True, "bfloat16"),
-        scheduler=SchedulerConfig(8, 256, True, "fcfs", "recompute"),
-        device="cpu",
-        log_stats=False,
-    )
-
-    def run(use: Use, **options: object) -> EngineMetrics:
-        metrics = EngineMetrics("stub", 64)
-        engine = AsyncLLMEngine(config, metrics=metrics, **options)  # type: ignore[arg-type]
-        try:
-            asyncio.run(asyncio.wait_for(use(engine), 60))
-        finally:
-            engine.shutdown()
-        return metrics
-
-    return run
-
-
-async def ask(engine: AsyncLLMEngine, prompt: list[int], name: str = "r", deadline: float | None = None) -> str | None:
-    """The finish reason."""
-    request = engine.inputs.process({"prompt_token_ids": prompt}, SamplingParams(max_tokens=1))
-    reason = None
-    request.deadline = deadline
-    async for output in engine.generate_from(request, name):
-        reason = output.outputs[0].finish_reason
-    return reason
+from tests.engine.stub_engine import ANSWER, EXIT, FAIL, HANG, ask, until_ready
 
 
 def let_hang(hang: Path, hangs: bool = True) -> None:
@@ -76,11 +22,6 @@ def let_hang(hang: Path, hangs: bool = True) -> None:
         hang.touch()
     else:
         hang.unlink()
-
-
-async def until_ready(engine: AsyncLLMEngine) -> None:
-    while not engine.is_ready:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 def test_a_core_that_fails_is_replaced_and_how_it_failed_is_for_the_log_only(
@@ -147,7 +88,7 @@ def test_a_core_that_hangs_while_it_loads_is_the_end_of_the_first_start(
         with pytest.raises(EngineDeadError, match=r"not ready after 0\.3 s and was killed"):
             await engine.wait_ready()
         assert engine.has_died
-        assert engine._core.process.wait() == -signal.SIGKILL
+        assert engine._supervisor.core.process.wait() == -signal.SIGKILL
 
     assert with_engine(use, max_restarts=3, ready_timeout_s=0.3).num_restarts == 0
 
@@ -163,7 +104,7 @@ def test_a_core_that_hangs_while_it_starts_again_has_died_once_more(
     async def use(engine: AsyncLLMEngine) -> None:
         assert await ask(engine, ANSWER) == "length"
         let_hang(hang)
-        engine._ready_timeout_s = 0.3
+        engine._supervisor.ready_timeout_s = 0.3
         with pytest.raises(EngineDeadError):
             await ask(engine, EXIT)
         while "not ready after 0.3 s" not in caplog.text:
@@ -171,7 +112,7 @@ def test_a_core_that_hangs_while_it_starts_again_has_died_once_more(
                 await engine.check_health()
             await asyncio.sleep(0.01)
         let_hang(hang, False)
-        engine._ready_timeout_s = 60.0
+        engine._supervisor.ready_timeout_s = 60.0
         await until_ready(engine)
         assert await ask(engine, ANSWER) == "length"
 

@@ -1,0 +1,141 @@
+"""Control of a running engine, as vLLM names it: pause, sleep, the prefix cache; and a look at its blocks.
+
+Whether new requests are taken is decided here; those that must wait do so in `EngineControl.wait_open`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from octavo.engine.sleeping import SLEEPERS, check_level, woken_by
+from octavo.engine.supervisor import Supervisor
+from octavo.engine.wire import BlockMap, GetBlockMap, ResetCache, SetPaused
+from octavo.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+PAUSE_MODES = ("abort", "wait", "keep")
+_BLOCK_MAP_TIMEOUT_S = 5.0  # a step of the core, and then some
+
+
+class EngineControl:
+    """Of one engine: `is_idle` says whether no request is under way, `abort_all` ends those that are."""
+
+    def __init__(self, supervisor: Supervisor, is_idle: Callable[[], bool], abort_all: Callable[[], None]) -> None:
+        self._supervisor, self._is_idle, self._abort_all = supervisor, is_idle, abort_all
+        self._is_open = asyncio.Event()  # to new requests; not while paused or asleep
+        self._is_open.set()
+        self._asleep: frozenset[str] = frozenset()  # of `SLEEPERS`
+        self._falling_asleep_or_waking = asyncio.Lock()
+        self._resets: list[asyncio.Future[bool]] = []  # that wait for the core, which answers them in order
+        self._block_map: asyncio.Future[BlockMap] | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._is_open.is_set()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
+
+    async def wait_open(self) -> None:
+        """Return when a request may go to the core. Raises what `Supervisor.wait_ready` does."""
+        while True:
+            await self._is_open.wait()
+            await self._supervisor.wait_ready()
+            if self._is_open.is_set():  # still
+                return
+
+    async def pause(self, mode: str, clear_cache: bool) -> None:
+        """See `AsyncLLMEngine.pause_generation`."""
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}.", param="mode")
+        await self._supervisor.wait_ready()
+        self._is_open.clear()
+        if mode == "keep":
+            self._supervisor.tell(SetPaused(True))
+            return
+        if mode == "abort":
+            self._abort_all()
+        while not self._is_idle():  # noqa: ASYNC110 - nothing tells that the last one has ended
+            await asyncio.sleep(0.01)
+        if clear_cache:
+            await self.reset_prefix_cache()
+
+    async def resume(self) -> None:
+        """See `AsyncLLMEngine.resume_generation`."""
+        if not self._asleep:
+            self._supervisor.tell(SetPaused(False))
+            self._is_open.set()
+
+    async def reset_prefix_cache(self, *, frees_memory: bool = False) -> bool:
+        """See `AsyncLLMEngine.reset_prefix_cache`."""
+        await self._supervisor.wait_ready()
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._supervisor.send(ResetCache(frees_memory))
+        self._resets.append(done)
+        return await done
+
+    def cache_was_reset(self) -> None:
+        """The core has answered the oldest reset."""
+        done = self._resets.pop(0)
+        if not done.done():  # whoever asked has not been cancelled
+            done.set_result(True)
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """See `AsyncLLMEngine.sleep`."""
+        check_level(level)
+        if mode not in ("abort", "wait"):
+            raise RequestError(f"mode must be abort or wait, got {mode!r}.", param="mode")
+        async with self._falling_asleep_or_waking:
+            if self._asleep:
+                return
+            await self.pause(mode, clear_cache=False)
+            while not self.is_paused:  # resumed before the last request has ended
+                await self.pause(mode, clear_cache=False)
+            self._asleep = SLEEPERS
+            if level == 1 and self._supervisor.config.device == "cpu":
+                await self.reset_prefix_cache(frees_memory=True)
+            else:
+                await self._supervisor.end_core()
+            logger.info("the engine sleeps (level %d)", level)
+
+    async def wake_up(self, tags: Iterable[str] | None) -> None:
+        """See `AsyncLLMEngine.wake_up`."""
+        woken = woken_by(tags)
+        async with self._falling_asleep_or_waking:
+            if not self._asleep:
+                return
+            self._supervisor.start_core()
+            await self._supervisor.wait_ready()
+            self._asleep -= woken
+            await self.resume()
+
+    async def block_map(self) -> BlockMap | None:
+        """See `AsyncLLMEngine.block_map`."""
+        await self._supervisor.wait_ready()
+        if self._block_map is None or self._block_map.done():
+            self._block_map = asyncio.get_running_loop().create_future()
+            self._supervisor.tell(GetBlockMap())
+        asked = self._block_map
+        await asyncio.wait((asked,), timeout=_BLOCK_MAP_TIMEOUT_S)
+        if not asked.done():
+            self._block_map = None
+            return None
+        return asked.result()
+
+    def take_block_map(self, found: BlockMap) -> None:
+        """The core has answered."""
+        if self._block_map is not None and not self._block_map.done():
+            self._block_map.set_result(found)
+
+    def lose(self) -> None:
+        """The core has ended, and answers nothing any more."""
+        for done in self._resets:
+            if not done.done():
+                done.set_result(False)
+        self._resets.clear()
+        if self._supervisor.failure is not None:
+            self._is_open.set()  # for those who wait to be told why

@@ -1,0 +1,238 @@
+"""Stands by the engine core: says when it is ready, notices when it dies or hangs, and starts it again.
+
+What its messages mean is the business of whoever made the supervisor, except for those about the core itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from octavo.config import EngineConfig
+from octavo.engine.core_client import CoreClient, CoreProcess
+from octavo.engine.restarts import Restarts
+from octavo.engine.wire import CoreMessage, Failed, FrontendMessage, Ready
+from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, OctavoError
+
+logger = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """One core after another. All coroutines belong to one event loop, that of the first `listen`.
+
+    A core that has been ready once and dies is started again, up to `max_restarts` quick deaths in a row (`Restarts`);
+    after that, and by default at once, it has failed for good. A core that is `busy` and finishes no step for
+    `step_timeout_s`, or that loads for longer than `ready_timeout_s`, counts as dead, and is killed.
+
+    `handle` is called with each message that does not tell of a failure, `lose` with the reason whenever all that a
+    core was to do is lost.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        core: CoreProcess | None,
+        *,
+        handle: Callable[[CoreMessage], None],
+        lose: Callable[[OctavoError], None],
+        is_busy: Callable[[], bool],
+        max_restarts: int,
+        step_timeout_s: float | None,
+        ready_timeout_s: float | None,
+    ) -> None:
+        self.config = config
+        self.ready: Ready | None = None  # what the core that was ready last has
+        self.failure: OctavoError | None = None  # for good
+        self.num_restarts = 0
+        self.restarts = Restarts(max_restarts)
+        self.core = CoreClient(config, core)
+        self.ready_timeout_s, self._step_timeout_s = ready_timeout_s, step_timeout_s
+        self._handle_message, self._lose, self._is_busy = handle, lose, is_busy
+        self._outage: EngineRestartingError | None = None  # while the core is started again
+        self._ready_event = asyncio.Event()  # ready, or it will never be
+        self._failure_event = asyncio.Event()
+        self._end_reason: str | None = None  # why the core is about to end, if that is known
+        self._wake: asyncio.Event | None = None  # set to go on with a core again after one has ended to sleep
+        self._next_core: CoreProcess | None = None  # meanwhile: it has imported what it needs, and no model
+        self._num_messages = 0
+        self._following: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready is not None and self.failure is None and self._outage is None
+
+    @property
+    def error(self) -> OctavoError | None:
+        """Why no request can be taken now, if that is so."""
+        return self.failure or self._outage
+
+    async def wait_ready(self) -> Ready:
+        """Return when the core takes requests, with what it has. Raises what kept it from starting, and
+        `EngineRestartingError` while it is started again."""
+        self.listen()
+        await self._ready_event.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.ready is not None
+        return self.ready
+
+    async def wait_failed(self) -> None:
+        """Return when the core has died and will not come back."""
+        self.listen()
+        await self._failure_event.wait()
+
+    def send(self, message: FrontendMessage) -> None:
+        """Raises `EngineDeadError` if there is no core to receive it."""
+        self.core.send(message)
+
+    def tell(self, message: FrontendMessage) -> None:
+        """Send a message that may be lost: if the core has just died, that is noticed elsewhere."""
+        with contextlib.suppress(EngineDeadError):
+            self.core.send(message)
+
+    def listen(self) -> None:
+        """Take in messages from now on. Raises `RuntimeError` in another event loop than the first."""
+        loop = asyncio.get_running_loop()
+        if self._following is None:
+            self._following = loop.create_task(self._supervise())
+            if self._step_timeout_s is not None:
+                self._watchdog = loop.create_task(self._watch_steps(self._step_timeout_s))
+        elif self._following.get_loop() is not loop:
+            raise RuntimeError("this AsyncLLMEngine belongs to another event loop; make one engine for each loop.")
+
+    async def end_core(self) -> None:
+        """End the core, with all that it holds, until `start_core`. Until then nobody is ready."""
+        self._wake = asyncio.Event()
+        self._ready_event.clear()
+        self.core.end()
+        await asyncio.to_thread(self.core.process.wait)
+        if not self._is_closed:
+            self._next_core = CoreProcess()
+
+    def start_core(self) -> None:
+        """Have a core again, if the last one was ended by `end_core`."""
+        if self._wake is not None:
+            self._wake.set()
+
+    def shutdown(self) -> None:
+        """End the core's process. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for task in (self._following, self._watchdog):
+            if task is not None and not task.get_loop().is_closed():
+                task.cancel()
+        self._fail(EngineStoppingError("the engine has been shut down."))
+        self.core.close()
+        if self._next_core is not None:
+            self._next_core.close()
+
+    async def _supervise(self) -> None:
+        """Take in the core's messages, and start it again when it dies, until it is given up."""
+        try:
+            while True:
+                reason = await self._follow_core()
+                self.core.close()
+                if self._wake is not None:
+                    self._lose(EngineDeadError("the engine core has ended to sleep; the request is lost."))
+                    await self._wake.wait()
+                    self.core, self._next_core = CoreClient(self.config, self._next_core), None
+                    self._wake = None
+                    continue
+                delay_s = self.restarts.next_delay(time.monotonic()) if self.ready is not None else None
+                if delay_s is None:
+                    self._fail(EngineDeadError(f"{reason}."))
+                    return
+                self._suspend(reason)
+                await asyncio.sleep(delay_s)
+                self.core = CoreClient(self.config)
+        except asyncio.CancelledError:
+            raise
+        except Exception as e:
+            logger.exception("the engine core cannot be started again")
+            self._fail(EngineDeadError(f"the engine core cannot be started again: {type(e).__name__}."))
+
+    async def _follow_core(self) -> str:
+        """Take in the messages of one core until it has ended. Returns why it did."""
+        self._end_reason = None
+        timer: asyncio.TimerHandle | None = None
+        if (timeout_s := self.ready_timeout_s) is not None:
+            timer = asyncio.get_running_loop().call_later(timeout_s, self._check_start, timeout_s)
+        try:
+            await self.core.receive(self._handle)
+        except Exception as e:
+            logger.exception("the engine's front end failed")
+            self.core.process.kill()
+            self._end_reason = f"the engine's front end failed ({type(e).__name__})"
+        finally:
+            if timer is not None:
+                timer.cancel()
+        status = self.core.process.wait()
+        return self._end_reason or f"the engine core has ended (exit status {status})"
+
+    def _check_start(self, timeout_s: float) -> None:
+        """Kill a core that is still not ready."""
+        if not (self.is_ready and self._ready_event.is_set()) and self._end_reason is None:
+            self._end_reason = f"the engine core was not ready after {timeout_s:g} s and was killed"
+            self.core.process.kill()
+
+    async def _watch_steps(self, timeout_s: float) -> None:
+        """Kill a core that has work and has sent nothing for `timeout_s`; it is started again."""
+        seen, since = self._num_messages, time.monotonic()
+        while True:
+            await asyncio.sleep(min(1.0, timeout_s / 4))
+            now = time.monotonic()
+            if not self._is_busy() or not self.is_ready or self._num_messages != seen:
+                seen, since = self._num_messages, now
+            elif now - since > timeout_s:
+                self._end_reason = f"the engine core has finished no step for {timeout_s:g} s and was killed"
+                self.core.process.kill()
+                since = now
+
+    def _handle(self, message: CoreMessage) -> None:
+        self._num_messages += 1
+        match message:
+            case Failed(text, expected=True) if self.ready is None:
+                self._fail(OctavoError(text))
+                return
+            case Failed(text):
+                # Clients learn that it failed, and only the log how.
+                logger.error("the engine core failed: %s", text)
+                self._end_reason = "the engine core has failed"
+                self._outage = EngineRestartingError("the engine core has failed.")  # until its end has been seen
+                self._lose(EngineDeadError("the engine core has failed; the request is lost."))
+                self.core.process.kill()  # it has nothing more to say, and might not manage to end
+                return
+            case Ready():
+                if self._outage is not None:
+                    logger.info(
+                        "the engine core takes requests again, %.1f s after its start", sum(message.startup.values())
+                    )
+                self.ready, self._outage = message, None
+                self.config = self.config.with_max_model_len(message.max_model_len)
+                self.restarts.record_ready(time.monotonic())
+                self._ready_event.set()
+        self._handle_message(message)
+
+    def _suspend(self, reason: str) -> None:
+        """The core has ended and will be started again."""
+        self._outage = EngineRestartingError(f"{reason}; it is being started again.")
+        logger.error("%s (%d of %d quick deaths in a row are allowed)", self._outage, *self.restarts.count)
+        self.num_restarts += 1
+        self._lose(EngineDeadError(f"{reason}; the request is lost."))
+
+    def _fail(self, error: OctavoError) -> None:
+        """Nothing is started again, with `error` as the reason."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        self._ready_event.set()
+        self._failure_event.set()
+        if not isinstance(error, EngineStoppingError):
+            logger.error("%s", error)
+        self._lose(error)

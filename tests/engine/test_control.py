@@ -1,0 +1,116 @@
+"""Pause, sleep and what they do to those who wait, with a core that has no model."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Callable
+
+import pytest
+
+from octavo.engine.async_engine import AsyncLLMEngine
+from octavo.errors import EngineDeadError, EngineStoppingError
+from octavo.request import AdapterSource
+from tests.engine.stub_engine import ANSWER, HANG, Use, ask
+
+WithEngine = Callable[[Use], object]
+
+
+async def held(engine: AsyncLLMEngine, name: str = "r", deadline: float | None = None) -> asyncio.Task[str | None]:
+    """A request that waits because the engine is paused."""
+    task = asyncio.create_task(ask(engine, ANSWER, name, deadline))
+    while name not in engine._streams:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    return task
+
+
+def test_whoever_waits_for_a_paused_engine_can_still_be_ended(with_engine: WithEngine) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.pause_generation("keep")
+        late = await held(engine, "late", time.monotonic() + 0.05)
+        aborted, cancelled, patient = await held(engine, "a"), await held(engine, "c"), await held(engine, "p")
+        await engine.abort("a")
+        cancelled.cancel()
+        assert await asyncio.gather(late, aborted) == ["abort", "abort"]
+        await engine.pause_generation("abort")
+        assert not patient.done(), "it is not under way"
+        await engine.resume_generation()
+        assert await patient == "length"
+        assert cancelled.cancelled()
+        assert not engine._streams and not engine._outputs.requests
+
+    with_engine(use)
+
+
+@pytest.mark.parametrize("how", ["server stops", "shutdown", "core dies"])
+def test_whoever_waits_for_a_paused_engine_is_told_of_its_end(with_engine: WithEngine, how: str) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.pause_generation("keep")
+        waiting = await held(engine)
+        if how == "server stops":
+            await engine.end_all()
+        elif how == "shutdown":
+            engine.shutdown()
+        else:
+            engine._supervisor.core.process.kill()
+        with pytest.raises(EngineDeadError if how == "core dies" else EngineStoppingError):
+            await waiting
+
+    with_engine(use)
+
+
+def test_falling_asleep_twice_at_once_is_falling_asleep(
+    with_engine: WithEngine, cores: list[subprocess.Popen[bytes]]
+) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        await asyncio.gather(engine.sleep(2), engine.sleep(2, "wait"))
+        assert engine.is_sleeping
+        await engine.wake_up()
+        assert await ask(engine, ANSWER) == "length"
+
+    with_engine(use)
+    assert len(cores) == 2
+
+
+def test_who_is_woken_while_falling_asleep_wakes_with_one_core(
+    with_engine: WithEngine, cores: list[subprocess.Popen[bytes]]
+) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        falling_asleep = asyncio.create_task(engine.sleep(2))
+        while not engine.is_sleeping:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await engine.wake_up()
+        await falling_asleep
+        assert await ask(engine, ANSWER) == "length"
+
+    with_engine(use)
+    assert len(cores) == 2, "none is left that nobody uses"
+
+
+def test_an_engine_that_is_resumed_while_it_waits_to_sleep_sleeps_closed(with_engine: WithEngine) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        slow = asyncio.create_task(ask(engine, HANG, "slow"))
+        while not engine._outputs.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        falling_asleep = asyncio.create_task(engine.sleep(1, "wait"))
+        while not engine.is_paused:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await engine.resume_generation()
+        await engine.abort("slow")
+        await asyncio.gather(slow, falling_asleep)
+        assert engine.is_sleeping and engine.is_paused
+
+    with_engine(use)
+
+
+def test_an_adapter_that_is_being_read_is_lost_with_a_core_that_sleeps(with_engine: WithEngine) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        loading = asyncio.create_task(engine.load_adapter(AdapterSource("a" * 32, "a", None, "a.gguf")))
+        await asyncio.sleep(0)
+        await engine.sleep(2)
+        with pytest.raises(EngineDeadError, match="lost"):
+            await loading
+
+    with_engine(use)
