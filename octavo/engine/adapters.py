@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.errors import RequestError
 from octavo.lora.pool import AdapterPool
 from octavo.request import AdapterSource
 
@@ -38,7 +39,8 @@ class AdapterLibrary:
     _pinned: set[str] = field(default_factory=set)
 
     def want(self, source: AdapterSource, in_use: Set[str]) -> Future[int] | None:
-        """Ready when the adapter is on the host; None while there is no room for it. Then ask again."""
+        """Ready when the adapter is on the host; None while there is no room for it. Then ask again. Raises
+        `RequestError` if there never will be, because all that are there are pinned."""
         entry = self._entries.get(source.identity)
         if entry is not None and entry.ready.done() and entry.ready.exception() is not None:
             self._drop(source.identity)  # once more: its file may have been mended
@@ -46,12 +48,18 @@ class AdapterLibrary:
         if entry is None:
             while len(self._entries) >= self.max_on_host:
                 free = next((identity for identity in self._entries if self._may_go(identity, in_use)), None)
+                if free is None and self._pinned.issuperset(self._entries):
+                    raise RequestError(
+                        f"there is no room for adapter {source.name!r}: all {self.max_on_host} places "
+                        "(--max-cpu-loras) have adapters that are pinned. Remove one.",
+                        param="model",
+                    )
                 if free is None:
                     return None
                 self._drop(free)
             entry = _Entry(source, self.executor.prepare_adapter(source), time.monotonic())
             self._entries[source.identity] = entry
-            self.names[source.identity] = source.name
+        self.names[source.identity] = source.name
         self._entries.move_to_end(source.identity)
         return entry.ready
 
@@ -86,6 +94,11 @@ class AdapterLibrary:
     def has(self, identity: str) -> bool:
         """Whether it is on the host, or on its way there."""
         return identity in self._entries
+
+    @property
+    def reading(self) -> list[Future[int]]:
+        """Of adapters that are on their way to the host."""
+        return [entry.ready for entry in self._entries.values() if not entry.ready.done()]
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
 from octavo.engine.adapters import AdapterLibrary
@@ -141,9 +141,7 @@ class EngineCore:
         Returns at once when there is nothing to run."""
         if self._preparing or self._loading:
             if not self.scheduler.has_work and not self._refused:  # nothing else to do
-                futures = [future for one in self._preparing.values() for future in one.futures]
-                futures += [one.ready for one in self._loading if one.ready is not None]
-                wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
+                self._wait_for_prepared()
             self._queue_prepared()
         loaded = self._take_in_adapters()
         outputs, self._refused = self._refused, []
@@ -192,6 +190,16 @@ class EngineCore:
     def _refuse(self, request: EngineRequest, error: RequestError) -> None:
         self._refused.append(SequenceOutput(request.request_id, 0, [], finish_reason="error", error=str(error)))
 
+    def _wait_for_prepared(self) -> None:
+        """Return when a grammar more is compiled, or an adapter more is read; at once where something is ready."""
+        if any(one.is_ready for one in self._preparing.values()) or any(one.is_ready for one in self._loading):
+            return
+        left: list[Future[Any]] = [] if self.adapters is None else [*self.adapters.reading]
+        for one in self._preparing.values():
+            if one.grammar is not None and not one.grammar.done():
+                left.append(one.grammar)
+        wait(left, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
+
     def _queue_prepared(self) -> None:
         """Queue the requests whose grammars are compiled and whose adapters are read, and refuse those whose cannot
         be."""
@@ -217,43 +225,58 @@ class EngineCore:
         """Have the adapters read that requests wait for, in the order of these: once there is no room for one, others
         after it get none either, but for those that are there already."""
         in_use, has_room = self._adapters_in_use(), True
-        for one in self._preparing.values():
+        for one in list(self._preparing.values()):
             source = one.request.adapter
             if source is None or not one.waits_for_room or not (has_room or adapters.has(source.identity)):
                 continue
-            one.adapter = adapters.want(source, in_use)
+            try:
+                one.adapter = adapters.want(source, in_use)
+            except RequestError as e:
+                del self._preparing[one.request.request_id]
+                self._refuse(one.request, e)
+                continue
             if one.adapter is None:
                 has_room = False
             else:
                 in_use.add(source.identity)
 
     def _adapters_in_use(self) -> set[str]:
-        """Of requests that are queued, or whose adapters are being read."""
+        """Of requests that are queued, and adapters that somebody waits for and that are there or being read."""
         found = {seq.adapter for seq in self.scheduler.live if seq.adapter is not None}
+        found |= {one.source.identity for one in self._loading if one.ready is not None}
         return found | {one.request.prompt.adapter or "" for one in self._preparing.values() if one.adapter is not None}
 
     def _take_in_adapters(self) -> list[AdapterLoaded]:
         """Ask for the adapters that there was no room for, and tell of those that are there."""
         loaded = []
         for one in list(self._loading):
-            if self.adapters is None:
-                loaded.append(AdapterLoaded(one.source.identity, "adapters need --enable-lora."))
-                self._loading.remove(one)
-                continue
-            if one.ready is None:
-                one.ready = self.adapters.want(one.source, self._adapters_in_use())
-            if one.ready is None or not one.ready.done():
-                continue
+            try:
+                is_ready = self._is_taken_in(one)
+            except RequestError as e:
+                loaded.append(AdapterLoaded(one.source.identity, str(e)))
+            except Exception as e:
+                logger.error("an adapter could not be read", exc_info=e)
+                loaded.append(AdapterLoaded(one.source.identity, f"the adapter failed: {type(e).__name__}."))
+            else:
+                if not is_ready:
+                    continue
+                loaded.append(AdapterLoaded(one.source.identity))
             self._loading.remove(one)
-            error = one.ready.exception()
-            if error is None:
-                self.adapters.take_in(one.source.identity)
-                if one.pins:
-                    self.adapters.pin(one.source.identity)
-            elif not isinstance(error, RequestError):
-                logger.error("an adapter could not be read", exc_info=error)
-            loaded.append(AdapterLoaded(one.source.identity, None if error is None else str(error)))
         return loaded
+
+    def _is_taken_in(self, one: LoadingAdapter) -> bool:
+        """Whether an adapter that was asked for is there now. Raises what keeps it from being."""
+        if self.adapters is None:
+            raise RequestError("adapters need --enable-lora.")
+        if one.ready is None:
+            one.ready = self.adapters.want(one.source, self._adapters_in_use())
+        if one.ready is None or not one.ready.done():
+            return False
+        one.ready.result()
+        self.adapters.take_in(one.source.identity)
+        if one.pins:
+            self.adapters.pin(one.source.identity)
+        return True
 
     def _add_adapter_stats(self, stats: EngineStats, adapters: AdapterLibrary) -> None:
         pool = adapters.pool

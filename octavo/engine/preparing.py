@@ -42,3 +42,7 @@ class LoadingAdapter:
     source: AdapterSource
     pins: bool
     ready: Future[int] | None = None  # None while there is no room
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready is not None and self.ready.done()

@@ -164,7 +164,8 @@ class Workload:
                 continue  # it was aborted
             asked = self.live[output.request_id]
             if output.finish_reason == "error":
-                assert output.error == "broken" and asked.adapter is not None
+                assert output.error is not None and asked.adapter is not None
+                assert output.error == "broken" or "are pinned" in output.error
                 del self.live[output.request_id]
                 self.ended["failed"] += 1
                 continue
@@ -271,3 +272,52 @@ def test_loading_tells_when_it_is_done_and_why_it_failed() -> None:
     told = {loaded.identity: loaded.error for loaded in core.step().adapters}
     assert told == {"1": None, "2": "no such tensor"}
     assert not core.has_work
+
+
+def test_what_somebody_waits_for_is_pinned_though_others_want_its_room() -> None:
+    core, device = make_core(max_loras=1, max_cpu_loras=1)
+    core.load_adapter(adapter(1), pins=True)
+    core.step()
+    device.read("1")
+    core.add(request("other", 2))
+    assert [loaded.error for loaded in core.step().adapters] == [None]
+    assert core.adapters is not None and core.adapters.has("1")
+
+
+def test_adapters_without_room_are_refused_where_all_others_are_pinned() -> None:
+    core, device = make_core(max_cpu_loras=2)
+    for number in (1, 2):
+        core.load_adapter(adapter(number), pins=True)
+    core.step()
+    for number in (1, 2):
+        device.read(str(number))
+    core.step()
+    core.add(request("third", 3))
+    core.load_adapter(adapter(4))
+    told = core.step()
+    refused = "all 2 places (--max-cpu-loras) have adapters that are pinned"
+    assert [(output.request_id, refused in (output.error or "")) for output in told.outputs] == [("third", True)]
+    assert [(loaded.identity, refused in (loaded.error or "")) for loaded in told.adapters] == [("4", True)]
+    assert not core.has_work
+    core.unload_adapter("1")
+    core.add(request("fourth", 3))
+    device.read("3")
+    assert run(core) == ["fourth"]
+
+
+def test_an_idle_core_waits_for_what_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that is compiled does not keep it from sleeping until the adapter is read too."""
+    core, device = make_core()
+    compiled: Future[None] = Future()
+    compiled.set_result(None)
+    device.prepare_grammar = lambda grammar, eos_token_ids: compiled  # type: ignore[attr-defined]
+    asked = request("r", 1)
+    asked.params.grammar = "start: A"
+    core.add(asked)
+    waited: list[list[Future[Any]]] = []
+    monkeypatch.setattr("octavo.engine.core.wait", lambda futures, **options: waited.append(list(futures)))
+    core.step()
+    assert waited == [device.reading["1"]]
+    device.read("1")
+    assert run(core) == ["r"]
+    assert len(waited) == 1, "all is ready"
