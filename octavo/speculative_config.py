@@ -79,6 +79,7 @@ def parse(
         )
     settings["method"] = method = _method(settings)
     _check_types(settings)
+    _check_others(settings, method)
     _settle_lookup(settings)
     if isinstance(rates := settings.get("synthetic_acceptance_rates"), list | tuple):
         settings.setdefault("num_speculative_tokens", len(rates))
@@ -132,6 +133,13 @@ def _check_types(settings: dict[str, Any]) -> None:
         kind, expected = wanted[types[name]]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ConfigError(f"{name} of --speculative-config must be {expected}, got {value!r}.")
+
+
+def _check_others(settings: dict[str, Any], method: str) -> None:
+    """Settings of one method mean nothing to the others."""
+    for prefix, theirs in (("prompt_lookup_", "ngram"), ("suffix_decoding_", "suffix")):
+        if method != theirs and (found := [name for name in settings if name.startswith(prefix)]):
+            raise ConfigError(f"{found[0]} is for the method {theirs}, and the method is {method}.")
 
 
 def _settle_lookup(settings: dict[str, Any]) -> None:

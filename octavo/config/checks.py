@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
-from octavo.config.number_types import CACHE_BYTES, DTYPES, FILE_METHODS, QUANTIZATIONS
+from octavo.config.number_types import CACHE_BYTES, DTYPES, check_quantization
 from octavo.config.speculation import speculative_config
 from octavo.config.wording import listed, on_device
 from octavo.errors import ConfigError
@@ -78,12 +78,7 @@ def _check_for_device(args: EngineArgs, device: str) -> None:
         raise ConfigError(f"--attention-backend {args.attention_backend} is for GPUs, and the device is the CPU.")
     if DTYPES.get(args.dtype, args.dtype) == "float16" and device == "cpu":
         raise ConfigError(f"--dtype {args.dtype} is not built for CPUs; use bfloat16 or float32.")
-    methods = (*QUANTIZATIONS[device], *FILE_METHODS)
-    if args.quantization not in (None, *methods):
-        raise ConfigError(
-            f"--quantization {args.quantization} is not built yet{on_device(device)}; {listed(methods, 'and')} are. "
-            "Leave it out to serve the weights as they are."
-        )
+    check_quantization("--quantization", args.quantization, device)
     if args.kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16", *CACHE_BYTES):
         raise ConfigError(
             f"--kv-cache-dtype {args.kv_cache_dtype} is not built yet; {listed(('auto', *CACHE_BYTES), 'and')} are."

@@ -60,7 +60,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         may_shorten=args.max_model_len == AUTO_LENGTH,
         vocab_size=description.vocab_size,
         seed=args.seed,
-        quantization=load_quantization(args.quantization, checkpoint, device),
+        quantization=load_quantization("--quantization", args.quantization, checkpoint, device),
         impl=description.impl,
         code_folder=code_folder,
         chat_template=args.chat_template,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from octavo.config.engine_args import EngineArgs
-from octavo.config.wording import listed
+from octavo.config.wording import listed, on_device
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 
@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"half": "float16", "float": "float32"}  # other names
 # Methods of --quantization: of weights of floats as they are loaded, and those that files have been quantized with.
-QUANTIZATIONS = {"cpu": ("int8", "int4"), "cuda": ("int8", "int4", "fp8")}
-FILE_METHODS = (
+_QUANTIZATIONS = {"cpu": ("int8", "int4"), "cuda": ("int8", "int4", "fp8")}
+_FILE_METHODS = (
     "gguf", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "bitsandbytes",
 )  # fmt: skip
 # Of --kv-cache-dtype, what is another type than the model's. No CPU multiplies eight-bit floats: fp8 asks for bytes.
@@ -46,9 +46,19 @@ def cache_dtype(args: EngineArgs, dtype: str, device: str) -> str:
     return CACHE_BYTES.get(args.kv_cache_dtype, dtype)
 
 
-def load_quantization(wanted: str | None, checkpoint: Checkpoint, device: str) -> str | None:
+def check_quantization(name: str, wanted: str | None, device: str) -> None:
+    """Raise `ConfigError` for a method that is not built. `name` is the setting's."""
+    methods = (*_QUANTIZATIONS[device], *_FILE_METHODS)
+    if wanted not in (None, *methods):
+        raise ConfigError(
+            f"{name} {wanted} is not built yet{on_device(device)}; {listed(methods, 'and')} are. Leave it out to serve "
+            "the weights as they are."
+        )
+
+
+def load_quantization(name: str, wanted: str | None, checkpoint: Checkpoint, device: str) -> str | None:
     """The method by which weights of floats are quantized as they are loaded; one of files has to be theirs, or
-    `ConfigError` is raised."""
+    `ConfigError` is raised. `name` is the setting's."""
     if wanted is None:
         return None
     found = checkpoint.format
@@ -56,10 +66,10 @@ def load_quantization(wanted: str | None, checkpoint: Checkpoint, device: str) -
         found = (checkpoint.config.get("quantization_config") or {}).get("quant_method") or found
     if wanted == found:
         return None
-    if wanted in FILE_METHODS and wanted not in QUANTIZATIONS[device]:
+    if wanted in _FILE_METHODS and wanted not in _QUANTIZATIONS[device]:
         kind = "GGUF files" if wanted == "gguf" else f"checkpoints quantized with {wanted}"
         raise ConfigError(
-            f"--quantization {wanted} is for {kind}, but {checkpoint.name} has {found} weights; leave it out to "
+            f"{name} {wanted} is for {kind}, but {checkpoint.name} has {found} weights; leave it out to "
             "serve them as they are."
         )
     return wanted

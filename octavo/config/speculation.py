@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import ModelConfig
-from octavo.config.number_types import load_quantization, model_dtype
+from octavo.config.number_types import check_quantization, load_quantization, model_dtype
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import resolve
 from octavo.loading.overrides import longest_context
@@ -46,13 +46,16 @@ def draft_config(
             "runs on one device."
         )
     if method == "mtp":
-        if speculative.model is not None:
-            raise ConfigError("mtp guesses with modules of the model's own checkpoint; leave its model out.")
+        for name in ("model", "revision", "quantization"):
+            if getattr(speculative, name) is not None:
+                raise ConfigError(f"mtp guesses with modules of the model's own checkpoint; leave its {name} out.")
         return replace(target, max_model_len=min(longest, target.max_model_len))
     if speculative.model is None:
         raise ConfigError(f'{method} needs a model that guesses: --speculative-config {{"model": ...}}.')
     if target.impl != "octavo" and method in HEAD_METHODS:
         raise ConfigError(f"{method} needs a model that Octavo computes itself, not through transformers.")
+    quantization = "quantization of --speculative-config"
+    check_quantization(quantization, speculative.quantization, device)
     checkpoint = resolve(
         speculative.model,
         load_format="dummy" if args.load_format == "dummy" else "auto",
@@ -72,6 +75,6 @@ def draft_config(
         max_model_len=min(longest, target.max_model_len),
         vocab_size=vocab_size,
         seed=args.seed,
-        quantization=load_quantization(speculative.quantization, checkpoint, device),
+        quantization=load_quantization(quantization, speculative.quantization, checkpoint, device),
         impl=impl,
     )

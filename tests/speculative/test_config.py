@@ -59,6 +59,8 @@ def test_one_bound_of_the_lookup_stands_for_both(given: dict[str, Any], bounds: 
         ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 128, got 0"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "at most prompt_lookup_max, got 4 and 2"),
         ({"method": "ngram", "quantization": "int8"}, "quantization is for methods that guess with a model"),
+        ({"method": "ngram", "suffix_decoding_max_tree_depth": 3}, "is for the method suffix, and the method is ngram"),
+        ({"model": "a/b", "prompt_lookup_max": 3}, "is for the method ngram, and the method is draft_model"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "min_token_prob must be between 0 and 1, got 2"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": True}, "must be an integer, got True"),
         ({"method": "ngram", "synthetic_acceptance_rates": [0.5, 0.6]}, "none greater than the one before"),
@@ -68,6 +70,21 @@ def test_one_bound_of_the_lookup_stands_for_both(given: dict[str, Any], bounds: 
 def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"method": "mtp", "quantization": "int8"}, "own checkpoint; leave its quantization out"),
+        ({"method": "mtp", "revision": "main"}, "own checkpoint; leave its revision out"),
+        ({"quantization": "int9"}, "quantization of --speculative-config int9 is not built yet on CPUs; int8, int4"),
+        ({"quantization": "gptq"}, "quantization of --speculative-config gptq is for checkpoints quantized with gptq"),
+    ],
+)
+def test_what_the_draft_cannot_honour_is_refused(model: Path, given: dict[str, Any], said: str) -> None:
+    draft = given if "method" in given else {"model": str(model), **given}
+    with pytest.raises(ConfigError, match=said):
+        config_of(model, speculative_config=draft)
 
 
 def test_two_values_for_one_thing_are_refused() -> None:
