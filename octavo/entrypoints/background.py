@@ -1,19 +1,22 @@
 """Work that outlives the request which asked for it: background responses and batches.
 
-While there is some, the store is told that
-this server lives, and tells what other servers' clients want to be cancelled.
+While there is some, the store is told that this server lives, and tells what other servers' clients want to be
+cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from octavo.entrypoints.openai.state import ServerState
 from octavo.entrypoints.store import BEAT_S, Database, StoreError
 
 _END_S = 3.0
+_CANCEL_POLL_S = 0.2
 logger = logging.getLogger("octavo.server")
 
 
@@ -63,6 +66,15 @@ class Background:
         task.cancel()
         await asyncio.wait((task,))
         return True
+
+    async def cancel_anywhere(self, kind: str, id: str, is_under_way: Callable[[], Awaitable[bool]]) -> None:
+        """Stop work, also that of a server that shares the store, which gets some seconds to note that it has."""
+        if await self.cancel(id):
+            return
+        await self._state.store.run(lambda database: database.ask_to_cancel(kind, id))
+        deadline = time.monotonic() + 3 * BEAT_S
+        while await is_under_way() and time.monotonic() < deadline:  # noqa: ASYNC110 - the file tells, when it is asked
+            await asyncio.sleep(_CANCEL_POLL_S)
 
     async def ended(self) -> None:
         """Return when there is nothing left, or in a few seconds."""

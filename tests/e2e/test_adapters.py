@@ -47,12 +47,6 @@ def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         server.wait_until_idle()
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def complete(client: openai.OpenAI, model: str) -> str:
     return client.completions.create(model=model, prompt=PROMPT, max_tokens=12, temperature=0).choices[0].text
 

@@ -27,11 +27,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def test_readmes_curl_is_answered_with_paris(server: Server) -> None:
     body = json.dumps({"messages": QUESTION}).encode()
     request = urllib.request.Request(

@@ -55,11 +55,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def test_answers_are_parsed_into_a_pydantic_model(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=Weather, temperature=0)
     weather = answer.choices[0].message.parsed

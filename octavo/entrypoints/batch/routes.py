@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -24,12 +23,10 @@ from octavo.entrypoints.openai.responses_api.protocol import MAX_METADATA
 from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import state_of
 from octavo.entrypoints.openai.streaming import EventStream
-from octavo.entrypoints.store import BEAT_S, Database
+from octavo.entrypoints.store import Database
 from octavo.errors import RequestError
 
 router = Router(tags=["Batches"])
-
-_CANCEL_POLL_S = 0.2
 
 
 class FileObject(Body):
@@ -220,12 +217,12 @@ async def get_batch(batch_id: str, raw: Request) -> BatchObject:
 async def cancel_batch(batch_id: str, raw: Request) -> BatchObject:
     """End a batch; its answers so far are kept."""
     state = state_of(raw)
-    batch = await _batch(raw, batch_id)
-    if batch["status"] in UNDER_WAY and not await state.background.cancel(batch_id):  # another server works on it
-        await state.store.run(lambda database: database.ask_to_cancel(BATCH, batch_id))
-        deadline = time.monotonic() + 3 * BEAT_S
-        while (await _batch(raw, batch_id))["status"] in UNDER_WAY and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_CANCEL_POLL_S)
+
+    async def is_under_way() -> bool:
+        return (await _batch(raw, batch_id))["status"] in UNDER_WAY
+
+    if await is_under_way():
+        await state.background.cancel_anywhere(BATCH, batch_id, is_under_way)
     return BatchObject(**await _batch(raw, batch_id))
 
 

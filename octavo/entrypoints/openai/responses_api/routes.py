@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 import uuid
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
@@ -25,13 +23,12 @@ from octavo.entrypoints.openai.responses_api.translate import as_chat, renamed
 from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import ARRIVAL, ServerState, state_of
 from octavo.entrypoints.openai.streaming import EventStream, encode_json, run_until_disconnect
-from octavo.entrypoints.store import BEAT_S, Stored
+from octavo.entrypoints.store import Stored
 from octavo.errors import RequestError
 
 router = Router(tags=["Responses"])
 
 _UNDER_WAY = ("queued", "in_progress")
-_CANCEL_POLL_S = 0.2
 
 
 class ResponseObject(Body):
@@ -177,17 +174,14 @@ async def cancel_response(response_id: str, raw: Request) -> Response:
     async def find() -> dict[str, Any]:
         return stored.read_response(await state.store.run(lambda database: stored.find(database, response_id)))
 
-    response = await find()
-    if not response["background"]:
+    async def is_under_way() -> bool:
+        return (await find())["status"] in _UNDER_WAY
+
+    if not (await find())["background"]:
         raise RequestError("Only background responses can be cancelled.", param="response_id")
-    if response["status"] in _UNDER_WAY:
-        if not await state.background.cancel(response_id):  # another server works on it
-            await state.store.run(lambda database: database.ask_to_cancel(stored.KIND, response_id))
-        deadline = time.monotonic() + 3 * BEAT_S
-        # Another server notes in the file that it has stopped.
-        while (response := await find())["status"] in _UNDER_WAY and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_CANCEL_POLL_S)
-    return _json(response)
+    if await is_under_way():
+        await state.background.cancel_anywhere(stored.KIND, response_id, is_under_way)
+    return _json(await find())
 
 
 @router.get("/v1/responses/{response_id}/input_items", openapi_extra=Page.PARAMETERS)
