@@ -16,6 +16,7 @@ from octavo.sampling_params import SamplingParams
 
 # Flags that work, each with a value that a launch script would give it.
 WORKING = [
+    "--tensor-parallel-size 2", "--distributed-executor-backend mp",
     "--model some/model", "--tokenizer some/model", "--served-model-name a b", "--revision main", "--download-dir /tmp",
     "--load-format auto", "--load-format safetensors", "--load-format gguf", "--load-format pt", "--load-format dummy",
     "--dtype auto", "--dtype float32", "--dtype bfloat16", "--quantization gguf", "--quantization int8",
@@ -50,10 +51,9 @@ REFUSED = {
     "--dtype float16": "--dtype float16 is not built for CPUs",
     "--quantization squeezellm": "--quantization squeezellm is not built yet",
     "--device cuda": "--device cuda: no CUDA device was found",
-    "--tensor-parallel-size 2": "--tensor-parallel-size 2 is not built yet",
     "--pipeline-parallel-size 2": "--pipeline-parallel-size 2 is not built yet",
     "--data-parallel-size 2": "--data-parallel-size 2 is not built yet",
-    "--distributed-executor-backend mp": "--distributed-executor-backend mp is not built yet",
+    "--distributed-executor-backend ray": "--distributed-executor-backend ray is not built yet",
     "--distributed-executor-backend ray": "--distributed-executor-backend ray is not built yet",
     '--speculative-config {"method":"mlp_speculator"}': "the speculative method mlp_speculator is not built yet",
     "--num-speculative-tokens 5": "nothing says how tokens are to be guessed",

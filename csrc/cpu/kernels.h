@@ -470,6 +470,19 @@ struct LogSumArgs {
     int64_t stride, width, num_samples, rows;
 };
 
+class Group;  // of processes; collective.h
+
+// What all processes of a group have of rows [rows, x_width] of float32: with `sums` their sum, else their columns side
+// by side, this process's from `begin` on. `out` is dense, [rows, width], and may be x where that is dense.
+struct ExchangeArgs : RowWiseArgs {
+    const float* x;
+    float* out;
+    int64_t x_stride, x_width, begin, width;
+    Group* group;
+    int32_t sums;
+    int64_t num_tasks;  // Planned.
+};
+
 // Of row samples[m] of logits: ranks[m] = 1 + how many are larger than that of tokens[m], unless `tokens` is null; and
 // the `count` largest, of equals those of the lowest index, largest first. A task is a sample.
 struct RankArgs {

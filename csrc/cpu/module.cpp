@@ -13,6 +13,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "collective.h"
 #include "dispatch.h"
 #include "launch.h"
 #include "pack_int.h"
@@ -96,6 +97,11 @@ void submit(Args& args) {
         for (const Launch& launch : plan.launches()) cost_ns += launch.cost_ns;
         const std::vector<Launch>& launches = plan.launches();  // this thread's: named where it runs
         without_lock(cost_ns, [&] { octavo::run(launches.data(), launches.size()); });
+    } else if constexpr (std::is_same_v<Args, octavo::ExchangeArgs>) {
+        const std::vector<Launch> launches = octavo::plan_exchange(args, octavo::num_threads());
+        nb::gil_scoped_release release;  // others may be late by any time
+        octavo::run(launches.data(), launches.size());
+        octavo::check_group(*args.group);
     } else {
         call(octavo::plan(args, octavo::kernels(), octavo::num_threads()));
     }
@@ -156,6 +162,25 @@ struct Matrices {
 void make_matrices(Matrices* self, nb::sequence given) {
     new (self) Matrices{};
     for (nb::handle matrix : given) self->of.push_back(nb::cast<octavo::Matrix>(matrix));
+}
+
+void make_group(octavo::Group* self, int rank, int size, Address memory, size_t num_bytes, std::vector<int> watched) {
+    new (self) octavo::Group(rank, size, at<void>(memory), num_bytes, std::move(watched));
+}
+
+void exchange(octavo::Group& group, Address x, int64_t x_stride, int64_t rows, int64_t x_width, int64_t begin,
+              Address out, int64_t width, bool sums) {
+    octavo::ExchangeArgs args{};
+    args.rows = rows;
+    args.x = at<float>(x);
+    args.x_stride = x_stride;
+    args.x_width = x_width;
+    args.begin = begin;
+    args.out = at<float>(out);
+    args.width = width;
+    args.group = &group;
+    args.sums = sums;
+    submit(args);
 }
 
 void experts(Address x, int64_t x_stride, int32_t x_dtype, int64_t rows, Address ids, Address weights,
@@ -345,6 +370,11 @@ NB_MODULE(_cpu, m) {
         .def("run", &Program::run, nb::call_guard<nb::gil_scoped_release>())
         .def("profile", &Program::profile);
     m.def("stop_recording", &Program::stop_recording);
+    nb::class_<octavo::Group>(m, "Group",
+                              "Of processes that exchange rows; octavo.ops.cpu_collectives is the interface.")
+        .def("__init__", &make_group)
+        .def("is_broken", &octavo::Group::is_broken);
+    m.def("exchange", &exchange);
     // The Python object that the program is of, or None.
     m.def("recording", &Program::recording, nb::rv_policy::reference);
     m.def("advise_huge_pages", &advise_huge_pages);

@@ -7,6 +7,7 @@
 #include <string>
 #include <type_traits>
 
+#include "collective.h"
 #include "dispatch.h"
 #include "thread_pool.h"
 
@@ -19,9 +20,9 @@ thread_local bool recording_per_sample = false;
 
 // By the place of the arguments in Program::Args.
 constexpr const char* kNames[] = {
-    "linear",      "embedding", "take_rows", "norm",          "rotary_and_cache", "paged_attention", "argmax",
-    "activation",  "add",       "route",     "experts",       "multiply",         "causal_conv",     "selective_scan",
-    "gated_delta", "shrink",    "pool",      "linear_by_head"};
+    "linear",      "embedding", "take_rows", "norm",           "rotary_and_cache", "paged_attention", "argmax",
+    "activation",  "add",       "route",     "experts",        "multiply",         "causal_conv",     "selective_scan",
+    "gated_delta", "shrink",    "pool",      "linear_by_head", "exchange"};
 constexpr const char* kExpertsNames[] = {"group_experts", "gather_experts", "experts_up", "experts_down"};
 static_assert(std::size(kNames) == std::variant_size_v<Program::Args>);
 
@@ -92,7 +93,8 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                                         " rows was asked of a program that was recorded with " +
                                         std::to_string(call.recorded_rows) + ".");
         }
-        const bool names_itself = call.experts == nullptr && call.adapters == nullptr;
+        const bool exchanges = std::holds_alternative<ExchangeArgs>(call.args);
+        const bool names_itself = call.experts == nullptr && call.adapters == nullptr && !exchanges;
         if (names_itself) names_.push_back(name_of(call.args));
         std::visit(
             [&](auto& args) {
@@ -135,6 +137,12 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                         names_.push_back(kExpertsNames[i % std::size(kExpertsNames)]);
                         launches_.push_back(launches[i]);
                     }
+                } else if constexpr (std::is_same_v<A, ExchangeArgs>) {
+                    group_ = args.group;
+                    for (const Launch& launch : plan_exchange(args, threads)) {
+                        names_.push_back(name_of(call.args));
+                        launches_.push_back(launch);
+                    }
                 } else {
                     launches_.push_back(octavo::plan(args, table, threads));
                 }
@@ -146,6 +154,7 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
 void Program::run(int64_t tokens, int32_t seqs, int64_t samples) {
     plan(tokens, seqs, samples);
     octavo::run(launches_.data(), launches_.size());
+    if (group_ != nullptr) check_group(*group_);
 }
 
 std::vector<std::pair<std::string, double>> Program::profile(int64_t tokens, int32_t seqs, int64_t samples) {

@@ -17,7 +17,7 @@ class Program {
   public:
     using Args = std::variant<LinearArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs, AttentionArgs, ArgmaxArgs,
                               ActivationArgs, AddArgs, RouteArgs, ExpertsArgs, MultiplyArgs, ConvArgs, ScanArgs,
-                              DeltaArgs, ShrinkArgs, PoolArgs, HeadLinearArgs>;
+                              DeltaArgs, ShrinkArgs, PoolArgs, HeadLinearArgs, ExchangeArgs>;
 
     Program() = default;
     Program(const Program&) = delete;
@@ -57,6 +57,7 @@ class Program {
     ExpertsScratch experts_scratch_;
     std::vector<Launch> launches_;
     std::vector<const char*> names_;
+    const Group* group_ = nullptr;  // that its calls exchange rows with
 };
 
 }  // namespace octavo

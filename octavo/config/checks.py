@@ -6,6 +6,7 @@ import math
 
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.number_types import CACHE_BYTES, DTYPES, check_quantization
+from octavo.config.parallel import check_parallel
 from octavo.config.speculation import speculative_config
 from octavo.config.wording import listed, on_device
 from octavo.errors import ConfigError
@@ -24,6 +25,7 @@ def check(args: EngineArgs) -> str:
     device = _device(args)
     _check_values(args)
     _check_for_device(args, device)
+    check_parallel(args, device)
     speculative_config(args)
     return device
 

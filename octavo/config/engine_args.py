@@ -154,10 +154,13 @@ class EngineArgs(Flags):
     speculative_draft_tensor_parallel_size: int | None = flag(None, "Devices of a model that guesses.", positive=True)
     ngram_prompt_lookup_max: int | None = flag(None, "Tokens that [ngram] compares at most; default 5.")
     ngram_prompt_lookup_min: int | None = flag(None, "Tokens that must agree for [ngram] to guess; default 5.")
-    tensor_parallel_size: int = flag(1, "Devices that share each layer.", built=False, short="-tp")
+    tensor_parallel_size: int = flag(
+        1, "Workers that share each layer, a process each, which share the processors or --cpu-threads.", short="-tp",
+        positive=True,
+    )  # fmt: skip
     pipeline_parallel_size: int = flag(1, "Devices that share the layers.", built=False, short="-pp")
     data_parallel_size: int = flag(1, "Copies of the model.", built=False, short="-dp")
-    distributed_executor_backend: str | None = flag(None, "mp or ray.", built=False)
+    distributed_executor_backend: str | None = flag(None, "How workers are run: mp, processes of this host.")
     enable_lora: bool = flag(False, "Serve LoRA adapters beside the model.")
     lora_modules: list[str] = flag(
         [], 'Adapters to serve from the start, as name=path or {"name": ..., "path": ..., "base_model_name": ...}.'

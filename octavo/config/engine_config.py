@@ -98,6 +98,7 @@ class EngineConfig:
     log_stats: bool
     enforce_eager: bool = False  # nothing is captured, call by call
     attention_backend: str = "auto"
+    tensor_parallel_size: int = 1  # workers that share each layer
     cpu_threads: int | None = None  # None: as many as fit
     cpus: list[int] | None = None  # one for each thread
     speculative: SpeculativeConfig | None = None

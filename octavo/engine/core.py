@@ -58,9 +58,9 @@ class EngineCore:
     ) -> None:
         """Tests bring their own executor, and guesses in the place of the configuration's."""
         if executor is None:
-            from octavo.execution.executor import LocalExecutor  # imports kernels: not before they are needed
+            from octavo.execution.executor import make_executor  # imports kernels: not before they are needed
 
-            executor = LocalExecutor(config)
+            executor = make_executor(config)
         self.executor = executor
         cache = KVCacheManager(
             executor.cache_groups, executor.num_blocks, config.cache.block_size, executor.num_host_blocks,

@@ -76,9 +76,13 @@ def main() -> None:
 
 def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> None:
     core = EngineCore(args.config)
+    from octavo.execution.executor import TeamExecutor
+
     gc.freeze()  # from here on only what steps leave behind is looked at
     gc.enable()
     executor = core.executor
+    if isinstance(executor, TeamExecutor):
+        executor.team.on_death(_die)
     ready = Ready(
         max_model_len=executor.max_model_len,
         num_blocks=sum(executor.num_blocks),
@@ -121,6 +125,12 @@ def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
         case Abort(request_id, index):
             core.abort(request_id, index)
     return True
+
+
+def _die(why: str) -> None:
+    """A worker is gone, and this one may be idle, or wait for it: the parent starts all of them again."""
+    logger.error("%s; the engine core ends", why)
+    os._exit(1)
 
 
 def _follow_parent(lines: queue.SimpleQueue[bytes]) -> None:

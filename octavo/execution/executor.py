@@ -1,7 +1,7 @@
 """What stands between the engine core and the workers that run a model: it hands them plans and brings back results.
 
-`LocalExecutor` has one worker, in the core's own process. Executors over several take the same calls and send the plan
-on.
+`LocalExecutor` has one worker, in the core's own process, or one of those that share a model. `TeamExecutor` is the
+first of these: it sends the plan on.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from typing import Protocol
 
 from octavo.config import EngineConfig
 from octavo.execution.device import Device
+from octavo.execution.team import ALONE, Leader, Team
 from octavo.execution.worker import Worker
 from octavo.kv_cache.groups import CacheGroup
+from octavo.layers.share import Share
+from octavo.models.registry import describe
+from octavo.models.sharing import with_share
 from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases
 from octavo.plan import StepPlan, StepResult
@@ -69,14 +73,16 @@ class Executor(Protocol):
 class LocalExecutor:
     """One worker, in this process."""
 
-    def __init__(self, config: EngineConfig, device: Device | None = None, ops: Ops | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, device: Device | None = None, ops: Ops | None = None, team: Team = ALONE
+    ) -> None:
         """Device and operations are those of `config.device`, unless tests bring their own. Raises `LoadError` or
         `ConfigError` when model or cache do not fit."""
         phases = Phases()
         if device is None or ops is None:
-            device, ops = _open_device(config)
+            device, ops = _open_device(config, team)
         phases.end("kernels")
-        self.worker = worker = Worker(config, device, ops, phases)
+        self.worker = worker = Worker(config, device, ops, phases, team)
         self.runs_ahead = device.runs_ahead
         self.cache_groups = worker.groups
         self.max_model_len = worker.max_model_len
@@ -104,11 +110,49 @@ class LocalExecutor:
         self.worker.adapters.forget(identity)
 
 
-def _open_device(config: EngineConfig) -> tuple[Device, Ops]:
+class TeamExecutor(LocalExecutor):
+    """The first of several workers, and the others, which do what it does."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        model = config.model
+        description = describe(model.checkpoint.config, model.impl, model.code_folder, model.pooling)
+        with_share(description, Share(0, config.tensor_parallel_size))  # refused before anything is started
+        self.team = Leader(config, description)
+        try:
+            super().__init__(config, team=self.team)
+            self.team.wait_until_ready()
+        except BaseException:
+            self.team.close()
+            raise
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        self.team.tell_plan(plan)
+        return super().submit(plan)
+
+    def release_cache(self) -> None:
+        self.team.release_cache()
+        super().release_cache()
+
+
+def make_executor(config: EngineConfig) -> LocalExecutor:
+    """As many workers as the configuration says. Raises as `LocalExecutor` does."""
+    return LocalExecutor(config) if config.tensor_parallel_size == 1 else TeamExecutor(config)
+
+
+def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
     if config.device == "cuda":
         from octavo.execution.cuda_device import CudaDevice
 
         return CudaDevice(), load_cuda()
     from octavo.execution.cpu_device import CpuDevice
 
-    return CpuDevice(), load(config.cpu_threads, config.cpus)
+    if team.share.is_whole:
+        return CpuDevice(), load(config.cpu_threads, config.cpus)
+    from octavo.ops import cpu
+
+    share, num_threads = team.share, config.cpu_threads or cpu.num_threads()
+    own = share.cut(num_threads)
+    cpus = None if config.cpus is None else [config.cpus[i] for i in own]
+    ops = load(max(1, len(own)), cpus or None)
+    cpu.join_group(share.rank, share.size, team.memory, team.memory_bytes, team.connections)
+    return CpuDevice(), ops

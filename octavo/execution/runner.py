@@ -24,10 +24,11 @@ from octavo.execution.device import CapturedStep, Device, Event, StepOutputs
 from octavo.execution.pooling_table import PoolingTable
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
+from octavo.execution.team import ALONE, Team
 from octavo.models.registry import Model, PoolingModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
 from octavo.plan import StepPlan, StepResult
-from octavo.sampling.batch import Samples, SamplingTable
+from octavo.sampling.batch import Samples, SamplingBatch, SamplingTable
 from octavo.sampling.grammar_masks import GrammarCompiler
 from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
 from octavo.sampling.sampler import SampledTokens, sample_tokens, write_settings
@@ -116,10 +117,11 @@ class Runner:
         grammars: GrammarCompiler | None = None,
         adapters: RunnerAdapters | None = None,
         pools: bool = False,
+        team: Team = ALONE,
     ) -> None:
         """With `pools` the model's vectors are the result in the place of tokens."""
         self.model, self.ops, self.device = model, ops, device
-        self._adapters = adapters
+        self._adapters, self._team = adapters, team
         self.table, self.max_num_tokens = table, max_num_tokens
         self.caches: Sequence[LayerKVCache]
         self._mover: BlockMover
@@ -370,10 +372,7 @@ class Runner:
             if self.pooling is not None:
                 step.vectors = outputs.logits[:num_samples]
             elif num_samples:
-                step.sampled = sample_tokens(
-                    self.ops, outputs.logits[:num_samples], outputs.best[:num_samples], inputs, settings,
-                    self.device.shares_memory,
-                )  # fmt: skip
+                step.sampled = self._sample(outputs, num_samples, inputs, settings)
                 if self.target_ids is not None:
                     known: Any = step.sampled.tokens
                     step.sampled.tokens = self.ops.take_rows(self.target_ids, known * (known > 0)).reshape(-1)
@@ -394,6 +393,23 @@ class Runner:
         if self._wants_prompt_logprobs:
             self._forget_prompts(plan)
         return step
+
+    def _sample(
+        self, outputs: StepOutputs, num_samples: int, inputs: StepArrays[Array], settings: SamplingBatch | None
+    ) -> SampledTokens:
+        """What the first worker of the team samples; the others get its tokens, and nothing else."""
+        sampled: SampledTokens | None = None
+
+        def draw() -> Array:
+            nonlocal sampled
+            sampled = sample_tokens(
+                self.ops, outputs.logits[:num_samples], outputs.best[:num_samples], inputs, settings,
+                self.device.shares_memory,
+            )  # fmt: skip
+            return sampled.tokens
+
+        tokens = self._team.sample(draw)
+        return SampledTokens(tokens) if sampled is None else sampled
 
     def _run(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:
         hidden, features = self.hidden(inputs)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import mul
 from threading import Thread
 from typing import TYPE_CHECKING, cast
 
@@ -21,6 +22,7 @@ from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
 from octavo.execution.device import Device
 from octavo.execution.runner import Runner, RunnerAdapters, SubmittedStep
 from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.team import ALONE, Sizes, Team
 from octavo.kv_cache.groups import NULL_BLOCK, LayerCacheSpec, group_layers
 from octavo.layers.attention import AttentionDescription
 from octavo.loading.file_weights import open_weights
@@ -30,6 +32,7 @@ from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import record
 from octavo.models.registry import Model, build, describe
+from octavo.models.sharing import with_share
 from octavo.ops import AdapterOps, DeviceOps, LayerKVCache, Ops
 from octavo.phases import Phases
 from octavo.plan import StepPlan
@@ -52,8 +55,8 @@ _GIB = 1 << 30
 class Worker:
     """Loads, sizes and captures. `phases` is told how long each took."""
 
-    def __init__(self, config: EngineConfig, device: Device, ops: Ops, phases: Phases) -> None:
-        self._config, self._device, self._ops = config, device, ops
+    def __init__(self, config: EngineConfig, device: Device, ops: Ops, phases: Phases, team: Team = ALONE) -> None:
+        self._config, self._device, self._ops, self._team = config, device, ops, team
         model_config, limits = config.model, config.scheduler
         checkpoint = model_config.checkpoint
         description, weights, ops = self._open(model_config, phases)
@@ -86,7 +89,7 @@ class Worker:
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
-            model_config.pooling is not None,
+            model_config.pooling is not None, team,
         )  # fmt: skip
         self._draft = self._load_draft(config.draft, phases) if config.draft is not None else None
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit
@@ -109,6 +112,7 @@ class Worker:
         """A model that fits: what it is, its weights, and the operations that it computes with."""
         checkpoint = config.checkpoint
         description = describe(checkpoint.config, config.impl, config.code_folder, config.pooling)
+        description = with_share(description, self._team.share)
         ops = self._with_attention(description, config.dtype, phases)
         weights = open_weights(
             checkpoint, config.dtype, config.seed, config.quantization, description.tie_word_embeddings
@@ -159,7 +163,7 @@ class Worker:
         recorded = RecordingWeights(dtype, weights)
         record(description, recorded)
         needed, kinds = recorded.packed_bytes()
-        free = self._device.free_bytes()
+        free = self._device.free_bytes() // self._team.share.size
         logger.debug("device %s: %.1f GiB free", self._device.name, free / _GIB)
         check_fits(needed, kinds, free)
 
@@ -220,14 +224,20 @@ class Worker:
         sizes = [sum(block_bytes(cache) for cache in of_pool) for of_pool in small]
         self._use(small, [0] * len(small))
         captured_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
-        budget, source = device.cache_bytes(config.cache, self._run_largest_step, captured_bytes)
         del small
-        config = capacity.shortened(config, self.groups, sizes, budget)
-        self.max_model_len = config.model.max_model_len
-        self.num_blocks = capacity.num_blocks(config, self.groups, sizes, budget, source)
-        self.cache_bytes = sum(n * size for n, size in zip(self.num_blocks, sizes, strict=True))
-        on_host = self.cache_bytes if device.shares_memory else 0
-        self.num_host_blocks = capacity.num_host_blocks(config, self.num_blocks, sizes, on_host)
+
+        def choose() -> Sizes:
+            budget, source = device.cache_bytes(config.cache, self._run_largest_step, captured_bytes)
+            budget //= self._team.share.size  # which all of a team take from the same memory
+            fitting = capacity.shortened(config, self.groups, sizes, budget)
+            num_blocks = capacity.num_blocks(fitting, self.groups, sizes, budget, source)
+            on_host = sum(map(mul, num_blocks, sizes)) if device.shares_memory else 0
+            num_host_blocks = capacity.num_host_blocks(fitting, num_blocks, sizes, on_host)
+            return Sizes(num_blocks, num_host_blocks, fitting.model.max_model_len)
+
+        self.num_blocks, self.num_host_blocks, self.max_model_len = self._team.agree(choose)
+        self.cache_bytes = sum(map(mul, self.num_blocks, sizes))
+        config = config.with_max_model_len(self.max_model_len)
         self._use(self._caches(self.num_blocks), self.num_host_blocks)
         phases.end("KV cache")
         capacity.log_capacity(config, self.groups, self.cache_bytes, self.num_blocks, self.num_host_blocks)

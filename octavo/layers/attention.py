@@ -12,8 +12,9 @@ from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.layers.product import Product
+from octavo.layers.product import Summand, product
 from octavo.layers.rotary import RopeConfig, alibi_slopes
+from octavo.layers.share import WHOLE, Share
 from octavo.ops import Array, LayerKVCache
 
 
@@ -58,6 +59,15 @@ class AttentionDescription:
     num_inputs: int = 1  # arrays of the hidden size that stand side by side in the input of query, key and value
     qk_norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     output_norm_name: str = ""
+    share: Share = WHOLE  # of the heads; what is not shared out yet is in `octavo.models.sharing`
+
+    @property
+    def own_heads(self) -> range:
+        return self.share.of(self.num_heads, "attention heads")
+
+    @property
+    def own_kv_heads(self) -> range:
+        return self.share.of_few(self.num_kv_heads, "key and value heads")
 
     @property
     def cache(self) -> LayerCacheSpec:
@@ -65,7 +75,7 @@ class AttentionDescription:
         window = 0 if self.bidirectional else self.window
         return LayerCacheSpec(
             kind="window" if window else "full",
-            num_kv_heads=self.num_kv_heads,
+            num_kv_heads=len(self.own_kv_heads),
             key_size=self.head_size,
             value_size=self.head_size,
             window=window,
@@ -94,7 +104,7 @@ class AttentionDescription:
         return order
 
     def row_orders(self) -> list[NDArray[np.intp]] | None:
-        """For each matrix of `qkv_names` its rows in the order of ours; None if it is the checkpoint's."""
+        """For each matrix of `qkv_names` the rows of our heads in our order; None if it is all, as they are."""
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         own = np.arange(self.head_size)
         if self.has_gate:
@@ -113,9 +123,12 @@ class AttentionDescription:
                 blocks = np.arange(self.qkv_blocks)[:, None] * block_heads
                 first[part] = (blocks + begin + np.arange(in_block[part])).reshape(-1) * self.head_size
                 begin += in_block[part]
-        orders = [(first[part][:, None] + within[part]).reshape(-1) for part in "qkv"]
+        own_heads = {"q": self.own_heads, "k": self.own_kv_heads, "v": self.own_kv_heads}
+        orders = [(first[part][own_heads[part]][:, None] + within[part]).reshape(-1) for part in "qkv"]
         orders = orders if len(self.qkv_names) == 3 else [np.concatenate(orders)]
-        return None if all(np.array_equal(order, np.arange(len(order))) for order in orders) else orders
+        if not self.share.is_whole or any(not np.array_equal(order, np.arange(len(order))) for order in orders):
+            return orders
+        return None
 
 
 class Attention:
@@ -125,11 +138,12 @@ class Attention:
         self, description: AttentionDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        head_size, num_heads, output_bias = description.head_size, description.num_heads, description.output_bias
-        self._query_size = query_size = num_heads * head_size
-        self._kv_size = kv_size = description.num_kv_heads * head_size
+        head_size, num_heads, share = description.head_size, description.num_heads, description.share
+        self._query_size = query_size = len(description.own_heads) * head_size
+        self._kv_size = len(description.own_kv_heads) * head_size
         names, orders = [f"{prefix}{name}" for name in description.qkv_names], description.row_orders()
-        sizes = [query_size * (1 + description.has_gate), kv_size, kv_size]
+        kv_size = description.num_kv_heads * head_size
+        sizes = [num_heads * head_size * (1 + description.has_gate), kv_size, kv_size]
         if description.gate_name is not None:
             assert len(names) == 3 and not description.has_gate
             names.insert(1, f"{prefix}{description.gate_name}")
@@ -144,9 +158,10 @@ class Attention:
             for number in range(description.num_inputs)
         ]  # fmt: skip
         self._qkv = self._qkv_of_inputs[0]
-        self._output = parameters.linear(
-            [f"{prefix}{description.output_name}"], [hidden_size], query_size,
-            f"{prefix}{output_bias}" if isinstance(output_bias, str) else output_bias,
+        bias = description.output_bias
+        bias = f"{prefix}{bias}" if isinstance(bias, str) else bias
+        self._output = parameters.ending(
+            f"{prefix}{description.output_name}", hidden_size, query_size, bias, share,
             is_transposed=description.is_transposed,
         )  # fmt: skip
         self.consumer = self._qkv  # the only matrix that reads the layer's input
@@ -171,10 +186,10 @@ class Attention:
         self._slopes = self._sinks = self._growth = None
         if description.alibi_max:
             slopes = alibi_slopes(num_heads, description.alibi_max) * np.float32(description.alibi_scale)
-            self._slopes = self._ops.place(slopes)
+            self._slopes = self._ops.place(slopes[description.own_heads])
         if description.sinks is not None:
             sinks = parameters.weights.take(f"{prefix}{description.sinks}", (num_heads,))
-            self._sinks = self._ops.place(np.asarray(sinks, np.float32))
+            self._sinks = self._ops.place(np.asarray(sinks[description.own_heads], np.float32))
         self._biases = None
         if description.distance_biases is not None:
             self._biases = parameters.distance_biases(*description.distance_biases, num_heads)
@@ -183,7 +198,7 @@ class Attention:
 
     def forward(
         self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, *others: Array
-    ) -> Product:
+    ) -> Summand:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group. The `others` are the inputs that
         stand beside it, [T, H] each."""
         description, ops = self.description, self._ops
@@ -225,7 +240,7 @@ class Attention:
             attended = ops.multiply(attended, gate, "sigmoid", self._output)
         if self._output_norm is not None:
             attended = self._output_norm.forward(attended, self._output)
-        return Product(ops, attended, self._output)
+        return product(ops, attended, self._output, description.share)
 
     def _heads(self, x: Array) -> Array:
         """[T, heads * D] -> [T, heads, D]"""

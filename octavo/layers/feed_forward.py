@@ -9,7 +9,8 @@ import numpy as np
 from octavo.errors import LoadError
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.layers.product import Product
+from octavo.layers.product import Summand, product
+from octavo.layers.share import WHOLE, Share
 from octavo.ops import ACTIVATIONS, Array
 
 
@@ -30,6 +31,7 @@ class FeedForwardDescription:
     inner_norm_name: str = ""
     up_first: bool = False  # stacked, up comes before gate
     is_transposed: bool = False  # matrices are stored [inputs, outputs]
+    share: Share = WHOLE  # of the intermediate size
 
     def __post_init__(self) -> None:
         built = ACTIVATIONS if self.gated else (*ACTIVATIONS, "xielu")
@@ -46,17 +48,20 @@ class FeedForward:
         self, description: FeedForwardDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        size, transposed = description.intermediate_size, description.is_transposed
+        size, transposed, share = description.intermediate_size, description.is_transposed, description.share
+        own = share.of(size, "inner elements of a feed-forward")
         names = [f"{prefix}{name}" for name in description.up_names]
         sizes = (size, size) if description.gated else (size,)
         self._up = parameters.linear(
             names, sizes, hidden_size, description.bias, description.gated, is_transposed=transposed,
             is_reversed=description.up_first,
             scales=(description.gate_multiplier, 1.0) if description.gated else (),
+            own=None if share.is_whole else own,
         )  # fmt: skip
-        self._down = parameters.linear(
-            [f"{prefix}{description.down_name}"], [hidden_size], size,
-            description.bias if description.down_bias is None else description.down_bias, is_transposed=transposed,
+        self._down = parameters.ending(
+            f"{prefix}{description.down_name}", hidden_size, len(own),
+            description.bias if description.down_bias is None else description.down_bias, share,
+            is_transposed=transposed,
         )  # fmt: skip
         self.consumer = self._up  # the only matrix that reads the layer's input
         self._inner_norm: Norm | None = None
@@ -67,7 +72,7 @@ class FeedForward:
         if description.activation == "xielu":
             self._parameters = _xielu_parameters(parameters, f"{prefix}mlp.act_fn")
 
-    def forward(self, hidden: Array) -> Product:
+    def forward(self, hidden: Array) -> Summand:
         """hidden [T, H] -> [T, H]"""
         ops, activation = self._ops, self.description.activation
         consumer = self._down if self._inner_norm is None else None
@@ -78,7 +83,7 @@ class FeedForward:
             inner = ops.activation(inner, activation, consumer, self._parameters)
         if self._inner_norm is not None:
             inner = self._inner_norm.forward(inner, self._down)
-        return Product(ops, inner, self._down)
+        return product(ops, inner, self._down, self.description.share)
 
 
 def _xielu_parameters(parameters: Parameters, name: str) -> tuple[float, ...]:

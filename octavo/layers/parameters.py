@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.layers.rotary import RopeConfig, distance_buckets, identity_table, query_growth, rotary_table
+from octavo.layers.share import Share
 from octavo.loading.weights import Weights
 from octavo.ops import BIAS_PADDING, Array, LinearWeight, Ops
 from octavo.quantization import take_rows
@@ -68,6 +69,7 @@ class Parameters:
         is_reversed: bool = False,
         scales: Sequence[float] = (),
         part: tuple[int, int] = (0, 1),
+        own: range | None = None,
     ) -> LinearWeight:
         """Projections to `sizes` outputs of one input of `num_in` as one matrix: outputs side by side, or `gated`.
 
@@ -75,14 +77,18 @@ class Parameters:
         are, of each, its rows in the order that is wanted; stored `is_transposed` they are columns. `bias` may be the
         name of the tensor. Projections, without their biases, may be multiplied with `scales`. Gate and up that are
         stacked the other way round are `is_reversed`. The input may be a `part` (number, of how many) of what the
-        checkpoint's matrices read, each of `num_in`.
+        checkpoint's matrices read, each of `num_in`. Of each projection only the rows that are `own` may be wanted.
         """
         num_out = sum(sizes)
         stored_sizes = sizes if len(names) == len(sizes) else [num_out]
-        parts = []
+        parts, held = [], []
         for name, size in zip(names, stored_sizes, strict=True):
             bounds = accumulate(sizes, initial=0) if gated and len(names) != len(sizes) else (0, size)
-            for share in pairwise(bounds):
+            shares = list(pairwise(bounds))
+            if own is not None:
+                shares = [(first + own.start, first + own.stop) for first, _ in shares]
+            held.append(np.concatenate([np.arange(*share) for share in shares]))
+            for share in shares:
                 all_in = num_in * part[1]
                 shape = (all_in, size) if is_transposed else (size, all_in)
                 columns = None if part[1] == 1 else (part[0] * num_in, (part[0] + 1) * num_in)
@@ -103,8 +109,8 @@ class Parameters:
         if bias:
             bias_names = [bias] if isinstance(bias, str) else [f"{name}.bias" for name in names]
             taken = [self.weights.take(n, (size,)) for n, size in zip(bias_names, stored_sizes, strict=True)]
-            if orders is not None:
-                taken = [part[order] for part, order in zip(taken, orders, strict=True)]
+            if own is not None or orders is not None:
+                taken = [part[order] for part, order in zip(taken, orders or held, strict=True)]
             biases = np.concatenate(taken)
             own_biases = [np.asarray(part, np.float32) for part in taken]
         packed = self.ops.pack_linear(parts, biases, gated)
@@ -119,6 +125,15 @@ class Parameters:
             NamedMatrix(packed, num_in, gated, tuple(Module(*module, is_transposed) for module in what))
         )
         return packed
+
+    def ending(
+        self, name: str, num_out: int, num_in: int, bias: bool | str, share: Share, *, is_transposed: bool = False
+    ) -> LinearWeight:
+        """The matrix that ends a layer, with `num_in` inputs of those of all workers. The first adds its bias."""
+        if bias and not share.is_first:
+            self.weights.pass_over(bias if isinstance(bias, str) else f"{name}.bias")
+            bias = False
+        return self.linear([name], [num_out], num_in, bias, is_transposed=is_transposed, part=(share.rank, share.size))
 
     def rotary(self, rope: RopeConfig | None, head_size: int) -> Array:
         """The table of cosines and sines; without settings nothing rotates."""

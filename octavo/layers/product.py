@@ -7,9 +7,10 @@ An optimisation that saves one pass over the activations. Without it layers woul
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
-from octavo.ops import Array, LinearWeight, Ops
+from octavo.layers.share import Share
+from octavo.ops import Array, LinearWeight, Ops, ParallelOps
 
 
 class Summand(Protocol):
@@ -35,3 +36,26 @@ class Product:
 
     def add_to(self, residual: Array, scale: float = 1.0) -> None:
         self.ops.linear_add(self.x, self.weight, residual, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedProduct:
+    """The sum of what each worker's x [T, K] times its matrix [H, K] is, in float32 and in the order of the workers."""
+
+    ops: ParallelOps
+    x: Array
+    weight: LinearWeight
+
+    def value(self, dtype: str = "float32") -> Array:
+        assert dtype == "float32"
+        summand = self.ops.linear(self.x, self.weight, dtype)
+        self.ops.all_reduce(summand)
+        return summand
+
+    def add_to(self, residual: Array, scale: float = 1.0) -> None:
+        self.ops.add(residual, self.value(), scale)
+
+
+def product(ops: Ops, x: Array, weight: LinearWeight, share: Share) -> Summand:
+    """x [T, K] times the matrix that ends a layer, of which this worker has a share."""
+    return Product(ops, x, weight) if share.is_whole else SharedProduct(cast(ParallelOps, ops), x, weight)

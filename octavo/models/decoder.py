@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
@@ -31,7 +31,7 @@ from octavo.layers.recurrent import (
 )
 from octavo.loading.weights import Weights
 from octavo.models.description import LayerDescription, ModelDescription
-from octavo.ops import Array, LayerKVCache, LinearWeight, Ops
+from octavo.ops import Array, LayerKVCache, LinearWeight, Ops, ParallelOps
 
 
 class FeedForwardLike(Protocol):
@@ -198,12 +198,15 @@ class Decoder:
         self.vocab_size, self.layer_caches = description.vocab_size, description.layer_caches
         parameters = Parameters(weights, ops, max_positions, dtype)
         vocab_size, hidden_size = description.vocab_size, description.hidden_size
+        share = description.share
+        self._own_vocab = share.cut(vocab_size)
         has_output_bias = description.output_bias and description.pooling is None
         output_bias = f"{description.output_name}.bias" if has_output_bias else False
         is_tied, embedding_size = description.tie_word_embeddings, description.embedding_size or hidden_size
         self._embedding = parameters.linear(
-            [description.embedding_name], [vocab_size], embedding_size, output_bias if is_tied else False
-        )
+            [description.embedding_name], [vocab_size], embedding_size,
+            output_bias if is_tied and share.is_whole else False,
+        )  # fmt: skip
         self._projection: LinearWeight | None = None
         if description.embedding_size is not None:
             name, has_bias = description.embedding_projection_name, description.projects_last
@@ -250,7 +253,16 @@ class Decoder:
         self._output = self._embedding
         if not is_tied and has_output:
             size = hidden_size if description.head is None else description.head.size
-            self._output = parameters.linear([description.output_name], [vocab_size], size, output_bias)
+            self._output = parameters.linear(
+                [description.output_name],
+                [vocab_size],
+                size,
+                output_bias,
+                own=None if share.is_whole else self._own_vocab,
+            )
+        elif not share.is_whole and has_output:  # looked up whole, multiplied in shares
+            names, bias = [description.embedding_name], output_bias
+            self._output = parameters.linear(names, [vocab_size], embedding_size, bias, own=self._own_vocab)
         # Sums of many layers in bfloat16 lose what quantized products can use (docs/performance.md).
         self._stream_dtype = dtype
         # Poolers take both types of what the last norm returns.
@@ -319,5 +331,7 @@ class Decoder:
         if self._head is not None:
             hidden = self._head.forward(hidden, self._output)
         logits = ops.linear(hidden, self._output, "float32")
+        if not self.description.share.is_whole:
+            logits = cast(ParallelOps, ops).all_gather(logits, self._own_vocab.start, self.vocab_size)
         cap = self.description.logits_softcap
         return ops.activation(logits, "softcap", parameters=(cap,)) if cap else logits

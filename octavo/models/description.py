@@ -16,6 +16,7 @@ from octavo.layers.norm import NormDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.layers.recurrent import GatedDeltaDescription, LightningDescription, MambaDescription, ShortConvDescription
+from octavo.layers.share import WHOLE, Share
 
 # Attention, or what stands in its place
 MixerDescription = (
@@ -89,6 +90,7 @@ class ModelDescription:
     norm_name: str = "model.norm"
     output_name: str = "lm_head"
     unused: tuple[str, ...] = ()  # prefixes of tensors that checkpoints have and the model has no use for
+    share: Share = WHOLE  # of the output matrix, and of the layers' matrices: `octavo.models.sharing`
 
     @property
     def is_bidirectional(self) -> bool:

@@ -488,6 +488,18 @@ class AdapterOpsOver(OpsOver[A], Protocol[A]):
     ) -> A: ...  # fmt: skip
 
 
+class ParallelOpsOver(OpsOver[A], Protocol[A]):
+    """What a backend provides beyond that where several workers share a model. All of them call these in the same
+    order, with as many rows, and wait for each other."""
+
+    def all_reduce(self, x: A) -> None:
+        """x [T, H] float32 becomes the sum of all workers' in place, added in the order of their ranks: the same bits
+        for each of them and in every run."""
+
+    def all_gather(self, x: A, begin: int, width: int) -> A:
+        """x [N, W] float32, which are columns `begin` .. of all -> [N, width], those of all workers."""
+
+
 class DeviceOpsOver(OpsOver[A], Protocol[A]):
     """What a backend provides beyond that if its device is not the processor that Python runs on.
 
@@ -520,6 +532,7 @@ class DeviceOpsOver(OpsOver[A], Protocol[A]):
 Ops = OpsOver[Array]
 DeviceOps = DeviceOpsOver[Array]
 AdapterOps = AdapterOpsOver[Array]
+ParallelOps = ParallelOpsOver[Array]
 
 
 def load(cpu_threads: int | None = None, cpus: list[int] | None = None) -> Ops:
@@ -547,7 +560,8 @@ def load_cuda() -> DeviceOps:
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.ops import torch_ref
+    from octavo.ops import cpu, torch_ref
 
+    _parallel: ParallelOpsOver[HostArray] = cpu
     _reference: DeviceOpsOver[Tensor] = torch_ref
     _reference_of_adapters: AdapterOpsOver[Tensor] = torch_ref

@@ -20,6 +20,7 @@ from octavo.ops import ACTIVATIONS, BIAS_PADDING, PARAMETRIC_ACTIVATIONS, Expand
 from octavo.ops.cpu_adapters import adapter_table, allocate_arena, expand_arguments, shrink
 from octavo.ops.cpu_arrays import CACHE_CODES, CODES, DTYPES, FLOAT32, INT32, INT64, UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_cache import allocate_kv_cache, cache_code, copy_blocks, gather_blocks, scatter_blocks
+from octavo.ops.cpu_collectives import all_gather, all_reduce, join_group
 from octavo.ops.cpu_experts import experts, route, stack_experts
 from octavo.ops.cpu_latent import latent_attention, linear_by_head
 from octavo.ops.cpu_logits import (
@@ -40,12 +41,13 @@ from octavo.ops.cpu_quantize import FLOAT_FORMATS, quantize
 from octavo.ops.cpu_recurrent import causal_conv, gated_delta, num_scan_floats, selective_scan
 
 __all__ = [
-    "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "allocate_arena", "allocate_kv_cache",
-    "argmax", "causal_conv", "copy_blocks", "embedding", "experts", "gated_delta", "gather_blocks", "latent_attention",
-    "layer_norm", "linear", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens",
-    "multiply", "normalize", "num_scan_floats", "pack_linear", "packed_weight", "paged_attention", "penalize", "place",
-    "pool", "process_row", "quantize", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample",
-    "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens", "use_threads",
+    "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "all_gather", "all_reduce",
+    "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "copy_blocks", "embedding", "experts",
+    "gated_delta", "gather_blocks", "join_group", "latent_attention", "layer_norm", "linear", "linear_add",
+    "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats",
+    "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize", "place", "pool", "process_row",
+    "quantize", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample", "scatter_blocks",
+    "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens", "use_threads",
 ]  # fmt: skip
 
 
@@ -79,6 +81,12 @@ def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
             _cpu.set_threads(num_threads, cpus or [])
         except (ValueError, TypeError) as error:
             raise ConfigError(f"--cpu-threads {num_threads}: {error}") from None
+    found: int = _cpu.num_threads()
+    return found
+
+
+def num_threads() -> int:
+    """How many threads compute."""
     found: int = _cpu.num_threads()
     return found
 

@@ -1,0 +1,56 @@
+"""A model of which several workers hold a share each: what is built of that, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.errors import ConfigError
+from octavo.layers.attention import AttentionDescription
+from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.share import Share
+from octavo.models.description import LayerDescription, ModelDescription
+
+
+def with_share(description: ModelDescription, share: Share) -> ModelDescription:
+    """The model as worker `share.rank` builds it. Raises `ConfigError` for what cannot be shared out, or not yet."""
+    if share.is_whole:
+        return description
+    for name, has in _not_built(description).items():
+        if has:
+            raise ConfigError(
+                f"--tensor-parallel-size {share.size} is not built yet for {name}, which {description.architecture} "
+                "has; leave it out."
+            )
+    layers = tuple(_with_share(layer, share) for layer in description.layers)
+    return replace(description, layers=layers, share=share)
+
+
+def _not_built(description: ModelDescription) -> dict[str, bool]:
+    mixers = [m for layer in description.layers for m in (layer.attention, layer.beside) if m is not None]
+    attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionDescription)]
+    feed_forwards = [layer.feed_forward for layer in description.layers if layer.feed_forward is not None]
+    plain = [one for one in feed_forwards if isinstance(one, FeedForwardDescription)]
+    return {
+        "models that transformers computes": description.impl != "octavo",
+        "pooling": description.pooling is not None,
+        "a network before the output matrix": description.head is not None,
+        "an embedding of another size": description.embedding_size is not None,
+        "mixers other than attention": len(attentions) < len(mixers),
+        "experts": len(plain) < len(feed_forwards),
+        "norms of all query or key heads": any(a.qk_norm is not None and a.qk_norm_scope != "head" for a in attentions),
+        "gated attention": any(a.is_gated for a in attentions),
+        "a norm before the output of attention": any(a.output_norm is not None for a in attentions),
+        "attention of several inputs": any(a.num_inputs > 1 for a in attentions),
+        "biases by distance": any(a.distance_biases is not None for a in attentions),
+        "a norm within the feed-forward": any(f.inner_norm is not None for f in plain),
+    }
+
+
+def _with_share(layer: LayerDescription, share: Share) -> LayerDescription:
+    attention, feed_forward = layer.attention, layer.feed_forward
+    if isinstance(attention, AttentionDescription):
+        attention = replace(attention, share=share)
+        attention.own_heads, attention.own_kv_heads  # noqa: B018  # which may be refused
+    if isinstance(feed_forward, FeedForwardDescription):
+        feed_forward = replace(feed_forward, share=share)
+    return replace(layer, attention=attention, feed_forward=feed_forward)

@@ -1,0 +1,66 @@
+"""A real server whose model three processes share, on however few processors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import openai
+import psutil
+import pytest
+
+from tests.e2e.server import MODEL, Server, running_server
+
+pytestmark = pytest.mark.slow
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_server(
+        tmp_path_factory.mktemp("parallel"), "-tp", "3", "--distributed-executor-backend", "mp", "--max-model-len",
+        "2048", "--max-engine-restarts", "3",
+    ) as server:  # fmt: skip
+        yield server
+        workers = followers(server)
+        assert server.stop() == 0
+        assert not any(worker.is_running() and worker.status() != "zombie" for worker in workers)
+        assert "Traceback" not in server.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def followers(server: Server) -> list[psutil.Process]:
+    return [p for p in server.core_process().children() if "octavo.execution.follower" in p.cmdline()]
+
+
+def ask(client: openai.OpenAI) -> str:
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=16, temperature=0)
+    return answer.choices[0].message.content or ""
+
+
+def test_three_processes_answer(server: Server, client: openai.OpenAI) -> None:
+    assert len(followers(server)) == 2
+    assert "Paris" in ask(client)
+    streamed = client.completions.create(
+        model=MODEL, prompt="One, two, three,", max_tokens=8, temperature=0, stream=True
+    )
+    assert "four" in "".join(chunk.choices[0].text for chunk in streamed)
+
+
+def test_a_worker_that_dies_while_nothing_runs_is_replaced_with_the_others(
+    server: Server, client: openai.OpenAI
+) -> None:
+    before = followers(server)
+    before[0].kill()
+    deadline = time.monotonic() + 120
+    while any(p.is_running() for p in before) or server.get("/health")[0] != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(followers(server)) == 2
+    assert "Paris" in ask(client)
+    assert "worker 1 of 3 ended with status -9; the engine core ends" in server.log.read_text()

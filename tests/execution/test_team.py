@@ -1,0 +1,132 @@
+"""Several workers of a model, each a process of its own, answer as one does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.engine.core import EngineCore
+from octavo.errors import ConfigError
+from octavo.execution.executor import TeamExecutor
+from octavo.request import SequenceOutput
+from tests.execution.test_guesses import guessed_requests
+from tests.execution.test_runner import config_of, model, requests, run, told
+
+__all__ = ["model"]
+
+Outputs = dict[tuple[str, int], list[SequenceOutput]]
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., EngineCore]]:
+    """Cores of several workers, which are ended."""
+    teams = []
+
+    def start(**flags: Any) -> EngineCore:
+        executor = TeamExecutor(config_of(model, **flags))
+        teams.append(executor.team)
+        return EngineCore(config_of(model, **flags), executor)
+
+    yield start
+    for team in teams:
+        team.close()
+
+
+def assert_near(found: Outputs, expected: Outputs) -> None:
+    """Sums of halves are rounded otherwise than whole ones."""
+    assert found.keys() == expected.keys()
+    for key, outputs in found.items():
+        was, should_be = told(outputs), told(expected[key])
+        assert was.pop("values") == pytest.approx(should_be.pop("values"), abs=2e-3)
+        assert was == should_be
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (2, {}),
+        (4, {"num_gpu_blocks_override": 16}),  # each head of keys is two workers'
+        (2, {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}),
+        (2, {"enforce_eager": True}),
+    ],
+)
+def test_answers_are_those_of_one_worker(
+    model: Path, start: Callable[..., EngineCore], size: int, flags: dict[str, Any]
+) -> None:
+    """Every way of drawing tokens, forks, beams, log-probabilities of prompts, preemption and prefixes."""
+    expected = run(EngineCore(config_of(model, **flags)), requests(1), 1)
+    assert_near(run(start(tensor_parallel_size=size, **flags), requests(1), 1), expected)
+
+
+def test_guesses_are_verified_by_all(model: Path, start: Callable[..., EngineCore]) -> None:
+    flags: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    expected = run(EngineCore(config_of(model, **flags)), guessed_requests(1), 1)
+    assert_near(run(start(tensor_parallel_size=2, **flags), guessed_requests(1), 1), expected)
+
+
+def test_bits_are_the_same_in_every_run_and_company(start: Callable[..., EngineCore]) -> None:
+    """In bfloat16 and integers, which round otherwise at the slightest difference."""
+    flags: dict[str, Any] = {"tensor_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8"}
+    flags["hf_overrides"] = {"intermediate_size": 128}  # whole groups of 32 for each
+    asked = requests(4, 12, logprobs=2)
+    first, second = (run(start(**flags), asked, seed) for seed in (1, 2))
+    alone = start(**flags, enable_prefix_caching=False)
+    for request in asked:
+        for key, outputs in run(alone, [request], 0).items():
+            values = [told_exactly(found[key]) for found in (first, second)]
+            assert values == [told_exactly(outputs)] * 2
+
+
+def told_exactly(outputs: list[SequenceOutput]) -> list[tuple[int, list[float]]]:
+    entries = [entry for output in outputs for entry in output.logprobs or [] if entry is not None]
+    tokens = [token for output in outputs for token in output.token_ids]
+    return [(token, list(entry.logprobs)) for token, entry in zip(tokens, entries, strict=True)]
+
+
+def test_a_worker_that_dies_ends_the_step_and_the_others(start: Callable[..., EngineCore]) -> None:
+    core = start(tensor_parallel_size=4)
+    assert isinstance(core.executor, TeamExecutor)
+    team = core.executor.team
+    told: list[str] = []
+    team.on_death(told.append)
+    for request in requests(1, 3):
+        core.add(request)
+    core.step()
+    processes = team.processes
+    processes[1].kill()
+    processes[1].wait(60)
+    with pytest.raises(RuntimeError, match=r"another worker of this model has ended|worker 2 of 4 has ended"):
+        run(core, [])
+    team.close()
+    assert [process.wait(60) for process in processes] == [0, -9, 0]
+    assert all(message == "worker 2 of 4 ended with status -9" for message in told)
+
+
+def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here because the environment has changed since the first has read it."""
+    monkeypatch.setenv("OCTAVO_CPU_ISA", "none such")
+    with pytest.raises(ConfigError, match="'none such' is not one that this machine runs"):
+        TeamExecutor(config_of(model, tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "cannot share out 4 attention heads; these sizes could: 1, 2, 4"),
+        ({"tensor_parallel_size": 2, "quantization": "int8"}, "columns 0 to 48 of a INT8 matrix .* lie together by 32"),
+        ({"tensor_parallel_size": 2, "cpu_threads": 1}, "less than --tensor-parallel-size 2"),
+        ({"tensor_parallel_size": 2, "enable_lora": True}, "not built yet with --enable-lora"),
+        ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray is not built yet; mp is"),
+        ({"tensor_parallel_size": 0}, "must be greater than 0"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(model: Path, flags: dict[str, Any], message: str) -> None:
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match=message):
+        TeamExecutor(config_of(model, **flags))
+    assert len(os.listdir("/proc/self/fd")) == open_files
