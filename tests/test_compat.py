@@ -54,7 +54,6 @@ REFUSED = {
     "--pipeline-parallel-size 2": "--pipeline-parallel-size 2 is not built yet",
     "--data-parallel-size 2": "--data-parallel-size 2 is not built yet",
     "--distributed-executor-backend ray": "--distributed-executor-backend ray is not built yet",
-    "--distributed-executor-backend ray": "--distributed-executor-backend ray is not built yet",
     '--speculative-config {"method":"mlp_speculator"}': "the speculative method mlp_speculator is not built yet",
     "--num-speculative-tokens 5": "nothing says how tokens are to be guessed",
     "--speculative-draft-tensor-parallel-size 1": "nothing says how tokens are to be guessed",
