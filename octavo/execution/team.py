@@ -28,7 +28,7 @@ from octavo.layers.share import WHOLE, Share
 from octavo.logs import current_format
 from octavo.models.description import ModelDescription
 from octavo.ops import Array
-from octavo.ops.cpu_collectives import group_bytes
+from octavo.ops.cpu_collectives import check_is_in_no_group, group_bytes, leave_group
 from octavo.plan import Admission, StepPlan
 from octavo.processes import python_command
 from octavo.sampling_params import SamplingParams
@@ -90,6 +90,8 @@ class Leader(Team):
     """The first worker's team, whose other processes it starts and ends."""
 
     def __init__(self, config: EngineConfig, description: ModelDescription) -> None:
+        """Raises `ConfigError` in a process that has a team."""
+        check_is_in_no_group()
         size, limits = config.tensor_parallel_size, config.scheduler
         self.share = Share(0, size)
         num_samples = max(limits.max_num_batched_tokens, limits.max_num_seqs)
@@ -210,6 +212,7 @@ def _shared_memory(num_bytes: int) -> int:
 
 
 def _end(followers: list[Connection], processes: list[subprocess.Popen[bytes]], memory: int) -> None:
+    leave_group()
     for follower in followers:
         follower.close()
     os.close(memory)

@@ -64,6 +64,7 @@ class Program(_cpu.Program):  # type: ignore[misc]  # native, without Python typ
     def __init__(self) -> None:
         super().__init__()
         self.pool = _BufferPool()
+        self.held: list[object] = []  # for as long as its calls may run
 
     @contextmanager
     def record(self, per_sample: bool) -> Iterator[None]:

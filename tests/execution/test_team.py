@@ -73,12 +73,19 @@ def test_bits_are_the_same_in_every_run_and_company(start: Callable[..., EngineC
     flags: dict[str, Any] = {"tensor_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8"}
     flags["hf_overrides"] = {"intermediate_size": 128}  # whole groups of 32 for each
     asked = requests(4, 12, logprobs=2)
-    first, second = (run(start(**flags), asked, seed) for seed in (1, 2))
+    found = []
+    for seed in (1, 2):
+        core = start(**flags)
+        found.append(run(core, asked, seed))
+        assert isinstance(core.executor, TeamExecutor)
+        core.executor.team.close()  # a process has one team at a time
     alone = start(**flags, enable_prefix_caching=False)
     for request in asked:
         for key, outputs in run(alone, [request], 0).items():
-            values = [told_exactly(found[key]) for found in (first, second)]
-            assert values == [told_exactly(outputs)] * 2
+            assert [told_exactly(of_run[key]) for of_run in found] == [told_exactly(outputs)] * 2
+    with pytest.raises(ConfigError, match="close that first"):
+        start(**flags)
+    assert run(alone, asked[:1])
 
 
 def told_exactly(outputs: list[SequenceOutput]) -> list[tuple[int, list[float]]]:
