@@ -112,16 +112,16 @@ def _latent_kernel(
         block = block_of(table, tile_key, end, BLOCK_SIZE, BLOCK_N)
         k = as_query(load_tile(key, block, tile_key, end, 0, 1, R, R_P2, BLOCK_SIZE, BLOCK_N), q.dtype)
         v = as_query(load_tile(value, block, tile_key, end, 0, 1, D, D_P2, BLOCK_SIZE, BLOCK_N), q.dtype)
-        key_scales, value_scales = load_scales(scales, block, tile_key, end, 0, 1, BLOCK_SIZE, BLOCK_N, SCALED)
-        scores = scaled(exact_dot(q, tl.trans(v), tl.zeros([BLOCK_H, BLOCK_N], tl.float32)), value_scales, SCALED)
+        pair = load_scales(scales, block, tile_key, end, 0, 1, BLOCK_SIZE, BLOCK_N, SCALED)
+        scores = scaled(exact_dot(q, tl.trans(v), tl.zeros([BLOCK_H, BLOCK_N], tl.float32)), pair, 0, SCALED)
         rotated_scores = exact_dot(q_rotated, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
-        scores += scaled(rotated_scores, key_scales, SCALED)
+        scores += scaled(rotated_scores, pair, 16, SCALED)
         scores = hide(scores * (score_scale * LOG2E), tile_key + tl.arange(0, BLOCK_N), position, 0)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - finite(new_max)[:, None])
         before = tl.exp2(row_max - finite(new_max))
         row_sum = tl.fma(row_sum, before, tl.sum(weights, 1))
-        weights = scaled(weights, value_scales, SCALED)
+        weights = scaled(weights, pair, 0, SCALED)
         acc = exact_dot(weights.to(q.dtype), v, acc * before[:, None])
         row_max = new_max
     at = out + row[:, None] * D + d[None, :]
@@ -149,8 +149,8 @@ def latent_attention(
         key, value = key.view(torch.uint8), value.view(torch.uint8)
     block_h = min(16 if query.dtype is torch.float32 else 64, max(16, triton.next_power_of_2(num_heads)))
     _latent_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
-        query, rotated, key, value, key if cache.scales is None else cache.scales, block_tables, query_start_loc,
-        seq_lens, out, num_seqs, rotated.stride(0), rotated.stride(1), block_tables.stride(0), scale,
+        query, rotated, key, value, key if cache.scales is None else cache.scales.view(torch.int32), block_tables,
+        query_start_loc, seq_lens, out, num_seqs, rotated.stride(0), rotated.stride(1), block_tables.stride(0), scale,
         HEADS=num_heads, D=size, D_P2=triton.next_power_of_2(size), R=rotated_size,
         R_P2=triton.next_power_of_2(rotated_size), BLOCK_SIZE=block_size, BLOCK_H=block_h,
         BLOCK_N=16 if query.dtype is torch.float32 else 32, SEQS=_SEQS, num_warps=8, num_stages=2,
