@@ -25,7 +25,8 @@ from octavo.ops.torch_ops import (
 )
 from octavo.ops.triton import launch
 from octavo.ops.triton import logits as logits_kernels
-from octavo.ops.triton.attention import begin_step, paged_attention
+from octavo.ops.triton.attention import paged_attention
+from octavo.ops.triton.attention_plan import begin_step
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache, rotate
 from octavo.ops.triton.experts import experts, route, stack_experts
 from octavo.ops.triton.latent import latent_attention, linear_by_head

@@ -15,22 +15,22 @@ from torch import Tensor
 
 from octavo.ops import ExpertsWeight, LayerKVCache
 from octavo.ops.triton import launch
-from octavo.ops.triton.attention import (
-    _as_query,
-    _block_of,
-    _dot,
-    _finite,
-    _hide,
-    _load,
-    _load_scales,
-    _normalized,
-    _scaled,
+from octavo.ops.triton.attention_math import (
+    LOG2E,
+    as_query,
+    block_of,
+    exact_dot,
+    finite,
+    hide,
+    load_scales,
+    load_tile,
+    normalized,
+    scaled,
 )
 from octavo.ops.triton.experts import StackedWeight
 from octavo.ops.triton.tiles import dot
 from octavo.ops.triton.weights import FloatWeight
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _SEQS = 256  # that a search looks at in one turn
 
 
@@ -109,23 +109,23 @@ def _latent_kernel(
     row_sum = tl.zeros([BLOCK_H], tl.float32)
     position = tl.zeros([BLOCK_H], tl.int32) + end - 1
     for tile_key in range(0, end, BLOCK_N):
-        block = _block_of(table, tile_key, end, BLOCK_SIZE, BLOCK_N)
-        k = _as_query(_load(key, block, tile_key, end, 0, 1, R, R_P2, BLOCK_SIZE, BLOCK_N), q.dtype)
-        v = _as_query(_load(value, block, tile_key, end, 0, 1, D, D_P2, BLOCK_SIZE, BLOCK_N), q.dtype)
-        key_scales, value_scales = _load_scales(scales, block, tile_key, end, 0, 1, BLOCK_SIZE, BLOCK_N, SCALED)
-        scores = _scaled(_dot(q, tl.trans(v), tl.zeros([BLOCK_H, BLOCK_N], tl.float32)), value_scales, SCALED)
-        rotated_scores = _dot(q_rotated, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
-        scores += _scaled(rotated_scores, key_scales, SCALED)
-        scores = _hide(scores * (score_scale * _LOG2E), tile_key + tl.arange(0, BLOCK_N), position, 0)
+        block = block_of(table, tile_key, end, BLOCK_SIZE, BLOCK_N)
+        k = as_query(load_tile(key, block, tile_key, end, 0, 1, R, R_P2, BLOCK_SIZE, BLOCK_N), q.dtype)
+        v = as_query(load_tile(value, block, tile_key, end, 0, 1, D, D_P2, BLOCK_SIZE, BLOCK_N), q.dtype)
+        pair = load_scales(scales, block, tile_key, end, 0, 1, BLOCK_SIZE, BLOCK_N, SCALED)
+        scores = scaled(exact_dot(q, tl.trans(v), tl.zeros([BLOCK_H, BLOCK_N], tl.float32)), pair, 0, SCALED)
+        rotated_scores = exact_dot(q_rotated, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
+        scores += scaled(rotated_scores, pair, 16, SCALED)
+        scores = hide(scores * (score_scale * LOG2E), tile_key + tl.arange(0, BLOCK_N), position, 0)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - _finite(new_max)[:, None])
-        before = tl.exp2(row_max - _finite(new_max))
+        weights = tl.exp2(scores - finite(new_max)[:, None])
+        before = tl.exp2(row_max - finite(new_max))
         row_sum = tl.fma(row_sum, before, tl.sum(weights, 1))
-        weights = _scaled(weights, value_scales, SCALED)
-        acc = _dot(weights.to(q.dtype), v, acc * before[:, None])
+        weights = scaled(weights, pair, 0, SCALED)
+        acc = exact_dot(weights.to(q.dtype), v, acc * before[:, None])
         row_max = new_max
     at = out + row[:, None] * D + d[None, :]
-    tl.store(at, _normalized(acc, row_sum), mask=is_head[:, None] & (d < D)[None, :])
+    tl.store(at, normalized(acc, row_sum), mask=is_head[:, None] & (d < D)[None, :])
 
 
 def latent_attention(
@@ -149,8 +149,8 @@ def latent_attention(
         key, value = key.view(torch.uint8), value.view(torch.uint8)
     block_h = min(16 if query.dtype is torch.float32 else 64, max(16, triton.next_power_of_2(num_heads)))
     _latent_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
-        query, rotated, key, value, key if cache.scales is None else cache.scales, block_tables, query_start_loc,
-        seq_lens, out, num_seqs, rotated.stride(0), rotated.stride(1), block_tables.stride(0), scale,
+        query, rotated, key, value, key if cache.scales is None else cache.scales.view(torch.int32), block_tables,
+        query_start_loc, seq_lens, out, num_seqs, rotated.stride(0), rotated.stride(1), block_tables.stride(0), scale,
         HEADS=num_heads, D=size, D_P2=triton.next_power_of_2(size), R=rotated_size,
         R_P2=triton.next_power_of_2(rotated_size), BLOCK_SIZE=block_size, BLOCK_H=block_h,
         BLOCK_N=16 if query.dtype is torch.float32 else 32, SEQS=_SEQS, num_warps=8, num_stages=2,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import LayerKVCache
-from octavo.ops.triton import attention, launch
+from octavo.ops.triton import attention, attention_plan, launch
 from octavo.ops.triton.attention import Tiles, paged_attention
 from tests.ops.kernel_cases import score_settings
 from tests.ops.tensors import torch_ref
@@ -35,8 +35,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Tiles, split_keys: int = 16) -> None:
-    monkeypatch.setattr(attention, "SPLIT_KEYS", split_keys)
-    monkeypatch.setattr(attention, "SPLIT_OVERHEAD", 0)
+    monkeypatch.setattr(attention_plan, "SPLIT_KEYS", split_keys)
+    monkeypatch.setattr(attention_plan, "SPLIT_OVERHEAD", 0)
     monkeypatch.setattr(attention, "_tiles", lambda *args, **kwargs: tiles)
 
 
@@ -206,8 +206,8 @@ def test_a_step_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
             launched: Callable[..., None] = kernel[grid]
             return launched
 
-    kernel = attention._plan_kernel
-    monkeypatch.setattr(attention, "_plan_kernel", Counting())
+    kernel = attention_plan._plan_kernel
+    monkeypatch.setattr(attention_plan, "_plan_kernel", Counting())
     paged = Paged([70, 5], (4, 2, 64), dtype=torch.float16)
     first, second = (paged.arguments(rows) for rows in ([(0, 69, 70), (1, 4, 5)], [(0, 40, 41), (1, 2, 3)]))
     expected = [paged_attention(*arguments) for arguments in (first, second)]
@@ -215,7 +215,7 @@ def test_a_step_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plans.clear()
     for number, arguments in enumerate((first, second)):
         lengths.copy_(arguments[4])
-        attention.begin_step(starts, lengths)
+        attention_plan.begin_step(starts, lengths)
         for _ in range(3):
             found = paged_attention(*arguments[:3], starts, lengths, arguments[5])
             assert torch.equal(found, expected[number])
@@ -228,7 +228,7 @@ def test_more_sequences_than_are_looked_at_at_once(monkeypatch: pytest.MonkeyPat
     paged = Paged([40, 3, 17, 64, 1], (2, 1, 64), dtype=torch.float16)
     rows = [(s, max(0, length - 5), length) for s, length in enumerate(paged.lengths)]
     expected = paged.attend(rows)
-    monkeypatch.setattr(attention, "_SEQS", 2)
+    monkeypatch.setattr(attention_plan, "SEQS_AT_ONCE", 2)
     assert torch.equal(paged.attend(rows), expected)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo.ops.triton import attention, launch, schedule
+from octavo.ops.triton import attention_plan, launch, schedule
 from octavo.ops.triton.schedule import MACHINES, DecodeAttention, Item, Machine, Tile, attention_s, duration_s
 from tests.ops.triton.conftest import DEVICE
 
@@ -71,12 +71,12 @@ def test_the_kernel_splits_by_the_rule(lengths: list[int]) -> None:
     num_programs, num_kv_heads, block_n = 8, 2, 16
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=DEVICE)
     lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan = attention._plan(starts, lens, 1 << 20, num_programs, num_kv_heads, 16, block_n, 0).tolist()
+    plan = attention_plan.plan_of(starts, lens, 1 << 20, num_programs, num_kv_heads, 16, block_n, 0).tolist()
     costs = [length // block_n + 1 for length in lengths]
     expected = [
         schedule.wants_split(
             cost, block_n, len(lengths) * num_kv_heads, sum(costs) * num_kv_heads, num_programs
-        ) and length > attention.SPLIT_KEYS
+        ) and length > attention_plan.SPLIT_KEYS
         for cost, length in zip(costs, lengths, strict=True)
     ]  # fmt: skip
     partials = plan[2 + 2 * len(lengths) :]

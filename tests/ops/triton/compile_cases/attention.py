@@ -9,6 +9,7 @@ import torch
 
 from octavo.ops import LayerKVCache
 from octavo.ops.triton.attention import paged_attention
+from octavo.ops.triton.latent import latent_attention
 from tests.ops.triton.compiling import Case
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -29,6 +30,15 @@ def attend(
     starts, lengths = torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
     by_head = torch.empty(num_heads) if scores else None
     paged_attention(query, cache, tables, starts, lengths, head_size**-0.5, window, softcap, by_head, by_head)
+
+
+def attend_latent(cache_dtype: torch.dtype | None = None, num_heads: int = 16, num_tokens: int = 64) -> None:
+    """As DeepSeek's models: 512 latent values and 64 rotated ones for all heads."""
+    query, rotated = (torch.empty(num_tokens, num_heads, size, dtype=BF16) for size in (512, 64))
+    key, value = (torch.empty(64, 16, 1, size, dtype=cache_dtype or BF16) for size in (64, 512))
+    scales = torch.empty(64, 16, 1, 2, dtype=BF16) if cache_dtype is not None else None
+    tables, starts = torch.zeros(num_tokens, 512, dtype=torch.int32), torch.zeros(num_tokens + 1, dtype=torch.int32)
+    latent_attention(query, rotated, LayerKVCache(key, value, scales), tables, starts, starts[:num_tokens], 0.1)
 
 
 LLAMA, SMOLLM, GEMMA, PHI, BLOOM = (32, 8, 128), (9, 3, 64), (8, 4, 256), (32, 32, 96), (32, 32, 128)
@@ -55,5 +65,7 @@ CASES = {
     "bloom_decode": case(BLOOM, 64, scores=True),
     "bloom_prefill": case(BLOOM, 2048, scores=True),
     "phi_prefill": case(PHI, 2048),
+    "latent_decode": Case(attend_latent, max_stack_bytes=32),
+    "latent_fp8_decode": Case(partial(attend_latent, FP8), max_stack_bytes=32),
     "float32": case(LLAMA, 64, dtype=torch.float32),
 }

@@ -1,0 +1,191 @@
+"""Which program of paged attention computes what: splits of keys at fixed places, and items of work for programs that
+fetch them.
+
+The plan is made on the device, from the lengths, once a step for all layers alike (`begin_step`): a captured graph
+follows the lengths of the batch that it is replayed with, and wide block tables cost nothing while sequences are short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.triton import launch, schedule
+
+SPLIT_KEYS = 256  # of the first splits; a multiple of every BLOCK_N
+_SPLITS_PER_LEVEL = tl.constexpr(16)  # then their size doubles,
+_NUM_LEVELS = tl.constexpr(5)  # up to 4096: larger ones would be all that some program does for one long sequence
+LENGTHS = ["query_start_loc", "seq_lens"]
+SEQS_AT_ONCE = 256  # that a plan or a search in it looks at in one turn
+SPLIT_OVERHEAD = schedule.SPLIT_OVERHEAD
+
+
+@triton.jit
+def split_of(key, SPLIT: tl.constexpr):
+    """The split that a key belongs to."""
+    level = key * 0
+    for i in tl.static_range(1, _NUM_LEVELS):
+        level += (key // (_SPLITS_PER_LEVEL * SPLIT) + 1 >= (1 << i)).to(tl.int32)
+    level_begin = _SPLITS_PER_LEVEL * SPLIT * ((1 << level) - 1)
+    return _SPLITS_PER_LEVEL * level + ((key - level_begin) // SPLIT >> level)
+
+
+@triton.jit
+def split_begin(split, SPLIT: tl.constexpr):
+    """The first key of a split."""
+    level = tl.minimum(split // _SPLITS_PER_LEVEL, _NUM_LEVELS - 1)
+    return (_SPLITS_PER_LEVEL * ((1 << level) - 1) + (split - _SPLITS_PER_LEVEL * level << level)) * SPLIT
+
+
+@triton.jit
+def first_visible_key(keys, tokens, WINDOW: tl.constexpr):
+    """The first key that the last `tokens` positions of `keys` see."""
+    first = keys * 0
+    if WINDOW > 0:
+        first = tl.maximum(keys - tokens - WINDOW + 1, 0)
+    return first
+
+
+@triton.jit
+def count_splits(keys, tokens, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
+    return split_of(tl.maximum(keys - 1, 0), SPLIT) - split_of(first_visible_key(keys, tokens, WINDOW), SPLIT) + 1
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_partials", "num_programs"], do_not_specialize_on_alignment=LENGTHS)
+def _plan_kernel(
+    query_start_loc, seq_lens, plan, num_seqs, num_partials, num_programs, KV_HEADS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    OVERHEAD: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """One program. `plan` becomes how many items there are of split sequences and in all, then for each sequence the
+    end of its items among those of split sequences, the end among the others, and its first place among the partial
+    sums, or -1 if it is not split.
+
+    An item is a tile of query tokens, or one split of a sequence whose tokens are one tile, times a key/value head.
+    """
+    total, num_items = 0, 0
+    for first in range(0, num_seqs, SEQS):
+        _, num_tiles, cost, _ = _work(
+            first, query_start_loc, seq_lens, num_seqs, TILE_TOKENS, BLOCK_N, SPLIT, WINDOW, SEQS
+        )
+        total += tl.sum(num_tiles * cost, 0) * KV_HEADS
+        num_items += tl.sum(num_tiles, 0) * KV_HEADS
+    # `schedule.wants_split` says why.
+    idle = (num_programs - num_items % num_programs) % num_programs
+    splits_end, tiles_end, partials_end = 0, 0, 0
+    for first in range(0, num_seqs, SEQS):
+        tokens, num_tiles, cost, num_splits = _work(
+            first, query_start_loc, seq_lens, num_seqs, TILE_TOKENS, BLOCK_N, SPLIT, WINDOW, SEQS
+        )
+        gain = cost - OVERHEAD // BLOCK_N
+        wants_split = (2 * idle * gain > total) | (gain * num_programs > 2 * total)
+        wants_split = wants_split & (num_tiles == 1) & (num_splits > 1)
+        partials = tl.where(wants_split, num_splits * tokens, 0)
+        ends = partials_end + tl.cumsum(partials, 0)
+        is_split = wants_split & (ends <= num_partials)
+        splits = tl.where(is_split, num_splits * KV_HEADS, 0)
+        tiles = tl.where(is_split, 0, num_tiles * KV_HEADS)
+        seqs = first + tl.arange(0, SEQS)
+        at = plan + 2 + seqs
+        tl.store(at, splits_end + tl.cumsum(splits, 0), mask=seqs < num_seqs)
+        tl.store(at + num_seqs, tiles_end + tl.cumsum(tiles, 0), mask=seqs < num_seqs)
+        tl.store(at + 2 * num_seqs, tl.where(is_split, ends - partials, -1), mask=seqs < num_seqs)
+        splits_end += tl.sum(splits, 0)
+        tiles_end += tl.sum(tiles, 0)
+        partials_end += tl.sum(partials, 0)
+    tl.store(plan, splits_end)
+    tl.store(plan + 1, splits_end + tiles_end)
+
+
+@triton.jit
+def _work(
+    first, query_start_loc, seq_lens, num_seqs, TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Of SEQS sequences: tokens, tiles of them, tiles of keys that each of these passes over at most, splits."""
+    seqs = first + tl.arange(0, SEQS)
+    start = tl.load(query_start_loc + seqs, mask=seqs < num_seqs, other=0)
+    tokens = tl.load(query_start_loc + seqs + 1, mask=seqs < num_seqs, other=0) - start
+    keys = tl.load(seq_lens + seqs, mask=seqs < num_seqs, other=0)
+    cost = (keys - first_visible_key(keys, tokens, WINDOW)) // BLOCK_N + 1
+    return tokens, (tokens + TILE_TOKENS - 1) // TILE_TOKENS, cost, count_splits(keys, tokens, SPLIT, WINDOW)
+
+
+@triton.jit
+def sequence_of(item, plan, num_seqs, SEQS: tl.constexpr):
+    """The sequence that an item is of. Items of split sequences come first, so that what is left for the end is
+    short."""
+    num_split_items = tl.load(plan)
+    is_split = item < num_split_items
+    ends = plan + tl.where(is_split, 2, 2 + num_seqs)
+    item -= tl.where(is_split, 0, num_split_items)
+    seq = 0
+    for first in range(0, num_seqs, SEQS):
+        seqs = first + tl.arange(0, SEQS)
+        seq += tl.sum((tl.load(ends + seqs, mask=seqs < num_seqs, other=0x7FFFFFFF) <= item).to(tl.int32), 0)
+    return seq
+
+
+@triton.jit
+def locate(item, seq, plan, query_start_loc, num_seqs, KV_HEADS: tl.constexpr):
+    """-> (the sequence's place among partial sums, key/value head, split or tile, first token, number of tokens).
+
+    The last of a sequence come first: late splits are longer, and late tiles have more keys."""
+    partial = tl.load(plan + 2 + 2 * num_seqs + seq, volatile=True)
+    num_split_items = tl.load(plan, volatile=True)
+    is_split = item < num_split_items
+    end = tl.load(plan + tl.where(is_split, 2, 2 + num_seqs) + seq, volatile=True)
+    from_end = end - 1 - (item - tl.where(is_split, 0, num_split_items))
+    token = tl.load(query_start_loc + seq, volatile=True)
+    tokens = tl.load(query_start_loc + seq + 1, volatile=True) - token
+    return partial, from_end % KV_HEADS, from_end // KV_HEADS, token, tokens
+
+
+@triton.jit
+def rows_of(partial, part, seq_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """-> (first token of the item's tile, rows of the sequence [BLOCK_M], which are of this tile [BLOCK_M]).
+
+    A sequence has GROUP rows for each token."""
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    tile_token = tl.where(partial >= 0, 0, part * TILE_TOKENS)
+    row = tile_token * GROUP + tl.arange(0, BLOCK_M)
+    return tile_token, row, row < tl.minimum(tile_token + TILE_TOKENS, seq_tokens) * GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The lengths of a step, and the plans that its layers have made of them so far."""
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    plans: dict[tuple[int, ...], Tensor]
+
+
+_steps: dict[int, _Step] = {}  # by stream: the one that is under way
+
+
+def begin_step(query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    """`DeviceOps.begin_step`."""
+    _steps[launch.stream(seq_lens.device)] = _Step(query_start_loc, seq_lens, {})
+
+
+def plan_of(query_start_loc: Tensor, seq_lens: Tensor, *key: int) -> Tensor:
+    """Who computes what, for layers alike in `key`: number of partial sums, of programs, of key/value heads, tokens and
+    keys of a tile, window. Made once a step, where the lengths are those that it has begun with."""
+    step = _steps.get(launch.stream(seq_lens.device))
+    if step is None or step.query_start_loc is not query_start_loc or step.seq_lens is not seq_lens:
+        step = _Step(query_start_loc, seq_lens, {})
+    if key not in step.plans:
+        num_seqs = len(seq_lens)
+        num_partials, num_programs, num_kv_heads, tile_tokens, block_n, window = key
+        plan = step.plans[key] = torch.empty(2 + 3 * num_seqs, dtype=torch.int32, device=seq_lens.device)
+        _plan_kernel[(1,)](
+            query_start_loc, seq_lens, plan, num_seqs, num_partials, num_programs, KV_HEADS=num_kv_heads,
+            TILE_TOKENS=tile_tokens, BLOCK_N=block_n, SPLIT=SPLIT_KEYS, WINDOW=window,
+            OVERHEAD=SPLIT_OVERHEAD, SEQS=SEQS_AT_ONCE, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return step.plans[key]
