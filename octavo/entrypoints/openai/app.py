@@ -23,7 +23,6 @@ from octavo.entrypoints.openai import (
     generate,
     health,
     models,
-    pooling,
     tokenize,
 )
 from octavo.entrypoints.openai.errors import add_error_handlers
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 
 
 ROUTERS = [
-    module.router
-    for module in (completions, chat, pooling, models, adapters, tokenize, generate, health, description, ui)
+    module.router for module in (completions, chat, models, adapters, tokenize, generate, health, description, ui)
 ]
 # Modules that no start waits for, with their routes.
 LATER = {
@@ -68,6 +66,16 @@ LATER = {
         "DELETE /v1/responses/{response_id}",
         "POST /v1/responses/{response_id}/cancel",
         "GET /v1/responses/{response_id}/input_items",
+    ),
+    "octavo.entrypoints.openai.pooling": (
+        "POST /v1/embeddings",
+        "POST /pooling",
+        "POST /classify",
+        "POST /score",
+        "POST /v1/score",
+        "POST /rerank",
+        "POST /v1/rerank",
+        "POST /v2/rerank",
     ),
     "octavo.entrypoints.anthropic.routes": ("POST /v1/messages", "POST /v1/messages/count_tokens"),
 }

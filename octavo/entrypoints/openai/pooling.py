@@ -9,7 +9,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -36,9 +36,12 @@ from octavo.entrypoints.openai.pooling_protocol import (
 from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import ARRIVAL, state_of
 from octavo.entrypoints.openai.streaming import encode_json, run_until_disconnect
-from octavo.outputs import PoolingOutput, PoolingRequestOutput, Vectors
+from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest
+
+if TYPE_CHECKING:
+    from octavo.outputs import Vectors
 
 router = Router(tags=["Pooling"])
 
