@@ -193,6 +193,15 @@ def test_swap_space_must_fit_the_memory() -> None:
         LLM(preemption_mode="swap", swap_space=100000.0, max_model_len=512, num_gpu_blocks_override=64)
 
 
+def test_the_caches_bytes_may_be_given() -> None:
+    llm = LLM(max_model_len=256, kv_cache_memory_bytes=10 << 20, cpu_memory_utilization=0.01)
+    # 30 layers, 3 heads of 64, keys and values, two bytes, 16 tokens
+    assert llm.core.executor.num_blocks == [(10 << 20) // (30 * 3 * 64 * 2 * 2 * 16)]
+    for num_bytes, message in ((1 << 16, "--kv-cache-memory-bytes 65536 buys 0 "), (1 << 60, "more than the .* free")):
+        with pytest.raises(ConfigError, match=message):
+            LLM(max_model_len=256, kv_cache_memory_bytes=num_bytes)
+
+
 def test_a_failing_logits_processor_fails_its_request_and_leaves_the_engine_well(llm: LLM) -> None:
     def broken(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError("on purpose")

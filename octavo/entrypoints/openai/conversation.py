@@ -127,7 +127,14 @@ class Conversation:
         tools = body.tools if body.chosen_tools else None
         hints = hint_options(state.engine.tokenizer, body, is_strict=state.args.unknown_fields == "error")
         options = {**(state.args.default_chat_template_kwargs or {}), **hints}
-        prompt = render_messages(state.engine.tokenizer, body, body.messages, tools, options)
+        prompt = render_messages(
+            state.engine.tokenizer,
+            body,
+            body.messages,
+            tools,
+            options,
+            content_format=state.args.chat_template_content_format,
+        )
         self._format = answer_format(body, state.formats, prompt)
         marks = "".join(self._format.marks)
         if any(token in marks for token in state.special_tokens):
@@ -153,6 +160,7 @@ def render_messages(
     options: Mapping[str, Any] | None = None,
     *,
     generates: bool = True,
+    content_format: str = "auto",
 ) -> str:
     """The prompt that `messages` and `tools` make with the template's options of `body`, beside `options`; unless those
     say otherwise it ends with the beginning of an answer if the model `generates` one. Raises `RequestError`."""
@@ -166,6 +174,7 @@ def render_messages(
         continue_final_message=continues,
         template_options={**(options or {}), **(body.chat_template_kwargs or {})},
         tools=[tool.model_dump(exclude_none=True) for tool in tools or ()],
+        content_format=content_format,
     )
 
 

@@ -144,8 +144,9 @@ class _Job:
             conversation = None
             if body.messages is not None:
                 conversation = render_messages(
-                    self._state.engine.tokenizer, body, body.messages, body.tools, generates=False
-                )
+                    self._state.engine.tokenizer, body, body.messages, body.tools, generates=False,
+                    content_format=self._state.args.chat_template_content_format,
+                )  # fmt: skip
             return self.inputs.process(
                 body.texts(conversation), params, add_special_tokens=body.adds_special_tokens, priority=body.priority,
                 arrival_time=self._arrival_time,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.server")
 
 MAX_RETRY_AFTER_S = 120
+ID_HEADER = "X-Request-Id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,14 +235,14 @@ class ServerState:
 
     def response_id(self, prefix: str, body: Identified, raw: Request) -> tuple[str, dict[str, str]]:
         """The response's id and headers: from the body's `request_id` or the header X-Request-Id, or a new one."""
-        given = body.request_id or raw.headers.get("x-request-id")
+        given = body.request_id or raw.headers.get(ID_HEADER)
         if given is None:
             request_id = uuid.uuid4().hex
         elif re.match(ID_PATTERN, given):
             request_id = given
         else:
             raise RequestError("X-Request-Id must be 1 to 200 printable ASCII characters.", param="request_id")
-        return f"{prefix}-{request_id}", {"X-Request-Id": request_id}
+        return f"{prefix}-{request_id}", {ID_HEADER: request_id} if self.args.enable_request_id_headers else {}
 
     async def submit(
         self,
