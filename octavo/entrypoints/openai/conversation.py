@@ -90,7 +90,7 @@ class Conversation:
             self._body,
             self._params,
             self.prepare,
-            has_grammar=self._body.forces_calls,
+            has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
             clamps_max_tokens=self._clamps_max_tokens,
         )
 
@@ -139,7 +139,10 @@ class Conversation:
         marks = "".join(self._format.marks)
         if any(token in marks for token in state.special_tokens):
             params.skip_special_tokens = False  # they must be read
-        grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, state.special_tokens)
+        budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
+        grammar = wanted_grammar(
+            body, self._format, state.formats, params.structured_outputs, state.special_tokens, budget
+        )
         # The template has put the special tokens in already.
         return Asked(prompt, bool(body.add_special_tokens), grammar)
 
