@@ -73,6 +73,7 @@ LATER = {
     ),
     "octavo.entrypoints.openai.pooling": (
         "POST /v1/embeddings",
+        "POST /v2/embed",
         "POST /pooling",
         "POST /classify",
         "POST /score",

@@ -17,11 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.engine.pooling_input import PoolingInput, Scores
+from octavo.engine.pooling_input import PoolingInput, Scores, prompt_for
+from octavo.engine.pooling_input import Text as InputText
 from octavo.entrypoints.openai.conversation import render_messages
 from octavo.entrypoints.openai.pooling_protocol import (
     ClassifyRequest,
     ClassifyResponse,
+    CohereEmbedRequest,
+    CohereEmbedResponse,
     EmbeddingRequest,
     EmbeddingResponse,
     PoolingFields,
@@ -58,6 +61,26 @@ async def create_embedding(body: EmbeddingRequest, raw: Request) -> Response:
 async def pool(body: PoolingRequest, raw: Request) -> Response:
     """What the model pools of each text: a vector, or one of each token."""
     return await _vectors(_Job(body, raw, "pool"), body, body.task, ("pooling", "data"))
+
+
+@router.post("/v2/embed", response_model=CohereEmbedResponse)
+async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Response:
+    """An embedding of each text, in the forms that are asked for: Cohere's route."""
+    job = _Job(body, raw, "embd")
+    texts, purpose = body.all_texts, prompt_for(job.inputs.config, body.input_type)
+    params = body.params(task="embed", dimensions=body.output_dimension, **body.cut)
+    requests = await job.named([InputText(text, None, purpose) for text in texts], params)
+
+    def write(found: Outputs) -> dict[str, Any]:
+        vectors = [one.outputs.data for one in found]
+        kinds = body.embedding_types or ["float"]
+        meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": _num_tokens(found)}}
+        return {
+            "id": job.response_id, "embeddings": {kind: [_WRITERS[kind](one) for one in vectors] for kind in kinds},
+            "texts": texts, "response_type": "embeddings_by_type", "meta": meta,
+        }  # fmt: skip
+
+    return await job.answer(requests, write)
 
 
 async def _vectors(job: _Job, body: EmbeddingRequest, task: str | None, names: tuple[str, str]) -> Response:
@@ -154,6 +177,16 @@ class _Job:
 
         return await run_off_loop(make, length=self._length)
 
+    async def named(self, texts: Sequence[InputText], params: PoolingParams) -> list[EngineRequest]:
+        """The requests for texts with the names of their prompts. Raises `RequestError`."""
+
+        def make() -> list[EngineRequest]:
+            return self.inputs.process(
+                texts, params, priority=self._body.priority, arrival_time=self._arrival_time
+            )  # fmt: skip
+
+        return await run_off_loop(make, length=self._length)
+
     async def scores(
         self, body: ScoreRequest | RerankRequest, queries: Sequence[str], documents: Sequence[str]
     ) -> Scores:
@@ -211,6 +244,12 @@ def _num_tokens(outputs: Outputs) -> int:
 
 
 def _writer(encoding: str | None) -> Callable[[Vectors], Any]:
-    if encoding == "base64":
-        return lambda vectors: base64.b64encode(np.ascontiguousarray(vectors, "<f4").tobytes()).decode()
-    return lambda vectors: vectors.tolist()
+    return _WRITERS[encoding or "float"]
+
+
+_WRITERS: dict[str, Callable[[Vectors], Any]] = {
+    "float": lambda vectors: vectors.tolist(),
+    "base64": lambda vectors: base64.b64encode(np.ascontiguousarray(vectors, "<f4").tobytes()).decode(),
+    "ubinary": lambda vectors: np.packbits(vectors > 0).tolist(),
+    "binary": lambda vectors: (np.packbits(vectors > 0).astype(np.int16) - 128).tolist(),
+}
