@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Vectors = NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -81,9 +84,6 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     num_accepted_prediction_tokens: int = 0  # of the request's prediction, by all completions
     num_rejected_prediction_tokens: int = 0  # and those that were computed for nothing
-
-
-Vectors = NDArray[np.float32]
 
 
 @dataclass(slots=True)

@@ -44,7 +44,11 @@ WORKING = [
     "--speculative-model some/draft", '--speculative-config {"method":"eagle3","model":"some/head"}',
     "--speculative-draft-tensor-parallel-size 1 --speculative-model some/draft",
     "--enable-lora", "--lora-modules a=/path b=/path", "--max-loras 4", "--max-lora-rank 64", "--max-cpu-loras 8",
-    "--lora-dtype float32", "--lora-target-modules o_proj",
+    "--lora-dtype float32", "--lora-target-modules o_proj", "--disable-uvicorn-access-log",
+    "--chat-template-content-format openai", "--enable-request-id-headers", "--no-enable-request-id-headers",
+    "--allow-credentials", '--allowed-methods ["GET","POST"]', "--allowed-headers x-mine",
+    "--kv-cache-memory-bytes 4G", "--no-async-scheduling", "--enable-prompt-tokens-details",
+    "--no-enable-prompt-tokens-details", "--tokenizer-mode hf",
 ]  # fmt: skip
 # Flags that are not built, or not for this device, and what is said.
 REFUSED = {
@@ -59,6 +63,11 @@ REFUSED = {
     "--speculative-draft-tensor-parallel-size 1": "nothing says how tokens are to be guessed",
     "--fully-sharded-loras": "--fully-sharded-loras True is not built yet",
     "--num-scheduler-steps 8": "--num-scheduler-steps 8 is not built yet",
+    "--async-scheduling": "--async-scheduling is not built",
+    "-O 3": "--optimization-level 3 is not built yet",
+    '--compilation-config {"mode":3}': "--compilation-config .* is not built yet",
+    "--tokenizer-mode slow": "--tokenizer-mode slow is not built; use auto",
+    "--tokenizer-mode mistral": "--tokenizer-mode mistral is not built; use auto",
     "--limit-mm-per-prompt image=4": "--limit-mm-per-prompt image=4 is not built yet",
 }
 # Flags whose value needs more than a parser to be checked.

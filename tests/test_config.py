@@ -179,7 +179,13 @@ def test_flags_that_are_not_built_take_their_default_only(model: dict[str, Any])
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
         check(EngineArgs(**{f.name: default}))
         asked = (
-            True if isinstance(default, bool) else 2 if isinstance(default, int) else ["x"] if default == [] else "x"
+            True
+            if isinstance(default, bool)
+            else default + 1
+            if isinstance(default, int)
+            else ["x"]
+            if default == []
+            else "x"
         )
         with pytest.raises(ConfigError, match=f"{flag} .* is not built yet"):
             config(**model, **{f.name: asked})

@@ -1,13 +1,17 @@
-"""Packages import one way: no two of them import each other, directly or through others."""
+"""Packages import one way: no two of them import each other, directly or through others. The routes of a server
+that starts import nothing that only some requests need."""
 
 from __future__ import annotations
 
 import ast
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import octavo
+from octavo.entrypoints.openai.app import LATER
 
 ROOT = Path(octavo.__file__).parent
 NATIVE = "_cpu"  # a module without a source file
@@ -82,3 +86,14 @@ def test_the_map_has_all_kinds_of_imports() -> None:
     assert ("bench", "entrypoints") in found
     assert ("engine", "metrics") in found, "only for type checkers"
     assert ("engine", "execution") in found, "only within functions"
+
+
+def test_the_routes_import_nothing_that_only_some_requests_need() -> None:
+    unwanted = [*LATER, "octavo.entrypoints.openai.pooling_protocol", "numpy", "torch", "transformers", "fastapi",
+                "llguidance", "sqlite3"]  # fmt: skip
+    code = (
+        "import sys, octavo.entrypoints.openai.http_server, octavo.entrypoints.cli.serve\n"
+        f"print([name for name in {unwanted} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.errors import ConfigError, RequestError
+from octavo.sampling.grammar import ReasoningMarks, ThinkingBudget, WantedGrammar
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +192,41 @@ def test_logits_processors_may_take_the_prompt_or_leave_it(llm: LLM) -> None:
 def test_swap_space_must_fit_the_memory() -> None:
     with pytest.raises(ConfigError, match=r"--swap-space 100000 GiB .* free RAM"):
         LLM(preemption_mode="swap", swap_space=100000.0, max_model_len=512, num_gpu_blocks_override=64)
+
+
+def test_the_caches_bytes_may_be_given() -> None:
+    llm = LLM(max_model_len=256, kv_cache_memory_bytes=10 << 20, cpu_memory_utilization=0.01)
+    # 30 layers, 3 heads of 64, keys and values, two bytes, 16 tokens
+    assert llm.core.executor.num_blocks == [(10 << 20) // (30 * 3 * 64 * 2 * 2 * 16)]
+    for num_bytes, message in ((1 << 16, "--kv-cache-memory-bytes 65536 buys 0 "), (1 << 60, "more than the .* free")):
+        with pytest.raises(ConfigError, match=message):
+            LLM(max_model_len=256, kv_cache_memory_bytes=num_bytes)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_reasoning_ends_when_its_budget_is_used_up(llm: LLM, num_tokens: int) -> None:
+    """With two tokens of this model in the place of marks, inside of the reasoning and before it."""
+    tokenizer = llm.tokenizer.backend_tokenizer
+    start, end = (tokenizer.token_to_id(mark) for mark in ("<jupyter_start>", "<reponame>"))
+    choice = StructuredOutputsParams(choice=["red", "green"])
+    for first, content in ((None, None), (start, None), (None, choice)):
+        budget = ThinkingBudget(num_tokens, first, end, tuple(llm.inputs.eos_token_ids), len(llm.tokenizer))
+        marks = ReasoningMarks(None, "<reponame>", is_optional=False)
+        bias = {} if first is None else {first: 100.0}  # a thought is begun
+        params = greedy(12, skip_special_tokens=False, logit_bias=bias)
+        request = llm.inputs.process("Colours:", params, grammar=WantedGrammar(content, marks, budget=budget))
+        (output,) = llm._generated([request], False)
+        (found,) = output.outputs
+        thought = found.token_ids[first is not None :]
+        assert thought[num_tokens] == end and end not in thought[:num_tokens]
+        if content is None:
+            assert len(thought) > num_tokens + 1
+        else:
+            assert found.text.partition("<reponame>")[2].strip() in ("red", "green")
+    plain = WantedGrammar(None, budget=ThinkingBudget(num_tokens, start, end, (), len(llm.tokenizer)))
+    request = llm.inputs.process("Colours:", greedy(8), grammar=plain)
+    (free,) = llm.generate("Colours:", greedy(8), use_tqdm=False)
+    assert llm._generated([request], False)[0].outputs[0].text == free.outputs[0].text, "who does not think is free"
 
 
 def test_a_failing_logits_processor_fails_its_request_and_leaves_the_engine_well(llm: LLM) -> None:

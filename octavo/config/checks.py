@@ -76,6 +76,13 @@ def _check_for_device(args: EngineArgs, device: str) -> None:
                     f"--{name.replace('_', '-')} is for CPUs, and the device is a GPU; leave it out, or add "
                     "--device cpu."
                 )
+    if args.async_scheduling is not None and args.async_scheduling != (device != "cpu"):
+        raise ConfigError(
+            f"--{'' if args.async_scheduling else 'no-'}async-scheduling is not built{on_device(device)}: "
+            + ("steps are always scheduled ahead." if device != "cpu" else "there is no device to overlap with.")
+        )
+    if args.tokenizer_mode not in ("auto", "hf"):
+        raise ConfigError(f"--tokenizer-mode {args.tokenizer_mode} is not built; use auto.")
     if args.attention_backend != "auto" and device == "cpu":
         raise ConfigError(f"--attention-backend {args.attention_backend} is for GPUs, and the device is the CPU.")
     if DTYPES.get(args.dtype, args.dtype) == "float16" and device == "cpu":

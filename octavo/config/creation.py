@@ -49,6 +49,8 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     description = describe(checkpoint.config, args.model_impl, code_folder)
     pooling, checkpoint = pooling_of(args, checkpoint, description, device)
     enable_chunked_prefill = args.enable_chunked_prefill and not (pooling and pooling.whole_prompts)
+    if args.kv_cache_memory_bytes is not None and pooling is not None and pooling.whole_prompts:
+        raise ConfigError(f"{checkpoint.name} keeps no KV cache; leave --kv-cache-memory-bytes out.")
     max_model_len = _max_model_len(args, checkpoint, description, pooling)
     budget = _step_budget(args, enable_chunked_prefill, max_model_len)
     dtype = model_dtype(args, checkpoint, device, description.is_bidirectional)
@@ -78,6 +80,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
             num_blocks_override=args.num_gpu_blocks_override,
             cpu_memory_utilization=args.cpu_memory_utilization,
             gpu_memory_utilization=args.gpu_memory_utilization,
+            memory_bytes=args.kv_cache_memory_bytes,
             swap_space_bytes=int(args.swap_space * GIB),
             enable_prefix_caching=args.enable_prefix_caching and not (pooling and pooling.whole_prompts),
             is_scratch=pooling is not None and pooling.whole_prompts,

@@ -38,6 +38,9 @@ class EngineArgs(Flags):
     model: str = flag("", "Hugging Face id, folder or .gguf file; empty is SmolLM2-135M-Instruct.")
     tokenizer: str | None = flag(None, "Hugging Face id, folder or .gguf file of the tokenizer; default: the model's.")
     served_model_name: list[str] = flag([], "Names that the API answers to; default: the model's.")
+    tokenizer_mode: Literal["auto", "hf", "slow", "mistral"] = flag(
+        "auto", "How the tokenizer is read: auto and hf are its fast form; slow and mistral are not built."
+    )
     revision: str | None = flag(None, "Branch, tag or commit on the hub.")
     download_dir: str | None = flag(None, "Where downloads are kept; default: the hub's own cache.")
     runner: Literal["auto", "generate", "pooling"] = flag(
@@ -93,6 +96,10 @@ class EngineArgs(Flags):
     )  # fmt: skip
     gpu_memory_utilization: float = flag(0.90, "Share of a GPU's memory for weights, activations and KV cache.")
     cpu_memory_utilization: float = flag(0.30, "Share of the free RAM, after the weights, for the KV cache on CPU.")
+    kv_cache_memory_bytes: int | None = flag(
+        None, "Bytes of the KV cache of each device, in the place of a share of the memory: a number, 4g (4e9) or 4G "
+        "(2 ** 32).", positive=True, parse=number_with_unit,
+    )  # fmt: skip
     num_gpu_blocks_override: int | None = flag(None, "KV blocks to allocate, whatever the memory.", positive=True)
     block_size: int = flag(16, "Tokens in a KV block: 8, 16 or 32; on GPUs up to 256.")
     swap_space: float = flag(4.0, "GiB of host memory for swapped requests, with --preemption-mode swap.")
@@ -111,6 +118,15 @@ class EngineArgs(Flags):
         parse=milliseconds,
     )  # fmt: skip
     enforce_eager: bool = flag(False, "Run the model call by call, without captured graphs.")
+    async_scheduling: bool | None = flag(
+        None, "Schedule a step while the one before is computed: always so on GPUs, where True is taken, and never on "
+        "CPUs, where False is."
+    )  # fmt: skip
+    optimization_level: int = flag(
+        2, "vLLM's choice between a fast start and compiled code. Nothing is compiled at start here.", built=False,
+        short="-O",
+    )  # fmt: skip
+    compilation_config: dict[str, Any] | None = flag(None, "How vLLM compiles, as JSON.", built=False)
     seed: int | None = flag(None, "Seed of requests that bring none, and of dummy weights; default: not repeatable.")
     chat_template: str | None = flag(
         None, "File with a Jinja chat template, the template, or the name of one of the model's; default: the model's."

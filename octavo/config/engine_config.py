@@ -47,6 +47,7 @@ class CacheConfig:
     swap_space_bytes: int
     enable_prefix_caching: bool
     dtype: str  # of the cache; the model's, int8 or an eight-bit float's
+    memory_bytes: int | None = None  # of each device, in the place of a share
     is_scratch: bool = False  # nothing is kept from step to step: it holds the texts of a step, of one layer at a time
 
 

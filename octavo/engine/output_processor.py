@@ -17,7 +17,6 @@ from octavo.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from octavo.pooling.vectors import finished
 from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind
 
@@ -267,6 +266,8 @@ class OutputProcessor:
 
     def _pooled(self, state: _Request, output: SequenceOutput, now: float) -> PoolingRequestOutput[PoolingOutput]:
         """The end of a request whose vectors have come."""
+        from octavo.pooling.vectors import finished  # with numpy, which servers of models that generate do without
+
         request = state.request
         assert request.pooling is not None and output.vectors is not None
         self._begin(state, output, now)

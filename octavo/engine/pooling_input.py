@@ -23,6 +23,20 @@ _NO_SAMPLING = SamplingParams(max_tokens=1, detokenize=False)
 _MANY = 16  # texts from which on the tokenizer works on several at once
 
 
+# What a text is for, by Cohere's name -> the names that models give to their prompts for it.
+_PROMPTS = {
+    "search_query": ("query", "search_query"),
+    "search_document": ("document", "passage", "search_document"),
+    "classification": ("classification",),
+    "clustering": ("clustering",),
+}
+
+
+def prompt_for(config: PoolingConfig, purpose: str) -> str | None:
+    """The name of the model's own prompt for texts of a `purpose`; None is its default."""
+    return next((name for name in _PROMPTS[purpose] if name in config.prompts), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """A text, or two that are judged together, or token ids; and the name of the prompt that comes before it. An empty
@@ -231,9 +245,8 @@ class Scores:
             return [Text(_filled(config.score_template, given))]
         if self._is_cross:
             return [Text(query, document)]
-        names = [next((name for name in known if name in config.prompts), None)
-                 for known in (("query", "search_query"), ("document", "passage", "search_document"))]  # fmt: skip
-        return [Text(query, None, names[0]), Text(document, None, names[1])]
+        sides = {"search_query": query, "search_document": document}
+        return [Text(text, None, prompt_for(config, purpose)) for purpose, text in sides.items()]
 
     @property
     def places(self) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ from octavo.loading.jinja_template import compile_template
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
 
+_CONTENT = r"""\w+(?:\.content|\[["']content["']\])"""
+_LOOP_OVER_CONTENT = re.compile(rf"\bfor\s+\w+\s+in\s+{_CONTENT}")
+_ASKS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?(?:string|iterable|sequence|mapping)\b")
 
 _INSTRUCTIONS = """You may call one or more functions to assist with the user query. You are provided with function \
 signatures within <tools></tools> tags:
@@ -46,10 +50,13 @@ def render_chat(
     continue_final_message: bool = False,
     template_options: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    content_format: str = "auto",
 ) -> str:
     """The prompt of a conversation. `chat_template`, a template or the name of one of the model's, takes the place of
     the model's own; `template_options` are variables that the template may read. `tools`, in OpenAI's form, are the
-    template's to describe; if it does not know of any, they are described in the system's message.
+    template's to describe; if it does not know of any, they are described in the system's message. By
+    `content_format` the template gets texts as they are ("string") or as lists of one part ("openai"); "auto" is what
+    it reads.
 
     Raises `RequestError` when there is no template or the template refuses the messages.
     """
@@ -78,6 +85,8 @@ def render_chat(
         for message in conversation:
             if message.get("role") == "developer":
                 message["role"] = "system"
+    if content_format == "openai" or (content_format == "auto" and _reads_parts_only(template)):
+        conversation = [_with_parts(message) for message in conversation]
     try:
         prompt = tokenizer.apply_chat_template(
             conversation,
@@ -93,6 +102,16 @@ def render_chat(
         lines = str(error).splitlines() or [type(error).__name__]
         raise RequestError(f"The chat template refuses these messages: {lines[0]}", param="messages") from error
     return str(prompt)
+
+
+def _reads_parts_only(template: str) -> bool:
+    """Whether it goes through a message's content as a list of parts, and does not ask whether it is one."""
+    return _LOOP_OVER_CONTENT.search(template) is not None and not _ASKS_FOR_TEXT.search(template)
+
+
+def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
 
 
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:

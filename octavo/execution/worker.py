@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from octavo.config import EngineArgs, EngineConfig, ModelConfig
+from octavo.errors import ConfigError
 from octavo.execution import capacity
 from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
 from octavo.execution.device import Device
@@ -227,8 +228,7 @@ class Worker:
         del small
 
         def choose() -> Sizes:
-            budget, source = device.cache_bytes(config.cache, self._run_largest_step, captured_bytes)
-            budget //= self._team.share.size  # which all of a team take from the same memory
+            budget, source = self._cache_budget(captured_bytes)
             fitting = capacity.shortened(config, self.groups, sizes, budget)
             num_blocks = capacity.num_blocks(fitting, self.groups, sizes, budget, source)
             on_host = sum(map(mul, num_blocks, sizes)) if device.shares_memory else 0
@@ -246,6 +246,20 @@ class Worker:
                 "--gpu-memory-utilization is for GPUs; on CPU --cpu-memory-utilization (%s) sizes the KV cache.",
                 config.cache.cpu_memory_utilization,
             )
+
+    def _cache_budget(self, captured_bytes: int) -> tuple[int, str]:
+        """Bytes for the cache of this worker, and what grants them. All of a team take theirs from the same memory."""
+        config, device, size = self._config.cache, self._device, self._team.share.size
+        wanted = config.memory_bytes
+        if wanted is None:
+            budget, source = device.cache_bytes(config, self._run_largest_step, captured_bytes)
+            return budget // size, source
+        free = device.free_bytes() // size
+        if wanted > free:
+            raise ConfigError(
+                f"--kv-cache-memory-bytes {wanted} is more than the {free} bytes that are free beside the weights."
+            )
+        return wanted, f"--kv-cache-memory-bytes {wanted}"
 
     def _caches(self, num_blocks: Sequence[int]) -> list[list[LayerKVCache]]:
         """By pool: memory for as many layers as its largest group has, which the layers of its groups share (where it

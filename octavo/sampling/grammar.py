@@ -99,24 +99,53 @@ class ReasoningMarks:
     answer_end: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """How many tokens the reasoning may have that an answer begins with; then the token `end` is all that may come."""
+
+    num_tokens: int
+    start: int | None  # None if the answer begins inside of the reasoning
+    end: int
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+
+    @property
+    def rule(self) -> str:
+        """The reasoning up to its end, as a rule `thought`. Tokens are counted, whatever their texts are."""
+        counted = f"token{{0,{self.num_tokens}}} " if self.num_tokens else ""
+        return f"thought: {counted}<[{self.end}]>\ntoken: {self.tokens_but(self.end)}"
+
+    def tokens_but(self, *others: int) -> str:
+        """Every token but these and those that end an answer."""
+        ranges, begin = [], 0
+        for token in sorted({*others, *self.eos_token_ids, self.vocab_size}):
+            if begin < token <= self.vocab_size:
+                ranges.append(f"{begin}-{token - 1}")
+            begin = token + 1
+        return f"<[{','.join(ranges)}]>"
+
+
 class WantedGrammar(NamedTuple):
     """What an answer must be: the arguments of `make_grammar`."""
 
-    content: StructuredOutputsParams | ToolCalls
+    content: StructuredOutputsParams | ToolCalls | None
     reasoning: ReasoningMarks | None = None
     field: str | None = None
     special_tokens: Mapping[str, int] | None = None  # ids by text
+    budget: ThinkingBudget | None = None
 
 
 def make_grammar(
-    content: StructuredOutputsParams | ToolCalls,
+    content: StructuredOutputsParams | ToolCalls | None,
     reasoning: ReasoningMarks | None = None,
     field: str | None = None,
     special_tokens: Mapping[str, int] | None = None,
+    budget: ThinkingBudget | None = None,
     *,
     closes_objects: bool = True,
 ) -> str:
-    """The grammar of answers that are `content`, after `reasoning` if any, checked. Every grammar is made here.
+    """The grammar of answers that are `content`, after `reasoning` if any, checked. Every grammar is made here. Without
+    `content` only the `budget` of the reasoning bounds them.
 
     `field` is what errors call a structure, where that is not `structured_outputs`; `special_tokens` are those of the
     vocabulary, which have no text in a grammar and are named by their ids. Takes some seconds for the largest.
@@ -124,7 +153,11 @@ def make_grammar(
     says anything of others.
     Raises `RequestError` with the reason if it is not one that can be followed.
     """
-    if isinstance(content, ToolCalls):
+    if content is None:
+        assert budget is not None
+        field, reasoning = "thinking_token_budget", None
+        grammar = _of_budget(budget)
+    elif isinstance(content, ToolCalls):
         field = "tools"
         grammar = _of_tool_calls(content, special_tokens or {})
     else:
@@ -132,7 +165,8 @@ def make_grammar(
             field = "structured_outputs." + next(n for n in STRUCTURES if getattr(content, n) not in (None, False))
         grammar = _of_structure(content, field, closes_objects)
     if reasoning is not None:
-        grammar = _after_reasoning(grammar, reasoning, special_tokens or {}, is_call=isinstance(content, ToolCalls))
+        is_call = isinstance(content, ToolCalls)
+        grammar = _after_reasoning(grammar, reasoning, special_tokens or {}, budget, is_call=is_call)
     check_grammar(grammar, field)
     return grammar
 
@@ -296,8 +330,22 @@ def _of_arguments(schema: Mapping[str, Any], index: int) -> dict[str, Any]:
     return grammar
 
 
+def _of_budget(budget: ThinkingBudget) -> str:
+    """Reasoning within its budget, then anything."""
+    lines = ["start: thought free*", budget.rule, f"free: {budget.tokens_but()}"]
+    if budget.start is not None:
+        lines[0] = f"start: <[{budget.start}]> thought free* | (other free*)?"
+        lines.append(f"other: {budget.tokens_but(budget.start)}")
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
+
+
 def _after_reasoning(
-    grammar: str, marks: ReasoningMarks, special_tokens: Mapping[str, int], *, is_call: bool = False
+    grammar: str,
+    marks: ReasoningMarks,
+    special_tokens: Mapping[str, int],
+    budget: ThinkingBudget | None,
+    *,
+    is_call: bool,
 ) -> str:
     """`grammar` after any text up to the mark at its end, or, if that is optional, after none."""
     whole = json.loads(grammar)
@@ -308,14 +356,18 @@ def _after_reasoning(
 
     end, *more = _pieces(marks.end, special_tokens)
     after = " ".join(map(literal, more))
-    if end in special_tokens:
+    start = literal(marks.start)
+    if budget is not None:
+        thought = budget.rule
+        start = start if budget.start is None else f"<[{budget.start}]>"
+    elif end in special_tokens:
         thought = f"thought: /(.|\\n)*/ {literal(end)} {after}"
     else:
         thought = f"thought: upto {after}\nupto[lazy]: /(.|\\n)*/ {literal(end)}"
     answer = "@answer" if is_call else f"{literal(marks.answer_start)} @answer {literal(marks.answer_end)}"
     lark = (
         f"start: {'reasoning?' if marks.is_optional else 'reasoning'} {answer}\n"
-        f"reasoning: {literal(marks.start)} thought SPACE?\n{thought}\nSPACE: /\\n{{1,2}}/\n"
+        f"reasoning: {start} thought SPACE?\n{thought}\nSPACE: /\\n{{1,2}}/\n"
     )
     return json.dumps({**whole, "grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
 

@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from anthropic import Anthropic, NotFoundError
 
 from octavo import LLM, SamplingParams
 from octavo.lora.request import LoRARequest
@@ -79,6 +81,32 @@ def test_models_tell_of_adapters(client: openai.OpenAI, root: Path) -> None:
     assert complete(client, "first") == complete(client, "a0")
     chat = client.chat.completions.create(model="first", messages=[{"role": "user", "content": "Hi"}], max_tokens=2)
     assert chat.model == "first"
+
+
+def test_every_api_answers_with_the_adapter_that_it_names(server: Server, client: openai.OpenAI) -> None:
+    """Whole and streamed; a model that is not there is not answered by the base."""
+    anthropic = Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    texts = set()
+    for model in (MODEL, "first", "a3"):
+        chat = client.chat.completions.create(model=model, messages=messages, max_tokens=12, temperature=0)
+        options: Any = {"model": model, "max_output_tokens": 12, "temperature": 0}
+        response = client.responses.create(input=PROMPT, **options)
+        streamed: Any = list(client.responses.create(input=messages, stream=True, **options))[-1].response
+        options = {"model": model, "messages": messages, "max_tokens": 12, "extra_body": {"temperature": 0}}
+        message = anthropic.messages.create(**options)
+        with anthropic.messages.stream(**options) as events:
+            final = events.get_final_message()
+        said = chat.choices[0].message.content
+        assert [response.output_text, streamed.output_text] == [said, said]
+        assert [one.text for one in (*message.content, *final.content)] == [said, said]
+        assert {chat.model, response.model, streamed.model, message.model, final.model} == {model}
+        texts.add(said)
+    assert len(texts) == 3
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(input=PROMPT, model="a33")
+    with pytest.raises(NotFoundError):
+        anthropic.messages.create(model="a33", messages=messages, max_tokens=1)
 
 
 def test_adapters_come_and_go_by_name(server: Server, client: openai.OpenAI, root: Path) -> None:

@@ -86,6 +86,33 @@ def test_texts_lists_and_tokens_in_numbers_and_bytes(embeddings: httpx.Client) -
     assert np.array(by_token).shape == (len(tokens), 48)
 
 
+def test_coheres_route_has_the_vectors_of_the_others_in_every_form(embeddings: httpx.Client) -> None:
+    expected = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS}))
+    bits = np.packbits(expected > 0, axis=1)
+    forms = ["float", "base64", "ubinary", "binary"]
+    ask = {"model": "small", "input_type": "search_document", "embedding_types": forms}
+    answer = embeddings.post("/v2/embed", json={**ask, "texts": TEXTS}).json()
+    found = answer["embeddings"]
+    assert np.array_equal(np.array(found["float"], np.float32), expected)
+    assert [base64.b64decode(one) for one in found["base64"]] == [one.tobytes() for one in expected]
+    assert found["ubinary"] == bits.tolist() and found["binary"] == (bits.astype(int) - 128).tolist()
+    assert answer["texts"] == TEXTS and answer["meta"]["billed_units"]["input_tokens"] > len(TEXTS)
+    inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
+    assert embeddings.post("/v2/embed", json={**ask, "inputs": inputs}).json()["embeddings"] == found
+
+    def one(**more: Any) -> list[float]:
+        body = {"texts": [TEXTS[0]], "input_type": "search_document", **more}
+        return embeddings.post("/v2/embed", json=body).json()["embeddings"]["float"][0]
+
+    def usual(text: str, **more: Any) -> list[float]:
+        return vectors(embeddings.post("/v1/embeddings", json={"input": text, **more}))[0].tolist()
+
+    assert one(input_type="search_query") == usual(f"query: {TEXTS[0]}")
+    assert one(output_dimension=16) == usual(TEXTS[0], dimensions=16)
+    assert one(max_tokens=4) == usual("the cat") and one(max_tokens=4, truncate="START") == usual("the mat")
+    assert one(texts=["cat " * 300]) == usual("cat " * 128)
+
+
 def test_dimensions_prompts_and_cuts(embeddings: httpx.Client) -> None:
     whole = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS[:1], "use_activation": False}))
     cut = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS[0], "dimensions": 16}))[0]
@@ -125,6 +152,11 @@ def test_dimensions_prompts_and_cuts(embeddings: httpx.Client) -> None:
         ("/classify", {"input": "x"}, "its tasks are embed and token_embed"),
         ("/score", {"text_1": ["x", "y"], "text_2": ["x", "y", "z"]}, "2 queries for 3 documents"),
         ("/rerank", {"query": "x", "documents": []}, "1 to 2048 entries"),
+        ("/v2/embed", {"texts": ["x"]}, "input_type"),
+        ("/v2/embed", {"input_type": "clustering"}, "either texts or inputs"),
+        ("/v2/embed", {"texts": ["x"], "input_type": "image"}, "input_type"),
+        ("/v2/embed", {"texts": ["x"], "input_type": "clustering", "embedding_types": ["int8"]}, "embedding_types"),
+        ("/v2/embed", {"texts": ["cat " * 300], "input_type": "clustering", "truncate": "NONE"}, "302 tokens"),
         ("/rerank", {"query": "x", "documents": [{"title": "y"}]}, "objects like"),
         ("/rerank", {"query": "x", "documents": ["y"], "instruction": "z"}, "takes no instruction"),
         ("/v1/completions", {"prompt": "x"}, "pools and has no tokens to answer with"),

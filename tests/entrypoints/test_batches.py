@@ -175,7 +175,7 @@ def test_a_file_is_gone_on_with_where_it_was_left(tiny_tokenizer: Path, tmp_path
         assert len({answered(one) for one in again}) == len(whole)
         assert len(engine.seen) - num_seen <= len(whole) - num_kept
     answers = {one["custom_id"]: one for one in map(json.loads, target.read_bytes().splitlines())}
-    assert [answers[id]["response"]["status_code"] for id in ("0", "c", "r", "m", "e")] == [200, 200, 200, 200, 404]
+    assert [answers[id]["response"]["status_code"] for id in ("0", "c", "r", "m", "e")] == [200, 200, 200, 200, 400]
     assert len(target.read_bytes().splitlines()) == len(good) + len(BAD) + 1
 
     # What is of another batch is not touched.

@@ -114,7 +114,7 @@ def test_flags_that_are_unknown_or_of_a_wrong_type_end_with_code_2(
         (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "are not a certificate and its key in PEM form"),
         (["--root-path", "llm"], "--root-path must start with /"),
         (["--chat-template", "/nowhere"], "--chat-template /nowhere is neither a template"),
-        (["--allowed-origins", "[1]"], "is not a JSON list of origins"),
+        (["--allowed-origins", "[1]"], "is not a JSON list of strings"),
         (["--max-log-len", "-1"], "--max-log-len must be 0 or more"),
         (["--host", "256.1.1.1"], "cannot listen at 256.1.1.1:8000"),
     ],
@@ -136,9 +136,11 @@ def test_a_taken_port_is_refused_before_a_model_is_looked_for(address: str, caps
 
 
 def test_origins_may_be_words_or_a_json_list() -> None:
-    assert ServerArgs(allowed_origins=["https://a", "https://b"]).origins == ["https://a", "https://b"]
-    assert ServerArgs(allowed_origins=['["https://a"]']).origins == ["https://a"]
-    assert ServerArgs().origins == ["*"]
+    assert ServerArgs(allowed_origins=["https://a", "https://b"]).cors["allow_origins"] == ["https://a", "https://b"]
+    assert ServerArgs(allowed_origins=['["https://a"]']).cors["allow_origins"] == ["https://a"]
+    assert ServerArgs(allow_credentials=True).cors == {
+        "allow_origins": ["*"], "allow_methods": ["*"], "allow_headers": ["*"], "allow_credentials": True
+    }  # fmt: skip
 
 
 def test_help_imports_nothing_heavy() -> None:

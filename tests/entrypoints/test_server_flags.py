@@ -14,12 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.entrypoints.chat_template import render_chat
+from octavo.entrypoints.openai import server_args
 from octavo.entrypoints.openai.server import _bind, _warn_of_vllm_variables
 from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.openai.tools import formats, recognition
 from octavo.errors import ConfigError
 from tests.entrypoints.fake_engine import FakeEngine, serving
 
 HERE = "tests.entrypoints.test_server_flags"
+LOOP = "{%% for m in messages %%}{%% for p in %s %%}{{ p.text }}!{%% endfor %%}{%% endfor %%}"
 ASKED = {"prompt": "a", "stream": True}
 
 
@@ -64,6 +68,100 @@ def test_variables_of_the_template_have_defaults(engine: FakeEngine) -> None:
         for more, is_loud in (({}, True), ({"chat_template_kwargs": {"shout": False}}, False)):
             assert httpx.post(f"{url}/v1/chat/completions", json={**chat, **more}).status_code == 200
             assert ("LOUD" in engine.tokenizer.decode(engine.seen[-1][0])) is is_loud
+
+
+def test_answers_have_an_id_and_say_what_was_cached_unless_told_not_to(engine: FakeEngine) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "stream_options": {"include_usage": True}, "stream": True}
+    message = {"messages": chat["messages"], "max_tokens": 4}
+    with serving(engine, disable_log_requests=True) as url:
+        ids = []
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", message),
+            ("/v1/completions", {}),
+            ("/x", {}),
+        ):
+            ids += [httpx.post(url + path, json=body).headers["x-request-id"] for _ in range(2)]
+            given = httpx.post(url + path, json=body, headers={"X-Request-Id": "mine"})
+            assert given.headers.get_list("x-request-id") == ["mine"]
+        assert len(set(ids)) == 8
+        assert '"prompt_tokens_details":{"cached_tokens":3}' in httpx.post(f"{url}/v1/chat/completions", json=chat).text
+    quiet = {"enable_request_id_headers": False, "enable_prompt_tokens_details": False}
+    with serving(engine, disable_log_requests=True, **quiet) as url:
+        for path in ("/v1/chat/completions", "/x"):
+            assert "x-request-id" not in httpx.post(url + path, json=chat, headers={"X-Request-Id": "mine"}).headers
+        assert '"prompt_tokens_details":null' in httpx.post(f"{url}/v1/chat/completions", json=chat).text
+
+
+def test_credentials_are_for_pages_that_may_have_them(engine: FakeEngine) -> None:
+    asked = {"Origin": "https://a", "Access-Control-Request-Method": "POST"}
+    for flags, expected in (({}, None), ({"allow_credentials": True, "allowed_methods": ["GET"]}, "true")):
+        with serving(engine, disable_log_requests=True, **flags) as url:
+            answer = httpx.options(f"{url}/v1/completions", headers=asked)
+            assert answer.headers.get("access-control-allow-credentials") == expected
+            assert answer.status_code == (200 if expected is None else 400)
+
+
+@pytest.mark.parametrize(
+    ("template", "content_format", "expected"),
+    [
+        ("{{ messages[0].content }}", "auto", "Hi"),
+        ("{{ messages[0].content }}", "openai", "[{'type': 'text', 'text': 'Hi'}]"),
+        (LOOP % "m.content", "auto", "Hi!"),
+        (LOOP % "m['content']", "auto", "Hi!"),
+        (LOOP % "m.content", "string", "!!"),
+        (LOOP % "m.content" + "{{ messages[0].content is string }}", "auto", "!!True"),
+    ],
+)
+def test_templates_get_contents_as_they_read_them(
+    engine: FakeEngine, template: str, content_format: str, expected: str
+) -> None:
+    message = {"role": "user", "content": "Hi"}
+    found = render_chat(engine.tokenizer, [message], chat_template=template, content_format=content_format)
+    assert found == expected
+
+
+def test_the_servers_contents_follow_the_flag(engine: FakeEngine) -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}
+    with serving(engine, disable_log_requests=True, chat_template_content_format="openai") as url:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            assert httpx.post(url + path, json=body).status_code == 200
+        assert "user: [{'type': 'text', 'text': 'Hi'}]" in engine.tokenizer.decode(engine.seen[-1][0])
+        num_tokens = httpx.post(f"{url}/tokenize", json=body).json()["count"]
+        assert num_tokens == len(engine.seen[-1][0])
+
+
+def test_a_plugin_brings_a_tool_format(tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(tiny_tokenizer, max_model_len=4096)  # tools are described
+    monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
+    monkeypatch.setattr(server_args, "FORMATS", formats.FORMATS)
+    monkeypatch.setattr(recognition, "FORMATS", formats.FORMATS)
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from octavo.entrypoints.openai.tools.formats import JsonCalls, ToolFormat, register_tool_format\n"
+        "register_tool_format('mine', ToolFormat(JsonCalls(), start='<<', end='>>'))\n"
+    )
+    args = {"tool_parser_plugin": str(plugin), "tool_call_parser": "mine"}
+    with pytest.raises(ConfigError, match="--tool-call-parser must be one of"):
+        ServerArgs(tool_call_parser="mine").check()
+    ServerArgs(**args).check()
+    engine.answer = 'Well. <<{"name": "f", "arguments": {"a": 1}}>>'
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    }
+    with serving(engine, disable_log_requests=True, **args) as url:
+        (choice,) = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    plugin.write_text("from vllm.entrypoints.openai.tool_parsers import ToolParser")
+    with pytest.raises(ConfigError, match=r"mine\.py fails: ModuleNotFoundError.*register_tool_format"):
+        ServerArgs(**args).check()
+
+
+def test_http_requests_are_logged_by_level_and_flag() -> None:
+    levels = [ServerArgs(uvicorn_log_level=level).access_log for level in ("warning", "info", "debug")]
+    assert levels == [False, True, True]
+    assert not ServerArgs(uvicorn_log_level="info", disable_uvicorn_access_log=True).access_log
 
 
 def test_keys_may_be_several_and_come_from_vllms_variable(monkeypatch: pytest.MonkeyPatch) -> None:

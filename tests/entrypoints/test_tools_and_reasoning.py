@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -95,6 +96,23 @@ def test_an_answer_with_reasoning_and_a_call(client: openai.OpenAI, chatty: Fake
         "function", "get_weather", {"city": "Zürich"},
     )  # fmt: skip
     assert call.id.startswith("call_")
+
+
+def test_reasoning_may_have_a_budget(tiny_tokenizer: Path) -> None:
+    """Where its marks are tokens. Messages to other models go on without: their clients send it to any."""
+    budget: Any = {"messages": [USER], "thinking_token_budget": 3}
+    message: Any = {"messages": [USER], "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 3}}
+    for marks in (["<think>", "</think>"], []):
+        engine = FakeEngine(tiny_tokenizer)
+        engine.tokenizer.backend_tokenizer.add_tokens(marks)
+        with serving(engine, reasoning_parser="qwen3", disable_log_requests=True, unknown_fields="ignore") as url:
+            chat = httpx.post(f"{url}/v1/chat/completions", json=budget)
+            assert chat.status_code == (200 if marks else 400), chat.text
+            assert not marks or "token{0,3}" in grammar_of(engine)
+            assert httpx.post(f"{url}/v1/messages", json=message).status_code == 200
+            assert ("token{0,3}" in grammar_of(engine)) == bool(marks)
+    with serving(engine, reasoning_parser="none", disable_log_requests=True) as url:
+        assert httpx.post(f"{url}/v1/chat/completions", json=budget).status_code == 200, "nothing to bound"
 
 
 def test_reasoning_can_be_left_out(client: openai.OpenAI, chatty: FakeEngine) -> None:

@@ -147,10 +147,10 @@ class ToolChoice(RequestBody):
 
 
 class Thinking(RequestBody):
-    """Whether to think. `budget_tokens` is no bound here: `max_tokens` is, for thinking and answer together."""
+    """Whether to think, and for how many tokens, where the model's thinking ends with a token of its own."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Int | None = None
+    budget_tokens: Annotated[Int, Field(ge=0)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 

@@ -49,6 +49,8 @@ async def create_message(body: MessagesRequest, raw: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's API."""
     state = state_of(raw)
     chat = await run_off_loop(lambda: as_chat(body), length=_length())
+    if state.thinking_tokens is not None and body.thinking is not None:  # clients send it to any model
+        chat.thinking_token_budget = body.thinking.budget_tokens
     model = state.resolve_model(body.model)
     params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
     conversation = Conversation(chat, state, params, clamps_max_tokens=True)

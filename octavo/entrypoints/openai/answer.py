@@ -21,7 +21,7 @@ from octavo.entrypoints.openai.tools.reading import FormatParser, trigger_marks
 from octavo.entrypoints.openai.tools.recognition import ModelFormats
 from octavo.entrypoints.openai.tools.writing import arguments_only, list_of_calls, spelling
 from octavo.errors import RequestError
-from octavo.sampling.grammar import ReasoningMarks, Spelling, ToolCalls, WantedGrammar
+from octavo.sampling.grammar import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls, WantedGrammar
 from octavo.sampling_params import StructuredOutputsParams
 
 
@@ -109,9 +109,10 @@ def wanted_grammar(
     formats: ModelFormats,
     structure: StructuredOutputsParams | None,
     special_tokens: Mapping[str, int],
+    budget: ThinkingBudget | None,
 ) -> WantedGrammar | None:
     """What the answers must be, if anything: the calls that the request insists on, calls of `strict` functions if
-    there are calls, or `structure`."""
+    there are calls, or `structure`; and no longer in reasoning than the `budget`."""
     content: ToolCalls | StructuredOutputsParams | None = structure
     is_parallel = body.parallel_tool_calls is not False
     if body.forces_calls:
@@ -120,7 +121,7 @@ def wanted_grammar(
     elif content is None and body.chosen_tools and formats.tools is not None and _has_strict_tools(body):
         content = _strict_calls(body, formats.tools, is_parallel)
     if content is None:
-        return None
+        return None if budget is None else WantedGrammar(None, budget=budget)
     marks = None
     if (reasoning := form.reasoning) is not None:
         style = reasoning.style
@@ -128,7 +129,7 @@ def wanted_grammar(
             None if reasoning.is_open else style.start, style.end, reasoning.is_optional, style.answer_start,
             style.answer_end,
         )  # fmt: skip
-    return WantedGrammar(content, marks, body.structure_field, special_tokens)
+    return WantedGrammar(content, marks, body.structure_field, special_tokens, budget)
 
 
 def _has_strict_tools(body: ChatCompletionRequest) -> bool:

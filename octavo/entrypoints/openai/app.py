@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 import time
+import uuid
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
@@ -23,14 +26,14 @@ from octavo.entrypoints.openai import (
     generate,
     health,
     models,
-    pooling,
     tokenize,
 )
 from octavo.entrypoints.openai.errors import add_error_handlers
+from octavo.entrypoints.openai.fields import ID_PATTERN
 from octavo.entrypoints.openai.gate import Gate
 from octavo.entrypoints.openai.routes import Declared, Later, make_routes
 from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.entrypoints.openai.state import ServerState
+from octavo.entrypoints.openai.state import ID_HEADER, ServerState
 from octavo.entrypoints.openai.streaming import SERVER_SEND
 from octavo.metrics.http import HttpMetrics
 
@@ -39,8 +42,7 @@ if TYPE_CHECKING:
 
 
 ROUTERS = [
-    module.router
-    for module in (completions, chat, pooling, models, adapters, tokenize, generate, health, description, ui)
+    module.router for module in (completions, chat, models, adapters, tokenize, generate, health, description, ui)
 ]
 # Modules that no start waits for, with their routes.
 LATER = {
@@ -69,6 +71,17 @@ LATER = {
         "POST /v1/responses/{response_id}/cancel",
         "GET /v1/responses/{response_id}/input_items",
     ),
+    "octavo.entrypoints.openai.pooling": (
+        "POST /v1/embeddings",
+        "POST /v2/embed",
+        "POST /pooling",
+        "POST /classify",
+        "POST /score",
+        "POST /v1/score",
+        "POST /rerank",
+        "POST /v1/rerank",
+        "POST /v2/rerank",
+    ),
     "octavo.entrypoints.anthropic.routes": ("POST /v1/messages", "POST /v1/messages/count_tokens"),
 }
 
@@ -78,6 +91,7 @@ class _App(Starlette):
 
     counts: HttpMetrics
     lets_streams_past = True
+    sends_ids = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.lets_streams_past:
@@ -91,6 +105,8 @@ class _App(Starlette):
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if self.sends_ids:
+                    _add_id(MutableHeaders(raw=message["headers"]), Headers(scope=scope))
             await send(message)
 
         try:
@@ -115,6 +131,13 @@ class _App(Starlette):
         return [route for route in self.routes if isinstance(route, Route) and "{" in route.path]
 
 
+def _add_id(answer: MutableHeaders, request: Headers) -> None:
+    """X-Request-Id: what the answer says already, else the request's own, else a new one."""
+    if ID_HEADER not in answer:
+        given = request.get(ID_HEADER)
+        answer[ID_HEADER] = given if given is not None and re.match(ID_PATTERN, given) else uuid.uuid4().hex
+
+
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> Starlette:
     """The application of a server that answers with `engine`, which need not be ready yet."""
     state = ServerState(engine, args)
@@ -126,6 +149,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> Starlette:
     app.state.octavo = state
     app.counts = state.http_metrics
     app.lets_streams_past = not args.middleware
+    app.sends_ids = args.enable_request_id_headers
     app.state.openapi = description.Description(declared)
     add_error_handlers(app)
     for middleware in reversed(args.middlewares):
@@ -135,7 +159,5 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> Starlette:
             app.add_middleware(cast(Any, middleware))
     # The last one added is the outermost: CORS answers preflight requests, which bring no key, and marks errors too.
     app.add_middleware(Gate, state=state, routes=routes)
-    app.add_middleware(
-        CORSMiddleware, allow_origins=args.origins, allow_methods=["*"], allow_headers=["*"], allow_credentials=False
-    )
+    app.add_middleware(CORSMiddleware, **args.cors)
     return app

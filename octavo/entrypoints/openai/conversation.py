@@ -90,7 +90,7 @@ class Conversation:
             self._body,
             self._params,
             self.prepare,
-            has_grammar=self._body.forces_calls,
+            has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
             clamps_max_tokens=self._clamps_max_tokens,
         )
 
@@ -127,12 +127,22 @@ class Conversation:
         tools = body.tools if body.chosen_tools else None
         hints = hint_options(state.engine.tokenizer, body, is_strict=state.args.unknown_fields == "error")
         options = {**(state.args.default_chat_template_kwargs or {}), **hints}
-        prompt = render_messages(state.engine.tokenizer, body, body.messages, tools, options)
+        prompt = render_messages(
+            state.engine.tokenizer,
+            body,
+            body.messages,
+            tools,
+            options,
+            content_format=state.args.chat_template_content_format,
+        )
         self._format = answer_format(body, state.formats, prompt)
         marks = "".join(self._format.marks)
         if any(token in marks for token in state.special_tokens):
             params.skip_special_tokens = False  # they must be read
-        grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, state.special_tokens)
+        budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
+        grammar = wanted_grammar(
+            body, self._format, state.formats, params.structured_outputs, state.special_tokens, budget
+        )
         # The template has put the special tokens in already.
         return Asked(prompt, bool(body.add_special_tokens), grammar)
 
@@ -153,6 +163,7 @@ def render_messages(
     options: Mapping[str, Any] | None = None,
     *,
     generates: bool = True,
+    content_format: str = "auto",
 ) -> str:
     """The prompt that `messages` and `tools` make with the template's options of `body`, beside `options`; unless those
     say otherwise it ends with the beginning of an answer if the model `generates` one. Raises `RequestError`."""
@@ -166,6 +177,7 @@ def render_messages(
         continue_final_message=continues,
         template_options={**(options or {}), **(body.chat_template_kwargs or {})},
         tools=[tool.model_dump(exclude_none=True) for tool in tools or ()],
+        content_format=content_format,
     )
 
 

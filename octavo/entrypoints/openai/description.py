@@ -179,7 +179,9 @@ def _add_errors(operation: dict[str, Any], body: str) -> None:
     if "requestBody" in operation:
         statuses = set(_ERRORS)
     else:
-        statuses = {"401", "500", "503", *(["404"] if "parameters" in operation else [])}
+        parameters = operation.get("parameters", ())
+        is_asked = any(parameter["in"] == "query" for parameter in parameters)
+        statuses = {"401", "500", "503", *(["404"] if parameters else []), *(["400"] if is_asked else [])}
     for status, meaning in _ERRORS.items():
         if status in statuses - responses.keys():
             error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body}"}}}

@@ -27,7 +27,7 @@ RETRY_AFTER_S = 5
 NOT_BUILT = frozenset((
     "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/realtime",
     "/v1/images/generations", "/v1/moderations", "/v1/conversations", "/v1/fine_tuning/jobs", "/v1/uploads",
-    "/v1/vector_stores", "/v1/assistants", "/v1/threads", "/v2/embed", "/v1/messages/batches", "/v1/responses/compact",
+    "/v1/vector_stores", "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact",
     "/v1/responses/input_tokens", "/v1/completions/render", "/v1/chat/completions/render", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/inference/v1/generate", "/invocations", "/load", "/tokenizer_info", "/server_info",
     "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",

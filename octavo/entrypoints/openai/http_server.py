@@ -63,7 +63,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 log_level=args.uvicorn_log_level,
-                access_log=args.uvicorn_log_level in ("info", "debug", "trace"),
+                access_log=args.access_log,
                 ssl_keyfile=args.ssl_keyfile,
                 ssl_certfile=args.ssl_certfile,
                 ssl_ca_certs=args.ssl_ca_certs,

@@ -128,7 +128,9 @@ class Job(ABC, Generic[Body, Choice]):
             prompt_tokens=self._num_prompt,
             completion_tokens=self._num_completion,
             total_tokens=self._num_prompt + self._num_completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached.values())),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached.values()))
+            if self._state.args.enable_prompt_tokens_details
+            else None,
             completion_tokens_details=CompletionTokensDetails(
                 accepted_prediction_tokens=sum(accepted for accepted, _ in self._predictions.values()),
                 rejected_prediction_tokens=sum(rejected for _, rejected in self._predictions.values()),

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,11 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.engine.pooling_input import PoolingInput, Scores
+from octavo.engine.pooling_input import PoolingInput, Scores, prompt_for
+from octavo.engine.pooling_input import Text as InputText
 from octavo.entrypoints.openai.conversation import render_messages
 from octavo.entrypoints.openai.pooling_protocol import (
     ClassifyRequest,
     ClassifyResponse,
+    CohereEmbedRequest,
+    CohereEmbedResponse,
     EmbeddingRequest,
     EmbeddingResponse,
     PoolingFields,
@@ -36,9 +39,12 @@ from octavo.entrypoints.openai.pooling_protocol import (
 from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import ARRIVAL, state_of
 from octavo.entrypoints.openai.streaming import encode_json, run_until_disconnect
-from octavo.outputs import PoolingOutput, PoolingRequestOutput, Vectors
+from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest
+
+if TYPE_CHECKING:
+    from octavo.outputs import Vectors
 
 router = Router(tags=["Pooling"])
 
@@ -55,6 +61,26 @@ async def create_embedding(body: EmbeddingRequest, raw: Request) -> Response:
 async def pool(body: PoolingRequest, raw: Request) -> Response:
     """What the model pools of each text: a vector, or one of each token."""
     return await _vectors(_Job(body, raw, "pool"), body, body.task, ("pooling", "data"))
+
+
+@router.post("/v2/embed", response_model=CohereEmbedResponse)
+async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Response:
+    """An embedding of each text, in the forms that are asked for: Cohere's route."""
+    job = _Job(body, raw, "embd")
+    texts, purpose = body.all_texts, prompt_for(job.inputs.config, body.input_type)
+    params = body.params(task="embed", dimensions=body.output_dimension, **body.cut)
+    requests = await job.named([InputText(text, None, purpose) for text in texts], params)
+
+    def write(found: Outputs) -> dict[str, Any]:
+        vectors = [one.outputs.data for one in found]
+        kinds = body.embedding_types or ["float"]
+        meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": _num_tokens(found)}}
+        return {
+            "id": job.response_id, "embeddings": {kind: [_WRITERS[kind](one) for one in vectors] for kind in kinds},
+            "texts": texts, "response_type": "embeddings_by_type", "meta": meta,
+        }  # fmt: skip
+
+    return await job.answer(requests, write)
 
 
 async def _vectors(job: _Job, body: EmbeddingRequest, task: str | None, names: tuple[str, str]) -> Response:
@@ -141,11 +167,22 @@ class _Job:
             conversation = None
             if body.messages is not None:
                 conversation = render_messages(
-                    self._state.engine.tokenizer, body, body.messages, body.tools, generates=False
-                )
+                    self._state.engine.tokenizer, body, body.messages, body.tools, generates=False,
+                    content_format=self._state.args.chat_template_content_format,
+                )  # fmt: skip
             return self.inputs.process(
                 body.texts(conversation), params, add_special_tokens=body.adds_special_tokens, priority=body.priority,
                 arrival_time=self._arrival_time,
+            )  # fmt: skip
+
+        return await run_off_loop(make, length=self._length)
+
+    async def named(self, texts: Sequence[InputText], params: PoolingParams) -> list[EngineRequest]:
+        """The requests for texts with the names of their prompts. Raises `RequestError`."""
+
+        def make() -> list[EngineRequest]:
+            return self.inputs.process(
+                texts, params, priority=self._body.priority, arrival_time=self._arrival_time
             )  # fmt: skip
 
         return await run_off_loop(make, length=self._length)
@@ -207,6 +244,12 @@ def _num_tokens(outputs: Outputs) -> int:
 
 
 def _writer(encoding: str | None) -> Callable[[Vectors], Any]:
-    if encoding == "base64":
-        return lambda vectors: base64.b64encode(np.ascontiguousarray(vectors, "<f4").tobytes()).decode()
-    return lambda vectors: vectors.tolist()
+    return _WRITERS[encoding or "float"]
+
+
+_WRITERS: dict[str, Callable[[Vectors], Any]] = {
+    "float": lambda vectors: vectors.tolist(),
+    "base64": lambda vectors: base64.b64encode(np.ascontiguousarray(vectors, "<f4").tobytes()).decode(),
+    "ubinary": lambda vectors: np.packbits(vectors > 0).tolist(),
+    "binary": lambda vectors: (np.packbits(vectors > 0).astype(np.int16) - 128).tolist(),
+}

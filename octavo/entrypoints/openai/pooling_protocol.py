@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
 from octavo.engine.pooling_input import Text as InputText
-from octavo.entrypoints.openai.fields import Id, Int, Prompts, Text, check_text, described
+from octavo.entrypoints.openai.fields import Id, Int, Prompts, RequestBody, Text, check_text, described
 from octavo.entrypoints.openai.protocol import ChatMessage, PromptRequest, TemplateRequest
 from octavo.entrypoints.openai.responses import Body
 from octavo.errors import RequestError
@@ -82,6 +82,63 @@ class EmbeddingRequest(TextsRequest):
     dimensions: Int | None = described("Elements of each embedding, of models that were trained for it.", minimum=1)
     embed_dtype: Literal["float32"] | None = described("The type of the numbers in base64.")
     endianness: Literal["native", "little"] | None = described("Their byte order.")
+
+
+EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
+
+
+class CohereContent(RequestBody):
+    type: Literal["text"]
+    text: Text
+
+
+class CohereInput(RequestBody):
+    content: list[CohereContent]
+
+
+class CohereEmbedRequest(PoolingFields):
+    """Body of POST /v2/embed."""
+
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)] | None = described("The texts.")
+    inputs: Annotated[list[CohereInput], Field(min_length=1, max_length=MAX_TEXTS)] | None = described(
+        "The texts as lists of parts of type text, which are joined by line breaks."
+    )
+    input_type: Literal["search_document", "search_query", "classification", "clustering"] = Field(
+        description="What the texts are for: the model's own prompt of that name comes before them, if it has one."
+    )
+    embedding_types: Annotated[list[EmbeddingType], Field(min_length=1)] | None = described(
+        "Numbers, their bytes in base64, or a bit for each number, eight in a byte with a sign (binary) or without; "
+        "float if left out."
+    )
+    output_dimension: Int | None = described(
+        "Elements of each embedding, of models that were trained for it.", minimum=1
+    )
+    truncate: Literal["NONE", "START", "END"] | None = described(
+        "What is cut of texts that are too long; END if left out."
+    )
+    max_tokens: Annotated[Int, Field(ge=1)] | None = described("Cut texts to so many tokens.")
+
+    @model_validator(mode="after")
+    def _check_one(self) -> CohereEmbedRequest:
+        if (self.texts is None) == (self.inputs is None):
+            raise RequestError("Send either texts or inputs.", param="texts")
+        if self.truncate == "NONE" and self.max_tokens is not None:
+            raise RequestError("max_tokens cuts texts, and truncate is NONE.", param="max_tokens")
+        return self
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """What `params` are told of how texts are cut."""
+        if self.truncate == "NONE" or self.truncate_prompt_tokens is not None:
+            return {}
+        side = "left" if self.truncate == "START" else "right"
+        return {"truncate_prompt_tokens": self.max_tokens or -1, "truncation_side": side}
+
+    @property
+    def all_texts(self) -> list[str]:
+        if self.texts is not None:
+            return list(self.texts)
+        return ["\n".join(part.text for part in one.content) for one in self.inputs or ()]
 
 
 class PoolingRequest(EmbeddingRequest):
@@ -184,6 +241,14 @@ class EmbeddingResponse(Body):
     model: str
     data: list[EmbeddingData]
     usage: EmbeddingUsage
+
+
+class CohereEmbedResponse(Body):
+    id: str
+    embeddings: dict[str, list[list[float]] | list[list[int]] | list[str]]
+    texts: list[str]
+    response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
+    meta: dict[str, Any]
 
 
 class PoolingData(Body):

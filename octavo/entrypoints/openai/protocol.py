@@ -387,6 +387,9 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
         'Whether to call them: "auto", "none", "required" or the one to call.'
     )
     parallel_tool_calls: bool | None = described("Whether there may be several calls.")
+    thinking_token_budget: Annotated[Int, Field(ge=0)] | None = described(
+        "Tokens that the reasoning may have; then its end is all that may come."
+    )
     include_reasoning: bool | None = described("Whether reasoning is shown, in a field of its own.")
     reasoning_effort: Effort | None = described(
         "How much to reason, where the chat template knows of it: its variable reasoning_effort, or enable_thinking or "

@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import os
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +57,15 @@ class ServerArgs(Flags):
     )
     root_path: str = flag("", "Path under which a proxy offers this server, such as /llm.")
     allowed_origins: list[str] = flag([], "Web origins that browsers may call from; default: any.")
+    allowed_methods: list[str] = flag([], "Methods that browsers may call with from other origins; default: any.")
+    allowed_headers: list[str] = flag([], "Headers that browsers may send from other origins; default: any.")
+    allow_credentials: bool = flag(False, "Let browsers send cookies and the like from other origins.")
+    chat_template_content_format: Literal["auto", "string", "openai"] = flag(
+        "auto", "What chat templates get as a message's content: its text (string), or a list of parts of type text "
+        "(openai); auto is the list where the template only knows to go through one.",
+    )  # fmt: skip
+    enable_request_id_headers: bool = flag(True, "Send X-Request-Id with every answer.")
+    enable_prompt_tokens_details: bool = flag(True, "Say in the usage how many tokens of the prompt were cached.")
     response_role: str = flag("assistant", "Role of the messages that chat completions return.")
     max_log_len: int | None = flag(100, "Characters of a prompt in the request log; 0 is none.")
     enable_log_requests: bool = flag(True, "Log requests.")
@@ -65,6 +75,7 @@ class ServerArgs(Flags):
         None, "URL of an OpenTelemetry collector that gets a span a request; needs pip install 'octavo[otel]'."
     )
     uvicorn_log_level: LogLevel = flag("warning", "Log level of the HTTP server; info logs every HTTP request.")
+    disable_uvicorn_access_log: bool = flag(False, "Do not log HTTP requests, whatever the level.")
     max_queue_len: int | None = flag(
         None, "Requests that may wait to be scheduled; more are answered with 429 and Retry-After. Default: any number."
     )
@@ -115,6 +126,9 @@ class ServerArgs(Flags):
     tool_call_parser: str = flag(
         AUTO, f"Format of the model's tool calls: auto (recognised), none, {', '.join(FORMATS)}."
     )
+    tool_parser_plugin: str | None = flag(
+        None, "Python file that adds formats for --tool-call-parser, with register_tool_format; see docs/tools.md."
+    )
     reasoning_parser: str = flag(
         AUTO, f"Format of the model's reasoning: auto (recognised), none, {', '.join(STYLES)}."
     )
@@ -135,17 +149,16 @@ class ServerArgs(Flags):
         return self.enable_log_requests and not self.disable_log_requests
 
     @property
-    def origins(self) -> list[str]:
-        """Allowed origins; vLLM's form, one JSON list, is read too."""
-        if len(self.allowed_origins) == 1 and self.allowed_origins[0].startswith("["):
-            try:
-                origins = json.loads(self.allowed_origins[0])
-            except json.JSONDecodeError:
-                origins = None
-            if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
-                raise ConfigError(f"--allowed-origins {self.allowed_origins[0]} is not a JSON list of origins.")
-            return origins
-        return self.allowed_origins or ["*"]
+    def cors(self) -> dict[str, Any]:
+        """What starlette's CORSMiddleware is told. vLLM's form of a list, one text of JSON, is read too."""
+        lists = ("allowed_origins", "allowed_methods", "allowed_headers")
+        found = {name.replace("allowed", "allow"): _words(name, getattr(self, name)) or ["*"] for name in lists}
+        return {**found, "allow_credentials": self.allow_credentials}
+
+    @property
+    def access_log(self) -> bool:
+        """Whether every HTTP request is logged."""
+        return self.uvicorn_log_level in ("info", "debug", "trace") and not self.disable_uvicorn_access_log
 
     def check(self) -> None:
         """Raise `ConfigError` for whatever cannot be honoured."""
@@ -180,11 +193,13 @@ class ServerArgs(Flags):
             self._check_certificate(self.ssl_certfile)
         if self.otlp_traces_endpoint is not None:
             tracing.check_endpoint(self.otlp_traces_endpoint)
+        if self.tool_parser_plugin is not None:
+            _run_plugin(self.tool_parser_plugin)
         for name, formats in (("tool_call_parser", FORMATS), ("reasoning_parser", STYLES)):
             value, known = getattr(self, name), (AUTO, NONE, *formats)
             if value not in known:
                 raise ConfigError(f"--{name.replace('_', '-')} must be one of {', '.join(known)}, got {value!r}.")
-        _ = self.origins, self.middlewares
+        _ = self.cors, self.middlewares
         if self.response_store is not None:
             from octavo.entrypoints.store import check_store
 
@@ -214,3 +229,27 @@ class ServerArgs(Flags):
                 f"--ssl-certfile {certfile} and --ssl-keyfile {self.ssl_keyfile} are not a certificate and its key in "
                 f"PEM form: {error}."
             ) from None
+
+
+def _words(name: str, given: list[str]) -> list[str]:
+    """The items of a list that may be written as one text of JSON. Raises `ConfigError`."""
+    if len(given) != 1 or not given[0].startswith("["):
+        return given
+    try:
+        words = json.loads(given[0])
+    except json.JSONDecodeError:
+        words = None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(f"--{name.replace('_', '-')} {given[0]} is not a JSON list of strings.")
+    return words
+
+
+def _run_plugin(path: str) -> None:
+    """Raises `ConfigError` for a file that does not run, or that is written against vLLM's classes."""
+    try:
+        runpy.run_path(path)
+    except Exception as error:
+        raise ConfigError(
+            f"--tool-parser-plugin {path} fails: {type(error).__name__}: {error}. It is to call register_tool_format "
+            "of octavo.entrypoints.openai.tools.formats; vLLM's parser classes are not built."
+        ) from None

@@ -23,13 +23,14 @@ from octavo.engine.request_log import log_request
 from octavo.entrypoints.openai.errors import RETRY_AFTER_S
 from octavo.entrypoints.openai.fields import ID_PATTERN
 from octavo.entrypoints.openai.protocol import SamplingRequest
+from octavo.entrypoints.openai.reasoning import Reasoning
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.entrypoints.openai.tools.recognition import ModelFormats, model_formats
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.metrics.http import HttpMetrics
 from octavo.outputs import RequestOutput
 from octavo.request import AdapterSource, EngineRequest, Prompt
-from octavo.sampling.grammar import WantedGrammar
+from octavo.sampling.grammar import ThinkingBudget, WantedGrammar
 from octavo.sampling_params import SamplingParams
 from octavo.tracing import Tracer
 from octavo.version import __version__
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.server")
 
 MAX_RETRY_AFTER_S = 120
+ID_HEADER = "X-Request-Id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,29 @@ class ServerState:
             found = replace(found, why_no_choice="the server was started with --no-enable-auto-tool-choice.")
         return found
 
+    @cached_property
+    def thinking_tokens(self) -> tuple[int, int] | None:
+        """The tokens that begin and end the model's reasoning, where each is one."""
+        style, tokenizer = self.formats.reasoning, self.engine.tokenizer.backend_tokenizer
+        if style is None or style.has_channels:
+            return None
+        start, end = tokenizer.token_to_id(style.start), tokenizer.token_to_id(style.end)
+        return None if start is None or end is None else (start, end)
+
+    def thinking_budget(self, num_tokens: int | None, reasoning: Reasoning | None) -> ThinkingBudget | None:
+        """What bounds the `reasoning` of an answer. Raises `RequestError` where it cannot be ended by one token."""
+        if num_tokens is None or reasoning is None or num_tokens >= self.engine.config.model.max_model_len:
+            return None
+        if self.thinking_tokens is None:
+            raise RequestError(
+                "The marks of this model's reasoning are no tokens of its own, so that it cannot be ended; leave "
+                "thinking_token_budget out.",
+                param="thinking_token_budget",
+            )
+        start, end = self.thinking_tokens
+        inputs, size = self.engine.inputs, len(self.engine.tokenizer)
+        return ThinkingBudget(num_tokens, None if reasoning.is_open else start, end, tuple(inputs.eos_token_ids), size)
+
     async def unavailable(self) -> tuple[str, str] | None:
         """(status, reason) while no request can be taken: loading, restarting, dead or stopping."""
         if self.is_stopping:
@@ -234,14 +259,14 @@ class ServerState:
 
     def response_id(self, prefix: str, body: Identified, raw: Request) -> tuple[str, dict[str, str]]:
         """The response's id and headers: from the body's `request_id` or the header X-Request-Id, or a new one."""
-        given = body.request_id or raw.headers.get("x-request-id")
+        given = body.request_id or raw.headers.get(ID_HEADER)
         if given is None:
             request_id = uuid.uuid4().hex
         elif re.match(ID_PATTERN, given):
             request_id = given
         else:
             raise RequestError("X-Request-Id must be 1 to 200 printable ASCII characters.", param="request_id")
-        return f"{prefix}-{request_id}", {"X-Request-Id": request_id}
+        return f"{prefix}-{request_id}", {ID_HEADER: request_id} if self.args.enable_request_id_headers else {}
 
     async def submit(
         self,

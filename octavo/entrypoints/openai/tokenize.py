@@ -56,4 +56,11 @@ def _text(state: ServerState, body: TokenizeRequest) -> str:
         assert body.prompt is not None
         return body.prompt
     defaults = state.args.default_chat_template_kwargs
-    return render_messages(state.engine.tokenizer, body, body.messages, body.tools, defaults)
+    return render_messages(
+        state.engine.tokenizer,
+        body,
+        body.messages,
+        body.tools,
+        defaults,
+        content_format=state.args.chat_template_content_format,
+    )

@@ -201,3 +201,8 @@ FORMATS: dict[str, ToolFormat] = {
     "step3p5": _QWEN,
     "xlam": ToolFormat(JsonCalls(is_list=True), skipped=("```json", "```", "[TOOL_CALLS]"), close="```"),
 }  # fmt: skip
+
+
+def register_tool_format(name: str, form: ToolFormat) -> None:
+    """Let --tool-call-parser and the recognition know a format by `name`, in the place of one that has it."""
+    FORMATS[name] = form
