@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import shutil
-import signal
-import socket
-import subprocess
 import time
-import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +13,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.e2e.prometheus import MISSING, Prometheus, free_port, running_prometheus
 from tests.e2e.server import MODEL, Server, running_server
 
 pytestmark = pytest.mark.slow
@@ -41,32 +36,10 @@ class Load:
     output_tokens: list[int] = field(default_factory=list)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@dataclass
-class Prometheus:
-    """A running Prometheus."""
-
-    url: str
-
-    def get(self, path: str) -> object:
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
-            return json.load(response)["data"]
-
-    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """(labels, value) of an instant query."""
-        data = self.get("/api/v1/query?" + urllib.parse.urlencode({"query": expression}))
-        return [(row["metric"], float(row["value"][1])) for row in data["result"]]  # type: ignore[call-overload, index]
-
-    def values(self) -> dict[str, float]:
-        """All samples of vLLM's names, as `text_values` has them."""
-        rows = self.query('{__name__=~"vllm:.*",job="server"}')
-        return {sample_name(labels.pop("__name__"), labels): value for labels, value in rows}
+def prometheus_values(prometheus: Prometheus) -> dict[str, float]:
+    """All samples of vLLM's names, as `text_values` has them."""
+    rows = prometheus.query('{__name__=~"vllm:.*",job="server"}')
+    return {sample_name(labels.pop("__name__"), labels): value for labels, value in rows}
 
 
 def sample_name(name: str, labels: dict[str, str]) -> str:
@@ -100,42 +73,9 @@ def prometheus(
     tmp_path_factory: pytest.TempPathFactory, server: Server, metrics_port: int
 ) -> Iterator[Prometheus | None]:
     """Scrapes the server from before its load; None where there is no Prometheus."""
-    binary = shutil.which("prometheus")
-    if binary is None:
-        yield None
-        return
-    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
-    config = {
-        "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
-        "scrape_configs": [
-            {"job_name": "server", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]},
-            {"job_name": "own port", "static_configs": [{"targets": [f"127.0.0.1:{metrics_port}"]}]},
-        ],
-    }
-    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-    command = [
-        binary, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
-        f"--web.listen-address=127.0.0.1:{port}",
-    ]  # fmt: skip
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    running = Prometheus(f"http://127.0.0.1:{port}")
-    try:
-        deadline = time.monotonic() + 60
-        while not _is_up(running):
-            assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
-            time.sleep(0.1)
-        yield running
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-
-
-def _is_up(prometheus: Prometheus) -> bool:
-    try:
-        return [value for _, value in prometheus.query("up")] == [1.0, 1.0]
-    except OSError:
-        return False
+    targets = {"server": server.url.removeprefix("http://"), "own port": f"127.0.0.1:{metrics_port}"}
+    with running_prometheus(tmp_path_factory.mktemp("prometheus"), **targets) as prometheus:
+        yield prometheus
 
 
 @pytest.fixture(scope="module")
@@ -235,17 +175,17 @@ def test_prometheus_has_scraped_what_the_clients_have_seen(
     server: Server, load: Load, prometheus: Prometheus | None
 ) -> None:
     if prometheus is None:
-        pytest.skip("there is no prometheus here (Debian: apt-get install --no-install-recommends prometheus)")
+        pytest.skip(MISSING)
     expected = text_values(server)
     deadline = time.monotonic() + 30
-    while (values := prometheus.values())["e2e_request_latency_seconds_count"] != NUM_REQUESTS + 1 or values[
+    while (values := prometheus_values(prometheus))["e2e_request_latency_seconds_count"] != NUM_REQUESTS + 1 or values[
         "num_requests_running"
     ]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert values.keys() == expected.keys()
     check(values, load)
-    types = {name: entries[0]["type"] for name, entries in prometheus.get("/api/v1/metadata").items()}  # type: ignore[attr-defined]
+    types = {name: entries[0]["type"] for name, entries in prometheus.get("/api/v1/metadata").items()}
     found = {name: types[name.removesuffix("_total") if name not in types else name] for name in TYPES}
     assert found == TYPES
     # The questions that dashboards ask.

@@ -1,0 +1,113 @@
+"""The chart: linted and installed by Helm itself over several files of values; what it creates is held against the same
+rules as the manifests of deploy/kubernetes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from octavo.version import __version__
+from tests.deploy.helm import installed, kubeconfig
+from tests.deploy.kubernetes import Manifest, check, containers
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "helm" / "octavo"
+VALUES = sorted((CHART.parent / "examples").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def helm() -> Any:
+    return pytest.importorskip("helm_sdkpy", reason="Helm's package, of the extra `test`, wants Linux and Python 3.12")
+
+
+def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
+    return [manifest for manifest in manifests if manifest["kind"] == kind]
+
+
+def test_lint(helm: Any) -> None:
+    found = asyncio.run(helm.Lint(helm.Configuration(kubeconfig=kubeconfig("http://127.0.0.1:1"))).run(str(CHART)))
+    assert not found["Errors"]
+    assert [m["Path"] for m in found["Messages"] if m["Severity"] > 0] == ["Chart.yaml"], (
+        "which says that there is no icon"
+    )
+
+
+def test_the_chart_has_octavos_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == __version__
+
+
+@pytest.mark.parametrize("path", [CHART / "values.yaml", *VALUES], ids=lambda path: path.stem)
+def test_values(path: Path) -> None:
+    values = yaml.safe_load(path.read_text())
+    release = installed(CHART, values)
+    extra = values.get("extraObjects", [])
+    assert all(any(m["metadata"]["name"] == e["metadata"]["name"] for m in release.created) for e in extra)
+    own = [m for m in release.created if m["metadata"]["name"] not in {e["metadata"]["name"] for e in extra}]
+    (pod,) = release.tests
+    check([*own, pod])
+    names = {f"llm-octavo-{model['name']}" for model in values["models"]}
+    for kind in ("Deployment", "Service"):
+        assert {m["metadata"]["name"] for m in of_kind(own, kind)} == names
+    (test,) = containers(pod)
+    assert set(test["args"][1:]) == {f"http://{name}:80/health" for name in names}
+    assert all(f"service/{name} " in release.notes for name in names)
+
+
+def test_several_models_behind_one_ingress() -> None:
+    created = installed(CHART, yaml.safe_load((CHART.parent / "examples" / "several-models.yaml").read_text())).created
+    servers = {m["metadata"]["name"]: containers(m)[0] for m in of_kind(created, "Deployment")}
+    (ingress,) = of_kind(created, "Ingress")
+    for path in ingress["spec"]["rules"][0]["http"]["paths"]:
+        assert f"--root-path={path['path']}" in servers[path["backend"]["service"]["name"]]["args"]
+    images = {name: server["image"] for name, server in servers.items()}
+    assert images == {"llm-octavo-chat": "registry.example.com/octavo:cuda", "llm-octavo-small": "octavo:cpu"}
+    assert servers["llm-octavo-chat"]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert [m["kind"] for m in created if m["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")] == [
+        "HorizontalPodAutoscaler", "ScaledObject",
+    ]  # fmt: skip
+    (rules,) = of_kind(created, "PrometheusRule")
+    (boards,) = (m for m in of_kind(created, "ConfigMap") if m["metadata"]["name"] == "llm-octavo-dashboards")
+    files = [ROOT / "deploy" / "prometheus" / name for name in ("recording.yml", "alerts.yml")]
+    assert rules["spec"]["groups"] == [group for file in files for group in yaml.safe_load(file.read_text())["groups"]]
+    assert {name: json.loads(text)["uid"] for name, text in boards["data"].items()} == {
+        f"{name}.json": f"octavo-{name}" for name in ("service", "engine", "models")
+    }
+
+
+def test_secrets_are_made_or_named() -> None:
+    def variables(**values: Any) -> tuple[dict[str, str], list[Manifest]]:
+        created = installed(CHART, {"models": [{"name": "m"}], **values}).created
+        (server,) = (containers(m)[0] for m in of_kind(created, "Deployment"))
+        refs = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in server["env"] if "valueFrom" in e}
+        return {name: f"{ref['name']}/{ref['key']}" for name, ref in refs.items()}, of_kind(created, "Secret")
+
+    assert variables() == ({}, [])
+    made, (secret,) = variables(apiKey={"value": "k"}, hfToken={"value": "t"})
+    assert made == {"OCTAVO_API_KEY": "llm-octavo/api-key", "HF_TOKEN": "llm-octavo/hf-token"}
+    assert secret["stringData"] == {"api-key": "k", "hf-token": "t"}
+    named = variables(apiKey={"existingSecret": "mine", "key": "token"})
+    assert named == ({"OCTAVO_API_KEY": "mine/token"}, [])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"models": []}, "models"),
+        ({"models": [{"model": "a"}]}, "name"),
+        ({"models": [{"name": "Upper"}]}, "Upper|pattern"),
+        ({"models": [{"name": "m", "replica": 2}]}, "replica"),
+        ({"models": [{"name": "m", "gpus": 2}]}, "gpus"),
+        ({"modelDefaults": {"autoscaling": {"by": "magic"}}}, "by"),
+        ({"ingres": {"enabled": True}}, "ingres"),
+        ({"drain": {"shutdownTimeout": -1}}, "shutdownTimeout"),
+    ],
+)
+def test_wrong_values_are_refused(helm: Any, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm.HelmError, match=message):
+        installed(CHART, values)
