@@ -30,12 +30,30 @@ if TYPE_CHECKING:
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-def throughput(argv: Sequence[str] | None = None, *, prog: str = "octavo bench throughput") -> int:
-    """Measure and print; returns the exit code."""
+def make_throughput_parser(prog: str) -> FlagParser:
     parser = FlagParser(prog=prog, description="Measure the engine without a server.")
     add_dataset_args(parser)
     _add_engine_args(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def make_latency_parser(prog: str) -> FlagParser:
+    parser = FlagParser(prog=prog, description="Measure one batch of requests.")
+    group = parser.add_argument_group("batch")
+    group.add_argument("--input-len", type=positive_int, default=32, help="Default: %(default)s tokens.")
+    group.add_argument("--output-len", type=positive_int, default=128, help="Default: %(default)s tokens.")
+    group.add_argument("--batch-size", type=positive_int, default=8, help="Requests (default: %(default)s).")
+    group.add_argument("--num-iters", type=positive_int, default=30, help="Batches (default: %(default)s).")
+    group.add_argument("--num-iters-warmup", type=int, default=10, help="Batches before (default: %(default)s).")
+    _add_engine_args(parser)
+    # Every batch would find the prompts of the one before.
+    parser.set_defaults(enable_prefix_caching=False)
+    return parser
+
+
+def throughput(argv: Sequence[str] | None = None, *, prog: str = "octavo bench throughput") -> int:
+    """Measure and print; returns the exit code."""
+    args = make_throughput_parser(prog).parse_args(argv)
 
     def bench() -> None:
         llm = _make_llm(args)
@@ -73,17 +91,7 @@ def throughput(argv: Sequence[str] | None = None, *, prog: str = "octavo bench t
 
 def latency(argv: Sequence[str] | None = None, *, prog: str = "octavo bench latency") -> int:
     """Measure and print; returns the exit code."""
-    parser = FlagParser(prog=prog, description="Measure one batch of requests.")
-    group = parser.add_argument_group("batch")
-    group.add_argument("--input-len", type=positive_int, default=32, help="Default: %(default)s tokens.")
-    group.add_argument("--output-len", type=positive_int, default=128, help="Default: %(default)s tokens.")
-    group.add_argument("--batch-size", type=positive_int, default=8, help="Requests (default: %(default)s).")
-    group.add_argument("--num-iters", type=positive_int, default=30, help="Batches (default: %(default)s).")
-    group.add_argument("--num-iters-warmup", type=int, default=10, help="Batches before (default: %(default)s).")
-    _add_engine_args(parser)
-    # Every batch would find the prompts of the one before.
-    parser.set_defaults(enable_prefix_caching=False)
-    args = parser.parse_args(argv)
+    args = make_latency_parser(prog).parse_args(argv)
 
     def bench() -> None:
         if args.num_iters_warmup < 0:

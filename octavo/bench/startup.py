@@ -52,22 +52,31 @@ class Start(msgspec.Struct):
     peak_after_request_bytes: int | None
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench startup") -> int:
-    """Measure and print; returns the exit code."""
-    own = FlagParser(add_help=False)
-    own.add_argument("--runs", type=positive_int, default=3, help="Starts to measure, after one that is not.")
-    own.add_argument("--json", metavar="FILE", help="Write all figures there.")
+def make_parser(prog: str) -> FlagParser:
     parser = FlagParser(
         prog=prog,
-        parents=[own],
+        parents=[_own_parser()],
         usage="%(prog)s [--runs N] [--json FILE] [MODEL] [engine flags]",
         description="Start `octavo serve` with the engine flags that are given, and show where the time goes.",
     )
     parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")
     AsyncEngineArgs.add_cli_args(parser)
+    return parser
+
+
+def _own_parser() -> FlagParser:
+    """Flags that are not handed on to the server."""
+    own = FlagParser(add_help=False)
+    own.add_argument("--runs", type=positive_int, default=3, help="Starts to measure, after one that is not.")
+    own.add_argument("--json", metavar="FILE", help="Write all figures there.")
+    return own
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench startup") -> int:
+    """Measure and print; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
-    parser.parse_args(words)  # ends the process with --help or for a wrong flag
-    args, flags = own.parse_known_args(words)
+    make_parser(prog).parse_args(words)  # ends the process with --help or for a wrong flag
+    args, flags = _own_parser().parse_known_args(words)
 
     def bench() -> None:
         # The first one brings the files into the page cache.

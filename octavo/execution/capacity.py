@@ -102,11 +102,16 @@ def shortened(
 
 def _longest_request(config: EngineConfig, groups: Sequence[CacheGroup]) -> list[int]:
     """By pool, the blocks that one request of the greatest length needs, the null block of windows included."""
-    none = [0] * num_pools(groups)
-    cache = KVCacheManager(groups, none, config.cache.block_size, none, enable_prefix_caching=False)
-    needed = cache.most_blocks(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
+    needed = request_blocks(config, groups, config.model.max_model_len)
     windowed = {group.pool for group in groups if group.spec.kind == "window"}
     return [count + (pool in windowed) for pool, count in enumerate(needed)]
+
+
+def request_blocks(config: EngineConfig, groups: Sequence[CacheGroup], num_tokens: int) -> list[int]:
+    """By pool, the blocks that one request of `num_tokens` needs at most."""
+    none = [0] * num_pools(groups)
+    cache = KVCacheManager(groups, none, config.cache.block_size, none, enable_prefix_caching=False)
+    return cache.most_blocks(num_tokens, config.scheduler.max_num_batched_tokens)
 
 
 def num_host_blocks(

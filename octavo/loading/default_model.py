@@ -35,13 +35,18 @@ def cache_dir() -> Path:
     return Path.home() / ".cache" / "octavo"
 
 
+def default_model_path() -> Path:
+    """Where its file is, or is going to be."""
+    return cache_dir() / "models" / _FILE_NAME
+
+
 def fetch_default_model() -> Path:
     """The default model's GGUF file, fetched into the cache if it is not there yet. Raises `LoadError`.
 
     A file of the right name and size is trusted: it was hashed before it was moved there, and hashing 98 MB again takes
     0.05 to 0.25 s of every start.
     """
-    path = cache_dir() / "models" / _FILE_NAME
+    path = default_model_path()
     try:
         if path.is_file() and path.stat().st_size == _FILE_BYTES:
             return path

@@ -31,27 +31,33 @@ def available_memory_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
     """Room under each memory limit above this process: cgroup version 2, or version 1. Empty outside of Linux."""
+    for controllers, base in (("", root), ("memory", root / "memory")):
+        limit, usage, cached = _MEMORY_FILES[controllers]
+        for group in own_groups(base, controllers):
+            try:
+                allowed = int((group / limit).read_text())  # "max" is no number, and no limit
+                stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
+                # Pages of files count as used until something wants their room.
+                yield max(0, allowed - int((group / usage).read_text()) + int(stat.get(cached, 0)))
+            except (OSError, ValueError):
+                continue
+
+
+_MEMORY_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def own_groups(base: Path, controller: str = "") -> Iterator[Path]:
+    """Folders of the control groups that this process is in, below `base`: of version 2, or of a controller of version
+    1. Inside a container the path is often the host's and only the root of the mount exists."""
     try:
         lines = _PROC_CGROUP.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit, usage, cached = root, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cached = "total_inactive_file"
-        else:
-            continue
-        own = base / path.lstrip("/")
-        # Inside a container the path is often the host's and only the root of the mount exists.
-        for group in (own, *own.parents):
-            if group.is_relative_to(base):
-                try:
-                    allowed = int((group / limit).read_text())  # "max" is no number, and no limit
-                    stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
-                    # Pages of files count as used until something wants their room.
-                    yield max(0, allowed - int((group / usage).read_text()) + int(stat.get(cached, 0)))
-                except (OSError, ValueError):
-                    continue
+        if controller in controllers.split(","):
+            own = base / path.lstrip("/")
+            yield from (group for group in (own, *own.parents) if group.is_relative_to(base))

@@ -7,52 +7,100 @@ import argparse
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from octavo.processes import import_path
 from octavo.version import __version__
 
-# By name: a module, its function (argv, prog=...) -> exit code, and one line of help.
-Commands = Mapping[str, tuple[str, str, str]]
+
+class Command(NamedTuple):
+    """One of the words behind `octavo`."""
+
+    module: str
+    run: str  # its function (argv, prog=...) -> exit code
+    help: str  # a line
+    parser: str = "make_parser"  # its function (prog) -> argparse's parser
+
+
+Commands = Mapping[str, Command]
 COMMANDS: Commands = {
-    "serve": ("octavo.entrypoints.cli.serve", "main", "serve a model over the OpenAI API"),
-    "chat": ("octavo.entrypoints.cli.terminal", "chat", "talk to a running server"),
-    "complete": ("octavo.entrypoints.cli.terminal", "complete", "continue a text with a running server"),
-    "run-batch": ("octavo.entrypoints.cli.run_batch", "main", "answer the requests of a file into a file"),
-    "models": ("octavo.entrypoints.cli.models", "main", "print which architectures run"),
-    "bench": ("octavo.entrypoints.cli.main", "bench", "measure the engine"),
+    "serve": Command("octavo.entrypoints.cli.serve", "main", "serve a model over the OpenAI API"),
+    "chat": Command("octavo.entrypoints.cli.terminal", "chat", "talk to a running server", "make_chat_parser"),
+    "complete": Command(
+        "octavo.entrypoints.cli.terminal", "complete", "continue a text with a running server", "make_complete_parser"
+    ),
+    "run-batch": Command("octavo.entrypoints.cli.run_batch", "main", "answer the requests of a file into a file"),
+    "models": Command("octavo.entrypoints.cli.models", "main", "print which architectures run"),
+    "plan": Command("octavo.entrypoints.cli.plan", "main", "say what fits where and how fast"),
+    "doctor": Command("octavo.entrypoints.cli.doctor", "main", "say what this machine can do, and what would be slow"),
+    "collect-env": Command("octavo.entrypoints.cli.collect_env", "main", "print what a report of a problem needs"),
+    "completion": Command("octavo.entrypoints.cli.completion", "main", "print a shell's completion of this command"),
+    "bench": Command("octavo.entrypoints.cli.main", "bench", "measure the engine", "make_bench_parser"),
 }
 BENCHMARKS: Commands = {
-    "throughput": ("octavo.bench.offline", "throughput", "tokens per second of many requests, offline"),
-    "latency": ("octavo.bench.offline", "latency", "how long one batch of requests takes, offline"),
-    "serve": ("octavo.bench.serve", "main", "what clients of a running server see"),
-    "startup": ("octavo.bench.startup", "main", "how long a server takes to be ready, and what it holds then"),
+    "throughput": Command(
+        "octavo.bench.offline", "throughput", "tokens per second of many requests, offline", "make_throughput_parser"
+    ),
+    "latency": Command(
+        "octavo.bench.offline", "latency", "how long one batch of requests takes, offline", "make_latency_parser"
+    ),
+    "serve": Command("octavo.bench.serve", "main", "what clients of a running server see"),
+    "startup": Command("octavo.bench.startup", "main", "how long a server takes to be ready, and what it holds then"),
 }
+
+
+def make_parser(prog: str = "octavo") -> argparse.ArgumentParser:
+    """All commands with all their flags, which imports them all: for what reads the tree."""
+    return _with_commands(_plain_parser(prog), COMMANDS)
+
+
+def make_bench_parser(prog: str) -> argparse.ArgumentParser:
+    """Likewise, of `octavo bench`."""
+    return _with_commands(_bench_parser(prog), BENCHMARKS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="octavo", description="Serve large language models.")
-    parser.add_argument("--version", action="version", version=__version__)
-    return _run_named(COMMANDS, sys.argv[1:] if argv is None else argv, parser)
+    return _run_named(COMMANDS, sys.argv[1:] if argv is None else argv, _plain_parser("octavo"))
 
 
 def bench(argv: Sequence[str], *, prog: str) -> int:
     """Run a measurement and return its exit code."""
-    return _run_named(BENCHMARKS, argv, argparse.ArgumentParser(prog=prog, description="Measure the engine."))
+    return _run_named(BENCHMARKS, argv, _bench_parser(prog))
+
+
+def _plain_parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description="Serve large language models.")
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser
+
+
+def _bench_parser(prog: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=prog, description="Measure the engine.")
 
 
 def _run_named(commands: Commands, argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Run the command that `argv` begins with. For anything else `parser` ends the process: --help, its own flags, and
     unknown names."""
     if argv and argv[0] in commands:
-        module, function, _ = commands[argv[0]]
-        code: int = getattr(importlib.import_module(module), function)(list(argv[1:]), prog=f"{parser.prog} {argv[0]}")
+        command = commands[argv[0]]
+        run = getattr(importlib.import_module(command.module), command.run)
+        code: int = run(list(argv[1:]), prog=f"{parser.prog} {argv[0]}")
         return code
     names = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (_, _, help) in commands.items():
-        names.add_parser(name, help=help)
+    for name, command in commands.items():
+        names.add_parser(name, help=command.help)
     parser.parse_args(argv)
     return 2
+
+
+def _with_commands(parser: argparse.ArgumentParser, commands: Commands) -> argparse.ArgumentParser:
+    """`parser` with the parsers of all commands below it."""
+    names = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
+    for name, command in commands.items():
+        make = getattr(importlib.import_module(command.module), command.parser)
+        names.add_parser(name, help=command.help, parents=[make(f"{parser.prog} {name}")], add_help=False)
+    return parser
 
 
 if __name__ == "__main__":

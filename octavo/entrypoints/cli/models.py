@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from octavo.models import catalogue
 
 
-def main(argv: Sequence[str], *, prog: str) -> int:
-    """Print the table and return the exit code."""
+def make_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description="Print which architectures run, and how.")
     parser.add_argument("--markdown", action="store_true", help="as docs/models.md has it")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str], *, prog: str) -> int:
+    """Print the table and return the exit code."""
+    args = make_parser(prog).parse_args(argv)
     print(catalogue.as_markdown() if args.markdown else catalogue.as_text())
     return 0

@@ -28,14 +28,18 @@ _SERVER_FLAGS = (
 )  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "octavo run-batch") -> int:
-    """Answer a file; returns the exit code."""
+def make_parser(prog: str) -> FlagParser:
     parser = FlagParser(prog=prog, description="Answer the requests of a file in OpenAI's batch format.")
     parser.add_argument("-i", "--input-file", type=Path, required=True, help="JSON lines of requests.")
     parser.add_argument("-o", "--output-file", type=Path, required=True, help="JSON lines of answers, as they come.")
     AsyncEngineArgs.add_cli_args(parser)
     ServerArgs.add_cli_args(parser, only=_SERVER_FLAGS)
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "octavo run-batch") -> int:
+    """Answer a file; returns the exit code."""
+    args = make_parser(prog).parse_args(sys.argv[1:] if argv is None else argv)
     server_args = ServerArgs.from_cli_args(args, disable_log_requests=True)
     return run_command(
         lambda: run_batch(AsyncEngineArgs.from_cli_args(args), server_args, args.input_file, args.output_file)

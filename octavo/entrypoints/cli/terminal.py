@@ -20,12 +20,22 @@ from octavo.sse import EventReader
 TIMEOUT_S = 600
 
 
-def chat(argv: Sequence[str] | None = None, *, prog: str = "octavo chat") -> int:
-    """Talk until end of file (Ctrl-D), or ask the one question of --quick; returns the exit code."""
+def make_chat_parser(prog: str) -> FlagParser:
     parser = _make_parser(prog, "Talk to a running server. Ctrl-C stops an answer, Ctrl-D ends.")
     parser.add_argument("--system-prompt", help="What the model is told before the conversation.")
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="Send one message, print the answer and end.")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def make_complete_parser(prog: str) -> FlagParser:
+    parser = _make_parser(prog, "Continue texts with a running server. Ctrl-C stops a text, Ctrl-D ends.")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="Continue one text and end.")
+    return parser
+
+
+def chat(argv: Sequence[str] | None = None, *, prog: str = "octavo chat") -> int:
+    """Talk until end of file (Ctrl-D), or ask the one question of --quick; returns the exit code."""
+    args = make_chat_parser(prog).parse_args(argv)
 
     def run() -> None:
         client = ApiClient(args)
@@ -47,9 +57,7 @@ def chat(argv: Sequence[str] | None = None, *, prog: str = "octavo chat") -> int
 
 def complete(argv: Sequence[str] | None = None, *, prog: str = "octavo complete") -> int:
     """Continue each line typed until end of file, or the one text of --quick; returns the exit code."""
-    parser = _make_parser(prog, "Continue texts with a running server. Ctrl-C stops a text, Ctrl-D ends.")
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="Continue one text and end.")
-    args = parser.parse_args(argv)
+    args = make_complete_parser(prog).parse_args(argv)
 
     def run() -> None:
         client = ApiClient(args)

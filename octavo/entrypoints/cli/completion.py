@@ -1,0 +1,53 @@
+"""`octavo completion SHELL`: a script that lets a shell complete commands, flags and their choices.
+
+The `shtab` package writes it from the commands' own parsers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from octavo.entrypoints.cli import run_command
+from octavo.flags import FlagParser
+
+SHELLS = ("bash", "zsh", "fish")
+_FILES = ("FILE", "MODEL")  # what stands for a value that may be a file
+
+
+def make_parser(prog: str) -> FlagParser:
+    parser = FlagParser(
+        prog=prog,
+        description="Print a script that completes this command. bash: source <(octavo completion bash). zsh: octavo "
+        "completion zsh > a folder of $fpath/_octavo. fish: octavo completion fish | source.",
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "octavo completion") -> int:
+    """Print the script, and return the exit code."""
+    args = make_parser(prog).parse_args(argv)
+
+    def run() -> None:
+        import shtab
+
+        from octavo.entrypoints.cli import main
+
+        parser = main.make_parser()
+        for action in _actions(parser):
+            if action.type is Path or action.metavar in _FILES or action.dest == "model":
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, args.shell))
+
+    return run_command(run)
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Of a parser and of those below it."""
+    for action in parser._actions:  # as shtab finds them: argparse has no other way
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _actions(below)

@@ -1,0 +1,88 @@
+"""`octavo plan [MODEL]`: what fits where and how fast, from the model's configuration alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from octavo.config import EngineArgs
+from octavo.entrypoints.cli import run_command
+from octavo.errors import ConfigError, LoadError
+from octavo.flags import FlagParser
+
+_ENGINE_FLAGS = (
+    "revision", "download_dir", "dtype", "kv_cache_dtype", "max_model_len", "block_size", "max_num_seqs",
+    "max_num_batched_tokens", "gpu_memory_utilization", "cpu_memory_utilization", "cpu_threads", "hf_overrides",
+)  # fmt: skip
+_FORMATS = ("as-is", "bf16", "int8", "int4", "fp8", "q8_0", "q5_k_m", "q4_k_m", "q4_0")
+_GPUS = ("a100-40gb", "a100", "h100", "h200")
+
+
+def make_parser(prog: str) -> FlagParser:
+    parser = FlagParser(prog=prog, description="Say what fits where and how fast. No weights are read but headers.")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default="",
+        help="Hugging Face id, of which no weights are fetched, folder or .gguf file; default: the default model.",
+    )  # fmt: skip
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument("--cpu", action="store_true", help="This machine's processors, which are measured (default).")
+    device.add_argument("--gpu", choices=_GPUS, help="Such GPUs, which need not be here.")
+    parser.add_argument("--count", type=_positive, help="GPUs (default: 1).")
+    parser.add_argument(
+        "--format", choices=_FORMATS, default="as-is", help="Format of the weights (default: as the model's files are)."
+    )
+    parser.add_argument(
+        "--lengths", type=_positive, nargs="+", default=[], metavar="N", help="Tokens of requests that are to fit."
+    )
+    parser.add_argument(
+        "--batch-sizes", type=_positive, nargs="+", metavar="N", default=[1, 4, 16, 64],
+        help="Sequences in a decode step (default: 1 4 16 64).",
+    )  # fmt: skip
+    parser.add_argument("--input-len", type=_positive, default=512, help="Tokens of a prompt (default: %(default)s).")
+    parser.add_argument(
+        "--context-len", type=_positive, default=256, help="Tokens of a sequence that decodes (default: %(default)s)."
+    )
+    parser.add_argument("--no-measure", action="store_true", help="Measure nothing: sizes only, on a CPU.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, as docs/planning.md describes it.")
+    EngineArgs.add_cli_args(parser, only=_ENGINE_FLAGS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "octavo plan") -> int:
+    """Print the plan. Returns the exit code: 1 if the model does not fit."""
+    args = make_parser(prog).parse_args(argv)
+    fits = True
+
+    def run() -> None:
+        nonlocal fits
+        if args.count is not None and args.gpu is None:
+            raise ConfigError("--count is of GPUs; say which with --gpu.")
+        from octavo.planning.plan import PlanOptions, as_text, make_plan
+        from octavo.planning.step_limits import GPUS
+
+        engine_args = EngineArgs.from_cli_args(args, device="cpu")
+        options = PlanOptions(
+            args.format, GPUS[args.gpu] if args.gpu else None, args.count or 1, args.lengths, args.input_len,
+            args.context_len, args.batch_sizes, not args.no_measure,
+        )  # fmt: skip
+        is_here = not args.model or os.path.exists(os.path.expanduser(args.model))
+        try:
+            config = replace(engine_args, load_format="auto" if is_here else "dummy").create_engine_config()
+        except LoadError as error:
+            if not is_here or "no weights" not in str(error):
+                raise
+            config = replace(engine_args, load_format="dummy").create_engine_config()
+        plan = make_plan(config, options)
+        fits = plan["layout"]["fits"]
+        print(json.dumps(plan, indent=2) if args.json else as_text(plan))
+
+    return run_command(run) or int(not fits)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number <= 0:
+        raise ValueError(f"{number} is not greater than 0")
+    return number

@@ -1,0 +1,90 @@
+"""What a model's cache takes: by token, by request, and how many requests some memory holds. The caches'
+specifications, the groups that share blocks and the blocks that a request needs are the engine's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from octavo.config import CacheConfig, EngineConfig
+from octavo.errors import ConfigError
+from octavo.execution import capacity
+from octavo.execution.block_mover import block_bytes, layer_cache
+from octavo.execution.cpu_device import CpuDevice
+from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec, group_layers
+from octavo.ops import load
+
+_SCALE_BYTES = 4  # of a token and head on GPUs: two bfloat16, where elements are bytes
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """Of the caches of one model, in one type."""
+
+    config: EngineConfig
+    groups: tuple[CacheGroup, ...]
+    block_bytes: tuple[int, ...]  # by pool, of all layers that share its blocks
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token of a short request: no window has passed it yet."""
+        return self._bytes_a_token("full", "window")
+
+    @property
+    def later_token_bytes(self) -> int:
+        """By which a request that is longer than all windows grows."""
+        return self._bytes_a_token("full")
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a request, however long."""
+        return sum(self.block_bytes[group.pool] for group in self.groups if group.spec.kind == "state")
+
+    def _bytes_a_token(self, *kinds: str) -> int:
+        of_block = sum(self.block_bytes[group.pool] for group in self.groups if group.spec.kind in kinds)
+        return of_block // self.config.cache.block_size
+
+    def request_bytes(self, num_tokens: int) -> int:
+        """Of one request of so many tokens, prompt and output."""
+        needed = capacity.request_blocks(self.config, self.groups, num_tokens)
+        return sum(count * size for count, size in zip(needed, self.block_bytes, strict=True))
+
+    def num_requests(self, num_tokens: int, budget_bytes: int) -> int:
+        """How many such requests `budget_bytes` hold at once, --max-num-seqs apart."""
+        return max(0, budget_bytes) // max(1, self.request_bytes(num_tokens))
+
+    def pool_blocks(self, budget_bytes: int) -> list[int]:
+        """By pool, what the engine would allocate. Raises `ConfigError` where that is too little."""
+        return capacity.num_blocks(self.config, self.groups, self.block_bytes, budget_bytes, "the memory")
+
+
+def cache_sizes(config: EngineConfig, specs: Sequence[LayerCacheSpec], dtype: str, on_gpu: bool) -> CacheSizes:
+    """Sizes for a cache of `dtype`. Raises `ConfigError` where no kernel has such a cache."""
+    config = replace(config, cache=replace(config.cache, dtype=dtype))
+    groups = group_layers(specs)
+    sizes = []
+    for pool in range(capacity.num_pools(groups)):
+        of_pool = [group for group in groups if group.pool == pool]
+        num_layers = 1 if config.cache.is_scratch else max(len(group.layers) for group in of_pool)
+        one = _gpu_block_bytes if on_gpu else _cpu_block_bytes
+        sizes.append(num_layers * one(config.cache, of_pool[0].spec))
+    return CacheSizes(config, groups, tuple(sizes))
+
+
+def _cpu_block_bytes(config: CacheConfig, spec: LayerCacheSpec) -> int:
+    return block_bytes(layer_cache(config, CpuDevice(), load(), spec, 1))
+
+
+def _gpu_block_bytes(config: CacheConfig, spec: LayerCacheSpec) -> int:
+    """As `octavo.ops.triton.cache` allocates: torch, which that needs, may be absent where a GPU is planned for."""
+    if spec.kind == "state":
+        return spec.num_bytes
+    element = _ELEMENT_BYTES.get(config.dtype, 1)
+    if element == 1 and spec.key_size != spec.value_size:
+        raise ConfigError(f"a cache of {config.dtype} is not built for latent attention")
+    head = (spec.key_size + spec.value_size) * element + (_SCALE_BYTES if element == 1 else 0)
+    return int(np.prod((config.block_size, spec.num_kv_heads, head)))

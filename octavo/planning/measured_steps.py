@@ -1,0 +1,153 @@
+"""What a model's steps cost on this machine's processors: a few are done by a part of the model, and the engine's own
+cost model is fitted to them.
+
+The part has the model's first layers, as many as make its weights larger than processors' caches, and at most 64 MiB
+of the output matrix: what they take is multiplied up. Its weights are random, in the formats of the model's, packed and
+multiplied as the engine does it, by a captured step of the engine's own runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from octavo.config import EngineConfig
+from octavo.execution.block_mover import BlockMover, layer_cache
+from octavo.execution.cpu_device import CpuDevice
+from octavo.execution.runner import Runner
+from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.step_arrays import StepShape
+from octavo.kv_cache.groups import group_layers
+from octavo.loading.recording import RecordingWeights
+from octavo.loading.weights import Weights
+from octavo.models.description import ModelDescription
+from octavo.models.inventory import record
+from octavo.models.registry import build
+from octavo.ops import LayerKVCache, load
+from octavo.plan import PlannedRow, StepPlan
+from octavo.step_cost import StepCostModel, StepWork
+
+_LEAST_BYTES = 192 << 20  # of the part's layers, where the model has so many: more than most caches hold
+_MOST_VOCABULARY_BYTES = 64 << 20  # of the part's output matrix
+_MOST_TOKENS = 512  # of a step
+_MOST_ROWS = 32
+_TRIES_S = 0.08  # for each step
+_LEAST_TRIES = 3
+_FITS = 40  # observations of each step
+# Around a step in the engine's core, by `benchmarks/step_overhead.py` in docs/performance.md: 483 us at 1 stream,
+# 1,676 at 256.
+_HOST_STEP_S, _HOST_ROW_S = 0.48e-3, 4.7e-6
+# Steps that are measured: rows, tokens that they have computed, tokens that each computes now.
+_STEPS = (
+    (1, 127, 1), (1, 1023, 1), (4, 255, 1), (16, 255, 1), (32, 127, 1), (1, 0, 64), (1, 0, 256), (1, 512, 256),
+    (1, 0, 512),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step of the part, and what follows for the model."""
+
+    work: StepWork
+    seconds: float
+
+
+def measure_steps(config: EngineConfig, description: ModelDescription, weights: Weights, dtype: str) -> StepCostModel:
+    """The cost of steps of the model on this machine's processors, `weights` being random (`octavo.planning.formats`).
+    Takes a second or two, and more where a layer of the model is large."""
+    part, layer_scale, vocabulary_scale = _part_of(description, weights, dtype)
+    runner = _runner(config, part, weights, dtype)
+    steps = []
+    for num_rows, num_computed, num_tokens in _STEPS:
+        if num_computed + num_tokens > config.model.max_model_len:
+            continue
+        seconds = layer_scale * _measure(runner, num_rows, num_computed, num_tokens, num_rows)
+        if layer_scale != vocabulary_scale:
+            without = _measure(runner, num_rows, num_computed, num_tokens, 0)
+            seconds += (vocabulary_scale - layer_scale) * max(0.0, seconds / layer_scale - without)
+        work = StepWork.of([(0, num_computed, num_tokens, 1, 1, ())] * num_rows)
+        steps.append(MeasuredStep(work, seconds + _HOST_STEP_S + _HOST_ROW_S * num_rows))
+    return fitted(steps)
+
+
+def fitted(steps: Sequence[MeasuredStep]) -> StepCostModel:
+    """The cost model that a long time of such steps leads to."""
+    single = steps[0].seconds
+    by_token = min(step.seconds / step.work.num_tokens for step in steps)
+    # What is not told apart stays in these proportions.
+    model = StepCostModel(
+        (single * 0.8, single * 0.2, by_token, by_token, by_token / 8, by_token / 4, single / 1e5, by_token / 1e4)
+    )
+    for _ in range(_FITS):
+        for step in steps:
+            model.observe(step.work, step.seconds)
+    return model
+
+
+def _part_of(description: ModelDescription, weights: Weights, dtype: str) -> tuple[ModelDescription, float, float]:
+    """The part, how much larger the model's layers are, and how much larger its vocabulary is."""
+    vocabulary_bytes = 2 * description.vocab_size * description.hidden_size
+    vocabulary_scale = max(1.0, vocabulary_bytes / _MOST_VOCABULARY_BYTES)
+    num_tokens = int(description.vocab_size / vocabulary_scale)
+
+    def with_layers(count: int) -> ModelDescription:
+        return replace(description, layers=description.layers[:count], vocab_size=num_tokens)
+
+    def num_bytes(count: int) -> int:
+        recorded = RecordingWeights(dtype, weights)
+        record(with_layers(count), recorded)
+        return recorded.packed_bytes()[0]
+
+    none, all_layers, total = num_bytes(0), len(description.layers), num_bytes(len(description.layers))
+    of_layers = total - none
+    count = min(all_layers, max(1, -(-_LEAST_BYTES * all_layers // max(1, of_layers))))
+    return with_layers(count), of_layers / (num_bytes(count) - none), description.vocab_size / num_tokens
+
+
+def _runner(config: EngineConfig, description: ModelDescription, weights: Weights, dtype: str) -> Runner:
+    """A runner of the part, with a captured step and a cache that has been written."""
+    ops, device = load(config.cpu_threads, config.cpus), CpuDevice()
+    block_size = config.cache.block_size
+    longest = min(config.model.max_model_len, max(computed + tokens for _, computed, tokens in _STEPS) + block_size)
+    model = build(description, weights, ops, longest, dtype)
+    groups = group_layers(model.layer_caches)
+    table = SequenceTable(_MOST_ROWS, longest, block_size, groups)
+    num_blocks = 1 + max(-(-rows * (computed + tokens) // block_size) + rows for rows, computed, tokens in _STEPS)
+    runner = Runner(model, ops, device, table, _MOST_TOKENS)
+    caches = [layer_cache(config.cache, device, ops, spec, num_blocks) for spec in model.layer_caches]
+    for cache in caches:
+        _write(cache)
+    runner.use_caches(caches, BlockMover(ops, device, [caches], [0]))
+    random = np.random.default_rng(1)
+    table.tokens[:] = random.integers(0, description.vocab_size, table.tokens.shape)
+    runner.capture()
+    return runner
+
+
+def _write(cache: LayerKVCache) -> None:
+    """A page that was never written is read from one page of zeros."""
+    for part in cache.arrays:
+        part.view(np.uint8)[...] = 0
+
+
+def _measure(runner: Runner, num_rows: int, num_computed: int, num_tokens: int, num_samples: int) -> float:
+    """Median seconds of a step."""
+    table, [captured] = runner.table, runner.captured
+    per_row = -(-(num_computed + num_tokens) // table.block_size)
+    order = np.random.default_rng(2).permutation(num_rows * per_row).astype(np.int32) + 1
+    table.blocks[:, :num_rows, :per_row] = order.reshape(num_rows, per_row)
+    rows = [PlannedRow(row, num_computed, num_tokens, 1) for row in range(num_rows)]
+    table.gather(StepPlan(rows=rows), captured.staged[0])
+    shape = StepShape(num_rows * num_tokens, num_rows, num_samples, 0)
+    captured.step.replay(shape)
+    times_s: list[float] = []
+    end = perf_counter() + _TRIES_S
+    while len(times_s) < _LEAST_TRIES or perf_counter() < end:
+        begin = perf_counter()
+        captured.step.replay(shape)
+        times_s.append(perf_counter() - begin)
+    return median(times_s)

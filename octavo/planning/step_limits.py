@@ -1,0 +1,194 @@
+"""What a step reads and computes at least, and how long a GPU needs for that.
+
+`ModelWork` counts bytes and operations from a model's description. `GpuSteps` turns them into seconds by the machines
+of `octavo.ops.triton.schedule`: all products together and not tile by tile, as `benchmarks/gpu_limits.py` does it for
+dense models in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from octavo.kv_cache.groups import LayerCacheSpec
+from octavo.layers.attention import AttentionDescription
+from octavo.layers.experts import ExpertsDescription
+from octavo.layers.latent import LatentDescription
+from octavo.models.description import ModelDescription
+from octavo.models.inventory import required_tensors
+from octavo.ops.triton.schedule import MACHINES, Machine
+from octavo.step_cost import StepWork
+
+# As `benchmarks/gpu_limits.py` counts them; of a layer's, those that are products or attention.
+_KERNELS_PER_LAYER, _LARGE_PER_LAYER, _KERNELS_PER_STEP = 8, 5, 14
+_SMALL_KERNEL_S = 2.0e-6  # likewise: loads that wait for memory once or twice, and a store
+# The matrix rate that prompts' products reach of a large product's, and attention's beside it: likewise.
+PREFILL_SHARE, ATTENTION_SHARE = 0.70, 0.45
+# Of a sum over devices, by NVLink: NVIDIA's data sheets have 900 GB/s in both directions (A100: 600); small sums take
+# about as long as two launches.
+_LINK_BYTES_PER_S, _SUM_S = 300e9, 10e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device that can be planned for."""
+
+    name: str
+    memory_bytes: int
+    machine: Machine
+
+
+GPUS = {
+    "a100-40gb": Gpu("A100 40 GB", 40 << 30, MACHINES["a100"]),
+    "a100": Gpu("A100 80 GB", 80 << 30, MACHINES["a100"]),
+    "h100": Gpu("H100 80 GB SXM", 80 << 30, MACHINES["h100"]),
+    "h200": Gpu("H200 141 GB", 140 << 30, MACHINES["h200"]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """Of a model: parameters in matrices, by when they are read, and what attention does."""
+
+    num_parameters: int  # of all matrices
+    layer_parameters: int  # read for every token, experts left out
+    head_parameters: int  # of the output matrix: read where a token is sampled
+    expert_parameters: int  # of all experts of all layers
+    expert_share: float  # of the experts that a token takes
+    attention: tuple[tuple[int, int], ...]  # by layer: multiplications for a query and a key, and the window or 0
+    hidden_size: int
+    num_layers: int
+
+    def read_share(self, num_tokens: int, num_samples: int) -> float:
+        """Of the weights' bytes, that a step reads: an embedding's rows are nothing, and experts are chosen evenly."""
+        experts = self.expert_parameters * (1 - (1 - self.expert_share) ** num_tokens)
+        return (self.layer_parameters + self.head_parameters * bool(num_samples) + experts) / self.num_parameters
+
+    def product_operations(self, num_tokens: int, num_samples: int) -> float:
+        """Multiplications and additions."""
+        of_token = self.layer_parameters + self.expert_parameters * self.expert_share
+        return 2 * (num_tokens * of_token + num_samples * self.head_parameters)
+
+    def attention_operations(self, num_pairs: float, mean_context: float) -> float:
+        """For pairs of a query and a key of a layer without a window, whose rows see `mean_context` keys."""
+        return sum(
+            2 * size * num_pairs * (min(1.0, window / max(1.0, mean_context)) if window else 1.0)
+            for size, window in self.attention
+        )
+
+
+def model_work(description: ModelDescription) -> ModelWork:
+    total = sum(prod(tensor.shape) for tensor in required_tensors(description) if tensor.is_matrix)
+    embedding = description.vocab_size * (description.embedding_size or description.hidden_size)
+    experts, share, attention = 0, 0.0, []
+    for layer in description.layers:
+        feed_forward = layer.feed_forward
+        if isinstance(feed_forward, ExpertsDescription):
+            matrices = 3 if feed_forward.gated else 2
+            experts += feed_forward.num_experts * matrices * feed_forward.intermediate_size * description.hidden_size
+            share = feed_forward.routing.top_k / feed_forward.num_experts
+        for mixer in (layer.attention, layer.beside):
+            if isinstance(mixer, AttentionDescription):
+                attention.append((2 * mixer.num_heads * mixer.head_size, mixer.window))
+            elif isinstance(mixer, LatentDescription):  # in absorbed form heads meet compressed vectors
+                attention.append((mixer.num_heads * (2 * mixer.latent_size + mixer.rotated_size), 0))
+    head = 0 if description.pooling is not None else embedding
+    tables = embedding if head == 0 or description.tie_word_embeddings else 2 * embedding
+    return ModelWork(
+        total, total - tables - experts, head, experts, share, tuple(attention), description.hidden_size,
+        len(description.layers),
+    )  # fmt: skip
+
+
+def cached_bytes(specs: Sequence[LayerCacheSpec], num_keys: int, num_rows: int, later: int, early: int) -> float:
+    """That rows read of `num_keys` in all: `early` bytes a token within the windows, `later` beyond them."""
+    windows = [spec.window for spec in specs if spec.kind == "window"]
+    if not windows or not num_rows:
+        return float(num_keys * early)
+    within = min(num_keys, max(windows) * num_rows)
+    return float(num_keys * later + within * (early - later))
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a step cannot be faster than, and why."""
+
+    weights_s: float  # to read them
+    cache_s: float  # to read keys and values
+    products_s: float
+    attention_s: float  # to multiply them
+    fixed_s: float = 0.0  # launches, and sums over devices
+
+    @property
+    def seconds(self) -> float:
+        """Of these, the largest that nothing overlaps: products read and multiply at once, then attention does."""
+        return max(self.weights_s, self.products_s) + max(self.cache_s, self.attention_s) + self.fixed_s
+
+    @property
+    def name(self) -> str:
+        """What takes most of it."""
+        found = {
+            "memory bandwidth (weights)": self.weights_s, "memory bandwidth (cache)": self.cache_s,
+            "arithmetic (products)": self.products_s, "arithmetic (attention)": self.attention_s,
+            "launches and communication": self.fixed_s,
+        }  # fmt: skip
+        return max(found, key=lambda name: found[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of a device, or of several that share the work: what it reads, and multiplies and adds, in a second."""
+
+    bytes_per_s: float
+    products_per_s: float
+    attention_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """A model in one format."""
+
+    work: ModelWork
+    specs: tuple[LayerCacheSpec, ...]
+    weight_bytes: int
+    token_bytes: tuple[int, int]  # of the cache: within the windows, and beyond them
+
+    def of(self, step: StepWork, rates: Rates) -> Limit:
+        model, num_rows = self.work, max(1, step.num_samples, step.num_chunks)
+        keys = cached_bytes(self.specs, step.num_keys, num_rows, *reversed(self.token_bytes))
+        context = (step.num_keys + step.num_tokens / 2) / num_rows
+        # A token's own row multiplies the keys that it finds, as a chunk's do.
+        pairs = step.num_chunk_pairs if step.num_chunks else step.num_keys + step.num_tokens
+        return Limit(
+            self.weight_bytes * model.read_share(step.num_tokens, step.num_samples) / rates.bytes_per_s,
+            keys / rates.bytes_per_s,
+            model.product_operations(step.num_tokens, step.num_samples) / rates.products_per_s,
+            model.attention_operations(pairs, context) / rates.attention_per_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSteps:
+    """`octavo.step_cost.StepCost` of a model on `num_devices` GPUs that share each layer."""
+
+    machine: Machine
+    limits: StepLimits
+    num_devices: int = 1
+
+    def limit(self, step: StepWork) -> Limit:
+        machine, model, n = self.machine, self.limits.work, self.num_devices
+        peak = machine.tflops * 1e12 * n
+        rates = Rates(machine.copy_gbs * 1e9 * n, peak * PREFILL_SHARE, peak * ATTENTION_SHARE)
+        launches = model.num_layers * _KERNELS_PER_LAYER + _KERNELS_PER_STEP
+        small = launches - _LARGE_PER_LAYER * model.num_layers
+        fixed = launches * machine.between_s + small * _SMALL_KERNEL_S
+        if n > 1:
+            summed_bytes = 2 * step.num_tokens * model.hidden_size * 2 * (n - 1) / n
+            fixed += 2 * model.num_layers * (_SUM_S + summed_bytes / _LINK_BYTES_PER_S)
+        return replace(self.limits.of(step, rates), fixed_s=fixed)
+
+    def seconds(self, step: StepWork) -> float:
+        """Half of what products could do beside their longer part is not: so the tiles' model has it, within 10%."""
+        limit = self.limit(step)
+        return limit.seconds + min(limit.weights_s, limit.products_s) / 2

@@ -1,0 +1,258 @@
+"""`octavo plan`: its bytes are those that an engine takes, its times those of the same cost model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.config import EngineArgs
+from octavo.entrypoints.cli.main import main
+from octavo.entrypoints.cli.plan import _FORMATS, _GPUS
+from octavo.execution.executor import LocalExecutor
+from octavo.models.registry import describe
+from octavo.planning.cache_sizes import cache_sizes
+from octavo.planning.formats import AS_IS, FORMATS, packed_weight_bytes, weights_in
+from octavo.planning.measured_steps import MeasuredStep, _part_of, fitted, measure_steps
+from octavo.planning.plan import SCHEMA_VERSION, PlanOptions, as_text, make_plan
+from octavo.planning.step_limits import GPUS, GpuSteps, StepLimits, model_work
+from octavo.step_cost import StepWork
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "bos_token_id": 1,
+    "eos_token_id": 2, "dtype": "bfloat16", "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+}  # fmt: skip
+_MODELS: dict[str, dict[str, Any]] = {
+    "full": {"architectures": ["LlamaForCausalLM"]},
+    "untied": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
+    "windows": {
+        "architectures": ["Gemma3ForCausalLM"], "sliding_window": 32, "query_pre_attn_scalar": 64,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        },
+    },
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128, "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [],
+    },
+    "latent": {
+        "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": None, "kv_lora_rank": 64, "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "rope_interleave": True,
+    },
+    "states": {
+        "architectures": ["MambaForCausalLM"], "state_size": 16, "conv_kernel": 4, "expand": 2, "time_step_rank": 32,
+        "use_conv_bias": False, "use_bias": False, "layer_norm_epsilon": 1e-5, "intermediate_size": 512,
+    },
+}  # fmt: skip
+
+
+def folder_of(path: Path, name: str = "full") -> Path:
+    """A model without weights."""
+    (path / "config.json").write_text(json.dumps(_SIZES | _MODELS[name]))
+    return path
+
+
+def planned(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[dict[str, Any], int]:
+    code = main(["plan", str(path), "--json", *flags])
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan, code
+
+
+@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("stored", ["bf16", "int8"])
+def test_bytes_are_those_that_an_engine_takes(
+    name: str, stored: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_tokenizer: Path
+) -> None:
+    folder = folder_of(tmp_path, name)
+    plan, _ = planned(folder, capsys, "--format", stored, "--no-measure")
+    args = EngineArgs(
+        model=str(folder), tokenizer=str(tiny_tokenizer), device="cpu", load_format="dummy", max_num_seqs=4, seed=0,
+        quantization=None if stored == "bf16" else stored, enforce_eager=True,
+    )  # fmt: skip
+    config = args.create_engine_config()
+    executor = LocalExecutor(config)
+    # Padding of routers and heads to whole panels is left out; of mixers of states the engine counts only matrices.
+    rel = {"experts": 0.02, "latent": 0.02, "states": 0.05}.get(name, 0)
+    assert plan["model"]["weight_bytes"] == pytest.approx(executor.weight_bytes, rel=rel, abs=0)
+    description = describe(config.model.checkpoint.config)
+    sizes = cache_sizes(config, description.layer_caches, config.cache.dtype, on_gpu=False)
+    assert sizes.groups == executor.cache_groups
+    taken = sum(n * size for n, size in zip(executor.num_blocks, sizes.block_bytes, strict=True))
+    assert taken == executor.cache_bytes
+    assert plan["cache"][0]["bytes_per_token"] == sizes.token_bytes
+    assert (plan["cache"][0]["state_bytes_per_request"] > 0) == (name == "states")
+    assert (sizes.later_token_bytes < sizes.token_bytes) == (name == "windows")
+
+
+def test_the_default_model_takes_what_its_file_s_formats_are_packed_into() -> None:
+    config = EngineArgs(device="cpu", num_gpu_blocks_override=600, max_num_seqs=4).create_engine_config()
+    plan = make_plan(config, PlanOptions(measures=False))
+    executor = LocalExecutor(config)
+    assert plan["model"]["weight_bytes"] == executor.weight_bytes
+    assert plan["cache"][0]["bytes_per_token"] * 600 * 16 == executor.cache_bytes
+    assert plan["prefill"] == plan["decode"] == []
+
+
+def test_a_plan_has_this_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Programs read it: another form is another schema_version."""
+    plan, code = planned(
+        folder_of(tmp_path), capsys, "--lengths", "64", "--batch-sizes", "1", "2", "--max-num-seqs", "2"
+    )
+    assert code == 0 and plan["schema_version"] == SCHEMA_VERSION == 1
+
+    def form(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: form(part) for name, part in value.items()}
+        return [form(value[0])] if isinstance(value, list) and value else type(value).__name__
+
+    rate = {"seconds": "float", "tokens_per_s": "float", "limit": "str", "limit_seconds": "float"}
+    assert form(plan) == {
+        "schema_version": "int",
+        "model": {
+            "name": "str", "architecture": "str", "num_layers": "int", "num_parameters": "int", "max_model_len": "int",
+            "dtype": "str", "format": "str", "held_in": "str", "weight_bytes": "int",
+        },
+        "device": {
+            "kind": "str", "name": "str", "count": "int", "usable_bytes": "int", "bytes_per_s": "float",
+            "operations_per_s": "float",
+        },
+        "weights": [{"format": "str", "bytes": "int", "bits_per_weight": "float", "fits_one_device": "bool"}],
+        "cache": [
+            {
+                "dtype": "str", "bytes_per_token": "int", "bytes_per_token_beyond_windows": "int",
+                "state_bytes_per_request": "int",
+            }
+        ],
+        "layout": {
+            "fits": "bool", "reason": "NoneType", "devices_per_replica": "int", "replicas": "int", "cache_bytes": "int",
+        },
+        "requests": [{"length": "int", "bytes": "int", "at_once": "int"}],
+        "prefill": [{"prompt_tokens": "int", **rate}],
+        "decode": [{"batch": "int", "context": "int", **rate}],
+        "notes": "list",
+    }  # fmt: skip
+    assert [entry["batch"] for entry in plan["decode"]] == [1, 2]
+    assert all(entry["seconds"] > 0 for entry in plan["prefill"] + plan["decode"])
+    assert as_text(plan).count("tokens/s") == len(plan["prefill"]) + len(plan["decode"])
+
+
+def test_what_does_not_fit_one_gpu_is_shared_or_refused_with_the_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(_SIZES | _MODELS["full"] | sizes))
+    plan, code = planned(tmp_path, capsys, "--gpu", "h100", "--count", "8")
+    assert code == 0 and plan["layout"]["devices_per_replica"] == 2 and plan["layout"]["replicas"] == 4
+    assert "not built yet" in plan["layout"]["reason"]
+    assert plan["model"]["weight_bytes"] == pytest.approx(2 * 70.55e9, rel=1e-3)
+    assert plan["decode"][0]["limit"] == "memory bandwidth (weights)"
+    # Half of the model at 3.0 TB/s, and sums over two devices.
+    assert plan["decode"][0]["seconds"] == pytest.approx(70e9 / 3.0e12, rel=0.15)
+    plan, code = planned(tmp_path, capsys, "--gpu", "h100")
+    assert code == 1 and not plan["layout"]["fits"] and "131." in plan["layout"]["reason"]
+    plan, code = planned(tmp_path, capsys, "--gpu", "h100", "--format", "int4")
+    assert code == 0 and plan["layout"]["devices_per_replica"] == 1 and plan["layout"]["reason"] is None
+
+
+def test_a_request_s_bytes_are_what_the_memory_is_divided_by() -> None:
+    config = EngineArgs(device="cpu").create_engine_config()
+    specs = describe(config.model.checkpoint.config).layer_caches
+    sizes = cache_sizes(config, specs, "bfloat16", on_gpu=False)
+    request = sizes.request_bytes(2048)
+    assert request == 2048 * sizes.token_bytes
+    assert [sizes.num_requests(2048, budget) for budget in (request - 1, request, 5 * request + 1, -1)] == [0, 1, 5, 0]
+    assert sizes.block_bytes == cache_sizes(config, specs, "bfloat16", on_gpu=True).block_bytes
+    # A pair of bfloat16 scales for each token and head, on either device.
+    heads = 30 * 3
+    assert cache_sizes(config, specs, "int8", on_gpu=False).token_bytes == heads * (2 * 64 + 4)
+    assert cache_sizes(config, specs, "float8_e4m3fn", on_gpu=True).token_bytes == heads * (2 * 64 + 4)
+
+
+def test_formats_of_mixtures_are_llama_cpp_s() -> None:
+    description = describe(_SIZES | _MODELS["untied"] | {"num_hidden_layers": 8})
+    formats = weights_in("q4_k_m", description)
+    found = {layer: formats.stored_format(f"model.layers.{layer}.mlp.down_proj.weight") for layer in range(8)}
+    assert [layer for layer in found if found[layer] == "Q6_K"] == [0, 3, 6, 7]
+    assert formats.stored_format("model.layers.0.self_attn.q_proj.weight") == "Q4_K"
+    assert formats.stored_format("lm_head.weight") == "Q6_K"
+    sizes = [packed_weight_bytes(description, weights_in(name, description), "bfloat16")[0] for name in FORMATS]
+    assert sizes[0] == max(sizes), "floats are the largest"
+
+
+def test_the_command_names_the_formats_and_gpus_that_there_are() -> None:
+    """It lists them itself, since importing them takes long."""
+    assert (AS_IS, *FORMATS) == _FORMATS and set(_GPUS) == set(GPUS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--count", "2"], "--count is of GPUs"),
+        (["--format", "fp8"], "--format fp8 is for GPUs"),
+        (["--max-model-len", "100000"], "is more than the model's 256 positions"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(folder_of(tmp_path)), *flags]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_the_fitted_cost_is_that_of_the_steps_that_were_measured() -> None:
+    def seconds(work: StepWork) -> float:
+        return 3e-3 + 4e-4 * work.num_tokens + 5e-5 * work.num_samples + 1e-7 * work.num_keys
+
+    rows = [(1, 127, 1), (1, 1023, 1), (4, 255, 1), (16, 255, 1), (32, 127, 1), (1, 0, 64), (1, 0, 256), (1, 0, 512)]
+    works = [StepWork.of([(0, done, count, 1, 1, ())] * num_rows) for num_rows, done, count in rows]
+    model = fitted([MeasuredStep(work, seconds(work)) for work in works])
+    between = StepWork.of([(0, 255, 1, 1, 1, ())] * 8)
+    for work in (*works, between):
+        assert model.seconds(work) == pytest.approx(seconds(work), rel=0.1)
+
+
+def test_a_part_of_a_large_model_is_measured_and_multiplied_up() -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+    description = describe(_SIZES | _MODELS["full"] | sizes)
+    part, layers, vocabulary = _part_of(description, weights_in("bf16", description), "bfloat16")
+    assert len(part.layers) == 2 and layers == pytest.approx(8)
+    assert part.vocab_size * vocabulary == description.vocab_size
+    assert part.vocab_size * 2048 * 2 <= 64 << 20
+
+
+def test_steps_of_every_kind_of_cache_can_be_measured() -> None:
+    config = EngineArgs(device="cpu", max_model_len=256).create_engine_config()
+    for name in ("windows", "experts", "latent", "states"):
+        description = describe(_SIZES | _MODELS[name])
+        cost = measure_steps(config, description, weights_in("int8", description), "bfloat16")
+        assert cost.seconds(StepWork.of([(0, 255, 1, 1, 1, ())])) > 0, name
+
+
+@pytest.mark.parametrize("name", ["h100", "a100"])
+def test_steps_of_gpus_are_those_of_the_model_of_tiles(name: str) -> None:
+    from benchmarks.gpu_limits import LLAMA_3_1_8B, Limits
+
+    description = describe(LLAMA_3_1_8B)
+    limits, work = Limits(description, GPUS[name].machine), model_work(description)
+    step_limits = StepLimits(work, description.layer_caches, 2 * work.num_parameters, (131072, 131072))
+    steps = GpuSteps(GPUS[name].machine, step_limits)
+    for batch in (1, 32, 64, 128, 256):
+        step = StepWork.of([(0, 576, 1, 1, 1, ())] * batch)
+        assert steps.seconds(step) == pytest.approx(limits.decode_step_s(batch, 576), rel=0.2), batch
+    prompts = StepWork.of([(0, 0, 2048, 1, 1, ())] * 4)
+    assert steps.seconds(prompts) == pytest.approx(limits.prefill_s(8192, 1024), rel=0.05)
+    halves = replace(steps, num_devices=2)
+    alone = StepWork.of([(0, 576, 1, 1, 1, ())])
+    assert steps.seconds(alone) / 2 < halves.seconds(alone) < steps.seconds(alone)
