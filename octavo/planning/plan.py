@@ -23,7 +23,7 @@ from octavo.step_cost import StepCost, StepWork
 
 SCHEMA_VERSION = 1
 GIB = 1 << 30
-_NOT_BUILT = "Sharing a model among devices (--tensor-parallel-size) is not built yet."
+_NOT_BUILT = "Sharing a model among GPUs (--tensor-parallel-size) is not built yet."
 _GPU_RESERVE_BYTES = GIB  # the CUDA context, kernels, activations of a step of 2,048 tokens
 # A limit that explains less than this of the time is not what to change.
 _LEAST_SHARE = 0.4
