@@ -52,8 +52,8 @@ def make_plan(config: EngineConfig, options: PlanOptions) -> dict[str, Any]:
     if description.impl != "octavo":
         raise ConfigError(f"{checkpoint.name} is computed by transformers, which says nothing of sizes before it runs.")
     weights, notes = _weights(config, description, options)
-    if options.format not in (AS_IS, "bf16") and dtype == "float32":
-        dtype = "bfloat16"
+    if options.format != AS_IS:
+        dtype = "bfloat16"  # of what is not quantized
     try:
         weight_bytes, kinds = packed_weight_bytes(description, weights, dtype)
         caches = _caches(config, description, dtype, options.gpu is not None)
@@ -267,7 +267,9 @@ def _rates(
 
     def entry(step: StepWork, seconds: float, num_tokens: int) -> dict[str, Any]:
         limit = limit_of(step)
-        name = limit.name if limit.seconds > _LEAST_SHARE * seconds else "the time of many small kernels"
+        name = (
+            limit.name if limit.seconds > _LEAST_SHARE * seconds else "no single one: small kernels, threads that wait"
+        )
         return {"seconds": seconds, "tokens_per_s": num_tokens / seconds, "limit": name, "limit_seconds": limit.seconds}
 
     longest, chunk = config.model.max_model_len, config.scheduler.max_num_batched_tokens

@@ -164,6 +164,18 @@ def test_what_does_not_fit_one_gpu_is_shared_or_refused_with_the_numbers(
     assert code == 0 and plan["layout"]["devices_per_replica"] == 1 and plan["layout"]["reason"] is None
 
 
+def test_a_format_is_computed_with_in_bfloat16_whatever_the_model_s_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_SIZES | _MODELS["full"] | {"dtype": "float32"}))
+    own, floats, codes = (
+        planned(tmp_path, capsys, "--format", f, "--no-measure")[0] for f in ("as-is", "bf16", "int8")
+    )
+    assert [plan["model"]["dtype"] for plan in (own, floats, codes)] == ["float32", "bfloat16", "bfloat16"]
+    assert own["model"]["weight_bytes"] == 2 * floats["model"]["weight_bytes"]
+    assert own["cache"][0]["bytes_per_token"] == 2 * codes["cache"][0]["bytes_per_token"]
+
+
 def test_a_request_s_bytes_are_what_the_memory_is_divided_by() -> None:
     config = EngineArgs(device="cpu").create_engine_config()
     specs = describe(config.model.checkpoint.config).layer_caches
