@@ -16,8 +16,8 @@ inline int32_t start_of_sum(const QBlock& x, int g) {
     return F::kBits == 4 ? x.start4[g] : F::kGroup == 32 ? x.start8[g] : x.start16[g];
 }
 
-// Blocks that are opened together for several tiles of rows: some 40 KB.
-constexpr int64_t kOpenedBlocks = 16;
+// Blocks that are opened together for several tiles of rows: some 20 KB, which fit a first-level cache.
+constexpr int64_t kOpenedBlocks = 8;
 static_assert(kOpenedBlocks % kBlocksOfSuper == 0, "whole superblocks are opened");
 
 // How far ahead a single row tile fetches, into the second-level cache: the first has no room for what else it reads.
@@ -136,7 +136,8 @@ void add_outliers(const char* w, const Outlier* outlier, const Outlier* end, flo
 template <class F>
 void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
     using Flat = typename F::Flat;
-    alignas(64) float y[kOutlierRows * kMaxUnit];
+    constexpr int kRows = F::kOpenedBytes ? kOpenedRows : kOutlierRows;
+    alignas(64) float y[kRows * kMaxUnit];
     alignas(64) char opened[F::kOpenedBytes ? F::kOpenedBytes * kOpenedBlocks : 1];
     OutlierList outliers;
     const int64_t blocks = (a.matrix.k + kQBlock - 1) / kQBlock;
@@ -144,7 +145,7 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
     const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
     const int64_t rows = row_end - row_begin;
     const QBlock* x = static_cast<const QBlock*>(a.x) + row_begin * a.x_stride;
-    if (!outliers.collect(x, a.x_stride, blocks, rows, kOutlierRows)) {
+    if (!outliers.collect(x, a.x_stride, blocks, rows, kRows)) {
         const int64_t middle = row_begin + rows / 2;
         int_block<F>(a, row_begin, middle, panel_begin, panel_end);
         return int_block<F>(a, middle, row_end, panel_begin, panel_end);
@@ -157,8 +158,8 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
         const int64_t panels = min_of(unit, panel_end - panel);
         const char* w = static_cast<const char*>(a.matrix.data) + panel * panel_bytes;
         int64_t tile = 0;
-        for (int64_t first = 0; first < rows; first += kOutlierRows) {
-            const int64_t some = min_of<int64_t>(kOutlierRows, rows - first);
+        for (int64_t first = 0; first < rows; first += kRows) {
+            const int64_t some = min_of<int64_t>(kRows, rows - first);
             const int64_t tiles = (some + kIntRows - 1) / kIntRows;
             for (int64_t p = 0; p < panels; ++p) {
                 const char* panel_w = w + p * panel_bytes;
@@ -182,7 +183,7 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
                 }
             }
             tile += tiles;
-            const int64_t batch = first / kOutlierRows;
+            const int64_t batch = first / kRows;
             for (int64_t p = 0; p < panels; ++p) {
                 add_outliers<F>(w + p * panel_bytes, outliers.begin(batch), outliers.end(batch), a.matrix.factor,
                                 y + p * kPanel);

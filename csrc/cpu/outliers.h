@@ -15,6 +15,8 @@ struct Outlier {
 
 // Rows whose outputs wait for each other's outliers: they fit a first-level cache.
 constexpr int kOutlierRows = 48;
+// As many as share opened blocks (int_formats.h).
+constexpr int kOpenedRows = 96;
 
 // The outliers of some rows, batch by batch. Some tenth of all groups has one.
 class OutlierList {
