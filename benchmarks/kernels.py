@@ -1,4 +1,5 @@
-"""Prints what the native kernels reach: GB/s and GFLOP/s of the products of SmolLM2-135M, and attention's times.
+"""Prints what the native kernels reach: GB/s and GFLOP/s of the products of SmolLM2-135M (of K types:
+Llama-3.2-1B), and attention's times.
 
     python benchmarks/kernels.py [--dtype bfloat16|float32|Q4_1|...] [--only linear|attention|latent|call|pack]
 
@@ -21,11 +22,20 @@ from octavo import _cpu
 from octavo.ops import LayerKVCache, cpu
 from octavo.ops.cpu_memory import zeros
 from octavo.quantization import StoredWeight
+from octavo.quantization.formats import BLOCK_TYPES
 
 SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)]
+NUM_LAYERS = 30
+# Those of Llama-3.2-1B, for formats whose superblocks do not divide the rows of the former.
+WIDE_SHAPES = [(2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048), (2048, 128256)]
+WIDE_LAYERS = 16
+GATED = [SHAPES[2], WIDE_SHAPES[2]]
 ROWS = [1, 6, 16, 64, 256]
 # (bits, group, minima) of matrices that come from these formats.
-INTEGERS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q8_0": (8, 32, False), "Q6_K": (8, 16, False)}
+INTEGERS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q8_0": (8, 32, False), "Q3_K": (8, 16, False)}
+# Formats that keep a file's superblocks, of 256 elements, and where in them the float16 units lie.
+SUPERBLOCKS = {"Q4_K": (0, 2), "Q6_K": (208,)}
+OUTPUTS = {"Q4_0": "Q8_0", "Q4_1": "Q8_0", "Q4_K": "Q6_K"}  # of a model's output matrix, where it has another format
 CACHES = ["int8", "float8_e4m3fn", "float8_e5m2"]  # beside those of the dtype
 ROTATED_BYTES = 200e6
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -67,14 +77,29 @@ def random_integers(n: int, k: int, bits: int, group: int, minima: bool, gated: 
     return cpu.packed_weight(data.reshape(-1), (n, k), form, None, gated, group, minima)
 
 
+def random_superblocks(n: int, k: int, name: str, gated: bool) -> cpu.PackedWeight:
+    """A packed matrix of random blocks with one unit."""
+    size = BLOCK_TYPES[name].block_bytes
+    row = RANDOM.integers(0, 256, (k // 256, size), np.uint8)
+    for place in SUPERBLOCKS[name]:
+        row[:, place : place + 2] = np.array([0.01], np.float16).view(np.uint8)
+    rows = n // 2 if gated else n
+    blocks = np.repeat(row.reshape(1, -1), rows, axis=0)
+    return cpu.pack_linear([StoredWeight(name, {"data": blocks}, (rows, k))] * (2 if gated else 1), None, gated)
+
+
 def bench_linear(name: str, seconds: float) -> None:
     """As in a model's step: one replay over many matrices, inputs of integer matrices quantized already. The last line
-    is all matrices of the model in turn, as tokens per second; its output matrix has 8 bits where others have 4, and
-    multiplies one row of a prompt (64 rows and more)."""
+    is all matrices of the model in turn, as tokens per second; its output matrix (`OUTPUTS`) multiplies one row of a
+    prompt (64 rows and more)."""
     print(f"\nlinear, {name}\n{'K':>6}{'N':>7}" + "".join(f"{f'{r} rows':>22}" for r in ROWS))
 
+    shapes, num_layers = (WIDE_SHAPES, WIDE_LAYERS) if name in SUPERBLOCKS else (SHAPES, NUM_LAYERS)
+
     def make(k: int, n: int, name: str = name) -> cpu.PackedWeight:
-        gated = n == 3072
+        gated = (k, n) in GATED
+        if name in SUPERBLOCKS:
+            return random_superblocks(n, k, name, gated)
         if name in INTEGERS:
             return random_integers(n, k, *INTEGERS[name], gated=gated)
         return pack(random(n, k, dtype=name), gated)
@@ -85,7 +110,7 @@ def bench_linear(name: str, seconds: float) -> None:
         inputs = {}
         for k in {weight.in_features for weight in packed}:
             x = random(max(ROWS), k)
-            inputs[k] = program.input(cpu.quantize(x, make(k, 32)) if name in INTEGERS else x.astype(DTYPES[name]))
+            inputs[k] = program.input(cpu.quantize(x, make(k, 32)) if name not in DTYPES else x.astype(DTYPES[name]))
         for part, per_sample in ((packed, False), (output, True)):
             with program.record(per_sample):
                 for weight in part:
@@ -95,7 +120,7 @@ def bench_linear(name: str, seconds: float) -> None:
             best_time_s(lambda _, rows=rows: program.run(rows, 0, rows if rows < 64 else 1), seconds) for rows in ROWS
         ]
 
-    for k, n in SHAPES:
+    for k, n in shapes:
         packed = [make(k, n)]
         num_bytes = packed[0].num_bytes
         copies = max(1, round(ROTATED_BYTES / num_bytes))
@@ -104,8 +129,8 @@ def bench_linear(name: str, seconds: float) -> None:
         for rows, taken in zip(ROWS, replay(packed, []), strict=True):
             line += f"{num_bytes * copies / taken / 1e9:>9.1f} GB/s{2 * rows * k * n * copies / taken / 1e9:>6.0f} GF"
         print(line, flush=True)
-    packed = [make(k, n) for _ in range(30) for k, n in SHAPES[:4]]
-    times = replay(packed, [make(*SHAPES[4], name={"Q4_0": "Q8_0", "Q4_1": "Q8_0"}.get(name, name))])
+    packed = [make(k, n) for _ in range(num_layers) for k, n in shapes[:4]]
+    times = replay(packed, [make(*shapes[4], name=OUTPUTS.get(name, name))])
     print("        model" + "".join(f"{rows / t:>16.0f} tok/s" for rows, t in zip(ROWS, times, strict=True)))
 
 
@@ -234,13 +259,13 @@ def bench_packing(dtype: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=[*DTYPES, *INTEGERS], help="default: all")
+    parser.add_argument("--dtype", choices=[*DTYPES, *INTEGERS, *SUPERBLOCKS], help="default: all")
     parser.add_argument("--only", choices=["linear", "attention", "latent", "call", "pack"])
     parser.add_argument("--kv-cache-dtype", choices=["bfloat16", *CACHES], help="of attention; default: all")
     parser.add_argument("--seconds", type=float, default=0.2, help="time for one figure")
     args = parser.parse_args()
     print(f"{_cpu.isa()}, {_cpu.num_threads()} threads")
-    for name in [args.dtype] if args.dtype else [*DTYPES, *INTEGERS]:
+    for name in [args.dtype] if args.dtype else [*DTYPES, *INTEGERS, *SUPERBLOCKS]:
         if name in DTYPES:
             if args.only in (None, "pack"):
                 bench_packing(name)

@@ -33,11 +33,23 @@ constexpr int kMaxRotatedSize = 128;
 // Elements that a row of the value cache is padded to a multiple of.
 constexpr int kValuePad = 16;
 
-// How a packed matrix holds its weights. Codes of 4 and 8 bits come with scales and, in some formats, minima.
-enum WeightFormat : int32_t { kWeightF32 = 0, kWeightBF16 = 1, kWeightInt4 = 2, kWeightInt8 = 3 };
+// How a packed matrix holds its weights. Codes of 4 and 8 bits come with scales and, in some formats, minima; the last
+// two keep the scales of a file's superblocks. All from kWeightInt4 on are multiplied as integers.
+enum WeightFormat : int32_t {
+    kWeightF32 = 0,
+    kWeightBF16 = 1,
+    kWeightInt4 = 2,
+    kWeightInt8 = 3,
+    kWeightQ4K = 4,
+    kWeightQ6K = 5,
+};
 
 // Elements of a row that are quantized together, and the blocks that k is padded to in integer matrices.
 constexpr int kQBlock = 64;
+// The most elements of k that integer matrices have: so many outliers of a row are kept in lists of a fixed size.
+constexpr int64_t kMaxIntK = 131072;
+// Elements of k whose scales share a unit, in layouts that keep the superblocks of files.
+constexpr int kSuperblock = 256;
 
 // 64 elements of a quantized row. An integer accumulator starts at minus z times the sum of the elements that it will
 // see, because codes stand for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones). An element that stands out of its

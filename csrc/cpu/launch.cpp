@@ -47,6 +47,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 double weight_bytes(const Matrix& m) {
     if (m.format == kWeightF32) return 4;
     if (m.format == kWeightBF16) return 2;
+    if (m.format == kWeightQ4K) return 4.5 / 8;
+    if (m.format == kWeightQ6K) return 6.5625 / 8;
     return (m.format == kWeightInt4 ? 0.5 : 1.0) + 2.0 / m.group + (m.minima ? 2.0 / 32 : 0.0);
 }
 
@@ -151,7 +153,7 @@ Launch plan(PackArgs& args, const KernelTable&, int) {
 
 Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     const Matrix& m = args.matrix;
-    const bool integers = m.format == kWeightInt4 || m.format == kWeightInt8;
+    const bool integers = m.format >= kWeightInt4;
     const int64_t panels = m.gated ? 2 * ceil_div(m.n / 2, kPanel) : ceil_div(m.n, kPanel);
     // Gated panels come in pairs, and as whole blocks where the output is quantized.
     const int64_t units = ceil_div(panels, !m.gated ? 1 : args.out_dtype == kQ8 ? 4 : 2);
@@ -473,7 +475,7 @@ int64_t row_bytes(int64_t width, int32_t dtype) {
 }
 
 double products_ns(const Matrix& m, int64_t rows, int64_t num_matrices) {
-    const bool integers = m.format == kWeightInt4 || m.format == kWeightInt8;
+    const bool integers = m.format >= kWeightInt4;
     const double elements = static_cast<double>(m.n) * static_cast<double>(m.k);
     const double rate = integers ? kIntOpsPerNs : m.format == kWeightF32 ? kF32FlopsPerNs : kBf16FlopsPerNs;
     return std::max(elements * weight_bytes(m) * static_cast<double>(num_matrices) / kBytesPerNs,

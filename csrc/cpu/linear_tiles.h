@@ -130,7 +130,7 @@ constexpr int kUnpackedBytes = kPanel * kQBlock;
 // Codes that are unpacked lose their z on the way, and an integer sum needs no start: a quarter of the work that each
 // sum makes. Codes that lie as tiles want them are taken as they lie, unsigned.
 template <class F>
-constexpr bool kSignedCodes = F::kBits == 4;
+constexpr bool kSignedCodes = F::kBits == 4 || sizeof(typename F::Scale) == 4;
 
 // Sums of a block, as integers: group g of rows at sums[g].
 using TileSums = int32_t[kTileMaxRows * kLanes];
@@ -149,25 +149,24 @@ inline void int_tile_products(const char* codes, const QBlock* x, int64_t x_stri
     }
 }
 
-// Up to sixteen rows by vector v of a panel, over `blocks` blocks: codes of one byte `code_stride` apart, scales and
-// minima where the matrix has them, behind the codes of `w`. Adds to y, in the vectors' order (int_tile). The products
-// of the next block are under way meanwhile. Where there are fewer rows the last stands for those that lack; nobody
-// looks at what it yields.
+// Up to sixteen rows by vector v of a panel, over `blocks` blocks whose codes have one byte each and begin with those
+// of the vector. Adds to y, in the vectors' order (int_tile). The products of the next block are under way meanwhile.
+// Where there are fewer rows the last stands for those that lack; nobody looks at what it yields.
 template <class F>
-void int_tile_rows(const char* codes, int64_t code_stride, const char* w, int v, int64_t blocks, const QBlock* x,
-                   int64_t x_stride, int rows, TileSums (*sums)[F::kGroups], float* y) {
+void int_tile_rows(IntView w, int v, int64_t blocks, const QBlock* x, int64_t x_stride, int rows,
+                   TileSums (*sums)[F::kGroups], float* y) {
     Vec acc[kTileMaxRows];
 #pragma GCC unroll 16
     for (int r = 0; r < kTileMaxRows; ++r) acc[r] = load(y + r * kMaxUnit);
-    int_tile_products<F>(codes, x, x_stride, sums[0]);
-    for (int64_t b = 0; b < blocks; ++b, ++x, w += F::kBlockBytes) {
-        codes += code_stride;
-        if (b + 1 < blocks) int_tile_products<F>(codes, x + 1, x_stride, sums[(b + 1) % 2]);
+    int_tile_products<F>(w.codes, x, x_stride, sums[0]);
+    for (int64_t b = 0; b < blocks; ++b, ++x, w.scales += w.scale_stride) {
+        w.codes += w.code_stride;
+        if (b + 1 < blocks) int_tile_products<F>(w.codes, x + 1, x_stride, sums[(b + 1) % 2]);
         const TileSums* sum = sums[b % 2];
         Vec d[F::kGroups];
-        const uint16_t* scales = reinterpret_cast<const uint16_t*>(w + F::kCodeBytes) + v * kLanes;
-        for (int g = 0; g < F::kGroups; ++g) d[g] = load_half(scales + g * kPanel);
-        const uint16_t* minima = reinterpret_cast<const uint16_t*>(w + F::kCodeBytes + F::kScaleBytes);
+        const auto* scales = reinterpret_cast<const typename F::Scale*>(w.scales) + v * kLanes;
+        for (int g = 0; g < F::kGroups; ++g) d[g] = load_scale(scales + g * kPanel);
+        const uint16_t* minima = reinterpret_cast<const uint16_t*>(w.scales + F::kScaleBytes);
         const Pairs m = F::kMinima ? load_pairs(minima + v * kLanes * 2) : Pairs{};
         const QBlock* row = x;
 #pragma GCC unroll 16
@@ -200,34 +199,37 @@ inline void unpack_codes(const char* codes, uint8_t* out) {
 // Up to kUnpackRows rows, in tiles of `count`, by the panel at w.
 template <class F>
 void int_tile_panel(const char* w, int64_t blocks, const QBlock* x, int64_t x_stride, int64_t rows, int count,
-                    Vec factor, TileSums (*sums)[F::kGroups], float* y) {
+                    float factor, TileSums (*sums)[F::Flat::kGroups], float* y) {
+    using Flat = typename F::Flat;
     alignas(64) uint8_t unpacked[F::kBits == 4 ? kUnpackBlocks * kUnpackedBytes : 64];
+    alignas(64) char opened[F::kOpenedBytes ? F::kOpenedBytes * kUnpackBlocks : 1];
     const int64_t padded = (rows + kTileMaxRows - 1) / kTileMaxRows * kTileMaxRows;
     for (int64_t r = 0; r < padded; ++r) {
         for (int v = 0; v < kVecsPerPanel; ++v) store(y + r * kMaxUnit + v * kLanes, zero());
     }
-    const int64_t step = F::kBits == 4 ? kUnpackBlocks : blocks;
+    const int64_t step = F::kBits == 4 || F::kOpenedBytes ? kUnpackBlocks : blocks;
     for (int64_t begin = 0; begin < blocks; begin += step) {
         const int64_t some = min_of(step, blocks - begin);
-        const char* block = w + begin * F::kBlockBytes;
-        const char* codes = block;
-        int64_t code_stride = F::kBlockBytes;
+        IntView view = F::template open<true>(w, begin, some, 1 / factor, opened);
         if constexpr (F::kBits == 4) {
-            for (int64_t b = 0; b < some; ++b) unpack_codes(block + b * F::kBlockBytes, unpacked + b * kUnpackedBytes);
-            codes = reinterpret_cast<const char*>(unpacked);
-            code_stride = kUnpackedBytes;
+            for (int64_t b = 0; b < some; ++b)
+                unpack_codes(view.codes + b * view.code_stride, unpacked + b * kUnpackedBytes);
+            view.codes = reinterpret_cast<const char*>(unpacked);
+            view.code_stride = kUnpackedBytes;
         }
         for (int v = 0; v < kVecsPerPanel; ++v) {
             for (int64_t r = 0; r < rows; r += count) {
-                int_tile_rows<F>(codes + v * kLanes * 4, code_stride, block, v, some, x + r * x_stride + begin,
-                                 x_stride, count, sums, y + r * kMaxUnit + v * kLanes);
+                IntView of_vector = view;
+                of_vector.codes += v * kLanes * 4;
+                int_tile_rows<Flat>(of_vector, v, some, x + r * x_stride + begin, x_stride, count, sums,
+                                    y + r * kMaxUnit + v * kLanes);
             }
         }
     }
     for (int64_t r = 0; r < rows; ++r) {
         for (int v = 0; v < kVecsPerPanel; ++v) {
             float* p = y + r * kMaxUnit + v * kLanes;
-            store(p, mul(load(p), factor));
+            store(p, mul(load(p), set1(factor)));
         }
     }
 }
@@ -237,7 +239,7 @@ template <class F>
 void int_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int count, int64_t panel_begin,
                       int64_t panel_end) {
     alignas(64) float y[kUnpackRows * kMaxUnit];
-    alignas(64) TileSums sums[2][F::kGroups] = {};
+    alignas(64) TileSums sums[2][F::Flat::kGroups] = {};
     OutlierList outliers;
     const int64_t blocks = (a.matrix.k + kQBlock - 1) / kQBlock;
     const int64_t all_rows = row_end - row_begin;
@@ -249,15 +251,14 @@ void int_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, i
         return int_tile_columns<F>(a, middle, row_end, count, panel_begin, panel_end);
     }
     TileShapes shapes;
-    for (int g = 0; g < F::kGroups; ++g) shapes.set(g, count, kTileMaxBytes);
+    for (int g = 0; g < F::Flat::kGroups; ++g) shapes.set(g, count, kTileMaxBytes);
     for (int i = 0; i < 2; ++i) {
-        shapes.set(4 + i, count, F::kGroup);
-        shapes.set(6 + i, F::kGroup / 4, kTileMaxBytes);
+        shapes.set(4 + i, count, F::Flat::kGroup);
+        shapes.set(6 + i, F::Flat::kGroup / 4, kTileMaxBytes);
     }
     const TileScope scope(shapes);
     const int64_t panel_bytes = blocks * F::kBlockBytes;
     const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
-    const Vec factor = set1(a.matrix.factor);
     for (int64_t panel = panel_begin; panel < panel_end; panel += unit) {
         const int64_t panels = min_of(unit, panel_end - panel);
         const char* w = static_cast<const char*>(a.matrix.data) + panel * panel_bytes;
@@ -267,7 +268,7 @@ void int_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, i
             for (int64_t p = 0; p < panels; ++p) {
                 const char* panel_w = w + p * panel_bytes;
                 const int64_t tile = (row - row_begin) / kUnpackRows;
-                int_tile_panel<F>(panel_w, blocks, x, a.x_stride, rows, count, factor, sums, y + p * kPanel);
+                int_tile_panel<F>(panel_w, blocks, x, a.x_stride, rows, count, a.matrix.factor, sums, y + p * kPanel);
                 add_outliers<F>(panel_w, outliers.begin(tile), outliers.end(tile), a.matrix.factor, y + p * kPanel);
             }
             finish(a, {y, kMaxUnit, row, rows, panel * kPanel, panels * kPanel});

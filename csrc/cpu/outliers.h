@@ -15,14 +15,13 @@ struct Outlier {
 
 // Rows whose outputs wait for each other's outliers: they fit a first-level cache.
 constexpr int kOutlierRows = 48;
+// As many as share opened blocks (int_formats.h).
+constexpr int kOpenedRows = 96;
 
 // The outliers of some rows, batch by batch. Some tenth of all groups has one.
 class OutlierList {
   public:
-    // So many k may have, so that a batch of one row always fits.
-    static constexpr int64_t kMaxK = 131072;
-
-    // Of `rows` rows in batches of `batch_rows`. False if they are too many.
+    // Of `rows` rows in batches of `batch_rows`. False if they are too many; a single row never is.
     bool collect(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, int64_t batch_rows) {
         const int64_t batches = (rows + batch_rows - 1) / batch_rows;
         if (batches > kMaxBatches) return false;
@@ -61,7 +60,7 @@ class OutlierList {
 
     static constexpr int kCapacity = 4096;
     static constexpr int kMaxBatches = 64;
-    static_assert(kMaxK / (kQBlock / 2) <= kCapacity, "a row may have an outlier in each group");
+    static_assert(kMaxIntK / (kQBlock / 2) <= kCapacity, "a row may have an outlier in each group");
     Outlier outliers_[kCapacity];
     int begins_[kMaxBatches + 1];
 };

@@ -52,9 +52,26 @@ uint16_t float_to_bf16(float value) {
 // scales by 16 elements and, if kHasMinima, minima by 32; `read_codes` finds codes. An element is
 // scale * code + minimum, or scale * (code - kZero). Both are called for one block after the other.
 
+// Formats whose superblocks have a layout that keeps their scales, of which kKept is the number, also `keep` a row of
+// a superblock.
+constexpr int32_t kNotKept = -1;
+constexpr int kBlocksOfSuper = kSuperblock / kQBlock;
+constexpr int kQ4KCodes = kPanel * kQBlock / 2;
+constexpr int kQ4KBlock = kQ4KCodes + 128;
+constexpr int kQ6KHeader = kPanel * (2 + kSuperblock / 16);
+constexpr int kQ6KSuper = kQ6KHeader + kPanel * kSuperblock * 6 / 8;
+
+// A float16 unit; one NaN for all, which kernels may round as a number.
+void store_unit(const uint8_t* from, uint8_t* to) {
+    const uint16_t unit = load<uint16_t>(from);
+    const uint16_t stored = (unit & 0x7fff) > 0x7c00 ? 0x7e00 : unit;
+    std::memcpy(to, &stored, 2);
+}
+
 // 32 elements in `kBytes` bytes: float16 scale, float16 minimum if there is one, then `Codes`.
 template <bool kMinimum, int kCodeZero, int kCodeBits, int kCodeBytes>
 struct Blocks32 {
+    static constexpr int32_t kKept = kNotKept;
     static constexpr bool kHasMinima = kMinimum;
     static constexpr int kZero = kCodeZero, kBits = kCodeBits, kElements = 32;
     static constexpr int kHeader = kMinimum ? 4 : 2, kBytes = kHeader + kCodeBytes;
@@ -105,6 +122,7 @@ using Q8_0 = Blocks32<false, 128, 8, 32>;
 // then nibbles, of which 32 bytes make 64 elements.
 template <int kCodeBits>
 struct BlocksK {
+    static constexpr int32_t kKept = kCodeBits == 4 ? kWeightQ4K : kNotKept;
     static constexpr bool kHasMinima = true;
     static constexpr int kZero = 0, kBits = kCodeBits, kElements = 256;
     static constexpr int kFifth = 16, kNibbles = kBits == 5 ? 48 : 16, kBytes = kNibbles + 128;
@@ -112,18 +130,46 @@ struct BlocksK {
     static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float* minima) {
         const uint8_t* from = row + block / 4 * kBytes;
         const float unit = half_to_float(load<uint16_t>(from)), minimum = half_to_float(load<uint16_t>(from + 2));
-        const uint8_t* packed = from + 4;
         for (int i = 0; i < 2; ++i) {
-            // The first four of each have six bits of a byte; the last four share bytes 8 to 11, and the top two bits
-            // of bytes 0 to 7.
-            const int group = static_cast<int>(block % 4) * 2 + i;
-            int scale = packed[group] & 63, below = packed[group + 4] & 63;
-            if (group >= 4) {
-                scale = (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4;
-                below = packed[group + 4] >> 4 | packed[group] >> 6 << 4;
-            }
+            int scale, below;
+            read_six_bits(from + 4, static_cast<int>(block % 4) * 2 + i, scale, below);
             scales[2 * i] = scales[2 * i + 1] = unit * static_cast<float>(scale);
             minima[i] = -(minimum * static_cast<float>(below));
+        }
+    }
+
+    // The numbers of one of eight groups of 32. The first four of each kind have six bits of a byte; the last four
+    // share bytes 8 to 11, and the top two bits of bytes 0 to 7.
+    static void read_six_bits(const uint8_t* packed, int group, int& scale, int& below) {
+        scale = packed[group] & 63;
+        below = packed[group + 4] & 63;
+        if (group >= 4) {
+            scale = (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4;
+            below = packed[group + 4] >> 4 | packed[group] >> 6 << 4;
+        }
+    }
+
+    // A row of a superblock into its lane of FormatQ4K (int_formats.h).
+    static void keep(const uint8_t* from, int lane, uint8_t* out) {
+        const auto meta = [&](int at) { return out + at / 128 * kQ4KBlock + kQ4KCodes + at % 128; };
+        store_unit(from, meta(2 * lane));
+        store_unit(from + 2, meta(2 * (kPanel + lane)));
+        int numbers[16];
+        for (int group = 0; group < 8; ++group) {
+            read_six_bits(from + 4, group, numbers[group], numbers[8 + group]);
+        }
+        for (int i = 0; i < 3; ++i) {
+            uint32_t word = static_cast<uint32_t>(numbers[15] >> (2 * i) & 3) << 30;
+            for (int n = 0; n < 5; ++n) word |= static_cast<uint32_t>(numbers[5 * i + n]) << (6 * n);
+            std::memcpy(meta(128 * (i + 1) + 4 * lane), &word, 4);
+        }
+        for (int block = 0; block < kBlocksOfSuper; ++block) {
+            uint8_t codes[kQBlock];
+            read_codes(from, block, kQBlock, nullptr, codes);
+            for (int step = 0; step < kQBlock / 8; ++step) {
+                const uint32_t word = load<uint32_t>(codes + 8 * step) | load<uint32_t>(codes + 8 * step + 4) << 4;
+                std::memcpy(out + block * kQ4KBlock + (step * kPanel + lane) * 4, &word, 4);
+            }
         }
     }
 
@@ -152,6 +198,7 @@ using Q5_K = BlocksK<5>;
 // 256 elements: 128 bytes of nibbles and 64 of top bits, 16 signed scales, and their float16 unit. Of each half of 128
 // elements, runs 0 and 1 (of 32) are low nibbles, 2 and 3 high ones, and the four share 32 bytes of top bits.
 struct Q6_K {
+    static constexpr int32_t kKept = kWeightQ6K;
     static constexpr bool kHasMinima = false;
     static constexpr int kZero = 32, kBits = 6, kElements = 256, kBytes = 210;
 
@@ -173,12 +220,34 @@ struct Q6_K {
             codes[e + 32] = static_cast<uint8_t>((nibbles[e + 32] >> shift & 15) | (two & 12) << 2);
         }
     }
+
+    // A row of a superblock into its lane of FormatQ6K (int_formats.h).
+    static void keep(const uint8_t* from, int lane, uint8_t* out) {
+        store_unit(from + 208, out + 2 * lane);
+        for (int group = 0; group < kSuperblock / 16; ++group) {
+            out[(2 + group) * kPanel + lane] = from[192 + group] ^ 0x80;
+        }
+        uint8_t* to = out + kQ6KHeader + 4 * lane;
+        for (int block = 0; block < kBlocksOfSuper; ++block) {
+            uint8_t codes[kQBlock];
+            read_codes(from, block, kQBlock, nullptr, codes);
+            for (int step = 0; step < kQBlock / 16; ++step, to += 3 * 4 * kPanel) {
+                const uint32_t fourth = load<uint32_t>(codes + 16 * step + 12);
+                for (int i = 0; i < 3; ++i) {
+                    const uint32_t word = load<uint32_t>(codes + 16 * step + 4 * i) | (fourth >> (2 * i) & 0x03030303)
+                                                                                          << 6;
+                    std::memcpy(to + i * 4 * kPanel, &word, 4);
+                }
+            }
+        }
+    }
 };
 
 // Codes that were unpacked elsewhere, of formats whose bytes are not read here: of 32 elements the scales of both
 // halves and, if there is one, the minimum, as float32, then a byte for each code.
 template <int kCodeBits, bool kMinimum>
 struct Codes {
+    static constexpr int32_t kKept = kNotKept;
     static constexpr bool kHasMinima = kMinimum;
     static constexpr int kZero = kMinimum ? 0 : 1 << kCodeBits >> 1, kBits = kCodeBits, kElements = 1;
     static constexpr int kHeader = 12, kBlock = kHeader + 32, kBytes = 1;
@@ -202,6 +271,7 @@ struct Codes {
 // so that the output is NaN as well.
 template <class Element, int kCodeBits = 8>
 struct Floats {
+    static constexpr int32_t kKept = kNotKept;
     static constexpr bool kHasMinima = false;
     static constexpr int kZero = 1 << kCodeBits >> 1, kBits = kCodeBits, kElements = 1, kBytes = sizeof(Element);
     static constexpr int kHighest = kZero - 1, kLowest = kBits == 8 ? -kHighest : -kZero;
@@ -336,6 +406,8 @@ void write_block(const Matrix& to, const PanelBlock& block, int begin, int end, 
 
 // Bytes of 32 outputs by 64 elements of k.
 int64_t packed_block_bytes(const Matrix& matrix) {
+    if (matrix.format == kWeightQ4K) return kQ4KBlock;
+    if (matrix.format == kWeightQ6K) return kQ6KSuper / kBlocksOfSuper;
     const int64_t codes = matrix.format == kWeightInt4 ? kQBlock / 2 : kQBlock;
     return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
 }
@@ -350,6 +422,17 @@ void pack_part_panel(const void* args, int64_t task) {
     const int end = static_cast<int>(std::min<int64_t>(begin + a.rows - row, kPanel));
     const int64_t blocks = (a.to.k + kQBlock - 1) / kQBlock, block_bytes = packed_block_bytes(a.to);
     uint8_t* out = static_cast<uint8_t*>(const_cast<void*>(a.to.data)) + panel * blocks * block_bytes;
+    if constexpr (Source::kKept != kNotKept) {
+        if (a.to.format == Source::kKept) {
+            const int64_t super_bytes = kBlocksOfSuper * block_bytes;
+            for (int64_t super = 0; super < blocks / kBlocksOfSuper; ++super, out += super_bytes) {
+                for (int lane = begin; lane < end; ++lane) {
+                    Source::keep(a.source + (row + lane - begin) * a.stride + super * Source::kBytes, lane, out);
+                }
+            }
+            return;
+        }
+    }
     PanelBlock gathered;
     for (int64_t block = 0; block < blocks; ++block) {
         for (int lane = begin; lane < end; ++lane) {
@@ -383,11 +466,13 @@ struct Source {
     Kernel pack, max_scale;
     int bits, group, elements, bytes;
     bool minima;
+    int32_t kept;
 };
 
 template <class S>
 constexpr Source source_of(const char* name, int group) {
-    return {name, pack_part_panel<S>, find_max_scale<S>, S::kBits, group, S::kElements, S::kBytes, S::kHasMinima};
+    return {name,         pack_part_panel<S>, find_max_scale<S>, S::kBits, group,
+            S::kElements, S::kBytes,          S::kHasMinima,     S::kKept};
 }
 
 constexpr Source kSources[] = {
@@ -442,8 +527,12 @@ int64_t packed_bytes(const Matrix& matrix) {
 Launch plan(PackPartArgs& args, const KernelTable&, int) {
     const Source& source = checked_source(args.source_format, args.to.k, args.stride);
     const int bits = args.to.format == kWeightInt4 ? 4 : args.to.format == kWeightInt8 ? 8 : 0;
-    if (bits < source.bits || args.to.group > source.group || (args.to.group != 16 && args.to.group != 32) ||
-        (source.minima && !args.to.minima)) {
+    if (args.to.format > kWeightInt8 && args.to.format != source.kept) {
+        throw std::invalid_argument(std::string(source.name) + " does not fit into the superblocks of another format.");
+    }
+    if (args.to.format != source.kept &&
+        (bits < source.bits || args.to.group > source.group || (args.to.group != 16 && args.to.group != 32) ||
+         (source.minima && !args.to.minima))) {
         throw std::invalid_argument(std::string(source.name) + " does not fit into " + std::to_string(bits) +
                                     " bits, groups of " + std::to_string(args.to.group) + " and " +
                                     (args.to.minima ? "minima." : "no minima."));

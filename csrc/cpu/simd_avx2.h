@@ -85,7 +85,20 @@ inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
 using Ints = __m256i;
 
 inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_ints(void* p, Ints v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints sub_bytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
+inline Ints and_ints(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+inline Ints or_ints(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+template <int bits>
+inline Ints shift_right(Ints v) {
+    return _mm256_srli_epi32(v, bits);
+}
 inline Ints set1_int(int32_t x) { return _mm256_set1_epi32(x); }
+// Bytes without signs, one a lane.
+inline Ints load_bytes(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
 inline Vec to_float(Ints v) { return _mm256_cvtepi32_ps(v); }
 inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
@@ -100,6 +113,17 @@ inline Vec one_of_pairs(Pairs p, int which) {
 }
 inline Vec load_half(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Vec round_to_half(Vec v) { return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
+inline Ints as_ints(Pairs p) { return p; }
+// Numbers, of which none is a NaN with low bits, as bf16.
+inline Pairs round_to_pairs(Vec first, Vec second) {
+    const auto rounded = [](Vec v) {
+        const __m256i u = _mm256_castps_si256(v);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+        return _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+    };
+    return _mm256_blend_epi16(_mm256_srli_epi32(rounded(first), 16), rounded(second), 0xaa);
 }
 #if defined(__AVXVNNI__)
 #define OCTAVO_VPDPBUSD _mm256_dpbusd_avx_epi32

@@ -110,7 +110,17 @@ inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
 inline void store_ints(void* p, Ints v) { _mm512_storeu_si512(p, v); }
 inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
+inline Ints and_ints(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+inline Ints or_ints(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+template <int bits>
+inline Ints shift_right(Ints v) {
+    return _mm512_srli_epi32(v, bits);
+}
 inline Ints set1_int(int32_t x) { return _mm512_set1_epi32(x); }
+// Bytes without signs, one a lane.
+inline Ints load_bytes(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline Vec to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
 inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
@@ -126,6 +136,25 @@ inline Vec one_of_pairs(Pairs p, int which) {
 }
 inline Vec load_half(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Vec round_to_half(Vec v) { return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
+inline Ints as_ints(Pairs p) { return p; }
+// Numbers, of which none is a NaN with low bits, as bf16 for dot_pairs. Where that flushes denormals they may be here.
+inline Pairs round_to_pairs(Vec first, Vec second) {
+#ifdef __AVX512BF16__
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    const __m512i halves = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(halves, both);
+#else
+    const auto rounded = [](Vec v) {
+        const __m512i u = _mm512_castps_si512(v);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+        return _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+    };
+    const __m512i high = _mm512_and_si512(rounded(second), _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+    return _mm512_or_si512(_mm512_srli_epi32(rounded(first), 16), high);
+#endif
 }
 // Adds the four products of unsigned codes and signed bytes in every lane. Four-bit codes cannot saturate vpmaddubsw.
 inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {

@@ -79,7 +79,21 @@ inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
 
 // Integers: a lane of bytes holds four of them, neighbours along the reduced dimension.
 inline Ints load_ints(const void* p) { return read<Ints>(p); }
+inline void store_ints(void* p, Ints v) { memcpy(p, &v, sizeof(v)); }
+inline Ints add_ints(Ints a, Ints b) { return bits_of<Ints>(bits_of<Pairs>(a) + bits_of<Pairs>(b)); }
+inline Ints sub_bytes(Ints a, Ints b) {
+    typedef uint8_t Bytes __attribute__((vector_size(16)));
+    return bits_of<Ints>(bits_of<Bytes>(a) - bits_of<Bytes>(b));
+}
+inline Ints and_ints(Ints a, Ints b) { return a & b; }
+inline Ints or_ints(Ints a, Ints b) { return a | b; }
+template <int bits>
+inline Ints shift_right(Ints v) {
+    return bits_of<Ints>(bits_of<Pairs>(v) >> bits);
+}
 inline Ints set1_int(int32_t x) { return Ints{x, x, x, x}; }
+// Bytes without signs, one a lane.
+inline Ints load_bytes(const uint8_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }
 inline Vec to_float(Ints v) { return __builtin_convertvector(v, Vec); }
 inline Ints low_nibbles(Ints v) { return v & 0x0f0f0f0f; }
 inline Ints high_nibbles(Ints v) { return (v >> 4) & 0x0f0f0f0f; }
@@ -94,6 +108,25 @@ inline Vec load_half(const uint16_t* p) {
     const Vec magnitude = bits_of<Vec>((h & 0x7fffu) << 13) * set1(0x1p112f);
     const Pairs special = bits_of<Pairs>((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
     return bits_of<Vec>(bits_of<Pairs>(magnitude) | special | ((h & 0x8000u) << 16));
+}
+// To nearest even; infinite from 65520 on.
+inline Vec round_to_half(Vec v) {
+    const Pairs bits = bits_of<Pairs>(v), sign = bits & 0x80000000u, magnitude = bits & 0x7fffffffu;
+    const Pairs normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u)) & ~0x1fffu;
+    const Pairs tiny = bits_of<Pairs>((bits_of<Vec>(magnitude) + set1(0.5f)) - set1(0.5f));
+    const Pairs is_tiny = bits_of<Pairs>(magnitude < 0x38800000u), is_large = bits_of<Pairs>(normal >= 0x47800000u);
+    const Pairs is_nan = bits_of<Pairs>(magnitude > 0x7f800000u);
+    const Pairs large = 0x7f800000u | (is_nan & 0x400000u);
+    return bits_of<Vec>((is_large & large) | (~is_large & ((is_tiny & tiny) | (~is_tiny & normal))) | sign);
+}
+inline Ints as_ints(Pairs p) { return bits_of<Ints>(p); }
+// Numbers, of which none is a NaN with low bits, as bf16.
+inline Pairs round_to_pairs(Vec first, Vec second) {
+    const auto rounded = [](Vec v) {
+        const Pairs u = bits_of<Pairs>(v);
+        return u + 0x7fffu + ((u >> 16) & 1u);
+    };
+    return (rounded(first) >> 16) | (rounded(second) & 0xffff0000u);
 }
 // Adds the four products of unsigned codes and signed bytes in every lane, as even and odd bytes in 16 bits each.
 inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {

@@ -24,6 +24,8 @@ from octavo.quantization.unpacking import ROUNDED
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _QUANTIZED = {"INT8": "", "INT4": " 4"}  # formats of floats that the packer quantizes: how it calls them
+# Formats whose superblocks have a layout that keeps their scales as they are, and takes the bits of the file.
+_KEPT = {"Q4_K": _cpu.WEIGHT_Q4_K, "Q6_K": _cpu.WEIGHT_Q6_K}
 # Formats whose scales are float16 numbers in the file already, and not products of two numbers.
 _PLAIN_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
 
@@ -51,7 +53,7 @@ class PackedWeight:
 
     @property
     def is_quantized(self) -> bool:
-        return self.format in (_cpu.WEIGHT_INT4, _cpu.WEIGHT_INT8)
+        return self.format not in (_cpu.WEIGHT_F32, _cpu.WEIGHT_BF16)
 
     @property
     def takes_float32(self) -> bool:
@@ -102,9 +104,8 @@ def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None,
 def _pack_integers(parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gated: bool) -> PackedWeight:
     packed = pack_quantized(parts, gated)
     layout, shape = packed.layout, (packed.num_out, packed.num_in)
-    format = _cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8
     return packed_weight(
-        packed.data, shape, format, bias, gated, layout.group, layout.minima, packed.factor, packed.order
+        packed.data, shape, packed.format, bias, gated, layout.group, layout.minima, packed.factor, packed.order
     )
 
 
@@ -131,20 +132,28 @@ def _pack_floats(parts: list[NDArray[Any]], bias: NDArray[Any] | None, gated: bo
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers:
-    """A packed integer matrix (csrc/cpu/kernels.h: Matrix) without its bias."""
+    """A packed integer matrix (csrc/cpu/kernels.h: Matrix) without its bias. Where `format` keeps superblocks, `layout`
+    is what products see of them."""
 
     data: NDArray[np.uint8]
     num_out: int  # of all parts; gate and up together
     num_in: int
     layout: Layout
+    format: int  # WEIGHT_*
     factor: float
     gated: bool
     order: NDArray[np.int32] | None = None
 
 
 def pack_quantized(parts: Sequence[StoredWeight], gated: bool = False) -> PackedIntegers:
-    """`parts` on top of each other in one layout that holds them all; with `gated`, two of one shape alternate."""
+    """`parts` on top of each other in one layout that holds them all; with `gated`, two of one shape alternate. Raises
+    `ConfigError` for formats that are not multiplied here, and for rows that are too long."""
     num_in = parts[0].shape[1]
+    if num_in > _cpu.MAX_INT_K:
+        raise ConfigError(
+            f"a matrix of {num_in} inputs is too wide for integer products on CPUs, which take {_cpu.MAX_INT_K}; "
+            "--dtype float32 multiplies it as floats."
+        )
     num_out = sum(part.shape[0] for part in parts)
     assert all(part.shape[1] == num_in for part in parts), f"parts of {[part.shape for part in parts]}"
     assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape)
@@ -152,7 +161,9 @@ def pack_quantized(parts: Sequence[StoredWeight], gated: bool = False) -> Packed
     order = common_order([source.codes for source in sources])
     layout = common_layout(source.layout for source in sources)
     factor = _factor(parts, sources)
-    format = _cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8
+    formats = {part.format for part in parts}
+    kept = _KEPT.get(parts[0].format) if len(formats) == 1 else None
+    format = kept or (_cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8)
     what = (num_out, num_in, factor, format, layout.group, layout.minima, gated)
     # Zeros stand for weights of 0 where no part writes.
     data = zeros(_cpu.packed_bytes(_cpu.Matrix(0, 0, *what)))
@@ -162,7 +173,7 @@ def pack_quantized(parts: Sequence[StoredWeight], gated: bool = False) -> Packed
         array = source.rows()
         _cpu.pack_part(matrix, first_row, array, source.format, _stride_bytes(array), source.num_rows)
         first_row += 1 if gated else source.num_rows
-    return PackedIntegers(data, num_out, num_in, layout, factor, gated, order)
+    return PackedIntegers(data, num_out, num_in, layout, format, factor, gated, order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,9 +11,13 @@ from torch import Tensor
 
 from octavo import _cpu
 from octavo.ops import ACTIVATIONS
-from tests.ops.int_matrices import FORMATS, Format, pack, random_matrix, reference
+from octavo.ops import cpu as native
+from octavo.ops.cpu_pack import pack_quantized
+from octavo.quantization import unpack
+from tests.ops.int_matrices import FORMATS, Format, IntMatrix, pack, random_matrix, reference
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated, generated_few, random
 from tests.ops.tensors import cpu, torch_ref
+from tests.quantization.blocks import random_matrix as random_blocks
 
 sizes = st.one_of(st.integers(1, 140), st.sampled_from([192, 200, 577]))
 # Every row-tile height and its neighbours, and enough rows for several chunks of rows.
@@ -260,6 +265,59 @@ def test_integer_products_have_the_same_bits_by_any_instruction(any_isa: None, p
                 _cpu.set_isa(isa)
                 results.append(cpu.linear(x, weight))
             assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_superblocks_give_the_bits_of_their_scales_written_out(isa: str, threads: None, name: str) -> None:
+    """A layout that keeps a file's superblocks against one of float16 scales and bfloat16 minima: every height of tile,
+    widths that are opened in several parts, outliers, gates, epilogues and single rows."""
+    for n, k in [(40, 256), (70, 4608)]:
+        kept, flat = _kept_and_flat(name, [n], k)
+        gates, flat_gates = _kept_and_flat(name, [n, n], k)
+        for rows in (1, 2, 3, 6, 7, 8, 9, 16, 17, 23, 64, 100):
+            x = with_outliers(rows, rows, k)
+            assert_same_bits(cpu.linear(x, kept), cpu.linear(x, flat))
+            if rows in (1, 7, 16, 64):
+                for down in (None, consumer(n)):
+                    both = [cpu.linear_silu_and_mul(x, weight, down) for weight in (gates, flat_gates)]
+                    assert torch.equal(*both)
+        ids = torch.arange(n, dtype=torch.int32)
+        assert_same_bits(cpu.embedding(ids, kept), cpu.embedding(ids, flat))
+        x = with_outliers(0, 100, k)
+        alone = torch.cat([cpu.linear(x[i : i + 1], kept) for i in range(100)])
+        for num_threads in (1, 3):
+            _cpu.set_threads(num_threads)
+            assert_same_bits(cpu.linear(x, kept), alone)
+
+
+@pytest.mark.parametrize("unit", [0x7FFF, 0xFFFF, 0x7C00, 0xFC01])
+def test_superblocks_that_are_not_finite_spoil_their_own_output(isa: str, unit: int) -> None:
+    for name, places in [("Q4_K", (0, 2)), ("Q6_K", (208,))]:
+        for place in places:
+            blocks = random_blocks(name, 40, 512)
+            blocks.data[3, place : place + 2] = np.array([unit], np.uint16).view(np.uint8)
+            weight = native.pack_linear([blocks])
+            out = cpu.linear(random(0, 9, 512), weight)
+            assert not out[:, 3].isfinite().any() and out[:, :3].isfinite().all() and out[:, 4:].isfinite().all()
+            row = cpu.embedding(torch.tensor([3], dtype=torch.int32), weight)[0]
+            assert not row[:256].isfinite().all() and row[256:].isfinite().all()
+
+
+def _kept_and_flat(name: str, rows: list[int], k: int) -> tuple[cpu.PackedWeight, cpu.PackedWeight]:
+    """Random blocks, packed as they are, and as `IntMatrix` with the rounding of float16 and bfloat16."""
+    parts = [random_blocks(name, n, k, seed=i) for i, n in enumerate(rows)]
+    gated = len(parts) == 2
+    factor = pack_quantized(parts, gated).factor
+    matrices = []
+    for part in parts:
+        codes = unpack(part)
+        scales = torch.from_numpy(codes.scales)
+        minima, values = None, torch.from_numpy(codes.codes).long()
+        if codes.minima is not None:
+            minima = ((torch.from_numpy(codes.minima) + 8 * scales) / factor).bfloat16()
+        zero = 1 << codes.bits >> 1
+        matrices.append(IntMatrix(codes.bits, codes.group, values - zero, (scales / factor).half(), minima, factor))
+    return native.pack_linear(parts, None, gated), pack(matrices[0], None, matrices[1] if gated else None)
 
 
 @generated

@@ -28,6 +28,8 @@ BLOCKS = {
     "TQ1_0": (54, 256, (52,)),
     "TQ2_0": (66, 256, (64,)),
 }
+# Bits of a weight in layouts that keep superblocks, by their number (csrc/cpu/kernels.h: WeightFormat).
+KEPT_BITS = {4: 4.5, 5: 6.5625}
 # What a float16 can be at its worst.
 EXTREMES = np.array(
     [0.0, -0.0, 65504.0, -65504.0, 2.0**-14, -(2.0**-14), 2.0**-24, -(2.0**-24), 1023 * 2.0**-24, 1.0, -1.0, 2.0**-15],
@@ -61,6 +63,9 @@ def read_packed(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
 
     Written after the description of the layout: [panel][64 elements][codes, scales, minima]. Float64 throughout.
     """
+    if packed.format in KEPT_BITS:
+        found = _read_q4_k(packed) if packed.layout.bits == 4 else _read_q6_k(packed)
+        return _outputs(packed, found[0]), _outputs(packed, found[1])
     layout = packed.layout
     blocks = -(-packed.num_in // 64)
     code_bytes, zero = (1024, 8) if layout.bits == 4 else (2048, 128)
@@ -91,6 +96,46 @@ def read_packed(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
     products = packed.factor * scales * (codes - zero)
     minima *= packed.factor
     return _outputs(packed, products), _outputs(packed, minima)
+
+
+def _fourth(three: np.ndarray, width: int) -> np.ndarray:
+    """The number of six bits that the highest two of `width` bits make, over three neighbours on axis 0."""
+    tops = (three >> (width - 2)).astype(np.int64)
+    return tops[0] | tops[1] << 2 | tops[2] << 4
+
+
+def _read_q4_k(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
+    """[panel][256 elements][64 of them][1024 bytes of codes, 128 bytes]: units, then three words for each output."""
+    supers = packed.num_in // 256
+    memory = np.asarray(packed.data).reshape(-1, supers, 4, 1152)
+    pieces = np.ascontiguousarray(memory[..., 1024:])
+    units = pieces[:, :, 0].view(np.float16).reshape(-1, supers, 2, 32).astype(np.float64)
+    words = pieces[:, :, 1:].view(np.uint32).reshape(-1, supers, 3, 32)
+    numbers = [(words[:, :, n // 5] >> (6 * (n % 5))) & 63 for n in range(15)]
+    numbers.append(_fourth(words.transpose(2, 0, 1, 3), 32))
+    each = np.stack(numbers, -1).astype(np.float64)  # [panel, superblock, output, 16]
+    scales = units[:, :, 0, :, None] * each[..., :8]
+    minima = 8 * scales - units[:, :, 1, :, None] * each[..., 8:]
+    steps = memory[..., :1024].reshape(-1, supers, 4, 8, 32, 4)
+    codes = np.stack([steps & 15, steps >> 4], 4).astype(np.int64)  # [panel, superblock, block, step, half, output, 4]
+    codes = codes.transpose(0, 5, 1, 2, 3, 4, 6).reshape(len(memory), 32, supers, 256)
+    spread = [x.transpose(0, 2, 1, 3).repeat(32, -1) for x in (scales, minima)]
+    return spread[0] * (codes - 8), spread[1]
+
+
+def _read_q6_k(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
+    """[panel][256 elements][units, scales by 16, then for 16 elements three vectors of codes and in them a fourth]."""
+    supers = packed.num_in // 256
+    memory = np.asarray(packed.data).reshape(-1, supers, 6720)
+    units = np.ascontiguousarray(memory[..., :64]).view(np.float16).astype(np.float64)
+    each = memory[..., 64:576].reshape(-1, supers, 16, 32).astype(np.float64) - 128
+    scales = (units[:, :, None] * each).transpose(0, 3, 1, 2).repeat(16, -1)
+    three = memory[..., 576:].reshape(-1, supers, 16, 3, 32, 4)
+    fourth = _fourth(three.transpose(3, 0, 1, 2, 4, 5), 8)
+    codes = np.concatenate([three & 63, fourth[:, :, :, None].astype(np.uint8)], 3).astype(np.int64)
+    codes = codes.transpose(0, 4, 1, 2, 3, 5).reshape(len(memory), 32, supers, 256)
+    products = scales * (codes - 32)
+    return products, np.zeros_like(products)
 
 
 def _outputs(packed: PackedIntegers, panels: np.ndarray) -> np.ndarray:

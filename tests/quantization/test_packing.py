@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from octavo import _cpu
+from octavo.errors import ConfigError
 from octavo.ops.cpu_pack import PackedIntegers, pack_quantized
 from octavo.quantization import Layout, StoredWeight, common_layout, dequantize, layout_of
-from tests.quantization.blocks import BLOCKS, random_matrix, read_packed, values_of
+from tests.quantization.blocks import BLOCKS, KEPT_BITS, random_matrix, read_packed, values_of
 
 _EXACT = ("Q4_0", "Q5_0", "Q8_0")  # float16 scales and no minima: nothing to round
 _PACKED = [name for name in BLOCKS if name != "Q2_K"]  # but for the rounding of scales and minima to their own values
@@ -22,6 +23,9 @@ def _check(packed: PackedIntegers, expected: np.ndarray, exact: bool) -> None:
     assert products.shape == expected.shape
     if exact:
         assert np.array_equal(products + minima, expected)
+        return
+    if packed.format in KEPT_BITS:  # exact, but expected values were rounded to float32
+        assert (np.abs(products + minima - expected) <= 2.0**-22 * (np.abs(products) + np.abs(minima))).all()
         return
     # Half a last bit of scale and of minimum; scales below float16's normal numbers have absolute bits.
     largest = 32 if packed.layout.bits == 4 else 256
@@ -42,7 +46,12 @@ def test_every_format_is_packed_to_its_own_values(name: str, rows: int, blocks: 
     packed = pack_quantized([matrix])
     assert packed.layout == layout_of(name)
     assert (packed.factor == 1) == (not name.endswith(("_K", "_XS"))) or extreme
-    assert packed.data.nbytes == packed.layout.packed_bytes(*matrix.shape)
+    assert (packed.format in KEPT_BITS) == (name in ("Q4_K", "Q6_K"))
+    if packed.format in KEPT_BITS:
+        weights = -(-rows // 32) * 32 * matrix.shape[1]
+        assert packed.data.nbytes == weights * KEPT_BITS[packed.format] / 8
+    else:
+        assert packed.data.nbytes == packed.layout.packed_bytes(*matrix.shape)
     _check(packed, values_of(matrix), name in _EXACT)
 
 
@@ -100,6 +109,20 @@ def test_gate_and_up_alternate(names: tuple[str, str], rows: int) -> None:
     packed = _stacked(names, [rows, rows], 160, gated=True)
     assert packed.gated
     assert packed.data.nbytes == 2 * packed.layout.packed_bytes(rows, 160)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_superblocks_are_kept_where_all_parts_have_them(name: str) -> None:
+    for packed in (_stacked([name] * 3, [17, 5, 43], 512), _stacked([name] * 2, [33, 33], 512, gated=True)):
+        assert packed.format in KEPT_BITS
+    assert _stacked([name, "Q5_K"], [17, 5], 512).format == _cpu.WEIGHT_INT8
+
+
+def test_rows_that_are_too_long_for_lists_of_outliers_are_refused() -> None:
+    width = _cpu.MAX_INT_K + 256
+    with pytest.raises(ConfigError, match=f"a matrix of {width} inputs is too wide for integer products on CPUs"):
+        pack_quantized([random_matrix("Q4_K", 1, width)])
+    assert pack_quantized([random_matrix("Q4_K", 1, _cpu.MAX_INT_K)]).num_in == _cpu.MAX_INT_K
 
 
 def test_rows_may_lie_apart() -> None:
@@ -197,6 +220,10 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     for name, bits, group, minima in [("Q8_0", 4, 32, True), ("Q4_1", 4, 32, False), ("Q6_K", 8, 32, True)]:
         with pytest.raises(ValueError, match=f"{name} does not fit into {bits} bits"):
             pack(name, bits=bits, group=group, minima=minima)
+    for name, form in [("Q8_0", _cpu.WEIGHT_Q4_K), ("Q4_K", _cpu.WEIGHT_Q6_K), ("Q5_K", _cpu.WEIGHT_Q4_K)]:
+        matrix = _cpu.Matrix(address, 0, 4, 256, 1.0, form, 32, True, False)
+        with pytest.raises(ValueError, match=f"{name} does not fit into the superblocks of another format"):
+            _cpu.pack_part(matrix, 0, address, _cpu.SOURCE_FORMATS[name], 1000, 2)
     with pytest.raises(ValueError, match="Q4_K rows of 96 elements do not fit"):
         pack("Q4_K", k=96)
     with pytest.raises(ValueError, match="Q8_0 rows of 256 elements do not fit into 271 bytes"):
