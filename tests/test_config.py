@@ -315,6 +315,10 @@ def test_the_model_generates_as_the_overrides_say(tmp_path: Path) -> None:
     overrides = {"top_k": 5, "eos_token_id": [3, 4]}
     found = config(**model, override_generation_config=overrides).model
     assert found.default_sampling_params == {"temperature": 0.6, "top_k": 5}
+    assert found.default_max_tokens is None
+    assert config(**model, override_generation_config={"max_new_tokens": 7}).model.default_max_tokens == 7
+    with pytest.raises(ConfigError, match="max_new_tokens of the generation config must be 1 or more, got 0"):
+        config(**model, override_generation_config={"max_new_tokens": 0})
     assert found.checkpoint.eos_token_ids == (3, 4)
     alone = config(**model, override_generation_config=overrides, generation_config="vllm").model
     assert alone.default_sampling_params == {"top_k": 5}

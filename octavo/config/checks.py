@@ -15,7 +15,7 @@ from octavo.sampling_params import MAX_LOGPROBS
 
 # What a model's generation_config.json may say for requests that leave it out.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_GENERATION_OVERRIDES = (*SAMPLING_DEFAULTS, "eos_token_id")
+_GENERATION_OVERRIDES = (*SAMPLING_DEFAULTS, "max_new_tokens", "eos_token_id")
 _BLOCK_SIZES = {"cpu": (8, 16, 32), "cuda": (8, 16, 32, 64, 128, 256)}
 
 

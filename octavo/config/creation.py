@@ -67,6 +67,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         code_folder=code_folder,
         chat_template=args.chat_template,
         default_sampling_params=_default_sampling_params(args, checkpoint),
+        default_max_tokens=_default_max_tokens(args, checkpoint),
         max_logprobs=args.max_logprobs,
         pooling=pooling,
     )
@@ -138,9 +139,24 @@ def _step_budget(args: EngineArgs, enable_chunked_prefill: bool, max_model_len: 
     return budget
 
 
-def _default_sampling_params(args: EngineArgs, checkpoint: Checkpoint) -> dict[str, Any]:
+def _generation_config(args: EngineArgs, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What counts of what the checkpoint says of requests that leave something out."""
     given = checkpoint.generation_config if args.generation_config == "auto" else args.override_generation_config
-    given = given or {}
+    return given or {}
+
+
+def _default_max_tokens(args: EngineArgs, checkpoint: Checkpoint) -> int | None:
+    wanted = _generation_config(args, checkpoint).get("max_new_tokens")
+    if not isinstance(wanted, int) or isinstance(wanted, bool):
+        return None
+    if wanted < 1:
+        raise ConfigError(f"max_new_tokens of the generation config must be 1 or more, got {wanted}.")
+    logger.info("a chat that does not say max_tokens ends after %d: max_new_tokens of the generation config", wanted)
+    return wanted
+
+
+def _default_sampling_params(args: EngineArgs, checkpoint: Checkpoint) -> dict[str, Any]:
+    given = _generation_config(args, checkpoint)
     return {name: given[name] for name in SAMPLING_DEFAULTS if isinstance(given.get(name), int | float)}
 
 

@@ -229,7 +229,8 @@ class InputProcessor:
                 param="min_tokens",
             )
         if params.max_tokens is None:
-            return room
+            default = self.model.default_max_tokens
+            return room if default is None else min(room, max(default, params.min_tokens))
         if params.max_tokens > room and not clamps:
             raise RequestError(
                 f"max_tokens is {params.max_tokens}, but the prompt has {num_prompt} tokens and the model takes "

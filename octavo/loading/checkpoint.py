@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.errors import LoadError
-from octavo.loading.default_model import DEFAULT_MODEL_NAME, DEFAULT_MODEL_SAMPLING, fetch_default_model
+from octavo.loading.default_model import DEFAULT_MODEL_GENERATION, DEFAULT_MODEL_NAME, fetch_default_model
 from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_config import gguf_config
 from octavo.loading.mistral_format import consolidated_files, mistral_config
@@ -62,7 +62,7 @@ def resolve(
     if not model:
         path = str(fetch_default_model())
         found = _from_gguf(DEFAULT_MODEL_NAME, path, load_format, _tokenizer_path(tokenizer, download_dir, path))
-        return replace(found, generation_config=found.generation_config | DEFAULT_MODEL_SAMPLING)
+        return replace(found, generation_config=found.generation_config | DEFAULT_MODEL_GENERATION)
     path = os.path.abspath(os.path.expanduser(model))
     if not os.path.exists(path):
         path = _from_hub(model, load_format, revision, download_dir)

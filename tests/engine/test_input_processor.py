@@ -111,6 +111,15 @@ def test_output_gets_the_room_that_the_prompt_leaves(inputs: InputProcessor) -> 
     assert inputs.process(ids(15), SamplingParams(max_tokens=50)).max_tokens == 5
     assert inputs.process(ids(15), SamplingParams(max_tokens=None)).max_tokens == 5
     assert inputs.process(ids(19), SamplingParams()).max_tokens == 1
+    bounded = dataclasses.replace(inputs.model, default_max_tokens=4)
+    by_default = InputProcessor(engine_config(bounded), inputs.tokenizer)
+    for prompt, params, expected in [
+        (5, SamplingParams(max_tokens=None), 4),
+        (18, SamplingParams(max_tokens=None), 2),
+        (5, SamplingParams(max_tokens=9), 9),
+        (5, SamplingParams(max_tokens=None, min_tokens=6), 6),
+    ]:
+        assert by_default.process(ids(prompt), params, clamps_max_tokens=False).max_tokens == expected
     with pytest.raises(RequestError, match=r"has 20 tokens and the model takes 20") as refused:
         inputs.process(ids(20), SamplingParams())
     assert (refused.value.code, refused.value.status) == ("context_length_exceeded", 400)

@@ -214,7 +214,9 @@ class TokenRequest(PromptRequest):
 class SamplingRequest(TokenRequest):
     """What every route of completions has in common beside that: how many answers, and what they must be."""
 
-    max_tokens: Int | None = described("Output tokens at most. Left out: 16, and in chats as many as fit.")
+    max_tokens: Int | None = described(
+        "Output tokens at most. Left out: 16, and in chats the model's max_new_tokens or all that fits."
+    )
     n: Int | None = described("Answers to each prompt.", minimum=1, maximum=MAX_N)
     best_of: Int | None = described(
         "Answers to generate, of which the n likeliest come; or the beams.", minimum=1, maximum=MAX_N
