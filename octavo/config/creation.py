@@ -12,6 +12,7 @@ from octavo.config.checks import SAMPLING_DEFAULTS, check
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.config.number_types import cache_dtype, load_quantization, model_dtype
+from octavo.config.parallel import check_shared
 from octavo.config.pooling import pooling_of
 from octavo.config.speculation import draft_config, speculative_config
 from octavo.errors import ConfigError
@@ -48,6 +49,8 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     code_folder = _code_folder(args, checkpoint)
     description = describe(checkpoint.config, args.model_impl, code_folder)
     pooling, checkpoint = pooling_of(args, checkpoint, description, device)
+    if args.tensor_parallel_size > 1:
+        check_shared(args, description, pooling)
     enable_chunked_prefill = args.enable_chunked_prefill and not (pooling and pooling.whole_prompts)
     if args.kv_cache_memory_bytes is not None and pooling is not None and pooling.whole_prompts:
         raise ConfigError(f"{checkpoint.name} keeps no KV cache; leave --kv-cache-memory-bytes out.")

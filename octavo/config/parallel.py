@@ -1,9 +1,15 @@
-"""The flags of several workers, checked before a model has been found."""
+"""The flags of several workers, checked before and after a model has been found."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from octavo.config.engine_args import EngineArgs
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.pooling_params import PoolingConfig
+    from octavo.models.description import ModelDescription
 
 
 def check_parallel(args: EngineArgs, device: str) -> None:
@@ -29,3 +35,14 @@ def check_parallel(args: EngineArgs, device: str) -> None:
             f"--cpu-threads {args.cpu_threads} is the number of all workers' threads: less than --tensor-parallel-size "
             f"{size}."
         )
+
+
+def check_shared(args: EngineArgs, description: ModelDescription, pooling: PoolingConfig | None) -> None:
+    """Raises `ConfigError` for a model that so many workers cannot share, or not yet."""
+    from octavo.layers.share import Share
+    from octavo.models.sharing import with_share
+
+    size = args.tensor_parallel_size
+    if pooling is not None:
+        raise ConfigError(f"--tensor-parallel-size {size} is not built yet for models that pool; leave it out.")
+    with_share(description, Share(0, size))

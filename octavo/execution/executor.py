@@ -14,9 +14,7 @@ from octavo.execution.device import Device
 from octavo.execution.team import ALONE, Leader, Team
 from octavo.execution.worker import Worker
 from octavo.kv_cache.groups import CacheGroup
-from octavo.layers.share import Share
 from octavo.models.registry import describe
-from octavo.models.sharing import with_share
 from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases
 from octavo.plan import StepPlan, StepResult
@@ -116,7 +114,6 @@ class TeamExecutor(LocalExecutor):
     def __init__(self, config: EngineConfig) -> None:
         model = config.model
         description = describe(model.checkpoint.config, model.impl, model.code_folder, model.pooling)
-        with_share(description, Share(0, config.tensor_parallel_size))  # refused before anything is started
         self.team = Leader(config, description)
         try:
             super().__init__(config, team=self.team)
