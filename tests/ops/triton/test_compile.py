@@ -16,7 +16,8 @@ from tests.ops.triton.compiling import (
     products_under_way,
 )  # fmt: skip
 
-pytestmark = pytest.mark.long
+# All kernels are compiled before the first test: minutes, and many where others want the processors too.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 CASES = all_cases()
 Results = tuple[list[Compiled], list[Failed]]
