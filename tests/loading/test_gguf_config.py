@@ -38,7 +38,8 @@ def test_the_default_model_is_described_as_its_own_config_json_does(default_chec
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 2,
-        "temperature": 0.0,  # Octavo's own addition for the default model
+        "temperature": 0.0,  # Octavo's own additions for the default model
+        "max_new_tokens": 512,
     }
 
 
