@@ -8,8 +8,8 @@ from octavo.config.engine_args import EngineArgs
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.pooling_params import PoolingConfig
     from octavo.models.description import ModelDescription
+    from octavo.pooling_params import PoolingConfig
 
 
 def check_parallel(args: EngineArgs, device: str) -> None:
