@@ -44,7 +44,6 @@ struct IntFormat {
     // What opening a block writes; blocks that are opened together.
     static constexpr int kOpenedBytes = 0;
 
-    template <bool kSigned>
     static inline IntView open(const char* panel, int64_t block, int64_t, float, char*) {
         const char* w = panel + block * kBlockBytes;
         return {w, kBlockBytes, w + kCodeBytes, kBlockBytes};
@@ -128,7 +127,6 @@ struct FormatQ4K {
         store_ints(to + Flat::kScaleBytes + v * kLanes * 4, as_ints(round_to_pairs(minima[0], minima[1])));
     }
 
-    template <bool kSigned>
     static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
         const char* super = panel + block * kBlockBytes;
         const IntView view = {super, kBlockBytes, opened, kOpenedBytes};
@@ -181,10 +179,9 @@ struct FormatQ6K {
         return mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse));
     }
 
-    // Codes become those of the flat format, whose zero is 128; signed, they are less 128.
-    template <bool kSigned>
+    // Codes become those of the flat format, whose zero is 128.
     static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
-        const Ints less = set1_int(kSigned ? 0x20202020 : static_cast<int32_t>(0xa0a0a0a0u));
+        const Ints less = set1_int(static_cast<int32_t>(0xa0a0a0a0u));
         const Ints six = set1_int(0x3f3f3f3f);
         const char* super = panel + block * kBlockBytes;
         const IntView view = {opened, kOpenedBytes, opened + Flat::kCodeBytes, kOpenedBytes};

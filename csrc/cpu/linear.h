@@ -116,13 +116,8 @@ void product_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int6
         linear_block<BF16>(a, row_begin, row_end, panel_begin * kVecsPerPanel, panel_end * kVecsPerPanel);
 #endif
     } else {
-        with_format(m, [&](auto format) {
-#ifdef OCTAVO_TILES
-            int_tile_block<decltype(format)>(a, row_begin, row_end, panel_begin, panel_end);
-#else
-            int_block<decltype(format)>(a, row_begin, row_end, panel_begin, panel_end);
-#endif
-        });
+        with_format(m,
+                    [&](auto format) { int_block<decltype(format)>(a, row_begin, row_end, panel_begin, panel_end); });
     }
 }
 

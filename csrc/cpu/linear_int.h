@@ -166,7 +166,7 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
                 for (int64_t block = 0; block < blocks; block += step) {
                     const int64_t count = min_of(step, blocks - block);
                     const bool is_last = block + count == blocks;
-                    const IntView view = F::template open<false>(panel_w, block, count, inverse, opened);
+                    const IntView view = F::open(panel_w, block, count, inverse, opened);
                     for (int64_t t = 0; t < tiles; ++t) {
                         const int64_t begin = some * t / tiles;
                         const int64_t end = some * (t + 1) / tiles;
@@ -204,7 +204,7 @@ inline void int_row(const Matrix& m, int64_t n, Function f) {
     const char* panel = static_cast<const char*>(m.data) + n / kPanel * blocks * F::kBlockBytes;
     for (int64_t block = 0; block < blocks; block += kBlocksOfSuper) {
         const int64_t count = min_of<int64_t>(kBlocksOfSuper, blocks - block);
-        IntView w = F::template open<false>(panel, block, count, 1 / m.factor, opened);
+        IntView w = F::open(panel, block, count, 1 / m.factor, opened);
         const int64_t end = min_of(m.k, (block + count) * kQBlock);
         for (int64_t k = block * kQBlock; k < end; ++k) {
             const int64_t at = k % kQBlock;

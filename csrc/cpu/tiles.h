@@ -50,15 +50,6 @@ template <int kC, int kA, int kB>
 inline void tile_dot_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
-// C += A B: fours of bytes, signed in A; in B as the template argument says.
-template <int kC, int kA, int kB, bool kSignedB>
-inline void tile_dot_bytes() {
-    if constexpr (kSignedB) {
-        asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
-    } else {
-        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
-    }
-}
 
 #else
 
@@ -149,25 +140,6 @@ inline void tile_dot_bf16() {
     }
     asm volatile("" : : : "memory");
     _mm_setcsr(mode);
-}
-
-template <int kC, int kA, int kB, bool kSignedB>
-inline void tile_dot_bytes() {
-    fault_unless_shapes_fit<kC, kA, kB>();
-    const TileShapes& s = emulated.shapes;
-    for (int m = 0; m < s.rows[kC]; ++m) {
-        int32_t c[kTileMaxBytes / 4];
-        memcpy(c, emulated.data[kC][m], sizeof(c));
-        const uint8_t* a = emulated.data[kA][m];
-        for (int k = 0; k < s.rows[kB]; ++k) {
-            const uint8_t* b = emulated.data[kB][k];
-            for (int i = 0; i < s.row_bytes[kB]; ++i) {
-                const int32_t in_b = kSignedB ? static_cast<int8_t>(b[i]) : static_cast<int32_t>(b[i]);
-                c[i / 4] += static_cast<int8_t>(a[4 * k + i % 4]) * in_b;
-            }
-        }
-        memcpy(emulated.data[kC][m], c, sizeof(c));
-    }
 }
 
 #endif
