@@ -106,6 +106,8 @@ class LLMEngine:
         """Free memory until `wake_up`. Level 1 frees the KV cache and keeps the weights, level 2 frees both; on GPUs
         both levels do. No request may be under way."""
         check_level(level)
+        if self._asleep:
+            return
         if self.has_unfinished_requests():
             raise RequestError("requests are under way; step until none is left, or abort them.")
         if level == 1 and self.config.device == "cpu":

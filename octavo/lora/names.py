@@ -6,9 +6,11 @@ nothing that a name stands for later reaches them.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from octavo.config import LoRAConfig
 from octavo.errors import LoadError, RequestError
@@ -34,6 +36,7 @@ class AdapterNames:
         """Raises `LoadError` for an adapter of --lora-modules that is not there. `taken` are the base model's names."""
         self._config, self._taken = config, taken
         self.named: dict[str, NamedAdapter] = {}
+        self._changing = WeakValueDictionary[str, asyncio.Lock]()
         for module in config.modules:
             if module.name in taken or module.name in self.named:
                 raise LoadError(f"--lora-modules has {module.name!r}, which is the name of another model here.")
@@ -42,6 +45,10 @@ class AdapterNames:
 
     def __contains__(self, name: str) -> bool:
         return name in self.named or self._in_root(name) is not None
+
+    def changing(self, name: str) -> asyncio.Lock:
+        """To be held while what `name` stands for is changed."""
+        return self._changing.setdefault(name, asyncio.Lock())
 
     def find(self, name: str) -> AdapterSource:
         """What `name`, which is in here, stands for now. Raises `RequestError`."""

@@ -127,6 +127,14 @@ def test_adapters_come_and_go_by_name(server: Server, client: openai.OpenAI, roo
     assert post(server, "unload", lora_name="mine too").status_code == 404
 
 
+def test_a_name_is_given_once_however_many_ask_at_once(server: Server, root: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        paths = [str(root / "root" / name) for name in NAMES]
+        answers = list(pool.map(lambda path: post(server, "load", lora_name="once", lora_path=path), paths))
+    assert sorted(answer.status_code for answer in answers) == [200, *[400] * (len(paths) - 1)]
+    assert post(server, "unload", lora_name="once").status_code == 200
+
+
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [

@@ -24,12 +24,13 @@ async def load_adapter(body: LoadAdapterRequest, raw: Request) -> Response:
     """Serve an adapter under a name. It has been read and checked when the answer comes."""
     state = state_of(raw)
     names = _updatable(state)
-    found = await run_off_loop(
-        lambda: names.read(body.lora_name, body.lora_path, body.load_inplace), length=MAX_INLINE_LENGTH + 1
-    )
-    await state.engine.load_adapter(found.source)
-    before = names.named.get(body.lora_name)
-    names.named[body.lora_name] = found
+    async with names.changing(body.lora_name):
+        found = await run_off_loop(
+            lambda: names.read(body.lora_name, body.lora_path, body.load_inplace), length=MAX_INLINE_LENGTH + 1
+        )
+        await state.engine.load_adapter(found.source)
+        before = names.named.get(body.lora_name)
+        names.named[body.lora_name] = found
     if before is not None and before.source.identity != found.source.identity:
         _drop(state, names, before.source.identity)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -40,7 +41,8 @@ async def unload_adapter(body: UnloadAdapterRequest, raw: Request) -> Response:
     """Serve an adapter no longer. Requests under way finish with it."""
     state = state_of(raw)
     names = _updatable(state)
-    gone = names.unload(body.lora_name)
+    async with names.changing(body.lora_name):
+        gone = names.unload(body.lora_name)
     _drop(state, names, gone.source.identity)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
