@@ -20,6 +20,7 @@ def run(*command: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_check_runs_through_and_makes_a_table(tmp_path: Path) -> None:
     text = run("benchmarks/gpu_check.py", "--smoke", "--results", str(tmp_path), "kernels", "parity", "model")
     assert "greedy tokens before a difference |  | 192 of 192 |" in text

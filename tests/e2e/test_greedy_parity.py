@@ -52,7 +52,7 @@ def reference() -> torch.nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption_mode", ["recompute", pytest.param("swap", marks=pytest.mark.long)])
 def test_greedy_tokens_equal_those_of_transformers_under_preemption(
     preemption_mode: str, reference: torch.nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,8 +39,12 @@ def logits_of_subject(llm: LLM, company: list[list[int]], cached_tokens: int = 0
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "cache"), [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8"), ("bfloat16", "fp8_e4m3")]
-)
+    ("dtype", "cache"),
+    [
+        ("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8"),
+        pytest.param("bfloat16", "fp8_e4m3", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_logits_are_bitwise_equal_whatever_else_the_engine_does(dtype: str, cache: str) -> None:
     generator = torch.Generator().manual_seed(0)
     company = [

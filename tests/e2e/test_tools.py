@@ -114,11 +114,15 @@ def ask_at_once(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
     return [answer.choices[0] for answer in asyncio.run(ask_all())]
 
 
-def test_two_hundred_random_schemas_are_followed(server: Server) -> None:
-    schemas = [random_schema(seed) for seed in range(200)]
+NUMBERS = [40, pytest.param(200, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_random_schemas_are_followed(server: Server, number: int) -> None:
+    schemas = [random_schema(seed) for seed in range(number)]
     asked: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": "JSON."}], "temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 900}
-        for i in range(200)
+        for i in range(number)
     ]
     for i, schema in enumerate(schemas):
         if i % 3:
@@ -134,8 +138,9 @@ def test_two_hundred_random_schemas_are_followed(server: Server) -> None:
     server.wait_until_idle()
 
 
-def test_two_hundred_random_functions_are_called_with_valid_arguments(server: Server) -> None:
-    schemas = [{f"f{i}": random_schema(1000 + i), "other": random_schema(2000 + i)} for i in range(200)]
+@pytest.mark.parametrize("number", NUMBERS)
+def test_random_functions_are_called_with_valid_arguments(server: Server, number: int) -> None:
+    schemas = [{f"f{i}": random_schema(1000 + i), "other": random_schema(2000 + i)} for i in range(number)]
     asked = [
         {
             "messages": [{"role": "user", "content": "Go."}], "tool_choice": "required", "parallel_tool_calls": False,
@@ -143,7 +148,7 @@ def test_two_hundred_random_functions_are_called_with_valid_arguments(server: Se
             "temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 1000,
             "extra_body": {"truncate_prompt_tokens": 32},  # to read the functions' descriptions would take a minute
         }
-        for i in range(200)
+        for i in range(number)
     ]  # fmt: skip
     for known, choice in zip(schemas, ask_at_once(server, asked), strict=True):
         assert choice.finish_reason == "tool_calls", (known, choice)

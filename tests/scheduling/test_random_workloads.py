@@ -21,7 +21,7 @@ from tests.scheduling.workload import Workload
 SWITCHES = list(
     product(("fcfs", "priority", "deadline"), ("recompute", "swap"), (True, False), (True, False), (True, False))
 )
-OPERATIONS_EACH = 2000
+OPERATIONS_EACH = 1100
 
 # Every kind of memory, and guesses, which no step runs ahead of while there are some.
 KINDS = [(model, "none", mode, ahead) for model in MODELS if model != "full" for mode, ahead in [
