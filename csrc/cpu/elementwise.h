@@ -126,6 +126,18 @@ void take_rows(const void* args, int64_t task) {
     });
 }
 
+void replace_rows(const void* args, int64_t task) {
+    const ReplaceRowsArgs& a = *static_cast<const ReplaceRowsArgs*>(args);
+    with_element(a.out_dtype, [&](auto element) {
+        for_rows(a, task, a.rows, [&](int64_t row) {
+            if (a.indices[row] < 0) return;
+            const float* from = a.replacements + a.indices[row] * a.width;
+            auto* to = static_cast<typename decltype(element)::T*>(a.out) + row * a.out_stride;
+            for_vectors(a.width, [&](int64_t i, int lanes) { store_some(to + i, load_some(from + i, lanes), lanes); });
+        });
+    });
+}
+
 // The first 2 * half elements as two halves: (a cos - b sin, b cos + a sin). In place where x == out.
 template <class T>
 inline void rotate(const T* x, T* out, const float* cos_sin, int64_t half) {

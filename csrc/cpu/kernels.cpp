@@ -40,6 +40,7 @@ const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
     OCTAVO_ISA::shrink,
     OCTAVO_ISA::pool,
     OCTAVO_ISA::latent_attention,
+    OCTAVO_ISA::replace_rows,
 };
 
 }  // namespace octavo

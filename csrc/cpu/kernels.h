@@ -229,6 +229,15 @@ struct TakeRowsArgs : RowWiseArgs {
     int64_t x_rows, row_bytes, x_stride_bytes;
 };
 
+// out[i, :] = replacements[indices[i], :], dense float32, where an index is not negative; other rows stay.
+struct ReplaceRowsArgs : RowWiseArgs {
+    const float* replacements;
+    const int32_t* indices;
+    void* out;
+    int64_t num_replacements, width, out_stride;
+    int32_t out_dtype;
+};
+
 // out[i, j, :] = norm(x[i, j, :]) * weight + bias for `rows` by `inner` rows: the layer norm if it is `centered`, the
 // RMS norm otherwise. The bias may be null, and is of the weight's type. Weights and bias of the inner rows are
 // `weight_stride` apart, where they have their own. Outputs are dense; kQ8 outputs are quantized from float32.
@@ -517,6 +526,7 @@ struct KernelTable {
     Kernel multiply, conv, scan, delta;
     Kernel shrink, pool;
     Kernel latent_attention;
+    Kernel replace_rows;
 };
 // What an instruction set with products of its own brings.
 struct ProductKernels {

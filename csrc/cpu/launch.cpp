@@ -121,6 +121,10 @@ void check(const EmbeddingArgs& args) { check_indices("token id", args.token_ids
 
 void check(const TakeRowsArgs& args) { check_indices("row", args.indices, args.rows, 0, args.x_rows); }
 
+void check(const ReplaceRowsArgs& args) {
+    check_indices("replacement", args.indices, args.rows, -1, args.num_replacements);
+}
+
 void check(const RotaryArgs& args) {
     check_indices("position", args.positions, args.rows, 0, args.max_positions);
     if (args.slots) check_indices("slot", args.slots, args.rows, INT64_MIN, args.num_slots);
@@ -226,6 +230,10 @@ Launch plan(EmbeddingArgs& args, const KernelTable& table, int) {
 
 Launch plan(TakeRowsArgs& args, const KernelTable& table, int threads) {
     return by_rows(table.take_rows, args, args.rows, static_cast<double>(args.row_bytes) * 0.1, threads);
+}
+
+Launch plan(ReplaceRowsArgs& args, const KernelTable& table, int threads) {
+    return by_rows(table.replace_rows, args, args.rows, static_cast<double>(args.width) * 0.4, threads);
 }
 
 Launch plan(PoolArgs& args, const KernelTable& table, int threads) {

@@ -245,6 +245,9 @@ void define_operations(nb::module_& m) {
     define<TakeRowsArgs, &TakeRowsArgs::x, &TakeRowsArgs::x_rows, &TakeRowsArgs::row_bytes,
            &TakeRowsArgs::x_stride_bytes, &TakeRowsArgs::indices, &TakeRowsArgs::rows, &TakeRowsArgs::out>(m,
                                                                                                            "take_rows");
+    using P = ReplaceRowsArgs;
+    define<P, &P::replacements, &P::num_replacements, &P::width, &P::indices, &P::rows, &P::out, &P::out_stride,
+           &P::out_dtype>(m, "replace_rows");
     define<PoolArgs, &PoolArgs::x, &PoolArgs::x_rows, &PoolArgs::x_stride, &PoolArgs::starts, &PoolArgs::ends,
            &PoolArgs::rows, &PoolArgs::width, &PoolArgs::dtype, &PoolArgs::out, &PoolArgs::out_dtype, &PoolArgs::kind>(
         m, "pool");

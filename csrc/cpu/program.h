@@ -17,7 +17,7 @@ class Program {
   public:
     using Args = std::variant<LinearArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs, AttentionArgs, ArgmaxArgs,
                               ActivationArgs, AddArgs, RouteArgs, ExpertsArgs, MultiplyArgs, ConvArgs, ScanArgs,
-                              DeltaArgs, ShrinkArgs, PoolArgs, HeadLinearArgs, ExchangeArgs>;
+                              DeltaArgs, ShrinkArgs, PoolArgs, HeadLinearArgs, ExchangeArgs, ReplaceRowsArgs>;
 
     Program() = default;
     Program(const Program&) = delete;

@@ -321,6 +321,10 @@ class OpsOver(Protocol[A]):
     def take_rows(self, x: A, rows: A) -> A:
         """x [T, H], rows [N] int64 -> x[rows]: [N, H]. x may be a constant, as a table of learned positions."""
 
+    def replace_rows(self, x: A, replacements: A, indices: A) -> None:
+        """x[t] = replacements[indices[t]] in place, rounded once, where indices [T] int32 are not negative; other rows
+        stay. x [T, H], replacements [M, H] float32."""
+
     def pool(self, x: A, starts: A, ends: A, kind: str, out_dtype: str | None = None) -> A:
         """Rows starts[n] .. ends[n] of x [T, H], both included ([N] int64), made one: [N, H], in float32, rounded once.
 

@@ -46,8 +46,8 @@ __all__ = [
     "gated_delta", "gather_blocks", "join_group", "latent_attention", "layer_norm", "linear", "linear_add",
     "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats",
     "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize", "place", "pool", "process_row",
-    "quantize", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample", "scatter_blocks",
-    "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens", "use_threads",
+    "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample",
+    "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens", "use_threads",
 ]  # fmt: skip
 
 
@@ -225,6 +225,16 @@ def take_rows(x: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
     out = empty((rows.shape[0], width), x.dtype)
     _cpu.take_rows(x, count, width * x.itemsize, x.strides[0], rows, rows.shape[0], out)
     return out
+
+
+def replace_rows(x: NDArray[Any], replacements: NDArray[Any], indices: NDArray[Any]) -> None:
+    assert indices.dtype == INT32 and is_dense(indices) and replacements.dtype == FLOAT32 and is_dense(replacements)
+    assert x.shape == (indices.shape[0], replacements.shape[1])
+    check_inputs("replace_rows", x=x, replacements=replacements, indices=indices)
+    count, width = replacements.shape
+    _cpu.replace_rows(
+        replacements, count, width, indices, indices.shape[0], x, stride(x), code_of("replace_rows", x)
+    )  # fmt: skip
 
 
 def pool(

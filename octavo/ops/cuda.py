@@ -18,6 +18,7 @@ from octavo.ops.torch_ops import (
     normalize,
     pool,
     process_row,
+    replace_rows,
     resolve_step,
     rows_of,
     scatter_blocks,
@@ -43,8 +44,8 @@ __all__ = [
     "embedding", "experts", "gated_delta", "gather_blocks", "keep_tokens", "latent_attention", "layer_norm", "linear",
     "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize",
     "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row", "quantize",
-    "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample",
-    "scatter_blocks", "selective_scan", "stack_experts", "take_rows", "top_tokens",
+    "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of",
+    "sample", "scatter_blocks", "selective_scan", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 

@@ -45,6 +45,13 @@ def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return top, logits.gather(1, top)
 
 
+def replace_rows(x: Tensor, replacements: Tensor, indices: Tensor) -> None:
+    if not len(replacements):
+        return
+    found = replacements[indices.clamp(min=0).long()].to(x.dtype)
+    x.copy_(torch.where(indices[:, None] >= 0, found, x))
+
+
 def pool(x: Tensor, starts: Tensor, ends: Tensor, kind: str, out_dtype: str | None = None) -> Tensor:
     pooled = []
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):

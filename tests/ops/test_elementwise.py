@@ -200,6 +200,23 @@ def test_take_rows_copies_rows(isa: str, dtype: torch.dtype) -> None:
             cpu.take_rows(wide, torch.tensor([0, index]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_replace_rows_replaces_those_that_have_an_index(isa: str, dtype: torch.dtype) -> None:
+    wide, replacements = random(0, 6, 90, dtype=dtype), random(1, 3, 37)
+    indices = torch.tensor([2, -1, 0, -1, 2, 1], dtype=torch.int32)
+    expected = wide.clone()
+    torch_ref.replace_rows(expected[:, 3:40], replacements, indices)
+    assert torch.equal(expected[0, 3:40], replacements[2].to(dtype)) and torch.equal(expected[1], wide[1])
+    cpu.replace_rows(wide[:, 3:40], replacements, indices)
+    assert_same_bits(wide, expected)
+    cpu.replace_rows(wide[:, 3:40], replacements[:0], torch.full_like(indices, -1))
+    assert_same_bits(wide, expected)
+    for index in (3, -2):
+        indices[1] = index
+        with pytest.raises(IndexError, match=f"replacement {index} at index 1"):
+            cpu.replace_rows(wide[:, 3:40], replacements, indices)
+
+
 @generated
 @given(rows=st.integers(1, 9), width=st.one_of(st.integers(1, 200), st.just(5000)), levels=st.sampled_from([2, 50, 0]))
 def test_argmax_takes_the_lowest_index_of_the_highest(isa: str, rows: int, width: int, levels: int) -> None:
