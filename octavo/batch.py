@@ -24,4 +24,8 @@ class StepBatch:
     seq_lens: Any  # [S] int32: cached tokens, this step's included
     sample_rows: Any  # [N] int64: tokens whose logits are sampled; one that starts forks comes several times
     groups: tuple[GroupTables, ...]  # by cache group
+    # Of models that take media: rows [M, H] float32 that stand in the place of embeddings, and which of them each token
+    # has ([T] int32, -1: none).
+    media_rows: Any = None
+    media_indices: Any = None
     token_types: Any = None  # [T] int64: 0 in the first text of a pair, 1 in the second

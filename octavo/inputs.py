@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
@@ -10,6 +10,7 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]  # {"image": PIL.Image, or a list of them}
 
 
 class TokensPrompt(TypedDict):
@@ -18,3 +19,4 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.pooling_params import PoolingParams
-from octavo.request import TokenLogprobs
+from octavo.request import MediaItem, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.step_cost import StepWork
 
@@ -50,6 +50,7 @@ class Admission:
     adapter_slot: int = -1  # of its adapter; -1: it has none
     pooling: PoolingParams | None = None
     second_start: int | None = None  # of `Prompt`
+    media: tuple[MediaItem, ...] = ()  # likewise
 
 
 class NewBlock(NamedTuple):

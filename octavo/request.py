@@ -20,6 +20,15 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     content_hash: bytes
 
 
+class MediaInput(msgspec.Struct, frozen=True, array_like=True):
+    """What a tower makes the rows of a `MediaItem` of: the processor's output."""
+
+    content_hash: bytes
+    num_tokens: int
+    shape: tuple[int, ...]
+    values: bytes  # float32
+
+
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is to be continued, and everything that its keys and values depend on: two sequences share cached blocks
     only where all of it agrees."""
@@ -56,6 +65,7 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True):
     pooling: PoolingParams | None = None  # vectors are wanted, and no output tokens
     prediction: list[int] = []  # tokens of which its answer may largely consist
     adapter: AdapterSource | None = None  # that of `prompt.adapter`
+    media: list[MediaInput] = []  # what `prompt.media` are made of; dropped once they are
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

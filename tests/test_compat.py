@@ -48,7 +48,8 @@ WORKING = [
     "--chat-template-content-format openai", "--enable-request-id-headers", "--no-enable-request-id-headers",
     "--allow-credentials", '--allowed-methods ["GET","POST"]', "--allowed-headers x-mine",
     "--kv-cache-memory-bytes 4G", "--no-async-scheduling", "--enable-prompt-tokens-details",
-    "--no-enable-prompt-tokens-details", "--tokenizer-mode hf",
+    "--no-enable-prompt-tokens-details", "--tokenizer-mode hf", '--limit-mm-per-prompt {"image":4}',
+    "--language-model-only",
 ]  # fmt: skip
 # Flags that are not built, or not for this device, and what is said.
 REFUSED = {
@@ -68,7 +69,6 @@ REFUSED = {
     '--compilation-config {"mode":3}': "--compilation-config .* is not built yet",
     "--tokenizer-mode slow": "--tokenizer-mode slow is not built; use auto",
     "--tokenizer-mode mistral": "--tokenizer-mode mistral is not built; use auto",
-    "--limit-mm-per-prompt image=4": "--limit-mm-per-prompt image=4 is not built yet",
 }
 # Flags whose value needs more than a parser to be checked.
 ELSEWHERE = {"--config", "--ssl-keyfile", "--ssl-certfile"}

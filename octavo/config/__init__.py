@@ -6,7 +6,15 @@ honoured, with a module for each of the groups that take more than a line. Nothi
 """
 
 from octavo.config.engine_args import AsyncEngineArgs, EngineArgs
-from octavo.config.engine_config import CacheConfig, EngineConfig, LoRAConfig, LoRAModule, ModelConfig, SchedulerConfig
+from octavo.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    LoRAConfig,
+    LoRAModule,
+    MediaConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 
 __all__ = [
     "AsyncEngineArgs",
@@ -15,6 +23,7 @@ __all__ = [
     "EngineConfig",
     "LoRAConfig",
     "LoRAModule",
+    "MediaConfig",
     "ModelConfig",
     "SchedulerConfig",
 ]

@@ -11,6 +11,7 @@ from octavo.config.adapters import lora_config
 from octavo.config.checks import SAMPLING_DEFAULTS, check
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.config.media import media_config
 from octavo.config.number_types import cache_dtype, load_quantization, model_dtype
 from octavo.config.parallel import check_shared
 from octavo.config.pooling import pooling_of
@@ -108,6 +109,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         allow_additional_properties=args.allow_additional_properties,
         log_stats=not args.disable_log_stats,
         lora=lora_config(args, description.impl, device, dtype),
+        media=media_config(args, checkpoint, description, device, max_model_len),
         speculative=speculative,
         draft=draft_config(args, speculative, model, device),
     )
@@ -117,7 +119,8 @@ def _max_model_len(
     args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, pooling: PoolingConfig | None
 ) -> int:
     """Raises `ConfigError` for more than the model's positions."""
-    longest = longest_context(checkpoint.config, description.max_position_embeddings)
+    config = checkpoint.config.get("text_config") or checkpoint.config
+    longest = longest_context(config, description.max_position_embeddings)
     if args.max_model_len is None or args.max_model_len == AUTO_LENGTH:
         return longest if pooling is None else min(longest, pooling.max_length or longest)
     if args.max_model_len > longest:

@@ -204,7 +204,20 @@ class EngineArgs(Flags):
         False, "Let clients load and unload adapters below --lora-root. Also OCTAVO_ALLOW_RUNTIME_LORA_UPDATING."
     )
     num_scheduler_steps: int = flag(1, "Steps between two schedules.", built=False)
-    limit_mm_per_prompt: str | None = flag(None, "Images and the like in a prompt.", built=False)
+    limit_mm_per_prompt: dict[str, Any] | None = flag(
+        None, 'Pictures of a prompt at most, as JSON: {"image": 8}, which is the default.'
+    )
+    max_image_bytes: int = flag(10_000_000, "Bytes of a picture's file at most.", positive=True)
+    max_image_pixels: int = flag(
+        33_554_432, "Pixels of a picture at most, as its header gives them before anything is decoded.", positive=True
+    )
+    media_cache_tokens: int = flag(
+        16384, "Tokens of pictures whose rows are kept for later turns, beside those of requests under way.",
+        positive=True,
+    )  # fmt: skip
+    language_model_only: bool = flag(
+        False, "Serve a model that sees as a language model: without its tower, and without pictures."
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.served_model_name, str):

@@ -90,6 +90,19 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaConfig:
+    """Pictures: what stands for them, where their tower and processor are, and how many and how large."""
+
+    folder: str  # of the checkpoint
+    token_id: int  # the placeholder
+    width: int  # elements of a row in its place
+    max_images: int  # of a prompt
+    max_bytes: int  # of a picture's file
+    max_pixels: int
+    cache_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All that an engine core needs to start. Plain data: it crosses to the core's process as JSON."""
 
@@ -107,6 +120,7 @@ class EngineConfig:
     draft: ModelConfig | None = None  # the model that guesses; its max_model_len is how far
     allow_additional_properties: bool = False  # in objects whose schema names properties and says nothing of others
     lora: LoRAConfig | None = None  # None: no adapters are served
+    media: MediaConfig | None = None  # None: no media are taken
 
     def with_max_model_len(self, length: int) -> EngineConfig:
         return replace(self, model=replace(self.model, max_model_len=length))

@@ -103,7 +103,7 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run is answered with an error in the next step's outputs."""
-        if request.params.grammar is None and request.adapter is None:
+        if request.params.grammar is None and request.adapter is None and not request.media:
             self._queue(request)
             return
         preparing = Preparing(request)
@@ -196,6 +196,7 @@ class EngineCore:
             return
         left: list[Future[Any]] = [] if self.adapters is None else [*self.adapters.reading]
         for one in self._preparing.values():
+            left += [future for future in one.media or () if not future.done()]
             if one.grammar is not None and not one.grammar.done():
                 left.append(one.grammar)
         wait(left, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
@@ -205,6 +206,7 @@ class EngineCore:
         be."""
         if self.adapters is not None and any(one.waits_for_room for one in self._preparing.values()):
             self._find_room(self.adapters)
+        self._look_at_media()
         for request_id, one in list(self._preparing.items()):
             if not one.is_ready:
                 continue
@@ -213,13 +215,31 @@ class EngineCore:
             if error is None:
                 if self.adapters is not None and one.request.adapter is not None:
                     self.adapters.take_in(one.request.adapter.identity)
+                one.request.media = []  # the tower has seen them
                 self._queue(one.request)
             elif isinstance(error, RequestError):
                 self._refuse(one.request, error)
             else:
                 logger.error("a request could not be prepared", exc_info=error)
-                what = "adapter" if one.grammar is None or one.grammar.exception() is None else "structured_outputs"
+                what = "adapter" if one.adapter is not None else "image_url"
+                if one.grammar is not None and one.grammar.exception() is not None:
+                    what = "structured_outputs"
                 self._refuse(one.request, RequestError(f"{what} failed: {type(error).__name__}."))
+
+    def _look_at_media(self) -> None:
+        """Have the tower make the rows of the media that requests wait with, in the order of these, as far as there is
+        room."""
+        for one in self._preparing.values():
+            if one.waits_for_media:
+                one.media = self.executor.prepare_media(one.request.media, self._media_in_use())
+                if one.media is None:
+                    return
+
+    def _media_in_use(self) -> set[bytes]:
+        """Of requests that are queued, and of those whose media are being looked at."""
+        prompts = [seq.request.prompt for seq in self.scheduler.live]
+        prompts += [one.request.prompt for one in self._preparing.values() if one.media is not None]
+        return {item.content_hash for prompt in prompts for item in prompt.media}
 
     def _find_room(self, adapters: AdapterLibrary) -> None:
         """Have the adapters read that requests wait for, in the order of these: once there is no room for one, others

@@ -14,7 +14,7 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.errors import LoadError, RequestError
 from octavo.lora.files import source
 from octavo.lora.request import LoRARequest
-from octavo.request import AdapterSource, EngineRequest, Prompt
+from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt
 from octavo.sampling.grammar import WantedGrammar, make_grammar
 from octavo.sampling_params import SamplingParams, is_unicode
 
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
     from octavo.loading.tokenizer import ModelTokenizer
+    from octavo.multimodal.processor import PictureProcessor
 
 # str, {"prompt": str} or {"prompt_token_ids": [int]}; the dictionaries may also hold "cache_salt", and
-# "prediction", text or token ids of which the answer may largely consist.
+# "prediction", text or token ids of which the answer may largely consist, and "multi_modal_data", {"image": PIL.Image}
+# or a list of them, one for each placeholder of the prompt in order.
 PromptInput = str | Mapping[str, Any]
 
 _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabulary we know
@@ -41,6 +43,11 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._ids = itertools.count()
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.pictures: PictureProcessor | None = None  # of a model that sees
+        if config.media is not None:
+            from octavo.multimodal.processor import PictureProcessor
+
+            self.pictures = PictureProcessor(config.media)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self._check_characters(text)
@@ -105,7 +112,7 @@ class InputProcessor:
             params = SamplingParams(**self.model.default_sampling_params)
         self._check_scheduling(params, priority)
         self._check_logprobs(params)
-        made = self._make_prompt(prompt, params, add_special_tokens)
+        made, media = self._make_prompt(prompt, params, add_special_tokens)
         if adapter is not None:
             made = msgspec.structs.replace(made, adapter=adapter.identity)
         params = msgspec.structs.replace(params)
@@ -126,6 +133,7 @@ class InputProcessor:
             priority=priority,
             prediction=[] if isinstance(prompt, str) else self._prediction(prompt.get("prediction")),
             adapter=adapter,
+            media=media,
         )
 
     def find_adapter(self, asked: LoRARequest) -> AdapterSource:
@@ -165,8 +173,11 @@ class InputProcessor:
             if (getattr(params, name) or 0) > limit:
                 raise RequestError(f"{name} must be at most {limit} here (--max-logprobs).", param=name)
 
-    def _make_prompt(self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool) -> Prompt:
-        """A prompt as callers give it, tokenized, cut if that is asked for, and checked."""
+    def _make_prompt(
+        self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool
+    ) -> tuple[Prompt, list[MediaInput]]:
+        """A prompt as callers give it, tokenized, cut if that is asked for, and checked; and what its pictures' rows
+        are made of."""
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
         if not isinstance(prompt, Mapping):
@@ -184,6 +195,13 @@ class InputProcessor:
         else:
             raise RequestError("a prompt needs text (prompt) or token ids (prompt_token_ids).", param="prompt")
         limit, keep = self.model.max_model_len, params.truncate_prompt_tokens
+        items: tuple[MediaItem, ...] = ()
+        media: list[MediaInput] = []
+        if (given_media := prompt.get("multi_modal_data")) is not None:
+            if keep is not None:
+                raise RequestError("truncate_prompt_tokens would cut pictures.", param="truncate_prompt_tokens")
+            pictures = self.picture_processor()
+            token_ids, items, media = pictures.expand(token_ids, pictures.pictures(given_media), salt)
         if keep is not None:
             token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
         self.check_known(token_ids)
@@ -194,7 +212,15 @@ class InputProcessor:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        return Prompt(token_ids, text, cache_salt=salt)
+        return Prompt(token_ids, text, media=items, cache_salt=salt), media
+
+    def picture_processor(self) -> PictureProcessor:
+        """Raises `RequestError` where the model takes no pictures."""
+        if self.pictures is None:
+            raise RequestError(
+                f"{self.model.served_model_names[0]} takes no pictures here.", param="messages", code="no_pictures"
+            )
+        return self.pictures
 
     def check_known(self, token_ids: list[int]) -> None:
         """Raise `RequestError` for a prompt that is empty or has tokens that the model does not know."""

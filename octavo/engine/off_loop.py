@@ -1,4 +1,5 @@
-"""Work on requests' texts (templates, tokens, grammars) beside the event loop, which streams must not wait for."""
+"""Work on what requests bring (templates, tokens, grammars, pictures) beside the event loop, which streams must not
+wait for."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ T = TypeVar("T")
 MAX_INLINE_LENGTH = 2048
 _grammars = ThreadPoolExecutor(4, "octavo-grammar")  # they take seconds, and tokenization must not wait for them
 _texts = ThreadPoolExecutor(4, "octavo-text")
+_media = ThreadPoolExecutor(2, "octavo-media")  # which bounds the pictures that are being decoded at once
 
 
-async def run_off_loop(work: Callable[[], T], *, length: int, has_grammar: bool = False) -> T:
-    """The result of `work` on something of `length`; in a thread if that is long, or if `work` makes a grammar.
+async def run_off_loop(work: Callable[[], T], *, length: int, has_grammar: bool = False, has_media: bool = False) -> T:
+    """The result of `work` on something of `length`; in a thread if that is long, or if `work` makes a grammar or has
+    media to decode.
 
     Cancelled, a `work` that runs already goes on, and its result is dropped.
     """
-    if length <= MAX_INLINE_LENGTH and not has_grammar:
+    if length <= MAX_INLINE_LENGTH and not has_grammar and not has_media:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_grammars if has_grammar else _texts, work)
+    pool = _media if has_media else _grammars if has_grammar else _texts
+    return await asyncio.get_running_loop().run_in_executor(pool, work)

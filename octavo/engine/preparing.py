@@ -1,4 +1,5 @@
-"""Requests that the scheduler does not know yet: their grammar is being compiled, or their adapter read from disk."""
+"""Requests that the scheduler does not know yet: their grammar is being compiled, their adapter read from disk, or
+their pictures are looked at."""
 
 from __future__ import annotations
 
@@ -16,18 +17,23 @@ class Preparing:
     request: EngineRequest
     grammar: Future[None] | None = None
     adapter: Future[int] | None = None  # None while there is no room on the host for the one that it wants
+    media: list[Future[Any]] | None = None  # None while there is no room for the rows of its media
 
     @property
     def waits_for_room(self) -> bool:
         return self.request.adapter is not None and self.adapter is None
 
     @property
+    def waits_for_media(self) -> bool:
+        return bool(self.request.media) and self.media is None
+
+    @property
     def futures(self) -> list[Future[Any]]:
-        return [future for future in (self.grammar, self.adapter) if future is not None]
+        return [future for future in (self.grammar, self.adapter, *(self.media or ())) if future is not None]
 
     @property
     def is_ready(self) -> bool:
-        return not self.waits_for_room and all(future.done() for future in self.futures)
+        return not self.waits_for_room and not self.waits_for_media and all(future.done() for future in self.futures)
 
     @property
     def error(self) -> BaseException | None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _CONTENT = r"""\w+(?:\.content|\[["']content["']\])"""
 _LOOP_OVER_CONTENT = re.compile(rf"\bfor\s+\w+\s+in\s+{_CONTENT}")
+_KNOWS_IMAGES = re.compile(r"""["']image["']""")
 _ASKS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?(?:string|iterable|sequence|mapping)\b")
 
 _INSTRUCTIONS = """You may call one or more functions to assist with the user query. You are provided with function \
@@ -51,12 +52,13 @@ def render_chat(
     template_options: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     content_format: str = "auto",
+    placeholder: str | None = None,
 ) -> str:
     """The prompt of a conversation. `chat_template`, a template or the name of one of the model's, takes the place of
     the model's own; `template_options` are variables that the template may read. `tools`, in OpenAI's form, are the
     template's to describe; if it does not know of any, they are described in the system's message. By
     `content_format` the template gets texts as they are ("string") or as lists of one part ("openai"); "auto" is what
-    it reads.
+    it reads. To a template that knows nothing of images, parts {"type": "image"} are `placeholder` in the text.
 
     Raises `RequestError` when there is no template or the template refuses the messages.
     """
@@ -76,6 +78,12 @@ def render_chat(
             f"chat_template_kwargs must not set {', '.join(sorted(reserved))}.", param="chat_template_kwargs"
         )
     conversation = [_with_objects(message) for message in messages]
+    if placeholder is None and any(_has_other_parts(message) for message in conversation):
+        raise RequestError(
+            "parts of messages other than text are built for /v1/chat/completions only; in scripts pictures go to "
+            "LLM.generate.",
+            param="messages",
+        )
     if tools and "tools" not in template:
         conversation, tools = _describe_tools(conversation, tools), None
     if "tool_calls" not in template:
@@ -85,6 +93,8 @@ def render_chat(
         for message in conversation:
             if message.get("role") == "developer":
                 message["role"] = "system"
+    if placeholder is not None and (content_format == "string" or not _KNOWS_IMAGES.search(template)):
+        conversation = [_with_placeholders(message, placeholder) for message in conversation]
     if content_format == "openai" or (content_format == "auto" and _reads_parts_only(template)):
         conversation = [_with_parts(message) for message in conversation]
     try:
@@ -112,6 +122,21 @@ def _reads_parts_only(template: str) -> bool:
 def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+
+
+def _has_other_parts(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(
+        isinstance(part, Mapping) and part.get("type", "text") != "text" for part in content
+    )
+
+
+def _with_placeholders(message: Mapping[str, Any], placeholder: str) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts = [placeholder if part.get("type") == "image" else part["text"] for part in content]
+    return {**message, "content": "\n".join(texts)}
 
 
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def becomes(used: StepShape, captured: StepShape) -> bool:
     """Whether a step becomes `captured` by padding. One of decodes only computes no other steps."""
     if captured.tokens == captured.seqs and not used.tokens == used.seqs == used.samples:
         return False
-    extents = ("tokens", "seqs", "samples", "updates")
+    extents = ("tokens", "seqs", "samples", "updates", "media")
     return all(used.extent(name) <= captured.extent(name) for name in extents)
 
 

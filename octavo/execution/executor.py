@@ -6,8 +6,9 @@ first of these: it sends the plan on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from octavo.config import EngineConfig
 from octavo.execution.device import Device
@@ -18,7 +19,7 @@ from octavo.models.registry import describe
 from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases
 from octavo.plan import StepPlan, StepResult
-from octavo.request import AdapterSource
+from octavo.request import AdapterSource, MediaInput
 
 
 class PendingStep(Protocol):
@@ -67,6 +68,11 @@ class Executor(Protocol):
         """Let go of an adapter on the host."""
         ...
 
+    def prepare_media(self, media: Sequence[MediaInput], in_use: set[bytes]) -> list[Future[Any]] | None:
+        """Have the rows of a request's media made. Plans may admit sequences that have them when the futures are done,
+        and as long as their hashes are `in_use`. None where there is no room beside those that are now."""
+        ...
+
 
 class LocalExecutor:
     """One worker, in this process."""
@@ -102,6 +108,10 @@ class LocalExecutor:
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
         assert self.worker.adapters is not None, "adapters are not served"
         return self.worker.adapters.prepare(source)
+
+    def prepare_media(self, media: Sequence[MediaInput], in_use: set[bytes]) -> list[Future[Any]] | None:
+        assert self.worker.media is not None, "media are not served"
+        return self.worker.media.prepare(media, in_use)
 
     def forget_adapter(self, identity: str) -> None:
         assert self.worker.adapters is not None, "adapters are not served"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ from octavo.batch import GroupTables, StepBatch
 from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.device import CapturedStep, Device, Event, StepOutputs
+from octavo.execution.media_table import MediaTable
 from octavo.execution.pooling_table import PoolingTable
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
@@ -118,8 +119,9 @@ class Runner:
         adapters: RunnerAdapters | None = None,
         pools: bool = False,
         team: Team = ALONE,
+        media: MediaTable | None = None,
     ) -> None:
-        """With `pools` the model's vectors are the result in the place of tokens."""
+        """With `pools` the model's vectors are the result in the place of tokens; `media` is of one that takes them."""
         self.model, self.ops, self.device = model, ops, device
         self._adapters, self._team = adapters, team
         self.table, self.max_num_tokens = table, max_num_tokens
@@ -128,6 +130,7 @@ class Runner:
         num_groups, num_rows, max_blocks = table.blocks.shape
         self.sampling = SamplingTable(num_rows, grammars)
         self.pooling = PoolingTable(num_rows) if pools else None
+        self._media = media
         self.occupants = np.zeros(num_rows, np.int64)  # how many sequences have had each row
         self._wants_prompt_logprobs: dict[int, int] = {}  # row -> how many
         self._stale: set[int] = set()  # rows whose block tables the device may not have got
@@ -140,7 +143,8 @@ class Runner:
         # Of T tokens each is sampled after once at most, but for forks, which have a row each.
         self._largest = StepShape(
             max_num_tokens, num_rows, max(max_num_tokens, num_rows), num_updates, num_groups,
-            max_blocks if device.shares_memory else 0,
+            max_blocks if device.shares_memory else 0, max_num_tokens if media is not None else 0,
+            media.width if media is not None else 0,
         )  # fmt: skip
         num_bytes = StepLayout(self._largest).num_bytes
         self._stages = [
@@ -219,7 +223,8 @@ class Runner:
 
     def _rehearse(self, num_tokens: int, num_rows: int, num_samples: int) -> None:
         """A step of sequences that are as long as each other, stored nowhere, with all that requests may ask for."""
-        layout = StepLayout(StepShape(num_tokens, num_rows, num_samples, 0, self._largest.groups, self._largest.blocks))
+        shape = replace(self._largest, tokens=num_tokens, seqs=num_rows, samples=num_samples, updates=0, media=0)
+        layout = StepLayout(shape)
         stage = self._stages[0]
         arrays = layout.on_host(stage.inputs)
         pad(arrays, StepShape(0, 0, 0, 0, self._largest.groups), self._padding)
@@ -326,6 +331,8 @@ class Runner:
     def _admit(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
             self.occupants[admission.row] += 1
+            if self._media is not None:
+                self._media.admit(admission)
             if self.pooling is not None:
                 self.pooling.admit(admission)
                 continue
@@ -350,6 +357,8 @@ class Runner:
         num_samples = used.samples
         if self._adapters is not None:
             self.table.gather_adapters(row_of, arrays)
+        if self._media is not None:
+            self._media.gather(plan, arrays)
         if updates is not None:
             self._fill_owners(plan, arrays, row_of, samples, updates)
             pad(arrays, used, self._padding_of(used))
@@ -430,6 +439,8 @@ class Runner:
             seq_lens=inputs.seq_lens,
             sample_rows=inputs.sample_rows,
             groups=tuple(GroupTables(inputs.slot_mapping[g], tables[g]) for g in range(self._largest.groups)),
+            media_rows=None if self._media is None else inputs.media_rows,
+            media_indices=None if self._media is None else inputs.media_indices,
             token_types=inputs.token_types,
         )
 
@@ -443,7 +454,11 @@ class Runner:
         num_samples = num_seqs
         if num_positions.count(1) < num_seqs or num_forks.count(1) < num_seqs:
             num_samples = sum([planned.num_samples for planned in plan.rows])
-        return StepShape(sum(num_tokens), num_seqs, num_samples, num_updates, largest.groups, largest.blocks)
+        num_media = 0 if self._media is None else self._media.num_rows(plan)
+        return StepShape(
+            sum(num_tokens), num_seqs, num_samples, num_updates, largest.groups, largest.blocks, num_media,
+            largest.media_width,
+        )  # fmt: skip
 
     def _captured_for(self, used: StepShape) -> Captured | None:
         for captured in self.captured:

@@ -24,7 +24,8 @@ _A = TypeVar("_A")
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How many there are of what arrays have an entry for. The last two are constant in an engine."""
+    """How many there are of what arrays have an entry for. Groups, blocks and the width
+    of media are constant in an engine."""
 
     tokens: int
     seqs: int
@@ -32,14 +33,21 @@ class StepShape:
     updates: int  # entries of the device's block tables that change
     groups: int = 1  # of layers, in the cache
     blocks: int = 0  # of the longest block table, where the host gathers the tables of the step
+    media: int = 0  # tokens that have rows of media in the place of their embeddings
+    media_width: int = 0  # elements of such a row; 0 where a model takes no media
 
     def extent(self, name: str) -> int:
-        return self.seqs + 1 if name == "bounds" else int(getattr(self, name))
+        if name == "bounds":
+            return self.seqs + 1
+        if name == "media_tokens":
+            return self.tokens if self.media_width else 0
+        return int(getattr(self, name))
 
 
 def array_of(*dims: str, dtype: type[np.generic], padding: int | str = 0) -> Any:
     """A field of `StepArrays`: what its dimensions are, named by `StepShape`'s fields ("bounds" is one more than the
-    sequences), its type, and what lies behind the entries of a step: a number, or the name of a `Padding`."""
+    sequences, "media_tokens" the tokens of models that take media), its type, and what lies behind the entries of a
+    step: a number, or the name of a `Padding`."""
     return field(metadata={"dims": dims, "dtype": np.dtype(dtype), "padding": padding})
 
 
@@ -85,6 +93,9 @@ class StepArrays(Generic[_A]):
     # token is of.
     pool_starts: _A = array_of("samples", dtype=np.int64)
     token_types: _A = array_of("tokens", dtype=np.int64)
+    # Of models that take media: which of the rows each token has, -1 for none.
+    media_indices: _A = array_of("media_tokens", dtype=np.int32, padding=-1)
+    media_rows: _A = array_of("media", "media_width", dtype=np.float32)
 
 
 _FIELDS = tuple((f.name, f.metadata["dims"], f.metadata["dtype"], f.metadata["padding"]) for f in fields(StepArrays))

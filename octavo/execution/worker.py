@@ -21,6 +21,7 @@ from octavo.errors import ConfigError
 from octavo.execution import capacity
 from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
 from octavo.execution.device import Device
+from octavo.execution.media_table import MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters, SubmittedStep
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.team import ALONE, Sizes, Team
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from octavo.execution.drafting_runner import DraftedStep
     from octavo.lora.ops import AdaptedOps
     from octavo.models.heads import MedusaHeads
+    from octavo.multimodal.tower import TowerCache
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +89,18 @@ class Worker:
             self.adapters = AdapterStore(model.matrices, adapted, config, device)
             runner_adapters = RunnerAdapters(adapted, self.adapters)
             phases.end("adapter memory")
+        self.media: TowerCache | None = None
+        media_table = None
+        if (media := config.media) is not None:
+            from octavo.multimodal.tower import Tower, TowerCache
+
+            self.media = TowerCache(Tower(media.folder), media.cache_tokens)
+            media_table = MediaTable(self.media, media.width)
+            phases.end("tower")
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
-            model_config.pooling is not None, team,
+            model_config.pooling is not None, team, media_table,
         )  # fmt: skip
         self._draft = self._load_draft(config.draft, phases) if config.draft is not None else None
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit

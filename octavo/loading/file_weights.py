@@ -37,6 +37,8 @@ _IGNORED = re.compile(
 )
 # Output matrices, which some checkpoints have beside the embedding that they are equal to.
 _TIED = {"lm_head.weight", "embed_out.weight", "output_projection.weight", "decoder.weight"}
+# The decoder of a model that sees, as transformers 4 and 5 call it.
+_LANGUAGE_MODEL = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?(lm_head\.)?")
 _READ_FORMATS = {t.name for t in TENSOR_TYPES.values()} | AXES.keys()
 
 
@@ -57,6 +59,8 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
         tensors, mapped = _safetensors_tensors(files)
         if checkpoint.format == "mistral":
             tensors = _of_mistral(tensors, checkpoint.config)
+    if "text_config" in checkpoint.config:
+        tensors = {_LANGUAGE_MODEL.sub(_in_language_model, name): tensor for name, tensor in tensors.items()}
     for prefix, path in checkpoint.module_files.items():
         of_module, more = (_safetensors_tensors if path.endswith(".safetensors") else _pt_tensors)([path])
         tensors |= {f"{prefix}.{name}": tensor for name, tensor in of_module.items()}
@@ -70,6 +74,10 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
             )
         tensors = quantized_tensors(tensors, settings, source)
     return FileWeights(tensors, mapped, source, dtype, quantization, tied)
+
+
+def _in_language_model(match: re.Match[str]) -> str:
+    return match[1] or "model."
 
 
 class FileWeights(Weights):

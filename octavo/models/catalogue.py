@@ -16,6 +16,7 @@ from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
+from octavo.models.vision import DECODERS, read_llava
 
 # A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
 EXAMPLE_SIZES: dict[str, Any] = {
@@ -58,7 +59,12 @@ def entries() -> list[Entry]:
         if others := [head for head in _HEADS if name.removesuffix("Model") + head in FAMILIES]:
             notes.append(f"also {', '.join(others)}")
         found.append(Entry(name, "native", formats, "; ".join(notes)))
-    return found
+    example = {"text_config": EXAMPLE_SIZES, "image_token_index": 0}
+    notes = [*_notes(read_llava(example)), f"sees pictures; its decoder is of the type {', '.join(DECODERS)}"]
+    found.append(
+        Entry("LlavaForConditionalGeneration", "native, tower by transformers", "safetensors, bin", "; ".join(notes))
+    )
+    return sorted(found)
 
 
 def _notes(model: ModelDescription) -> Iterator[str]:

@@ -287,6 +287,8 @@ class Decoder:
         `layer_caches`."""
         ops, description = self._ops, self.description
         residual = self.embed(batch.token_ids, self._stream_dtype)
+        if batch.media_rows is not None:
+            ops.replace_rows(residual, batch.media_rows, batch.media_indices)
         if self._positions is not None:
             ops.add(residual, ops.take_rows(self._positions, batch.positions))
         if self._token_types is not None:

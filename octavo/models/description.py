@@ -89,6 +89,7 @@ class ModelDescription:
     layer_prefix: str = "model.layers."  # then the layer's number
     norm_name: str = "model.norm"
     output_name: str = "lm_head"
+    takes_media: bool = False  # rows of a tower may stand in the place of embeddings
     unused: tuple[str, ...] = ()  # prefixes of tensors that checkpoints have and the model has no use for
     share: Share = WHOLE  # of the output matrix, and of the layers' matrices: `octavo.models.sharing`
 

@@ -20,6 +20,7 @@ from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.pooling import decoder_of, with_pooling
 from octavo.models.readers import read
+from octavo.models.vision import read_llava
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.pooling_params import PoolingConfig
 
@@ -66,7 +67,8 @@ Builder = Callable[[ModelDescription, Weights, Ops, int, str], Model]
 
 
 _ARCHITECTURES: dict[str, tuple[Reader, Builder]] = {
-    name: (partial(read, name, family), Decoder) for name, family in FAMILIES.items()
+    **{name: (partial(read, name, family), Decoder) for name, family in FAMILIES.items()},
+    "LlavaForConditionalGeneration": (read_llava, Decoder),
 }
 
 

@@ -98,4 +98,5 @@ def _admission(seq: Sequence, row: int) -> Admission:
         adapter_slot=seq.adapter_slot,
         pooling=seq.request.pooling,
         second_start=seq.request.prompt.second_start,
+        media=seq.request.prompt.media,
     )

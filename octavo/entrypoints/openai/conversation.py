@@ -31,6 +31,8 @@ from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from octavo.loading.tokenizer import ModelTokenizer
 
 
@@ -91,6 +93,7 @@ class Conversation:
             self._params,
             self.prepare,
             has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
+            has_media=_has_pictures(self._body.messages),
             clamps_max_tokens=self._clamps_max_tokens,
         )
 
@@ -127,6 +130,7 @@ class Conversation:
         tools = body.tools if body.chosen_tools else None
         hints = hint_options(state.engine.tokenizer, body, is_strict=state.args.unknown_fields == "error")
         options = {**(state.args.default_chat_template_kwargs or {}), **hints}
+        media, placeholder = _pictures(body.messages, state) if _has_pictures(body.messages) else (None, None)
         prompt = render_messages(
             state.engine.tokenizer,
             body,
@@ -134,6 +138,7 @@ class Conversation:
             tools,
             options,
             content_format=state.args.chat_template_content_format,
+            placeholder=placeholder,
         )
         self._format = answer_format(body, state.formats, prompt)
         marks = "".join(self._format.marks)
@@ -144,7 +149,26 @@ class Conversation:
             body, self._format, state.formats, params.structured_outputs, state.special_tokens, budget
         )
         # The template has put the special tokens in already.
-        return Asked(prompt, bool(body.add_special_tokens), grammar)
+        return Asked(prompt, bool(body.add_special_tokens), grammar, media)
+
+
+def _has_pictures(messages: Sequence[ChatMessage]) -> bool:
+    return any(not isinstance(message.content, str) for message in messages)
+
+
+def _pictures(messages: Sequence[ChatMessage], state: ServerState) -> tuple[dict[str, list[Image]], str]:
+    """The pictures of a conversation, decoded, and the text that stands for each. Raises `RequestError`."""
+    processor = state.engine.inputs.picture_processor()
+    urls = [
+        part["image_url"]["url"]
+        for message in messages
+        if not isinstance(message.content, str)
+        for part in message.content
+        if part["type"] == "image_url"
+    ]
+    processor.check_number(len(urls))
+    placeholder = state.engine.tokenizer.backend_tokenizer.id_to_token(processor.config.token_id)
+    return {"image": [processor.decode(url) for url in urls]}, str(placeholder)
 
 
 def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:
@@ -164,9 +188,11 @@ def render_messages(
     *,
     generates: bool = True,
     content_format: str = "auto",
+    placeholder: str | None = None,
 ) -> str:
     """The prompt that `messages` and `tools` make with the template's options of `body`, beside `options`; unless those
-    say otherwise it ends with the beginning of an answer if the model `generates` one. Raises `RequestError`."""
+    say otherwise it ends with the beginning of an answer if the model `generates` one. Each picture becomes what the
+    template makes of it, or `placeholder`; without one, pictures are refused. Raises `RequestError`."""
     continues = bool(body.continue_final_message)
     return render_chat(
         tokenizer,
@@ -178,6 +204,7 @@ def render_messages(
         template_options={**(options or {}), **(body.chat_template_kwargs or {})},
         tools=[tool.model_dump(exclude_none=True) for tool in tools or ()],
         content_format=content_format,
+        placeholder=placeholder,
     )
 
 
@@ -186,4 +213,6 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
     fields = message.model_dump(exclude_none=True)
     if (reasoning := fields.pop("reasoning", None)) is not None:
         fields.setdefault("reasoning_content", reasoning)
+    if not isinstance(message.content, str):
+        fields["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in message.content]
     return fields

@@ -153,6 +153,33 @@ def _check_content(value: Any) -> str:
     return "\n".join(texts)
 
 
+def _check_message_content(value: Any) -> str | list[dict[str, Any]]:
+    """As `_check_content`; with pictures a list of parts, each picture an object."""
+    is_mixed = isinstance(value, list) and any(
+        isinstance(part, dict) and part.get("type") == "image_url" for part in value
+    )
+    if not is_mixed:
+        return _check_content(value)
+    return [
+        {"type": "image_url", "image_url": {"url": _check_picture(part)}}
+        if isinstance(part, dict) and part.get("type") == "image_url"
+        else {"type": "text", "text": _check_content([part])}
+        for part in value
+    ]
+
+
+def _check_picture(part: dict[str, Any]) -> str:
+    """The URL of a part of the type image_url, whose picture is an object or a bare string."""
+    if others := set(part) - {"type", "image_url"}:
+        raise ValueError(f"has a part with {', '.join(sorted(map(str, others)))}, which is not built yet")
+    given = part.get("image_url")
+    if isinstance(given, dict) and not set(given) - {"url", "detail"}:  # one size is all that models here know
+        given = given.get("url")
+    if not isinstance(given, str):
+        raise ValueError('has a part that is not like {"type": "image_url", "image_url": {"url": "data:..."}}')
+    return given
+
+
 class TextPart(BaseModel):
     """A part of a message."""
 
@@ -162,4 +189,26 @@ class TextPart(BaseModel):
     text: str
 
 
+class ImageUrl(BaseModel):
+    """A picture, as a data: URL of a PNG or JPEG file."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(BaseModel):
+    """A picture in a message."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    type: Literal["image_url"]
+    image_url: ImageUrl | str
+
+
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[TextPart])]
+MessageContent = Annotated[
+    str | list[dict[str, Any]],
+    PlainValidator(_check_message_content, json_schema_input_type=str | list[TextPart | ImagePart]),
+]

@@ -15,6 +15,7 @@ from octavo.entrypoints.openai.fields import (
     Content,
     Id,
     Int,
+    MessageContent,
     Prompt,
     Prompts,
     RequestBody,
@@ -94,7 +95,7 @@ class ChatMessage(RequestBody):
     """One message of a conversation. What came back in an answer may be sent again, so null fields are dropped."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content
+    content: MessageContent
     name: Text | None = None
     tool_call_id: Text | None = None
     tool_calls: list[SentToolCall] | None = None
@@ -113,6 +114,12 @@ class ChatMessage(RequestBody):
         if data.get("content") is None and data.get("role") == "assistant":
             data = {**data, "content": ""}
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
+
+    @model_validator(mode="after")
+    def _check_pictures(self) -> ChatMessage:
+        if not isinstance(self.content, str) and self.role != "user":
+            raise RequestError("only messages of the user have pictures.", param="messages")
+        return self
 
 
 class StructuredOutputs(RequestBody):

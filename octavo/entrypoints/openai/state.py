@@ -36,6 +36,8 @@ from octavo.tracing import Tracer
 from octavo.version import __version__
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from octavo.engine.async_engine import AsyncLLMEngine
     from octavo.entrypoints.background import Background
     from octavo.entrypoints.store import Store
@@ -69,6 +71,7 @@ class Asked:
     prompt: str | list[int]
     add_special_tokens: bool
     grammar: WantedGrammar | None = None
+    media: dict[str, list[Image]] | None = None  # `multi_modal_data`
 
 
 ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)  # of the request that a task answers
@@ -276,6 +279,7 @@ class ServerState:
         prepare: Callable[[], Asked],
         *,
         has_grammar: bool = False,
+        has_media: bool = False,
         length: int = 0,
         num_prompts: int = 1,
         clamps_max_tokens: bool = False,
@@ -299,7 +303,12 @@ class ServerState:
             prediction = None if body.prediction is None else body.prediction.content
             kind = "prompt" if isinstance(asked.prompt, str) else "prompt_token_ids"
             return self.engine.inputs.process(
-                {kind: asked.prompt, "cache_salt": body.cache_salt, "prediction": prediction},
+                {
+                    kind: asked.prompt,
+                    "cache_salt": body.cache_salt,
+                    "prediction": prediction,
+                    "multi_modal_data": asked.media,
+                },
                 params,
                 priority=body.priority,
                 arrival_time=None if arrival is None else arrival.at,
@@ -311,7 +320,9 @@ class ServerState:
 
         if arrival is not None:
             length = max(length, arrival.num_bytes // num_prompts)
-        request = await run_off_loop(process, length=length, has_grammar=has_grammar or structure is not None)
+        request = await run_off_loop(
+            process, length=length, has_grammar=has_grammar or structure is not None, has_media=has_media
+        )
         name = f"{response_id}-{request.request_id}"  # clients choose response ids and may repeat them
         if self.args.logs_requests:
             log_request(logger, name, request.prompt, params, self.args.max_log_len)

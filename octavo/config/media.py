@@ -1,0 +1,78 @@
+"""The flags of media, checked: `MediaConfig`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from octavo.config.engine_args import EngineArgs
+from octavo.config.engine_config import MediaConfig
+from octavo.errors import ConfigError
+from octavo.loading.checkpoint import Checkpoint
+from octavo.models.description import ModelDescription
+from octavo.models.vision import image_token
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_DEFAULT_IMAGES = 8  # of a prompt
+_PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
+
+
+def media_config(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, device: str, max_model_len: int
+) -> MediaConfig | None:
+    """None where no media are taken. Raises `ConfigError` for what cannot be honoured."""
+    max_images = _max_images(args)
+    if args.max_image_pixels > _PILLOW_PIXELS:
+        raise ConfigError(
+            f"--max-image-pixels must be at most {_PILLOW_PIXELS}, Pillow's own bound, got {args.max_image_pixels}."
+        )
+    if not description.takes_media:
+        for name in ("limit_mm_per_prompt", "language_model_only"):
+            if getattr(args, name):
+                raise ConfigError(f"--{name.replace('_', '-')} is for models that see; {checkpoint.name} does not.")
+        return None
+    if args.language_model_only:
+        return None
+    for what, is_so in {
+        "on GPUs": device != "cpu",
+        "with --tensor-parallel-size": args.tensor_parallel_size > 1,
+        "with --enable-lora": args.enable_lora,
+        "with a model that guesses": "model" in (args.speculative_config or {})
+        or args.speculative_model not in (None, "[ngram]"),
+        "with quantized checkpoints": bool(checkpoint.config.get("quantization_config")),
+        "with --load-format dummy": checkpoint.format == "dummy",
+    }.items():
+        if is_so:
+            raise ConfigError(
+                f"pictures are not built yet {what}; add --language-model-only to serve {checkpoint.name} without."
+            )
+    missing = [module for module in ("torch", "transformers", "PIL") if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"{checkpoint.name} sees by {', '.join(missing)}, which is not installed: pip install 'octavo[vision]', or "
+            "add --language-model-only."
+        )
+    if not any((Path(checkpoint.path) / name).is_file() for name in _PROCESSOR_FILES):
+        raise ConfigError(
+            f"{checkpoint.name} has no {' or '.join(_PROCESSOR_FILES)}, which says how it sees pictures; add "
+            "--language-model-only."
+        )
+    return MediaConfig(
+        folder=checkpoint.path,
+        token_id=image_token(checkpoint.config),
+        width=description.hidden_size,
+        max_images=max_images,
+        max_bytes=args.max_image_bytes,
+        max_pixels=args.max_image_pixels,
+        cache_tokens=max(args.media_cache_tokens, max_model_len),
+    )
+
+
+def _max_images(args: EngineArgs) -> int:
+    limits = args.limit_mm_per_prompt or {}
+    if others := set(limits) - {"image"}:
+        raise ConfigError(f"--limit-mm-per-prompt has {', '.join(sorted(others))}; only image is built.")
+    count = limits.get("image", _DEFAULT_IMAGES)
+    if type(count) is not int or count < 0:
+        raise ConfigError(f"--limit-mm-per-prompt image must be a number of pictures, got {count!r}.")
+    return count

@@ -1,0 +1,119 @@
+"""What a model sees of a picture: the rows that its tower and projector make, which transformers computes in float32 on
+the CPU, and which are kept for later turns. The core's half of a model that sees; the other is `processor`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import LoadError
+from octavo.request import MediaInput
+
+logger = logging.getLogger(__name__)
+
+Rows = NDArray[np.float32]  # [tokens, H]
+
+
+class Tower:
+    """The tower and the projector of a checkpoint, without its decoder."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises `LoadError`."""
+        import torch
+        import transformers
+
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            text = config.text_config
+            text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+            if getattr(text, "layer_types", None):
+                text.layer_types = []
+            builder = getattr(transformers, config.architectures[0])
+            with _quiet(transformers.logging):  # it would report the decoder's weights as left over
+                model, report = builder.from_pretrained(
+                    folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+                )
+        except (OSError, ValueError, AttributeError) as e:
+            raise LoadError(f"the tower of {folder} cannot be loaded: {str(e).splitlines()[0]}") from None
+        if missing := sorted(name for name in report["missing_keys"] if "language_model" not in name):
+            raise LoadError(f"{folder} has no tensor {missing[0]}, which its tower calls for.")
+        self._model: Any = model.eval()
+        self._model.model.language_model = None
+
+    def rows(self, given: MediaInput) -> Rows:
+        """Of one picture at a time: their bits must not depend on other requests."""
+        import torch
+
+        values = np.frombuffer(given.values, np.float32).reshape(given.shape)
+        with torch.inference_mode():
+            features = self._model.get_image_features(pixel_values=torch.tensor(values), return_dict=True).pooler_output
+        found: Rows = torch.cat(list(features)).numpy()
+        if len(found) != given.num_tokens:
+            raise ValueError(f"a tower gave {len(found)} rows for {given.num_tokens} tokens")
+        return found
+
+
+@contextmanager
+def _quiet(log: Any) -> Iterator[None]:
+    verbosity, shows_progress = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if shows_progress:
+            log.enable_progress_bar()
+
+
+class TowerCache:
+    """The rows of pictures, by content: those of requests that are under way, and others as long as there is room for
+    so many tokens. Made in a thread, one picture after the other; everything else is the core's thread's."""
+
+    def __init__(self, tower: Tower, max_tokens: int) -> None:
+        self._tower, self._max_tokens = tower, max_tokens
+        self._entries: OrderedDict[bytes, tuple[int, Future[Rows]]] = OrderedDict()  # the latest used last
+        self._thread = ThreadPoolExecutor(1, "octavo-tower")
+        self.num_runs = 0  # of the tower
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for count, _ in self._entries.values())
+
+    def prepare(self, inputs: Sequence[MediaInput], in_use: set[bytes]) -> list[Future[Rows]] | None:
+        """The rows of a request's pictures, which are not forgotten while they are `in_use`; None where there is no
+        room for them beside those that are now. A request that is alone always has room."""
+        wanted = {one.content_hash: one.num_tokens for one in inputs}
+        used = {digest: count for digest, (count, _) in self._entries.items() if digest in in_use}
+        if used and sum((used | wanted).values()) > self._max_tokens:
+            return None
+        for digest in list(self._entries):
+            if sum((self._counts() | wanted).values()) <= self._max_tokens:
+                break
+            if digest not in in_use and digest not in wanted:
+                self._entries.pop(digest)[1].cancel()
+        found = []
+        for one in inputs:
+            entry = self._entries.get(one.content_hash)
+            if entry is None or (entry[1].done() and (entry[1].cancelled() or entry[1].exception() is not None)):
+                self.num_runs += 1
+                entry = one.num_tokens, self._thread.submit(self._tower.rows, one)
+                self._entries[one.content_hash] = entry
+            self._entries.move_to_end(one.content_hash)
+            found.append(entry[1])
+        return found
+
+    def rows(self, content_hash: bytes) -> Rows:
+        """Of a picture that is in use, and ready."""
+        return self._entries[content_hash][1].result()
+
+    def _counts(self) -> dict[bytes, int]:
+        return {digest: count for digest, (count, _) in self._entries.items()}

@@ -1,0 +1,220 @@
+"""A small LLaVA in the engine, beside the same model in `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from octavo import LLM, SamplingParams
+from octavo.entrypoints.chat_template import render_chat
+from octavo.errors import ConfigError, RequestError
+from octavo.multimodal.tower import TowerCache
+from tests.multimodal.conftest import picture, save_llava
+
+A, B, C = picture(0), picture(1, 90, 33), picture(2)
+# Name -> text and pictures. Prompts are longer than a step's 13 tokens, so that parts end within pictures.
+PROMPTS: dict[str, tuple[str, list[Image.Image]]] = {
+    "one": ("What is it? <image> Say it.", [A]),
+    "first": ("<image>", [A]),
+    "two of different sizes": ("<image>\nbeside this one:<image>", [A, B]),
+    "the same twice": ("<image><image>twice", [B, B]),
+    "none": ("There is no picture here at all.", []),
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True)
+
+
+def asked(name: str) -> dict[str, Any]:
+    text, images = PROMPTS[name]
+    return {"prompt": text, "multi_modal_data": {"image": images}} if images else {"prompt": text}
+
+
+def generate(llm: LLM, *prompts: dict[str, Any], params: SamplingParams = GREEDY) -> list[Any]:
+    return llm.generate(list(prompts), params, use_tqdm=False)
+
+
+def tower(llm: LLM) -> TowerCache:
+    media = llm.core.executor.worker.media  # type: ignore[attr-defined]
+    assert isinstance(media, TowerCache)
+    return media
+
+
+def engine(folder: Path, **args: Any) -> LLM:
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 13, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
+    return LLM(str(folder), **{"dtype": "float32", "max_model_len": 128, "check_invariants": True} | sizes | args)
+
+
+def assert_as_transformers(folder: Path, output: Any, text: str, images: list[Image.Image]) -> None:
+    """The prompt's tokens, the answer's, and log-probabilities within 1e-4."""
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
+    inputs = transformers.AutoProcessor.from_pretrained(folder)(text=text, images=images or None, return_tensors="pt")
+    assert inputs["input_ids"][0].tolist() == output.prompt_token_ids
+    [answer] = output.outputs
+    expected = model.generate(
+        **inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True
+    )
+    assert answer.token_ids == expected.sequences[0][-8:].tolist()
+    logprobs = torch.log_softmax(torch.stack(expected.logits)[:, 0], -1)
+    for position, found in enumerate(answer.logprobs):
+        for token, logprob in found.items():
+            assert logprob.logprob == pytest.approx(logprobs[position, token].item(), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def llm(llava: Path) -> Iterator[LLM]:
+    llm = engine(llava)
+    yield llm
+    llm.close()
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_it_answers_as_transformers_does(llava: Path, llm: LLM, name: str) -> None:
+    llm.reset_prefix_cache()
+    [output] = generate(llm, asked(name))
+    assert output.num_cached_tokens == 0
+    assert_as_transformers(llava, output, *PROMPTS[name])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_pictures_are_seen(llava: Path, eager: bool) -> None:
+    llm = engine(llava, enforce_eager=eager)
+    answers = [
+        generate(llm, {"prompt": "<image> it is", "multi_modal_data": {"image": image}})[0].outputs[0]
+        for image in (A, B, A)
+    ]
+    assert answers[0].logprobs == answers[2].logprobs != answers[1].logprobs
+    llm.close()
+
+
+def test_in_any_company_it_has_the_bits_that_it_has_alone(llm: LLM) -> None:
+    alone = []
+    for name in PROMPTS:
+        llm.reset_prefix_cache()
+        alone += generate(llm, asked(name))
+    llm.reset_prefix_cache()
+    together = generate(llm, *(asked(name) for name in PROMPTS))
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+
+
+def test_a_second_turn_computes_no_picture_again(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    text = "Look at <image> and <image>, if you please."
+    first = {"prompt": text, "multi_modal_data": {"image": [A, C]}}
+    second = {"prompt": text + " And now?", "multi_modal_data": {"image": [A, C]}}
+    alone = generate(llm, second)[0]
+    llm.reset_prefix_cache()
+    generate(llm, first)
+    runs = tower(llm).num_runs
+    again = generate(llm, second)[0]
+    assert tower(llm).num_runs == runs
+    assert again.num_cached_tokens == 32  # both pictures, and a part of the text after them
+    assert again.outputs[0].logprobs == alone.outputs[0].logprobs
+    others = {**second, "multi_modal_data": {"image": [A, B]}}
+    assert generate(llm, others)[0].num_cached_tokens < 32  # another picture under the same tokens
+    assert generate(llm, {**second, "cache_salt": "mine"})[0].num_cached_tokens == 0
+
+
+def test_a_preempted_prompt_sees_its_pictures_again(llava: Path, llm: LLM) -> None:
+    long = SamplingParams(temperature=0, max_tokens=80, logprobs=1, ignore_eos=True)
+    prompts = [{"prompt": f"{i}: <image>", "multi_modal_data": {"image": image}} for i, image in enumerate([A, B, C])]
+    alone = [generate(llm, prompt, params=long)[0] for prompt in prompts]
+    crowded = engine(llava, num_gpu_blocks_override=9, max_model_len=96, enable_prefix_caching=False)
+    generate(crowded, *prompts, params=SamplingParams(max_tokens=1))  # so that they come at the same time from here on
+    together = generate(crowded, *prompts, params=long)
+    assert sum(output.metrics.num_preemptions for output in together) > 0
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+    assert tower(crowded).num_runs == 3
+    crowded.close()
+
+
+def test_rows_are_kept_within_their_bound_and_for_those_under_way(llava: Path) -> None:
+    llm = engine(llava, max_model_len=48, media_cache_tokens=1)  # as many as a longest prompt
+    prompts = [
+        {"prompt": "<image><image>", "multi_modal_data": {"image": [picture(10 + i), picture(30 + i)]}}
+        for i in range(12)
+    ]
+    alone = [generate(llm, prompt)[0].outputs[0].logprobs for prompt in prompts]
+    llm.reset_prefix_cache()
+    together = [output.outputs[0].logprobs for output in generate(llm, *prompts)]  # 96 rows, where 48 have room
+    assert together == alone
+    assert tower(llm).num_tokens <= 48
+    runs = tower(llm).num_runs
+    generate(llm, prompts[0])
+    assert tower(llm).num_runs == runs + 2  # they had to go
+    llm.close()
+
+
+@pytest.mark.parametrize(("model_type", "text"), [("mistral", {"sliding_window": 9}), ("qwen2", {})])
+def test_other_decoders(tmp_path: Path, tokenizer_that_sees: Any, model_type: str, text: dict[str, Any]) -> None:
+    save_llava(tmp_path, tokenizer_that_sees, text, model_type)
+    llm = engine(tmp_path)
+    [output] = generate(llm, asked("two of different sizes"))
+    assert_as_transformers(tmp_path, output, *PROMPTS["two of different sizes"])
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ({"prompt": "no place", "multi_modal_data": {"image": A}}, "0 placeholders and 1 pictures"),
+        ({"prompt": "<image><image>", "multi_modal_data": {"image": [A]}}, "2 placeholders and 1 pictures"),
+        ({"prompt": "<image>", "multi_modal_data": {"video": A}}, "other media are not built"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": "file.png"}}, "must be a PIL.Image, got str"),
+        ({"prompt": "<image>" * 9, "multi_modal_data": {"image": [A] * 9}}, "9 pictures, and 8 are the most"),
+        ({"prompt": "<image>" + "x" * 125, "multi_modal_data": {"image": A}}, "the prompt has 129 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(llm: LLM, prompt: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+
+
+def test_chats_of_scripts_refuse_pictures(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="in scripts pictures go to"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}])
+
+
+def test_a_template_that_knows_no_images_gets_placeholders_in_their_place(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "See"}, {"type": "image"}, {"type": "text", "text": "and say"}]
+    messages = [{"role": "user", "content": parts}]
+    plain = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert render_chat(llm.tokenizer, messages, chat_template=plain, placeholder="<image>") == "See\n<image>\nand say"
+    assert render_chat(llm.tokenizer, messages, placeholder="<image>") == "USER: <image>\nSee and say ASSISTANT:"
+
+
+def test_without_its_tower_it_is_a_language_model(llava: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    blind = engine(llava, language_model_only=True)
+    assert generate(blind, asked("none"))[0].outputs[0].logprobs == generate(llm, asked("none"))[0].outputs[0].logprobs
+    with pytest.raises(RequestError, match="takes no pictures"):
+        generate(blind, asked("one"))
+    blind.close()
+    monkeypatch.setattr("octavo.config.media.find_spec", lambda module: None if module == "PIL" else module)
+    with pytest.raises(ConfigError, match=r"sees by PIL, which is not installed: pip install 'octavo\[vision\]'"):
+        engine(llava)
+
+
+def test_a_model_without_a_processor_says_so(tmp_path: Path, llava: Path) -> None:
+    for file in llava.iterdir():
+        if "processor" not in file.name:
+            (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(ConfigError, match="has no processor_config.json or preprocessor_config.json"):
+        engine(tmp_path)
+
+
+def test_a_model_that_does_not_see_refuses_the_flags(llava: Path) -> None:
+    for more, said in (
+        ({"enable_lora": True}, "not built yet with --enable-lora"),
+        ({"limit_mm_per_prompt": {"video": 1}}, "has video; only image is built"),
+        ({"limit_mm_per_prompt": {"image": "x"}}, "must be a number of pictures"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            engine(llava, **more)
+    with pytest.raises(ConfigError, match="--language-model-only is for models that see"):
+        LLM(language_model_only=True)

@@ -1,0 +1,138 @@
+"""Pictures of strangers: what is taken and how it is normalized, and a table of what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from octavo.errors import RequestError
+from octavo.multimodal.pictures import content_hash, from_bytes, from_url, normalized
+from tests.multimodal.conftest import picture
+
+MAX_BYTES, MAX_PIXELS = 100_000, 1_000_000
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+def url(data: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, data: bytes, *more: bytes) -> bytes:
+    """A PNG file of grey pixels whose header says what it likes."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    return b"".join([b"\x89PNG\r\n\x1a\n", header, *more, chunk(b"IDAT", data), chunk(b"IEND", b"")])
+
+
+GOOD = encoded(picture(0))
+JPEG = encoded(picture(0), "JPEG")
+ZEROS = zlib.compress(bytes(90_000_000), 9)
+CASES: dict[str, tuple[str | Callable[[], str], str]] = {
+    "http": ("http://127.0.0.1/a.png", "must be a data: URL"),
+    "https": ("https://example.org/a.png", "must be a data: URL"),
+    "file": ("file:///etc/passwd", "must be a data: URL"),
+    "relative": ("a.png", "must be a data: URL"),
+    "empty": ("", "must be a data: URL"),
+    "no base64": ("data:image/png,abc", "must look like"),
+    "no comma": ("data:image/png;base64", "must look like"),
+    "long type": ("data:" + "a" * 100_000 + "/png;base64,", "must look like"),
+    "many parameters": ("data:image/png" + ";a=b" * 100_000 + ";base64,", "must look like"),
+    "svg": (url(b"<svg/>", "image/svg+xml"), "only image/png and image/jpeg"),
+    "gif type": (url(GOOD, "image/gif"), "only image/png and image/jpeg"),
+    "video": (url(GOOD, "video/mp4"), "only image/png and image/jpeg"),
+    "not base64": ("data:image/png;base64,!!!!", "not valid base64"),
+    "cut base64": (url(GOOD)[:-3], "not valid base64"),
+    "other letters": ("data:image/png;base64,äöü", "not valid base64"),
+    "no bytes": (url(b""), "not a readable"),
+    "text": (url(b"GET / HTTP/1.1"), "not a readable"),
+    "signature only": (url(GOOD[:8]), "not a readable"),
+    "header only": (url(GOOD[:33]), "not a readable"),
+    "half a PNG": (url(GOOD[: len(GOOD) // 2]), "not a readable"),
+    "half a JPEG": (url(JPEG[: len(JPEG) // 2]), "not a readable"),
+    "broken checksum": (url(GOOD[:20] + b"\xff" + GOOD[21:]), "not a readable"),
+    "broken data": (url(png(20, 20, b"no deflate")), "not a readable"),
+    "GIF": (url(encoded(picture(0), "GIF")), "not a readable"),
+    "TIFF": (url(encoded(picture(0), "TIFF")), "not a readable"),
+    "BMP": (url(encoded(picture(0), "BMP")), "not a readable"),
+    "WEBP": (url(encoded(picture(0), "WEBP")), "not a readable"),
+    "postscript": (url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "not a readable"),
+    "one pixel": (url(encoded(picture(0, 1, 1))), "1 x 1 pixels; 2 x 2 are the least"),
+    "one row": (url(encoded(picture(0, 60, 1))), "60 x 1 pixels; 2 x 2 are the least"),
+    "no pixels": (url(png(0, 0, b"")), "not a readable|0 x 0 pixels"),
+    "a strip": (url(encoded(picture(0, 2, 150))), "one side may be 50 times the other"),
+    "many bytes": (url(GOOD + bytes(MAX_BYTES)), "more than 100000 bytes"),
+    "many pixels": (lambda: url(encoded(Image.new("L", (1001, 1000)))), "1001 x 1000 pixels; 1000000 are the most"),
+    "a bomb": (url(png(9_000, 10_000, ZEROS)), "9000 x 10000 pixels"),
+    "a large bomb": (url(png(2**31 - 1, 2**31 - 1, ZEROS)), "pixels"),
+    "a profile that is a bomb": (
+        url(png(20, 20, zlib.compress(bytes(20 * 21)), chunk(b"iCCP", b"a\0\0" + ZEROS))), "not a readable",
+    ),
+    "a text that is a bomb": (
+        url(png(20, 20, zlib.compress(bytes(20 * 21)), chunk(b"zTXt", b"a\0\0" + ZEROS))), "not a readable",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hostile_picture_is_refused_before_it_costs_much(name: str) -> None:
+    given, said = CASES[name]
+    given = given if isinstance(given, str) else given()
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match=said) as refused:
+            from_url(given, MAX_BYTES, MAX_PIXELS)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20  # the bombs are of 90 MB
+    finally:
+        tracemalloc.stop()
+    message = str(refused.value)
+    assert refused.value.status == 400 and len(message) < 200
+    assert " at 0x" not in message and "PIL" not in message and "passwd" not in message
+
+
+@pytest.mark.parametrize(("data", "media_type"), [(GOOD, "image/png"), (JPEG, "image/jpeg"), (JPEG, "IMAGE/JPG")])
+def test_pngs_and_jpegs_are_taken(data: bytes, media_type: str) -> None:
+    found = from_url(url(data, media_type), MAX_BYTES, MAX_PIXELS)
+    assert found.mode == "RGB" and found.size == (40, 60)
+    if data is GOOD:
+        assert found.tobytes() == picture(0).tobytes()
+
+
+def test_what_looks_alike_is_alike() -> None:
+    """Orientation is applied and transparency shown on white, before anything is hashed."""
+    upright = picture(0)
+    turned = upright.transpose(Image.Transpose.ROTATE_90)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert from_bytes(encoded(turned, exif=exif), MAX_BYTES, MAX_PIXELS).tobytes() == upright.tobytes()
+    clear = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
+    white = Image.new("RGB", (8, 8), "white")
+    palette = Image.new("P", (8, 8))
+    for image in (clear, Image.new("LA", (8, 8), (0, 0)), from_bytes(encoded(palette, transparency=0), 10**4, 10**4)):
+        assert normalized(image, MAX_PIXELS).tobytes() == white.tobytes()
+    grey = Image.new("I;16", (8, 8), 0x8000)
+    assert normalized(grey, MAX_PIXELS).getpixel((0, 0)) == (128, 128, 128)
+
+
+def test_a_hash_takes_in_size_settings_bytes_and_salt() -> None:
+    wide, tall = Image.new("RGB", (4, 9)), Image.new("RGB", (9, 4))
+    other = Image.new("RGB", (4, 9), (0, 0, 1))
+    keys = [(wide, "{}", None), (tall, "{}", None), (other, "{}", None), (wide, "{1}", None), (wide, "{}", "mine")]
+    found = {content_hash(*key) for key in keys}
+    assert len(found) == len(keys) and {len(digest) for digest in found} == {32}
+    assert content_hash(Image.new("RGB", (4, 9)), "{}", None) in found
