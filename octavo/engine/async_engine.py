@@ -177,7 +177,7 @@ class AsyncLLMEngine:
             ),
             length=_length(prompt),
             has_grammar=sampling_params is not None and sampling_params.structured_outputs is not None,
-            has_media=not isinstance(prompt, str) and "multi_modal_data" in prompt,
+            has_media=isinstance(prompt, Mapping) and "multi_modal_data" in prompt,
         )
         if self._logs_requests:
             log_request(logger, request_id, request.prompt, request.params, self._max_log_len)

@@ -89,6 +89,7 @@ CASES: dict[str, tuple[str | Callable[[], str], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # which is what is tested
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_picture_is_refused_before_it_costs_much(name: str) -> None:
     given, said = CASES[name]
