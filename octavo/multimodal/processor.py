@@ -109,7 +109,8 @@ class PictureProcessor:
             # Pillow's arithmetic, whether torchvision is installed or not: the same picture has the same rows.
             try:
                 processor = AutoProcessor.from_pretrained(self.config.folder, backend="pil", trust_remote_code=False)
-            except (OSError, ValueError) as e:
+                processor._get_num_multimodal_tokens([[100, 100]])  # older checkpoints do not say how many
+            except (OSError, TypeError, ValueError) as e:
                 raise LoadError(f"the processor of pictures cannot be loaded: {str(e).splitlines()[0]}") from None
             self._settings = json.dumps(processor.image_processor.to_dict(), sort_keys=True, default=str)
             self._processor = processor

@@ -80,9 +80,9 @@ def test_it_answers_as_transformers_does(llava: Path, llm: LLM, name: str) -> No
     assert_as_transformers(llava, output, *PROMPTS[name])
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_pictures_are_seen(llava: Path, eager: bool) -> None:
-    llm = engine(llava, enforce_eager=eager)
+@pytest.mark.parametrize(("eager", "dtype"), [(False, "bfloat16"), (True, "bfloat16"), (True, "float32")])
+def test_pictures_are_seen(llava: Path, eager: bool, dtype: str) -> None:
+    llm = engine(llava, enforce_eager=eager, dtype=dtype)
     answers = [
         generate(llm, {"prompt": "<image> it is", "multi_modal_data": {"image": image}})[0].outputs[0]
         for image in (A, B, A)
