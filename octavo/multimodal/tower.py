@@ -5,6 +5,7 @@ the CPU, and which are kept for later turns. The core's half of a model that see
 from __future__ import annotations
 
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,8 @@ class Tower:
 
     def __init__(self, folder: str) -> None:
         """Raises `LoadError`."""
+        # torch's threads would wait by spinning, and take the cores from the native kernels': read when they start.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
         import transformers
 
