@@ -35,7 +35,7 @@ from octavo.ops.cpu_logits import (
     sample,
     top_tokens,
 )
-from octavo.ops.cpu_pack import PackedWeight, pack_linear, packed_weight
+from octavo.ops.cpu_pack import PackedStack, PackedWeight, first_part, pack_linear, packed_weight
 from octavo.ops.cpu_program import Program, check_inputs, empty, recording
 from octavo.ops.cpu_quantize import FLOAT_FORMATS, quantize
 from octavo.ops.cpu_recurrent import causal_conv, gated_delta, num_scan_floats, selective_scan
@@ -97,9 +97,10 @@ def place(array: NDArray[Any]) -> NDArray[Any]:
 
 def _product(
     op: str, x: NDArray[Any], weight: PackedWeight, out: NDArray[Any], epilogue: int, out_code: int | None = None,
-    scale: float = 1.0, activation: str = "silu", expand: Expand | None = None,
+    scale: float = 1.0, activation: str = "silu", expand: Expand | None = None, first_output: int = 0,
 ) -> None:  # fmt: skip
-    """Call the kernel: x, as `weight` wants it, into the rows of `out`."""
+    """Call the kernel: x, as `weight` wants it, into the rows of `out`. The first of them is `first_output` of what
+    `expand` adds."""
     check_inputs(op, x=x, out=out)
     if out_code is None:
         out_code = CODES.get(out.dtype)
@@ -121,8 +122,25 @@ def _product(
     kind = _cpu.ACTIVATIONS[activation]
     _cpu.linear(
         x, x_stride, x.shape[0], weight.matrix, out, out_stride, out_code, epilogue, scale, kind,
-        *expand_arguments(expand),
+        *expand_arguments(expand, first_output),
     )  # fmt: skip
+
+
+def _products(
+    op: str, x: NDArray[Any], weight: LinearWeight, out: NDArray[Any], epilogue: int, scale: float = 1.0,
+    expand: Expand | None = None,
+) -> None:  # fmt: skip
+    """`_product` with a matrix that is not gated, or with each of a stack into its columns."""
+    if isinstance(weight, PackedStack):
+        x = quantize(x, weight)  # once
+        first = 0
+        for part in weight.parts:
+            columns = out[:, first : first + part.out_features]
+            _product(op, x, part, columns, epilogue, scale=scale, expand=expand, first_output=first)
+            first += part.out_features
+        return
+    assert isinstance(weight, PackedWeight) and not weight.gated
+    _product(op, x, weight, out, epilogue, scale=scale, expand=expand)
 
 
 def _float_output(x: NDArray[Any], out_dtype: str | None) -> np.dtype[Any]:
@@ -133,28 +151,27 @@ def _output_for(
     consumer: LinearWeight | None, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> tuple[NDArray[Any], int | None]:
     """An output [..., K] of a `dtype` that the consumer may take quantized, and the kernels' name of its type."""
-    if isinstance(consumer, PackedWeight) and consumer.is_quantized and consumer.order is None:
-        assert consumer.in_features == shape[-1]
-        return empty((*shape[:-1], consumer.num_blocks * _cpu.QBLOCK_BYTES), UINT8), _cpu.Q8
+    part = None if consumer is None else first_part(consumer)
+    if part is not None and part.is_quantized and part.order is None:
+        assert part.in_features == shape[-1]
+        return empty((*shape[:-1], part.num_blocks * _cpu.QBLOCK_BYTES), UINT8), _cpu.Q8
     return empty(shape, dtype), CODES.get(dtype)
 
 
 def linear(
     x: NDArray[Any], weight: LinearWeight, out_dtype: str | None = None, expand: Expand | None = None
 ) -> NDArray[Any]:
-    assert isinstance(weight, PackedWeight) and not weight.gated
     out = empty((x.shape[0], weight.out_features), _float_output(x, out_dtype))
-    _product("linear", x, weight, out, _cpu.STORE, expand=expand)
+    _products("linear", x, weight, out, _cpu.STORE, expand=expand)
     return out
 
 
 def linear_add(
     x: NDArray[Any], weight: LinearWeight, residual: NDArray[Any], scale: float = 1.0, expand: Expand | None = None
 ) -> None:
-    assert isinstance(weight, PackedWeight) and not weight.gated
     assert residual.shape == (x.shape[0], weight.out_features)
     assert is_dense(residual)
-    _product("linear_add", x, weight, residual, _cpu.ADD, scale=scale, expand=expand)
+    _products("linear_add", x, weight, residual, _cpu.ADD, scale, expand)
 
 
 def linear_silu_and_mul(

@@ -44,6 +44,7 @@ class CpuAdapterTable:
         self.code = CODES[self.dtype]
         self._step = 1 if self.dtype == FLOAT32 else 2  # elements of a lane
         self.factors = np.zeros(num_slots, _FACTORS)
+        self._from_column = {0: self.factors}
         self.width = len(shape.widths) * self._padded(shape.max_rank)
 
     def _padded(self, rank: int) -> int:
@@ -117,10 +118,19 @@ class CpuAdapterTable:
             first = packed.fields.index("b")
             moved = (at[packed.owners] - at[first]) // self.dtype.itemsize + packed.offsets
             table["offset"] = np.where(table["count"] > 0, moved, 0)
-        self.factors[slot] = entry
+        for column, factors in self._from_column.items():
+            factors[slot] = _moved(entry, column)
 
     def clear(self, slot: int) -> None:
-        self.factors[slot] = np.zeros((), _FACTORS)
+        for factors in self._from_column.values():
+            factors[slot] = np.zeros((), _FACTORS)
+
+    def factors_from(self, column: int) -> NDArray[Any]:
+        """The factors for a part of a stack, whose first output is `column` of theirs and the first of a panel."""
+        if column not in self._from_column:
+            assert column % _cpu.PANEL == 0
+            self._from_column[column] = _moved(self.factors, column)
+        return self._from_column[column]
 
     def _outputs(self) -> NDArray[np.intp]:
         """The output behind each column of the packed matrix, -1 where its last panels are padded."""
@@ -188,13 +198,24 @@ def shrink(x: NDArray[Any], table: AdapterTable, slots: NDArray[Any]) -> NDArray
     return out
 
 
-def expand_arguments(expand: Expand | None) -> tuple[Any, ...]:
-    """The last arguments of the native product."""
+def expand_arguments(expand: Expand | None, column: int) -> tuple[Any, ...]:
+    """The last arguments of the native product with a matrix whose first output is `column` of what `expand` adds."""
     if expand is None:
         return 0, 0, 0, 0, 0, 0
     table = expand.table
     assert isinstance(table, CpuAdapterTable)
-    return expand.slots, table.num_slots, table.factors, expand.shrunk, table.width, table.code
+    return expand.slots, table.num_slots, table.factors_from(column), expand.shrunk, table.width, table.code
+
+
+# Bytes of an output in what entries point to by output.
+_OUTPUT_BYTES = {"panels": _PANEL.itemsize / _cpu.PANEL, "scales": 4, "bias": 4}
+
+
+def _moved(entries: NDArray[Any], column: int) -> NDArray[Any]:
+    moved = entries.copy()
+    for name, num_bytes in _OUTPUT_BYTES.items():
+        moved[name] = np.where(moved[name] != 0, moved[name] + np.uint64(column * num_bytes), 0)
+    return moved
 
 
 def _packed_panels(a: NDArray[Any], step: int) -> NDArray[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
 from octavo.errors import ConfigError
+from octavo.ops import LinearWeight
 from octavo.ops.cpu_arrays import UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_memory import zeros
 from octavo.quantization import Codes, Layout, StoredWeight, common_layout, common_order, dequantize, layout_of, unpack
@@ -65,6 +67,37 @@ class PackedWeight:
         return int(-(-self.in_features // _cpu.QBLOCK))
 
 
+@dataclass(frozen=True, slots=True)
+class PackedStack:
+    """Integer matrices of one input, each in its own layout, whose outputs are side by side. A product is
+    one of each part into its columns. All parts but the last have whole panels: what adapters add is cut by panels."""
+
+    parts: tuple[PackedWeight, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def takes_float32(self) -> bool:
+        return True
+
+
+def first_part(weight: LinearWeight) -> PackedWeight:
+    """The matrix itself, or the first of a stack: all of them take the same rows."""
+    part = weight.parts[0] if isinstance(weight, PackedStack) else weight
+    assert isinstance(part, PackedWeight)
+    return part
+
+
 def packed_weight(
     data: NDArray[np.uint8], shape: tuple[int, int], format: int, bias: NDArray[Any] | None = None, gated: bool = False,
     group: int = 0, minima: bool = False, factor: float = 1.0, order: NDArray[np.int32] | None = None,
@@ -89,20 +122,36 @@ def _num_panels(n: int) -> int:
     return int(-(-n // _cpu.PANEL))
 
 
-def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False) -> PackedWeight:
+def pack_linear(
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False
+) -> PackedWeight | PackedStack:
     """`Ops.pack_linear`. Raises `ConfigError` for formats that these kernels do not multiply."""
     assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape), "gated parts are gate and up"
     floats = [part for part in parts if part.format in _PLAIN]
     if not floats:
-        return _pack_integers(parts, bias, gated)
+        return _pack_runs(parts, bias, gated)
     dtype = floats[0].tensors["data"].dtype.name
     # Some of a file's matrices were not worth fewer bits: those next to them follow.
     arrays = [part.tensors["data"] if part.format in _PLAIN else dequantize(part, dtype) for part in parts]
     return _pack_floats(arrays, bias, gated)
 
 
-def _pack_integers(parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gated: bool) -> PackedWeight:
-    packed = pack_quantized(parts, gated)
+def _pack_runs(parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gated: bool) -> PackedWeight | PackedStack:
+    """Neighbours that one layout holds as they are become a matrix, and several such matrices a stack. Gate and up have
+    one layout, and so do parts whose columns have an order or whose last panels would not be whole."""
+    sources = [_source(part) for part in parts]
+    runs = [list(run) for _, run in groupby(sources, lambda source: (source.kept, source.layout))]
+    rows = [sum(source.num_rows for source in run) for run in runs]
+    is_ordered = any(source.codes is not None and source.codes.order is not None for source in sources)
+    if gated or is_ordered or any(n % _cpu.PANEL for n in rows[:-1]):
+        runs, rows = [sources], [sum(rows)]
+    biases = [None] * len(runs) if bias is None else np.split(bias, list(accumulate(rows[:-1])))
+    matrices = [_pack_integers(run, one, gated) for run, one in zip(runs, biases, strict=True)]
+    return matrices[0] if len(matrices) == 1 else PackedStack(tuple(matrices))
+
+
+def _pack_integers(sources: Sequence[_Source], bias: NDArray[Any] | None, gated: bool) -> PackedWeight:
+    packed = _pack_sources(sources, gated)
     layout, shape = packed.layout, (packed.num_out, packed.num_in)
     return packed_weight(
         packed.data, shape, packed.format, bias, gated, layout.group, layout.minima, packed.factor, packed.order
@@ -148,22 +197,19 @@ class PackedIntegers:
 def pack_quantized(parts: Sequence[StoredWeight], gated: bool = False) -> PackedIntegers:
     """`parts` on top of each other in one layout that holds them all; with `gated`, two of one shape alternate. Raises
     `ConfigError` for formats that are not multiplied here, and for rows that are too long."""
-    num_in = parts[0].shape[1]
-    if num_in > _cpu.MAX_INT_K:
-        raise ConfigError(
-            f"a matrix of {num_in} inputs is too wide for integer products on CPUs, which take {_cpu.MAX_INT_K}; "
-            "--dtype float32 multiplies it as floats."
-        )
-    num_out = sum(part.shape[0] for part in parts)
-    assert all(part.shape[1] == num_in for part in parts), f"parts of {[part.shape for part in parts]}"
-    assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape)
-    sources = [_source(part) for part in parts]
+    return _pack_sources([_source(part) for part in parts], gated)
+
+
+def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
+    num_in, num_out = sources[0].num_in, sum(source.num_rows for source in sources)
+    assert all(source.num_in == num_in for source in sources), f"parts of {[s.num_in for s in sources]} inputs"
+    assert not gated or (len(sources) == 2 and sources[0].num_rows == sources[1].num_rows)
     order = common_order([source.codes for source in sources])
     layout = common_layout(source.layout for source in sources)
-    factor = _factor(parts, sources)
-    formats = {part.format for part in parts}
-    kept = _KEPT.get(parts[0].format) if len(formats) == 1 else None
-    format = kept or (_cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8)
+    factor = _factor(sources)
+    kept = {source.kept for source in sources}
+    format = kept.pop() if len(kept) == 1 else None
+    format = format or (_cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8)
     what = (num_out, num_in, factor, format, layout.group, layout.minima, gated)
     # Zeros stand for weights of 0 where no part writes.
     data = zeros(_cpu.packed_bytes(_cpu.Matrix(0, 0, *what)))
@@ -182,7 +228,10 @@ class _Source:
 
     layout: Layout
     format: int  # of SOURCE_FORMATS
+    kept: int | None  # WEIGHT_* that keeps its superblocks
+    has_half_scales: bool
     num_rows: int
+    num_in: int
     data: NDArray[Any] | None
     codes: Codes | None
 
@@ -195,18 +244,30 @@ class _Source:
 
 
 def _source(part: StoredWeight) -> _Source:
-    name, num_rows = part.format, part.shape[0]
+    name, (num_rows, num_in) = part.format, part.shape
+    if num_in > _cpu.MAX_INT_K:
+        raise ConfigError(
+            f"a matrix of {num_in} inputs is too wide for integer products on CPUs, which take {_cpu.MAX_INT_K}; "
+            "--dtype float32 multiplies it as floats."
+        )
+
+    def read(format: str, layout: Layout, data: NDArray[Any]) -> _Source:
+        assert data.shape[0] == num_rows, f"{data.shape[0]} rows in a matrix {part.shape}"
+        has_half_scales = name in _PLAIN_SCALES
+        return _Source(
+            layout, _cpu.SOURCE_FORMATS[format], _KEPT.get(name), has_half_scales, num_rows, num_in, data, None
+        )
+
     if name in _QUANTIZED:
         data = _dense(part.data)
         assert data.shape == part.shape
-        format = _cpu.SOURCE_FORMATS[f"{_NAMES[data.dtype.name]}{_QUANTIZED[name]}"]
-        return _Source(layout_of(name), format, num_rows, data, None)
+        return read(f"{_NAMES[data.dtype.name]}{_QUANTIZED[name]}", layout_of(name), data)
     if name in ROUNDED:  # by the native packer, as floats that are quantized at load
-        return _Source(layout_of("INT8"), _cpu.SOURCE_FORMATS["F32"], num_rows, dequantize(part), None)
+        return read("F32", layout_of("INT8"), dequantize(part))
     if name in _cpu.SOURCE_FORMATS:
         data = _dense(part.data)
-        assert data.dtype == UINT8 and data.shape[0] == num_rows, f"{data.shape[0]} rows in a matrix {part.shape}"
-        return _Source(layout_of(name), _cpu.SOURCE_FORMATS[name], num_rows, data, None)
+        assert data.dtype == UINT8
+        return read(name, layout_of(name), data)
     if name == "FP8":
         layout_of(name)  # which refuses it
     codes = unpack(part)
@@ -216,14 +277,13 @@ def _source(part: StoredWeight) -> _Source:
             f"{name} matrices with groups of {codes.group} are not built for CPUs; multiples of 32 are, and without "
             "zero points of 16."
         )
-    format_name = f"CODES{layout.bits}{' MINIMA' if layout.minima else ' BY 16' if layout.group == 16 else ''}"
-    return _Source(
-        layout,
-        _cpu.SOURCE_FORMATS[format_name],
-        num_rows,
-        None,
-        codes.widened(layout.bits, layout.group, layout.minima),
-    )
+    format = _cpu.SOURCE_FORMATS[
+        f"CODES{layout.bits}{' MINIMA' if layout.minima else ' BY 16' if layout.group == 16 else ''}"
+    ]
+    codes = codes.widened(layout.bits, layout.group, layout.minima)
+    with np.errstate(over="ignore"):
+        has_half_scales = bool((codes.scales.astype(np.float16) == codes.scales).all())
+    return _Source(layout, format, None, has_half_scales, num_rows, num_in, None, codes)
 
 
 def _stride_bytes(rows: NDArray[Any]) -> int:
@@ -254,10 +314,10 @@ def _staged(codes: Codes) -> NDArray[np.uint8]:
 _BLOCK_OF_CODES = np.dtype([("scales", np.float32, 2), ("minimum", np.float32), ("codes", np.uint8, 32)])
 
 
-def _factor(parts: Sequence[StoredWeight], sources: Sequence[_Source]) -> float:
+def _factor(sources: Sequence[_Source]) -> float:
     """A power of two that takes the scales into float16's range: 1 if they are float16 already; otherwise the largest
     becomes 2^14 and more, which leaves the others 28 binary orders of magnitude at full precision."""
-    if all(_has_half_scales(part, source) for part, source in zip(parts, sources, strict=True)):
+    if all(source.has_half_scales for source in sources):
         return 1.0
     largest = 0.0
     for source in sources:
@@ -266,17 +326,9 @@ def _factor(parts: Sequence[StoredWeight], sources: Sequence[_Source]) -> float:
             found = float(scales[np.isfinite(scales)].max(initial=0))
         else:
             array = source.rows()
-            found = _cpu.max_scale(array, source.format, _stride_bytes(array), source.num_rows, parts[0].shape[1])
+            found = _cpu.max_scale(array, source.format, _stride_bytes(array), source.num_rows, source.num_in)
         largest = max(largest, found)
     if largest == 0.0:
         return 1.0
     _, exponent = math.frexp(largest)  # largest < 2^exponent
     return math.ldexp(1.0, max(-126, exponent - 15))
-
-
-def _has_half_scales(part: StoredWeight, source: _Source) -> bool:
-    if source.codes is None:
-        return part.format in _PLAIN_SCALES
-    scales = source.codes.scales
-    with np.errstate(over="ignore"):
-        return bool((scales.astype(np.float16) == scales).all())

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 import octavo._cpu as _cpu
 from octavo.ops import LinearWeight
 from octavo.ops.cpu_arrays import BFLOAT16, CODES, FLOAT32, UINT8, code_of, is_dense, stride
-from octavo.ops.cpu_pack import PackedWeight
+from octavo.ops.cpu_pack import first_part
 from octavo.ops.cpu_program import check_inputs, empty
 
 # What float matrices multiply.
@@ -17,7 +17,7 @@ FLOAT_FORMATS = {_cpu.WEIGHT_F32: FLOAT32, _cpu.WEIGHT_BF16: BFLOAT16}
 
 
 def quantize(x: NDArray[Any], consumer: LinearWeight) -> NDArray[Any]:
-    assert isinstance(consumer, PackedWeight)
+    consumer = first_part(consumer)
     if x.dtype == UINT8:
         assert consumer.order is None, "quantize: in another order than the matrix's"
         return x

@@ -47,7 +47,7 @@ def measure_speed() -> MachineSpeed:
     found = []
     for stored_format in ("INT8", "BF16"):
         weight = cpu.pack_linear([StoredWeight(stored_format, {"data": numbers}, (n, k))])
-        x = cpu.quantize(rows, weight) if weight.is_quantized else rows
+        x = cpu.quantize(rows, weight) if weight.takes_float32 else rows
         found.append(2 * _ROWS * n * k / best_s(partial(cpu.linear, x, weight)))
     return MachineSpeed(bytes_per_s, *found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.ops import Expand, FactorShape
+from octavo.ops.cpu_pack import PackedStack, pack_quantized, packed_weight
 from octavo.quantization import StoredWeight
 from tests.ops.adapter_cases import filled_table
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated_few, random
@@ -113,7 +115,34 @@ def test_quantized_rows_are_read_with_their_outliers(isa: str, dtype: torch.dtyp
     del arena
 
 
-def test_a_recorded_product_reads_the_slots_of_each_step(isa: str) -> None:
+def test_adapters_of_a_stack_of_formats_add_to_their_own_outputs(isa: str) -> None:
+    """Against the same parts in one layout, which holds them all."""
+    shape, rows = SHAPES[1], 37
+    x, out = random(1, rows, shape.num_in), random(8, rows, sum(shape.widths))
+    slots = torch.arange(rows, dtype=torch.int32) % 6 - 1
+    mixed = mixed_parts(shape)
+    stack, flat = cpu.pack_linear(mixed), pack_quantized(mixed)
+    assert isinstance(stack, PackedStack)
+    layout, size = flat.layout, (flat.num_out, flat.num_in)
+    one = packed_weight(flat.data, size, flat.format, None, False, layout.group, layout.minima, flat.factor)
+    for seed in range(3):  # with neither, with scales, with biases
+        table, arena = filled_table(cpu, shape, 6, torch.float32, seed)
+        for kind in ("store", "add"):
+            assert_same_bits(*(run(cpu, kind, x, weight, table, slots, out) for weight in (stack, one)))
+        del arena
+
+
+def mixed_parts(shape: FactorShape) -> list[StoredWeight]:
+    forms = ["INT4", "INT8", "INT4"]
+    return [
+        stored(random(i, n, shape.num_in), form) for i, (n, form) in enumerate(zip(shape.widths, forms, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("make", [lambda shape: parts(shape, torch.float32), mixed_parts], ids=["floats", "mixed"])
+def test_a_recorded_product_reads_the_slots_of_each_step(
+    isa: str, make: Callable[[FactorShape], list[StoredWeight]]
+) -> None:
     import numpy as np
 
     from octavo.ops import cpu as native
@@ -121,7 +150,7 @@ def test_a_recorded_product_reads_the_slots_of_each_step(isa: str) -> None:
 
     shape = SHAPES[1]
     table, arena = filled_table(cpu, shape, 5, torch.float32, 0)
-    weight = cpu.pack_linear(parts(shape, torch.float32))
+    weight = cpu.pack_linear(make(shape))
     x, slots = random(0, 12, shape.num_in).numpy(), np.zeros(12, np.int32)
     program = Program()
     watched, watched_slots = program.input(x), program.input(slots)

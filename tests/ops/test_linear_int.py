@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo import _cpu
 from octavo.ops import ACTIVATIONS
 from octavo.ops import cpu as native
-from octavo.ops.cpu_pack import pack_quantized
+from octavo.ops.cpu_pack import PackedStack, pack_quantized
 from octavo.quantization import unpack
 from tests.ops.int_matrices import FORMATS, Format, IntMatrix, pack, random_matrix, reference
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated, generated_few, random
@@ -288,6 +288,40 @@ def test_superblocks_give_the_bits_of_their_scales_written_out(isa: str, threads
         for num_threads in (1, 3):
             _cpu.set_threads(num_threads)
             assert_same_bits(cpu.linear(x, kept), alone)
+
+
+def test_a_stack_of_formats_gives_the_bits_of_each_alone(isa: str, threads: None) -> None:
+    """Parts keep their own layouts and bits in any batch; neighbours of one format are a matrix."""
+    widths = [96, 32, 40]
+    parts = [random_blocks(name, n, 512, seed=n) for name, n in zip(["Q4_K", "Q4_K", "Q6_K"], widths, strict=True)]
+    bias = random(3, sum(widths))
+    stack = native.pack_linear(parts, bias.numpy())
+    assert isinstance(stack, PackedStack) and [part.out_features for part in stack.parts] == [128, 40]
+    alone = [native.pack_linear([part], b.numpy()) for part, b in zip(parts, bias.split(widths), strict=True)]
+    assert stack.num_bytes == sum(weight.num_bytes for weight in alone)
+    assert stack.num_bytes == 128 * 512 * 4.5 / 8 + 64 * 512 * 6.5625 / 8 + (128 + 64) * 4
+    residual = random(1, 100, sum(widths))
+    for num_threads in (1, 3):
+        _cpu.set_threads(num_threads)
+        for rows in (1, 2, 7, 16, 100):
+            x = with_outliers(5, 100, 512)[:rows]
+            expected = torch.cat([cpu.linear(x, weight) for weight in alone], 1)
+            assert_same_bits(cpu.linear(x, stack), expected)
+            normed = cpu.rms_norm(x, torch.ones(512), 1e-5, stack)
+            assert normed.dtype == torch.uint8
+            assert_same_bits(cpu.linear(normed, stack), torch.cat([cpu.linear(normed, w) for w in alone], 1))
+            added, pieces = residual[:rows].clone(), [p.contiguous() for p in residual[:rows].split(widths, 1)]
+            cpu.linear_add(x, stack, added, 0.5)
+            for piece, weight in zip(pieces, alone, strict=True):
+                cpu.linear_add(x, weight, piece, 0.5)
+            assert_same_bits(added, torch.cat(pieces, 1))
+
+
+def test_what_has_no_whole_panels_or_is_gated_shares_a_layout(isa: str) -> None:
+    narrow = [random_blocks("Q4_K", 17, 256), random_blocks("Q6_K", 32, 256)]
+    gated = [random_blocks(name, 32, 256) for name in ("Q4_K", "Q6_K")]
+    for weight in (native.pack_linear(narrow), native.pack_linear(gated, None, True)):
+        assert weight.num_bytes == 64 * 256 * 9.5 / 8
 
 
 @pytest.mark.parametrize("unit", [0x7FFF, 0xFFFF, 0x7C00, 0xFC01])
