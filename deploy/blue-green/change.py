@@ -105,10 +105,14 @@ class Site:
             state = json.loads((folder / "state.json").read_text())
         servers = [Server(**state[name]) if state.get(name) else None for name in ("live", "next", "old")]
         self.live, self.next, self.old = servers
+        self.listen: str = args.listen or state.get("listen", "127.0.0.1:8000")
+        self.nginx_conf = args.nginx_conf or Path(state.get("nginx_conf", Path(__file__).with_name("nginx.conf")))
 
     def save(self) -> None:
         servers = {"live": self.live, "next": self.next, "old": self.old}
-        text = json.dumps({name: server and asdict(server) for name, server in servers.items()}, indent=2)
+        settings = {"listen": self.listen, "nginx_conf": str(self.nginx_conf.resolve())}
+        known = {name: server and asdict(server) for name, server in servers.items()}
+        text = json.dumps(settings | known, indent=2)
         new = self.folder / "state.json.new"
         with open(new, "w") as file:
             file.write(text)
@@ -175,8 +179,8 @@ class Site:
         (self.folder / "upstream.conf").write_text(
             "\n".join(["upstream octavo {", *lines, "}", f'map "" $generation {{ default {generation}; }}', ""])
         )
-        (self.folder / "listen.conf").write_text(f"listen {self.args.listen};\n")
-        shutil.copy(self.args.nginx_conf, self.folder / "nginx.conf")
+        (self.folder / "listen.conf").write_text(f"listen {self.listen};\n")
+        shutil.copy(self.nginx_conf, self.folder / "nginx.conf")
         command = [self.args.nginx, "-p", f"{self.folder}/", "-c", f"{self.folder}/nginx.conf", "-e", "error.log"]
         tried = subprocess.run([*command, "-t"], capture_output=True, text=True)
         if tried.returncode:
@@ -188,7 +192,7 @@ class Site:
                 if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode:
                     raise Failed(f"nginx does not start: see {log.name}")
         deadline = time.monotonic() + HTTP_TIMEOUT_S
-        front = Server("nginx", int(self.args.listen.rpartition(":")[2]), [])
+        front = Server("nginx", int(self.listen.rpartition(":")[2]), [])
         while front.request("/nginx-generation") != (200, str(generation).encode()):
             if time.monotonic() > deadline:
                 raise Failed(f"nginx does not follow its new settings: see {self.folder}/error.log")
@@ -327,7 +331,7 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def share(text: str) -> int:
+def percentage(text: str) -> int:
     if not 0 < (value := int(text)) < 100:
         raise argparse.ArgumentTypeError(f"{value}: a share lies between 0 and 100%")
     return value
@@ -338,9 +342,11 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["to", "recover", "status", "stop"])
     parser.add_argument("state", type=Path, help="Folder of state, logs and nginx's files; made where there is none.")
-    parser.add_argument("--listen", default="127.0.0.1:8000", help="nginx's address.")
+    parser.add_argument("--listen", help="nginx's address: at first 127.0.0.1:8000, then as before.")
     parser.add_argument("--ports", type=int, nargs=2, default=[8001, 8002], help="Blue's and green's own ports.")
-    parser.add_argument("--weights", type=share, nargs="*", default=[10, 50], help="Green's shares in %% before 100.")
+    parser.add_argument(
+        "--weights", type=percentage, nargs="*", default=[10, 50], help="Green's shares in %% before 100."
+    )
     parser.add_argument("--watch", type=float, default=10, help="Seconds for which green is watched at each share.")
     parser.add_argument("--ready-timeout", type=float, default=600, help="Seconds until green must be ready.")
     parser.add_argument("--drain-timeout", type=float, default=600, help="Seconds that running requests may take.")
@@ -348,7 +354,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--warm-path", default="/v1/completions")
     parser.add_argument("--warm-body", type=json.loads, help="JSON; by default a completion by the first live model.")
     parser.add_argument("--nginx", default=nginx, help="The program.")
-    parser.add_argument("--nginx-conf", type=Path, default=Path(__file__).with_name("nginx.conf"))
+    parser.add_argument("--nginx-conf", type=Path, help="Instead of the one beside this file, from now on.")
     at = arguments.index("--") if "--" in arguments else len(arguments)
     args = parser.parse_args(arguments[:at])
     args.command = arguments[at + 1 :]

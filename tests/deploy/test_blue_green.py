@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -39,12 +40,14 @@ class Site:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self, what: str, *command: str, **options: object) -> subprocess.Popen[str]:
-        given = {"watch": 0.5, "ready_timeout": 120, "drain_timeout": 120, "stop_timeout": 30} | options
+        given = {"watch": 0.2, "ready_timeout": 120, "drain_timeout": 120, "stop_timeout": 30} | options
         flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        if not self.state.exists():  # it is kept
+            flags += ["--listen", f"127.0.0.1:{self.port}"]
         return subprocess.Popen(
             [
-                sys.executable, str(CHANGE), what, str(self.state), "--listen", f"127.0.0.1:{self.port}",
-                "--ports", *map(str, self.ports), *flags, *(["--", *command] if command else []),
+                sys.executable, str(CHANGE), what, str(self.state), "--ports", *map(str, self.ports), *flags,
+                *(["--", *command] if command else []),
             ],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -200,8 +203,7 @@ def test_a_server_that_died_is_not_gone_back_to(site: Site) -> None:
 def test_commands_that_cannot_be_meant(site: Site) -> None:
     assert "is followed by -- and the server's command" in site.run("to")[2]
     assert "a share lies between 0 and 100%" in site.run("recover", weights=100)[2]
-    site.state.mkdir()
-    with contextlib.closing(urllib.request.socket.socket()) as taken:
+    with socket.socket() as taken:
         taken.bind(("127.0.0.1", site.ports[0]))
         taken.listen()
         code, _, err = site.run("to", *STUB, "--token", "first")
@@ -213,10 +215,9 @@ class Clients:
 
     def __init__(self, url: str, number: int) -> None:
         self.url, self.number = url, number
-        self.done, self.failures, self.ended = 0, [], threading.Event()
+        self.failures: list[str] = []
+        self.done, self.ended = 0, threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self.all()))
-
-    failures: list[str]
 
     async def all(self) -> None:
         limits = httpx.Limits(max_connections=self.number)
