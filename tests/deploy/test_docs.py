@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shlex
+import sys
 from pathlib import Path
 
 from octavo.entrypoints.cli.serve import parse_args
@@ -27,3 +30,22 @@ def test_the_server_takes_the_flags_of_the_pages() -> None:
     assert lines
     for line in lines:
         parse_args(line.split(), "octavo serve")
+
+
+def test_the_script_of_changes_takes_the_commands_of_the_page() -> None:
+    spec = importlib.util.spec_from_file_location("change", ROOT / "deploy" / "blue-green" / "change.py")
+    assert spec is not None and spec.loader is not None
+    change = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = change  # dataclasses look their module up
+    spec.loader.exec_module(change)
+    commands = re.findall(r"change\.py (.+)", PAGES[0].read_text())
+    read = [change.parse_args(shlex.split(command, comments=True)) for command in commands]
+    assert {args.what for args in read} == {"to", "recover", "status", "stop"}
+    for args in read:
+        if args.command:
+            assert args.command[0].endswith("octavo") and args.command[1] == "serve"
+            parse_args(args.command[2:], "octavo serve")
+    defaults = read[0]
+    text = PAGES[0].read_text()
+    for name in ("ready", "drain", "stop"):
+        assert f"`--{name}-timeout` ({getattr(defaults, f'{name}_timeout')} s)" in text

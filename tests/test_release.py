@@ -1,0 +1,66 @@
+"""What a release is made of: the sdist's contents, and the workflow that builds and publishes it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
+MAX_SDIST_BYTES, MAX_FILE_BYTES = 3_000_000, 500_000
+
+
+def test_the_sdist_has_what_a_build_needs_and_nothing_large(tmp_path: Path) -> None:
+    code = f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("octavo-*.tar.gz")
+    with tarfile.open(path) as sdist:
+        sizes = {member.name.partition("/")[2]: member.size for member in sdist.getmembers() if member.isfile()}
+    wanted = {"CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "octavo/py.typed"}
+    for folder, _, files in os.walk(ROOT / "csrc"):
+        wanted |= {str((Path(folder) / name).relative_to(ROOT)) for name in files}
+    for file in (ROOT / "octavo").rglob("*.py"):
+        wanted.add(str(file.relative_to(ROOT)))
+    assert not wanted - sizes.keys()
+    assert not [name for name in sizes if name.startswith(".") or name.endswith((".so", ".pyc"))]
+    assert path.stat().st_size < MAX_SDIST_BYTES
+    assert not {name: size for name, size in sizes.items() if size > MAX_FILE_BYTES}
+
+
+def test_the_workflow_keeps_githubs_schema() -> None:
+    check = Path(sys.executable).parent / "check-jsonschema"
+    command = [str(check), "--builtin-schema", "vendor.github-workflows", str(WORKFLOW)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_actions_and_tools_of_the_workflow_are_pinned() -> None:
+    text = WORKFLOW.read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    used = [step["uses"] for step in steps if "uses" in step]
+    assert used
+    for action in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action), action
+        assert re.search(re.escape(action) + r" # v\d+\.\d+\.\d+$", text, re.MULTILINE), f"the version of {action}"
+    installed = [word for step in steps for word in re.findall(r"pip install (\S+)", step.get("run", ""))]
+    assert all("==" in word or word.startswith("dist/") for word in installed), installed
+    assert [name for name, job in jobs.items() if "write" in str(job.get("permissions"))] == ["publish"]
+    assert jobs["publish"]["if"] == "github.ref_type == 'tag'"
+
+
+def test_wheels_are_built_and_tried_for_every_python_that_is_supported() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    oldest = int(settings["project"]["requires-python"].removeprefix(">=3."))
+    built = settings["tool"]["cibuildwheel"]["build"]
+    assert built == [f"cp3{minor}-*" for minor in range(oldest, oldest + len(built))]
+    tried = yaml.safe_load(WORKFLOW.read_text())["jobs"]["answers"]["strategy"]["matrix"]["python"]
+    assert [f"cp{version.replace('.', '')}-*" for version in tried] == [built[0], built[-1]]
