@@ -22,6 +22,8 @@ SWITCHES = list(
     product(("fcfs", "priority", "deadline"), ("recompute", "swap"), (True, False), (True, False), (True, False))
 )
 OPERATIONS_EACH = 1100
+# What is rare (an abort of what is swapped out) may not be seen by then: a run goes on until it is, this far at most.
+MOST_OPERATIONS = 24_000
 
 # Every kind of memory, and guesses, which no step runs ahead of while there are some.
 KINDS = [(model, "none", mode, ahead) for model in MODELS if model != "full" for mode, ahead in [
@@ -72,7 +74,7 @@ def run(
     num_operations = 0
     seen: dict[str, int] = {}
     wanted = wanted_of(policy, preemption_mode, chunked, caching, ahead, model, guesses)
-    while num_operations < num_wanted or (num_operations < 12 * OPERATIONS_EACH and unseen(seen, wanted)):
+    while num_operations < num_wanted or (num_operations < MOST_OPERATIONS and unseen(seen, wanted)):
         max_num_seqs = rng.choice([1, 3, 5, 8, 12])
         setup = Setup(
             num_blocks=rng.choice([6, 10, 16, 24, 40]),
