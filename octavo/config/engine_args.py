@@ -215,6 +215,19 @@ class EngineArgs(Flags):
         16384, "Tokens of pictures whose rows are kept for later turns, beside those of requests under way.",
         positive=True,
     )  # fmt: skip
+    allowed_local_media_path: str | None = flag(
+        None, "Folder below which requests may name pictures by file: URLs; without it by none."
+    )
+    allowed_media_domains: list[str] = flag(
+        [], "Hosts that pictures may be fetched from, and that redirects may lead to; default: all on the internet."
+    )
+    allow_private_media_addresses: bool = flag(
+        False, "Fetch pictures from private, loopback, link-local and other addresses that are not public, too."
+    )
+    media_fetch_timeout: float = flag(
+        10.0, "Seconds in which a picture must have been fetched, redirects included.", positive=True
+    )
+    max_media_redirects: int = flag(3, "Redirects at most between a picture's address and the picture.")
     language_model_only: bool = flag(
         False, "Serve a model that sees as a language model: without its tower, and without pictures."
     )

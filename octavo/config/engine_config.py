@@ -100,6 +100,11 @@ class MediaConfig:
     max_bytes: int  # of a picture's file
     max_pixels: int
     cache_tokens: int
+    allowed_folder: str | None = None  # of file: URLs, without links in it; None: none are
+    allowed_domains: list[str] = field(default_factory=list)  # in lower case; none: all are
+    allows_private: bool = False  # addresses that are not of the public internet
+    fetch_timeout_s: float = 10.0
+    max_redirects: int = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,11 @@ from octavo.models.description import ModelDescription
 from octavo.models.vision import image_token
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_FLAGS = (  # which a model that does not see could only ignore
+    "limit_mm_per_prompt", "language_model_only", "allowed_local_media_path", "allowed_media_domains",
+    "allow_private_media_addresses",
+)  # fmt: skip
+_MODULES = ("torch", "transformers", "PIL", "httpx")
 _DEFAULT_IMAGES = 8  # of a prompt
 _PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
 
@@ -26,8 +31,10 @@ def media_config(
         raise ConfigError(
             f"--max-image-pixels must be at most {_PILLOW_PIXELS}, Pillow's own bound, got {args.max_image_pixels}."
         )
+    if args.max_media_redirects < 0:
+        raise ConfigError(f"--max-media-redirects must not be negative, got {args.max_media_redirects}.")
     if not description.takes_media:
-        for name in ("limit_mm_per_prompt", "language_model_only"):
+        for name in _FLAGS:
             if getattr(args, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is for models that see; {checkpoint.name} does not.")
         return None
@@ -46,7 +53,7 @@ def media_config(
             raise ConfigError(
                 f"pictures are not built yet {what}; add --language-model-only to serve {checkpoint.name} without."
             )
-    missing = [module for module in ("torch", "transformers", "PIL") if find_spec(module) is None]
+    missing = [module for module in _MODULES if find_spec(module) is None]
     if missing:
         raise ConfigError(
             f"{checkpoint.name} sees by {', '.join(missing)}, which is not installed: pip install 'octavo[vision]', or "
@@ -65,7 +72,20 @@ def media_config(
         max_bytes=args.max_image_bytes,
         max_pixels=args.max_image_pixels,
         cache_tokens=max(args.media_cache_tokens, max_model_len),
+        allowed_folder=_allowed_folder(args.allowed_local_media_path),
+        allowed_domains=[domain.strip().rstrip(".").lower() for domain in args.allowed_media_domains],
+        allows_private=args.allow_private_media_addresses,
+        fetch_timeout_s=args.media_fetch_timeout,
+        max_redirects=args.max_media_redirects,
     )
+
+
+def _allowed_folder(given: str | None) -> str | None:
+    if given is None:
+        return None
+    if not Path(given).is_dir():
+        raise ConfigError(f"--allowed-local-media-path {given} is not a folder.")
+    return str(Path(given).resolve())
 
 
 def _max_images(args: EngineArgs) -> int:

@@ -214,6 +214,14 @@ class InputProcessor:
             )
         return Prompt(token_ids, text, media=items, cache_salt=salt), media
 
+    def count(self, text: str, media: Mapping[str, Any] | None, add_special_tokens: bool) -> int:
+        """The tokens of a prompt, of which there may be more than the model takes. Raises `RequestError`."""
+        token_ids = self.encode(text, add_special_tokens)
+        if media is None:
+            return len(token_ids)
+        pictures = self.picture_processor()
+        return len(pictures.expand(token_ids, pictures.pictures(media), None)[0])
+
     def picture_processor(self) -> PictureProcessor:
         """Raises `RequestError` where the model takes no pictures."""
         if self.pictures is None:

@@ -80,8 +80,8 @@ def render_chat(
     conversation = [_with_objects(message) for message in messages]
     if placeholder is None and any(_has_other_parts(message) for message in conversation):
         raise RequestError(
-            "parts of messages other than text are built for /v1/chat/completions only; in scripts pictures go to "
-            "LLM.generate.",
+            "parts of messages other than text are not built here; chats, Responses, Messages and LLM.chat have "
+            "pictures.",
             param="messages",
         )
     if tools and "tools" not in template:

@@ -10,6 +10,7 @@ from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import PromptInput
 from octavo.engine.llm_engine import LLMEngine
+from octavo.entrypoints.chat_pictures import take_pictures
 from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.llm_pooling import PoolingMethods
 from octavo.errors import RequestError
@@ -126,9 +127,15 @@ class LLM(PoolingMethods):
         tools: list[dict[str, Any]] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: lists of `{"role": …, "content": …}`. `tools` are told to the model."""
+        """Answer one conversation, or several: lists of `{"role": …, "content": …}`. `tools` are told to the model.
+
+        A message's content is text, or a list of parts: `{"type": "text", "text": …}`, and for models that see
+        `{"type": "image_pil", "image_pil": PIL.Image}` and `{"type": "image_url", "image_url": {"url": …}}`.
+        """
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [
+        taken = [take_pictures(conversation) for conversation in conversations]
+        placeholder = self.inputs.picture_processor().placeholder if any(given for _, given in taken) else None
+        texts = [
             render_chat(
                 self.tokenizer,
                 conversation,
@@ -137,8 +144,16 @@ class LLM(PoolingMethods):
                 continue_final_message=continue_final_message,
                 template_options=chat_template_kwargs,
                 tools=tools,
+                placeholder=placeholder if given else None,
             )
-            for conversation in conversations
+            for conversation, given in taken
+        ]
+        prompts: list[PromptInput] = [
+            # The template has put special tokens in.
+            {"prompt": text, "multi_modal_data": {"image": self.inputs.picture_processor().open(given)}}
+            if given
+            else text
+            for text, (_, given) in zip(texts, taken, strict=True)
         ]
         params = self._params_for(prompts, sampling_params)
         requests = [

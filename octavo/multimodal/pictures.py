@@ -1,5 +1,5 @@
-"""Pictures as they come: base64 `data:` URLs, or Pillow's images of a caller in the same process. What comes out is
-RGB, upright and without transparency, and known by a hash.
+"""Pictures as they come: base64 `data:` URLs, files that `connector` has fetched, or Pillow's images of a caller in the
+same process. What comes out is RGB, upright and without transparency, and known by a hash.
 
 What strangers send is checked in the order in which it costs: the length of the text, the bytes, then the size that the
 header gives, and only then the pixels. Error texts say what is wrong with the picture, and nothing of the machine.
@@ -28,19 +28,17 @@ _MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg")
 
 def from_url(url: str, max_bytes: int, max_pixels: int) -> Image:
     """The picture of a `data:` URL, as `normalized` leaves it. Raises `RequestError`."""
-    if not url[:5].lower() == "data:":
-        raise _refusal("its url must be a data: URL; fetching from http(s) or files is not built yet.")
     match = _DATA_URL.match(url, 0, 256)
     if match is None:
-        raise _refusal("its url must look like data:image/png;base64,...")
+        raise refusal("its url must look like data:image/png;base64,...")
     if (match[1] or "image/png").lower() not in _MEDIA_TYPES:
-        raise _refusal("only image/png and image/jpeg are built.")
+        raise refusal("only image/png and image/jpeg are built.")
     if (len(url) - match.end()) // 4 * 3 - 2 > max_bytes:
-        raise _too_many_bytes(max_bytes)
+        raise too_many_bytes(max_bytes)
     try:
         data = base64.b64decode(url[match.end() :], validate=True)
     except (binascii.Error, ValueError):
-        raise _refusal("its url is not valid base64.") from None
+        raise refusal("its url is not valid base64.") from None
     return from_bytes(data, max_bytes, max_pixels)
 
 
@@ -49,7 +47,7 @@ def from_bytes(data: bytes, max_bytes: int, max_pixels: int) -> Image:
     from PIL import Image
 
     if len(data) > max_bytes:
-        raise _too_many_bytes(max_bytes)
+        raise too_many_bytes(max_bytes)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image, max_pixels)  # of the header
@@ -58,9 +56,9 @@ def from_bytes(data: bytes, max_bytes: int, max_pixels: int) -> Image:
     except RequestError:
         raise
     except Image.DecompressionBombError:
-        raise _refusal(f"it has more than {max_pixels} pixels (--max-image-pixels).") from None
+        raise refusal(f"it has more than {max_pixels} pixels (--max-image-pixels).") from None
     except Exception:  # decoders of strangers' bytes raise what they like
-        raise _refusal("it is not a readable PNG or JPEG file.") from None
+        raise refusal("it is not a readable PNG or JPEG file.") from None
 
 
 def normalized(image: Any, max_pixels: int) -> Image:
@@ -69,7 +67,7 @@ def normalized(image: Any, max_pixels: int) -> Image:
     from PIL import Image, ImageOps
 
     if not isinstance(image, Image.Image):
-        raise _refusal(f"it must be a PIL.Image, got {type(image).__name__}.")
+        raise refusal(f"it must be a PIL.Image, got {type(image).__name__}.")
     _check_size(image, max_pixels)
     try:
         upright = ImageOps.exif_transpose(image)
@@ -80,7 +78,7 @@ def normalized(image: Any, max_pixels: int) -> Image:
             upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
         return upright.convert("RGB")
     except Exception:
-        raise _refusal("it is not a readable picture.") from None
+        raise refusal("it is not a readable picture.") from None
 
 
 def content_hash(image: Image, settings: str, salt: str | None) -> bytes:
@@ -93,16 +91,18 @@ def content_hash(image: Image, settings: str, salt: str | None) -> bytes:
 def _check_size(image: Image, max_pixels: int) -> None:
     width, height = image.size
     if min(width, height) < MIN_SIDE:
-        raise _refusal(f"it has {width} x {height} pixels; {MIN_SIDE} x {MIN_SIDE} are the least.")
+        raise refusal(f"it has {width} x {height} pixels; {MIN_SIDE} x {MIN_SIDE} are the least.")
     if width * height > max_pixels:
-        raise _refusal(f"it has {width} x {height} pixels; {max_pixels} are the most (--max-image-pixels).")
+        raise refusal(f"it has {width} x {height} pixels; {max_pixels} are the most (--max-image-pixels).")
     if max(width, height) > MAX_ASPECT * min(width, height):
-        raise _refusal(f"it has {width} x {height} pixels; one side may be {MAX_ASPECT} times the other at most.")
+        raise refusal(f"it has {width} x {height} pixels; one side may be {MAX_ASPECT} times the other at most.")
 
 
-def _too_many_bytes(max_bytes: int) -> RequestError:
-    return _refusal(f"it has more than {max_bytes} bytes (--max-image-bytes).")
+def too_many_bytes(max_bytes: int) -> RequestError:
+    """What a picture's file is refused with that is too large."""
+    return refusal(f"it has more than {max_bytes} bytes (--max-image-bytes).")
 
 
-def _refusal(reason: str) -> RequestError:
+def refusal(reason: str) -> RequestError:
+    """What a picture is refused with."""
     return RequestError(f"A picture is refused: {reason}", param="image_url", code="invalid_image")

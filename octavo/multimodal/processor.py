@@ -14,7 +14,8 @@ import numpy as np
 
 from octavo.config import MediaConfig
 from octavo.errors import LoadError, RequestError
-from octavo.multimodal.pictures import content_hash, from_url, normalized
+from octavo.multimodal.connector import MediaConnector, fetch_all, needs_fetching
+from octavo.multimodal.pictures import content_hash, from_bytes, from_url, normalized
 from octavo.request import MediaInput, MediaItem
 
 if TYPE_CHECKING:
@@ -28,11 +29,18 @@ class PictureProcessor:
 
     def __init__(self, config: MediaConfig) -> None:
         self.config = config
+        self._connector = MediaConnector(config)
         self._lock = Lock()
         self._processor: Any = None
         self._settings = ""
         # It takes seconds to import, which the first picture should not wait for.
         Thread(target=self._warm_up, name="octavo-pictures", daemon=True).start()
+
+    @property
+    def placeholder(self) -> str:
+        """The text that stands for a picture in a prompt. Raises `LoadError`."""
+        self._load()
+        return str(self._processor.image_token)
 
     def pictures(self, given: object) -> list[Image]:
         """The pictures of `multi_modal_data`. Raises `RequestError` for any that are refused."""
@@ -47,9 +55,27 @@ class PictureProcessor:
         self.check_number(len(found))
         return [normalized(image, self.config.max_pixels) for image in found]
 
-    def decode(self, url: str) -> Image:
-        """The picture of a data: URL. Raises `RequestError`."""
-        return from_url(url, self.config.max_bytes, self.config.max_pixels)
+    def open(self, given: Sequence[object]) -> list[Image]:
+        """The pictures of a caller in the same process: URLs, which are fetched at once and waited for, and PIL.Images.
+        Raises `RequestError`."""
+        self.check_number(len(given))
+        futures = {url: self._connector.fetch(url) for url in given if isinstance(url, str) and needs_fetching(url)}
+        files = {url: future.result() for url, future in futures.items()}
+        return [
+            self.decode(one, files.get(one)) if isinstance(one, str) else normalized(one, self.config.max_pixels)
+            for one in given
+        ]
+
+    async def fetch(self, urls: Sequence[str]) -> dict[str, bytes]:
+        """The files of those of a prompt's URLs that say where one is. Raises `RequestError`."""
+        self.check_number(len(urls))
+        return await fetch_all(self._connector, urls)
+
+    def decode(self, url: str, file: bytes | None) -> Image:
+        """The picture of a data: URL, or of the file that was fetched from `url`. Raises `RequestError`."""
+        if file is None:
+            return from_url(url, self.config.max_bytes, self.config.max_pixels)
+        return from_bytes(file, self.config.max_bytes, self.config.max_pixels)
 
     def check_number(self, count: int) -> None:
         """Raise `RequestError` for more pictures than a prompt may have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,9 @@ def llava(tmp_path_factory: pytest.TempPathFactory, tokenizer_that_sees: Any) ->
 def picture(seed: int, width: int = 40, height: int = 60) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(pixels)
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from octavo import LLM, SamplingParams
 from octavo.entrypoints.chat_template import render_chat
 from octavo.errors import ConfigError, RequestError
 from octavo.multimodal.tower import TowerCache
-from tests.multimodal.conftest import picture, save_llava
+from tests.multimodal.conftest import encoded, picture, save_llava
 
 A, B, C = picture(0), picture(1, 90, 33), picture(2)
 # Name -> text and pictures. Prompts are longer than a step's 13 tokens, so that parts end within pictures.
@@ -176,9 +177,29 @@ def test_what_does_not_fit_is_refused(llm: LLM, prompt: dict[str, Any], said: st
         llm.generate(prompt, GREEDY, use_tqdm=False)
 
 
-def test_chats_of_scripts_refuse_pictures(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="in scripts pictures go to"):
-        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}])
+def test_chats_of_scripts_have_pictures(llm: LLM) -> None:
+    data = f"data:image/png;base64,{base64.b64encode(encoded(A)).decode()}"
+    said = {"type": "text", "text": "Look"}
+    answers = [
+        llm.chat([{"role": "user", "content": [said, part]}], GREEDY, use_tqdm=False)[0].outputs[0].logprobs
+        for part in (
+            {"type": "image_pil", "image_pil": A},
+            {"type": "image_url", "image_url": {"url": data}},
+            {"type": "image_url", "image_url": data},
+        )
+    ]
+    asked = {"prompt": "USER: <image>\nLook ASSISTANT:", "multi_modal_data": {"image": A}}
+    assert answers == [generate(llm, asked)[0].outputs[0].logprobs] * 3
+    for part, message in (
+        ({"type": "image_pil", "image_pil": data}, "a picture is"),
+        ({"type": "image_url", "image_url": A}, "a picture is"),
+        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}, "not on the public internet"),
+        ({"type": "input_audio", "input_audio": {}}, "are not built here"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.chat([{"role": "user", "content": [part]}])
+    with pytest.raises(RequestError, match="only messages of the user"):
+        llm.chat([{"role": "system", "content": [{"type": "image_pil", "image_pil": A}]}])
 
 
 def test_a_template_that_knows_no_images_gets_placeholders_in_their_place(llm: LLM) -> None:

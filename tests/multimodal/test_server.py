@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.multimodal.pictures import from_url
 from tests.e2e.server import Server, running_server
-from tests.multimodal.conftest import picture
-from tests.multimodal.test_pictures import CASES, encoded, url
+from tests.multimodal.conftest import encoded, picture
+from tests.multimodal.test_pictures import CASES, url
 
 pytestmark = pytest.mark.slow
 
@@ -76,9 +77,18 @@ def test_pictures_are_answered_as_in_scripts(client: openai.OpenAI, llava: Path)
     assert said(ask(client, image(A), text("See"))) != said(ask(client, image(B), text("See")))
 
 
-@pytest.mark.parametrize("name", CASES)
+ADDRESSES = {
+    address: (address, "")
+    for address in (
+        "http://127.0.0.1/a.png", "http://[::ffff:127.0.0.1]/a.png", "https://user:word@example.org/a.png", "a.png", "",
+        "file:///etc/passwd", "ftp://example.org/a.png",
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CASES, *ADDRESSES])
 def test_a_hostile_picture_is_a_400(client: openai.OpenAI, name: str) -> None:
-    given, _ = CASES[name]
+    given, _ = {**CASES, **ADDRESSES}[name]
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, image(given if isinstance(given, str) else given()))
     assert refused.value.body["code"] == "invalid_image"  # type: ignore[index]
@@ -106,10 +116,60 @@ def test_other_roles_and_routes_refuse_pictures(client: openai.OpenAI, server: S
     system: Any = [{"role": "system", "content": [image(A)]}]
     with pytest.raises(openai.BadRequestError, match="only messages of the user"):
         client.chat.completions.create(model="llava", messages=system)
-    with pytest.raises(openai.BadRequestError, match="for /v1/chat/completions only"):
+    with pytest.raises(openai.BadRequestError, match="are not built here"):
         client.post(
             f"{server.url}/tokenize", body={"messages": [{"role": "user", "content": [image(A)]}]}, cast_to=object
         )
+
+
+def test_responses_have_pictures(client: openai.OpenAI) -> None:
+    more: Any = {"model": "llava", "temperature": 0, "max_output_tokens": 6, "extra_body": {"ignore_eos": True}}
+    see, look = {"type": "input_text", "text": "See"}, {"type": "input_image", "image_url": A, "detail": "auto"}
+    first: Any = [{"role": "user", "content": [see, look]}]
+    response = client.responses.create(input=first, **more)
+    answer = ask(client, text("See"), image(A))
+    assert response.output_text == answer.choices[0].message.content
+    assert response.usage is not None and response.usage.input_tokens == answer.usage.prompt_tokens
+    then: Any = [{"role": "user", "content": [{**look, "image_url": B}, {"type": "input_text", "text": "and this"}]}]
+    again = client.responses.create(input=then, previous_response_id=response.id, **more)
+    assert again.usage is not None and again.usage.input_tokens > response.usage.input_tokens + 4
+    kept = client.responses.input_items.list(response.id).data[0].model_dump()
+    assert [part["type"] for part in kept["content"]] == ["input_text", "input_image"]
+    for content, message in (
+        ([{"type": "input_image", "file_id": "file-1"}], "file_id is not built"),
+        ([{"type": "input_image", "image_url": 1}], r"image_url should be a string"),
+        ([look] * 3, "3 pictures, and 2 are the most"),
+        ([{**look, "image_url": "http://127.0.0.1/"}], "not on the public internet"),
+        ([{"type": "input_file", "file_data": "x"}], "input_file.*not built"),
+    ):
+        wrong: Any = [{"role": "user", "content": content}]
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.responses.create(input=wrong, **more)
+
+
+def test_messages_have_pictures(client: openai.OpenAI, server: Server) -> None:
+    def shown(url: str) -> dict[str, Any]:
+        kind, data = url.removeprefix("data:").split(";base64,")
+        return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
+
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:
+        content: Any = [text("See"), shown(A), text("and"), shown(B)]
+        messages: Any = [{"role": "user", "content": content}]
+        message = other.messages.create(
+            model="llava", max_tokens=6, temperature=0, messages=messages, extra_body={"ignore_eos": True}
+        )
+        answer = ask(client, text("See"), image(A), text("and"), image(B))
+        assert message.content[0].model_dump()["text"] == answer.choices[0].message.content
+        assert message.usage.input_tokens == answer.usage.prompt_tokens
+        assert other.messages.count_tokens(model="llava", messages=messages).input_tokens == answer.usage.prompt_tokens
+        for role, block, said in (
+            ("user", {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}, "not on the public"),
+            ("user", {"type": "image", "source": {"type": "file", "file_id": "x"}}, "'file'"),
+            ("assistant", shown(A), "belongs to a message of the user"),
+        ):
+            wrong: Any = [{"role": role, "content": [block]}]
+            with pytest.raises(anthropic.BadRequestError, match=said):
+                other.messages.create(model="llava", max_tokens=6, messages=wrong)
 
 
 def test_streams_go_on_while_pictures_are_refused(client: openai.OpenAI, server: Server) -> None:

@@ -35,6 +35,29 @@ class TextBlock(_Block):
     citations: list[Any] | None = None
 
 
+class Base64Source(RequestBody):
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg"]
+    data: Text
+
+
+class UrlSource(RequestBody):
+    type: Literal["url"]
+    url: Text
+
+
+class ImageBlock(_Block):
+    """A picture: a PNG or JPEG file in base64, or where it is."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+    @property
+    def url(self) -> str:
+        source = self.source
+        return source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+
+
 class ThinkingBlock(_Block):
     type: Literal["thinking"]
     thinking: Text
@@ -83,13 +106,16 @@ class ToolResultBlock(_Block):
 
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
     Field(discriminator="type"),
 ]
-Blocks = Annotated[list[Block], _known_blocks("text", "thinking", "redacted_thinking", "tool_use", "tool_result")]
+Blocks = Annotated[
+    list[Block], _known_blocks("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
+]
 
 
 class Message(RequestBody):
@@ -101,7 +127,7 @@ class Message(RequestBody):
     @model_validator(mode="after")
     def _check_blocks(self) -> Message:
         for block in self.content:
-            of = {"tool_result": "user", "text": self.role}.get(block.type, "assistant")
+            of = {"tool_result": "user", "image": "user", "text": self.role}.get(block.type, "assistant")
             if of != self.role:
                 raise RequestError(f"a block of type {block.type} belongs to a message of the {of}.", param="messages")
         return self

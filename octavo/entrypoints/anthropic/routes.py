@@ -70,13 +70,16 @@ async def count_tokens(body: CountTokensRequest, raw: Request) -> TokenCount:
     state = state_of(raw)
     state.resolve_model(body.model)
 
-    def count() -> int:
-        chat = as_chat(body)
-        asked = Conversation(chat, state, chat.to_sampling_params({})).prepare()
-        assert isinstance(asked.prompt, str)
-        return len(state.engine.inputs.encode(asked.prompt, asked.add_special_tokens))
+    chat = await run_off_loop(lambda: as_chat(body), length=_length())
+    conversation = Conversation(chat, state, chat.to_sampling_params({}))
+    await conversation.fetch()
 
-    return TokenCount(input_tokens=await run_off_loop(count, length=_length()))
+    def count() -> int:
+        asked = conversation.prepare()
+        assert isinstance(asked.prompt, str)
+        return state.engine.inputs.count(asked.prompt, asked.media, asked.add_special_tokens)
+
+    return TokenCount(input_tokens=await run_off_loop(count, length=_length(), has_media=conversation.has_media))
 
 
 async def _collect(answer: Answer, progress: AsyncGenerator[Progress, None]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from octavo.entrypoints.anthropic.protocol import (
     CountTokensRequest,
+    ImageBlock,
     Message,
     MessagesRequest,
     TextBlock,
@@ -94,15 +95,29 @@ def _add_input(messages: list[dict[str, Any]], turn: Message) -> None:
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         elif isinstance(block, TextBlock):
             _say(messages, turn.role, block.text)
+        elif isinstance(block, ImageBlock):
+            _show(messages, turn.role, block.url)
     if not turn.content:
         _say(messages, turn.role, "")
 
 
 def _say(messages: list[dict[str, Any]], role: str, text: str) -> None:
-    if messages and messages[-1]["role"] == role:
+    if messages and messages[-1]["role"] == role and isinstance(messages[-1]["content"], list):
+        messages[-1]["content"].append({"type": "text", "text": text})
+    elif messages and messages[-1]["role"] == role:
         messages[-1]["content"] = f"{messages[-1]['content']}\n{text}" if messages[-1]["content"] else text
     else:
         messages.append({"role": role, "content": text})
+
+
+def _show(messages: list[dict[str, Any]], role: str, url: str) -> None:
+    """With a picture a message is a list of parts."""
+    if not messages or messages[-1]["role"] != role:
+        messages.append({"role": role, "content": ""})
+    said = messages[-1]["content"]
+    if isinstance(said, str):
+        messages[-1]["content"] = said = [{"type": "text", "text": said}] if said else []
+    said.append({"type": "image_url", "image_url": {"url": url}})
 
 
 def _add_answer(messages: list[dict[str, Any]], turn: Message, *, shows_thinking: bool) -> None:

@@ -67,6 +67,7 @@ class Conversation:
         self._state = state
         self._params = params
         self._clamps_max_tokens = clamps_max_tokens
+        self._files: dict[str, bytes] = {}  # of the pictures that had to be fetched, by URL
         self._format = AnswerFormat()  # known when the prompt is
         self._readers = defaultdict[int, AnswerReader](self.reader)  # by choice
 
@@ -87,15 +88,25 @@ class Conversation:
 
     async def submit(self, response_id: str) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check the request and make its generator. Raises `RequestError` for whatever is wrong with it."""
+        await self.fetch()
         return await self._state.submit(
             response_id,
             self._body,
             self._params,
             self.prepare,
             has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
-            has_media=_has_pictures(self._body.messages),
+            has_media=self.has_media,
             clamps_max_tokens=self._clamps_max_tokens,
         )
+
+    @property
+    def has_media(self) -> bool:
+        return bool(_picture_urls(self._body.messages))
+
+    async def fetch(self) -> None:
+        """The pictures that are elsewhere, before `prepare`. Raises `RequestError`."""
+        if urls := _picture_urls(self._body.messages):
+            self._files = await self._state.engine.inputs.picture_processor().fetch(urls)
 
     async def progress(
         self, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
@@ -130,7 +141,7 @@ class Conversation:
         tools = body.tools if body.chosen_tools else None
         hints = hint_options(state.engine.tokenizer, body, is_strict=state.args.unknown_fields == "error")
         options = {**(state.args.default_chat_template_kwargs or {}), **hints}
-        media, placeholder = _pictures(body.messages, state) if _has_pictures(body.messages) else (None, None)
+        media, placeholder = self._pictures()
         prompt = render_messages(
             state.engine.tokenizer,
             body,
@@ -151,24 +162,23 @@ class Conversation:
         # The template has put the special tokens in already.
         return Asked(prompt, bool(body.add_special_tokens), grammar, media)
 
+    def _pictures(self) -> tuple[dict[str, list[Image]] | None, str | None]:
+        """The pictures of the conversation, decoded, and the text that stands for each. Raises `RequestError`."""
+        urls = _picture_urls(self._body.messages)
+        if not urls:
+            return None, None
+        processor = self._state.engine.inputs.picture_processor()
+        return {"image": [processor.decode(url, self._files.get(url)) for url in urls]}, processor.placeholder
 
-def _has_pictures(messages: Sequence[ChatMessage]) -> bool:
-    return any(not isinstance(message.content, str) for message in messages)
 
-
-def _pictures(messages: Sequence[ChatMessage], state: ServerState) -> tuple[dict[str, list[Image]], str]:
-    """The pictures of a conversation, decoded, and the text that stands for each. Raises `RequestError`."""
-    processor = state.engine.inputs.picture_processor()
-    urls = [
+def _picture_urls(messages: Sequence[ChatMessage]) -> list[str]:
+    return [
         part["image_url"]["url"]
         for message in messages
         if not isinstance(message.content, str)
         for part in message.content
         if part["type"] == "image_url"
     ]
-    processor.check_number(len(urls))
-    placeholder = state.engine.tokenizer.backend_tokenizer.id_to_token(processor.config.token_id)
-    return {"image": [processor.decode(url) for url in urls]}, str(placeholder)
 
 
 def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:

@@ -59,7 +59,7 @@ def _read_item(item: Mapping[str, Any], where: str, new_id: str) -> Item:
         if role not in _ROLES:
             raise _wrong(f"{where}.role", f"should be one of {', '.join(_ROLES)}")
         kind_of_part = "output_text" if role == "assistant" else "input_text"
-        parts = _parts(item.get("content"), f"{where}.content", kind_of_part)
+        parts = _parts(item.get("content"), f"{where}.content", kind_of_part, takes_pictures=role == "user")
         return {"type": kind, "id": id, "role": role, "status": "completed", "content": parts}
     if kind == "function_call":
         fields = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
@@ -94,7 +94,7 @@ def _read_reasoning(item: Mapping[str, Any], where: str, id: str) -> Item:
     return result
 
 
-def _parts(value: Any, where: str, kind: str) -> list[dict[str, Any]]:
+def _parts(value: Any, where: str, kind: str, takes_pictures: bool = False) -> list[dict[str, Any]]:
     if isinstance(value, str):
         _check_unicode(value, where)
         return [_part(kind, value)]
@@ -103,11 +103,21 @@ def _parts(value: Any, where: str, kind: str) -> list[dict[str, Any]]:
     parts = []
     for i, part in enumerate(value):
         of = part.get("type") if isinstance(part, dict) else None
+        if of == "input_image" and takes_pictures:
+            parts.append(_picture(part, f"{where}[{i}]"))
+            continue
         if not isinstance(of, str) or of not in _TEXTS:
-            raise _wrong(f"{where}[{i}]", f"has the type {of!r:.60}, which is not built; only text is")
+            built = "text and, in messages of the user, input_image are"
+            raise _wrong(f"{where}[{i}]", f"has the type {of!r:.60}, which is not built here; {built}")
         text = _text(part, "refusal" if of == "refusal" else "text", f"{where}[{i}]")
         parts.append(_part(kind, text))
     return parts
+
+
+def _picture(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if part.get("file_id") is not None:
+        raise _wrong(f"{where}.file_id", "is not built; image_url is")
+    return {"type": "input_image", "image_url": _text(part, "image_url", where), "detail": part.get("detail", "auto")}
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
@@ -143,8 +153,11 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
     for item in items:
         match item["type"]:
             case "message":
-                text = "\n".join(part["text"] for part in item["content"])
                 role = item["role"]
+                if any(part["type"] == "input_image" for part in item["content"]):
+                    messages.append({"role": role, "content": [_for_chat(part) for part in item["content"]]})
+                    continue
+                text = "\n".join(part["text"] for part in item["content"])
                 if role == "assistant":
                     message = _answer(messages)
                     message["content"] = "\n".join(filter(None, (message["content"], text)))
@@ -163,6 +176,12 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
             case "function_call_output":
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
     return messages
+
+
+def _for_chat(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] == "input_image":
+        return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part["detail"]}}
+    return {"type": "text", "text": part["text"]}
 
 
 def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:

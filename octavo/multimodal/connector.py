@@ -1,0 +1,194 @@
+"""Files of media from where a request says they are: `http:` and `https:` addresses, and `file:` below one folder.
+
+Addresses come from strangers, and this machine may reach what they may not. So a host is resolved once, each of its
+addresses has to be public, and the connection goes to one of those and nowhere else; a redirect is a new address to
+check. Time, redirects and bytes are bounded while they pass. Error texts name no address and no file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import stat
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from pathlib import Path
+from socket import SOCK_STREAM
+from threading import Lock, Thread
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from octavo.config import MediaConfig
+from octavo.multimodal.pictures import refusal, too_many_bytes
+
+if TYPE_CHECKING:
+    import httpx
+
+MAX_CONNECTIONS = 64  # at once; further ones wait, without their time running
+_MAX_ADDRESS = 8192  # characters; more than any server takes
+_HEADERS = {"Accept": "image/png,image/jpeg", "Accept-Encoding": "identity", "User-Agent": "octavo"}
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is of the public internet; those that carry another one in themselves are not."""
+    found = ipaddress.ip_address(address)
+    if isinstance(found, ipaddress.IPv6Address) and (found.ipv4_mapped or found.sixtofour or found.teredo):
+        return False
+    return found.is_global and not found.is_multicast and not found.is_reserved
+
+
+class MediaConnector:
+    """By the bounds of one engine. Fetches in a loop of its own, in a thread that starts with the first."""
+
+    def __init__(self, config: MediaConfig) -> None:
+        self._config = config
+        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._starting = Lock()
+
+    def fetch(self, url: str) -> Future[bytes]:
+        """The file at `url`. The future raises `RequestError`; cancelled, it closes the connection."""
+        with self._starting:
+            loop = self._loop
+        return asyncio.run_coroutine_threadsafe(self._fetch(url), loop)
+
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        Thread(target=loop.run_forever, name="octavo-connector", daemon=True).start()
+        return loop
+
+    @cached_property
+    def _client(self) -> httpx.AsyncClient:
+        import httpx
+
+        # No proxy of the environment, which would resolve names itself, and no connection that another host opened.
+        return httpx.AsyncClient(
+            verify=httpx.create_ssl_context(),
+            trust_env=False,
+            timeout=None,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+
+    async def _fetch(self, url: str) -> bytes:
+        import httpx
+
+        if url[:5].lower() == "file:":
+            return await asyncio.to_thread(self._read, url)
+        if len(url) > _MAX_ADDRESS:
+            raise refusal(f"its url has more than {_MAX_ADDRESS} characters.")
+        limit_s = self._config.fetch_timeout_s
+        async with self._slots:
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await self._follow(httpx.URL(url))
+            except TimeoutError:
+                raise refusal(f"it did not arrive within {limit_s:g} s (--media-fetch-timeout).") from None
+            except httpx.InvalidURL:
+                raise refusal("its url is not a valid address.") from None
+            except (httpx.HTTPError, OSError):
+                raise refusal("its server cannot be reached, or does not answer as it should.") from None
+
+    async def _follow(self, address: httpx.URL) -> bytes:
+        for _ in range(self._config.max_redirects + 1):
+            self._check(address)
+            response = await self._send(address)
+            try:
+                if response.status_code not in _REDIRECTS or "location" not in response.headers:
+                    return await self._body(response)
+                address = address.join(response.headers["location"])
+            finally:
+                await response.aclose()
+        raise refusal(f"its url leads on more than {self._config.max_redirects} times (--max-media-redirects).")
+
+    def _check(self, address: httpx.URL) -> None:
+        if address.scheme not in ("http", "https") or not address.host:
+            raise refusal("its url must be a data:, http: or https: address, or file: where that is allowed.")
+        if address.userinfo:
+            raise refusal("its url has a user or a password in it.")
+        domains = self._config.allowed_domains
+        if domains and address.host.rstrip(".").lower() not in domains:
+            raise refusal("its url is of none of the domains that are allowed here (--allowed-media-domains).")
+
+    async def _send(self, address: httpx.URL) -> httpx.Response:
+        """The response, without its body, of the first of a host's addresses that can be reached."""
+        import httpx
+
+        host, port = address.raw_host.decode("ascii"), address.port or {"http": 80, "https": 443}[address.scheme]
+        headers = {**_HEADERS, "Host": address.netloc.decode("ascii")}
+        last: httpx.HTTPError | None = None
+        for found in await self._resolve(host, port):
+            request = self._client.build_request(
+                "GET", address.copy_with(host=found), headers=headers, extensions={"sni_hostname": host}
+            )
+            try:
+                return await self._client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as e:
+                last = e
+        assert last is not None, "names resolve to an address at least"
+        raise last
+
+    async def _resolve(self, host: str, port: int) -> list[str]:
+        try:
+            entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=SOCK_STREAM)
+        except UnicodeError:
+            raise refusal("its url is not a valid address.") from None
+        found = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+        if not self._config.allows_private and not all(map(is_public, found)):
+            raise refusal("its server is not on the public internet (--allow-private-media-addresses).")
+        return found
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        if response.status_code != 200:
+            raise refusal(f"its server answered with status {response.status_code}.")
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            raise refusal("its server sent it compressed, which was not asked for.")
+        limit = self._config.max_bytes
+        if int(response.headers.get("content-length", "0")) > limit:  # h11 takes only numbers
+            raise too_many_bytes(limit)
+        body = bytearray()
+        async for chunk in response.aiter_raw():
+            body += chunk
+            if len(body) > limit:
+                raise too_many_bytes(limit)
+        return bytes(body)
+
+    def _read(self, url: str) -> bytes:
+        """The file of a file: URL. What is not there is answered as what is not allowed."""
+        if self._config.allowed_folder is None:
+            raise refusal("its url is of a file, and none are allowed here (--allowed-local-media-path).")
+        refused = refusal("its url is of no readable file below --allowed-local-media-path.")
+        try:
+            parts = urlsplit(url)
+            path = Path(unquote(parts.path)).resolve(strict=True)
+            if parts.netloc not in ("", "localhost") or not path.is_relative_to(self._config.allowed_folder):
+                raise refused
+            # A pipe would wait for its writer, and a link that has just been put there would lead elsewhere.
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise refused
+                data = file.read(self._config.max_bytes + 1)
+        except (OSError, ValueError, RuntimeError):
+            raise refused from None
+        if len(data) > self._config.max_bytes:
+            raise too_many_bytes(self._config.max_bytes)
+        return data
+
+
+def needs_fetching(url: str) -> bool:
+    """Whether a picture's URL says where it is, not what it is."""
+    return url[:5].lower() != "data:"
+
+
+async def fetch_all(connector: MediaConnector, urls: Sequence[str]) -> dict[str, bytes]:
+    """The files of those URLs that say where one is, all at once. Raises `RequestError` as soon as one is refused, and
+    lets go of the others."""
+    futures = {url: connector.fetch(url) for url in dict.fromkeys(urls) if needs_fetching(url)}
+    try:
+        found = await asyncio.gather(*map(asyncio.wrap_future, futures.values()))
+    finally:
+        for future in futures.values():
+            future.cancel()
+    return dict(zip(futures, found, strict=True))

@@ -1,0 +1,290 @@
+"""Files fetched from addresses that strangers chose, from a server on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.config import MediaConfig
+from octavo.errors import RequestError
+from octavo.multimodal import connector
+from octavo.multimodal.connector import MediaConnector, fetch_all, is_public
+from tests.multimodal.conftest import encoded, picture
+
+PICTURE = encoded(picture(0))
+CONFIG = MediaConfig(
+    folder="", token_id=0, width=8, max_images=8, max_bytes=20_000, max_pixels=10**6, cache_tokens=1,
+    allows_private=True, fetch_timeout_s=20, max_redirects=2,
+)  # fmt: skip
+
+
+class Pictures(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    seen: list[tuple[str, dict[str, str]]]
+
+    def do_GET(self) -> None:
+        self.seen.append((self.path, dict(self.headers)))
+        kind, _, rest = self.path[1:].partition("?")[0].partition("/")
+        self.close_connection = True
+        if kind == "picture":
+            self.answer(200, PICTURE)
+        elif kind == "status":
+            self.answer(int(rest), b"an internal matter")
+        elif kind == "loop":
+            self.answer(302, b"", Location=f"/loop/{rest}x")
+        elif kind == "twice":
+            self.answer(301, b"", Location=f"/once/{rest}")
+        elif kind == "once":
+            self.answer(307, b"", Location="/picture")
+        elif kind == "to":
+            self.answer(302, b"", Location=rest)
+        elif kind == "compressed":
+            self.answer(200, PICTURE, **{"Content-Encoding": "gzip"})
+        elif kind == "declared":
+            self.head(200, **{"Content-Length": "20001"})
+        elif kind == "endless":
+            self.head(200, Connection="close")
+            self.drip(bytes(4096), 0)
+        elif kind == "drip":
+            self.head(200, Connection="close")
+            self.drip(b"x", 0.01)
+        elif kind == "slow-header":
+            self.drip(b"x", 0.01)
+        elif kind == "cut":
+            self.head(200, **{"Content-Length": "100"})
+            self.wfile.write(b"cut")
+        elif kind == "garbage":
+            self.wfile.write(b"SSH-2.0-OpenSSH_9.9\r\n")
+
+    def head(self, status: int, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.head(status, **headers, **{"Content-Length": str(len(body))})
+        self.wfile.write(body)
+
+    def drip(self, data: bytes, pause_s: float) -> None:
+        try:
+            while True:
+                self.wfile.write(data)
+                time.sleep(pause_s)
+        except OSError:
+            pass  # which is what is wanted
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """The address of a server of pictures."""
+    Pictures.seen = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def fetch(url: str, **changes: Any) -> bytes:
+    return MediaConnector(replace(CONFIG, **changes)).fetch(url).result(timeout=60)
+
+
+def refusal(url: str, **changes: Any) -> str:
+    with pytest.raises(RequestError) as refused:
+        fetch(url, **changes)
+    assert refused.value.status == 400 and refused.value.code == "invalid_image"
+    assert "127.0.0" not in str(refused.value) and "internal" not in str(refused.value)
+    return str(refused.value)
+
+
+def resolver(monkeypatch: pytest.MonkeyPatch, **hosts: list[str]) -> list[str]:
+    """Have names under .test resolve to one address after the other; the names that were asked for."""
+    asked: list[str] = []
+    real = socket.getaddrinfo
+
+    def resolve(host: str, port: int, *args: Any, **options: Any) -> Any:
+        name = str(host).removesuffix(".test")
+        if name not in hosts:
+            return real(host, port, *args, **options)
+        asked.append(host)
+        address = hosts[name].pop(0) if len(hosts[name]) > 1 else hosts[name][0]
+        return real(address, port, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    return asked
+
+
+@pytest.mark.parametrize("path", ["/picture", "/picture?a=b", "/once", "/twice"])
+def test_a_picture_is_fetched(server: str, path: str) -> None:
+    assert fetch(server + path) == PICTURE
+    assert all(headers["Accept-Encoding"] == "identity" for _, headers in Pictures.seen)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/status/404", "answered with status 404"),
+        ("/status/304", "answered with status 304"),
+        ("/loop/", r"leads on more than 2 times \(--max-media-redirects\)"),
+        ("/compressed", "compressed, which was not asked for"),
+        ("/declared", r"more than 20000 bytes \(--max-image-bytes\)"),
+        ("/endless", "more than 20000 bytes"),
+        ("/cut", "does not answer as it should"),
+        ("/garbage", "does not answer as it should"),
+        ("/to/file:///etc/passwd", "must be a data:, http: or https: address"),
+        ("/to/gopher://example.org/", "must be a data:, http: or https: address"),
+        ("/to/http://user:word@example.org/", "a user or a password"),
+        ("/to/http://[::1", "not a valid address|does not answer as it should"),
+    ],
+)
+def test_what_is_no_picture_is_refused(server: str, path: str, said: str) -> None:
+    assert re.search(said, refusal(server + path))
+
+
+@pytest.mark.parametrize("path", ["/drip", "/slow-header"])
+def test_a_slow_drip_is_left(server: str, path: str) -> None:
+    assert "did not arrive within 0.3 s (--media-fetch-timeout)" in refusal(server + path, fetch_timeout_s=0.3)
+
+
+PRIVATE = [
+    "127.0.0.1", "127.1", "2130706433", "0x7f000001", "017700000001", "0.0.0.0", "localhost", "10.0.0.1", "172.16.0.1",
+    "192.168.1.1", "100.64.0.1", "169.254.169.254", "192.0.2.1", "198.18.0.1", "224.0.0.1", "240.0.0.1",
+    "255.255.255.255", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:8.8.8.8]", "[::127.0.0.1]", "[fe80::1]",
+    "[fc00::1]", "[ff02::1]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[2001:0:7f00:1::]", "[2001:db8::1]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", PRIVATE)
+def test_only_the_public_internet_is_asked(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_connection(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr("httpx.AsyncClient.send", no_connection)
+    said = refusal(f"http://{host}:1/a.png", allows_private=False)
+    assert "not on the public internet" in said or "cannot be reached" in said  # a family that is not here
+
+
+def test_public_addresses_are_public() -> None:
+    assert all(map(is_public, ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111"]))
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.2/", "http://private.test/", "http://mixed.test/"])
+def test_a_redirect_to_a_private_address_is_refused(server: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = is_public
+    monkeypatch.setattr(connector, "is_public", lambda address: address == "127.0.0.1" or real(address))
+    resolver(monkeypatch, private=["169.254.169.254"], mixed=["10.0.0.1"])
+    assert fetch(server + "/picture", allows_private=False) == PICTURE  # as far as the redirect all is well
+    assert "not on the public internet" in refusal(f"{server}/to/{target}", allows_private=False)
+
+
+def test_the_address_that_was_checked_is_the_one_that_is_asked(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = server.rpartition(":")[2]
+    asked = resolver(monkeypatch, rebinding=["127.0.0.1", "10.255.255.1"])
+    assert fetch(f"http://rebinding.test:{port}/picture") == PICTURE
+    assert asked == ["rebinding.test"]
+    assert Pictures.seen[-1][1]["Host"] == f"rebinding.test:{port}"
+
+
+def test_domains_that_are_allowed(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = server.rpartition(":")[2]
+    resolver(monkeypatch, pictures=["127.0.0.1"], others=["127.0.0.1"])
+    allowed: dict[str, Any] = {"allowed_domains": ["pictures.test"]}
+    assert fetch(f"http://PICTURES.test:{port}/picture", **allowed) == PICTURE
+    for url in (
+        f"http://others.test:{port}/picture",
+        f"http://pictures.test:{port}/to/http://others.test:{port}/picture",
+        f"http://pictures.test.others.test:{port}/picture",
+        f"http://others.test:{port}\\@pictures.test/picture",
+    ):
+        said = refusal(url, **allowed)
+        assert "none of the domains" in said or "user or a password" in said or "not a valid address" in said
+
+
+@pytest.mark.parametrize(
+    "url", ["", "a.png", "//example.org/a.png", "ftp://example.org/a.png", "http://", "http:///a.png", "http://a b/",
+            "http://example.org:99999/", "http://user@example.org/", "http://" + "a" * 300 + ".org/", "http://\x00/",
+            "http://example.org/" + "a" * 9000, "javascript:alert(1)"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused(url: str) -> None:
+    refusal(url)
+
+
+def test_certificates_are_those_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "2",
+         "-subj", "/CN=pictures.test", "-addext", "subjectAltName=DNS:pictures.test"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    resolver(monkeypatch, pictures=["127.0.0.1"], others=["127.0.0.1"])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as secure:
+        secure.daemon_threads = True
+        secure.socket = context.wrap_socket(secure.socket, server_side=True)
+        threading.Thread(target=secure.serve_forever, args=(0.01,), daemon=True).start()
+        assert fetch(f"https://pictures.test:{secure.server_port}/picture") == PICTURE
+        for host in ("others.test", "127.0.0.1"):
+            assert "cannot be reached" in refusal(f"https://{host}:{secure.server_port}/picture")
+        secure.shutdown()
+
+
+def test_files_below_one_folder(tmp_path: Path) -> None:
+    folder = (tmp_path / "of pictures").resolve()
+    folder.mkdir()
+    (folder / "a.png").write_bytes(PICTURE)
+    (folder / "large.png").write_bytes(bytes(20_001))
+    (tmp_path / "secret.png").write_bytes(PICTURE)
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder / "inside.png").symlink_to(folder / "a.png")
+    os.mkfifo(folder / "pipe.png")
+    allowed = {"allowed_folder": str(folder)}
+    at = folder.as_uri()
+    for url in (
+        f"{at}/a.png",
+        f"{at}/inside.png",
+        f"{at}/../of%20pictures/a.png",
+        at.replace("//", "//localhost", 1) + "/a.png",
+    ):
+        assert fetch(url, **allowed) == PICTURE
+    same = set()
+    for url in (
+        f"{at}/link.png", f"{at}/../secret.png", f"{at}/%2e%2e/secret.png", f"{at}/none.png", f"{at}/pipe.png", at,
+        "file:///etc/passwd", f"{at}/a.png%00", at.replace("//", "//example.org", 1) + "/a.png", "file:", "file://[",
+    ):  # fmt: skip
+        same.add(refusal(url, **allowed))
+    assert len(same) == 1  # what is not there is refused as what is not allowed
+    assert "more than 20000 bytes" in refusal(f"{at}/large.png", **allowed)
+    assert "none are allowed here (--allowed-local-media-path)" in refusal(f"{at}/a.png")
+
+
+def test_pictures_of_a_prompt_are_fetched_at_once_and_left_when_one_is_refused(server: str) -> None:
+    async def fetched(*urls: str) -> dict[str, bytes]:
+        return await fetch_all(MediaConnector(CONFIG), list(urls))
+
+    data = "data:image/png;base64,"
+    assert asyncio.run(fetched(server + "/picture", data, server + "/picture")) == {server + "/picture": PICTURE}
+    assert len(Pictures.seen) == 1
+    with pytest.raises(RequestError, match="status 404"):  # long before the other one's 20 s
+        asyncio.run(asyncio.wait_for(fetched(server + "/drip", server + "/status/404"), 15))
