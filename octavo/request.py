@@ -13,20 +13,30 @@ from octavo.sampling_params import SamplingParams
 
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
-    """A picture, video or sound of a prompt: the tokens that stand for it, and what identifies its content."""
+    """A run of a prompt's tokens that stand for a picture, or for a part of one: between rows of patches, and between
+    tiles, there may be tokens of text."""
 
     position: int  # of its first token in the prompt
     num_tokens: int
-    content_hash: bytes
+    content_hash: bytes  # of the picture
+    first_row: int = 0  # of the picture's, that of its first token
+
+
+class MediaArray(msgspec.Struct, frozen=True, array_like=True):
+    """One of the arrays that a processor makes."""
+
+    name: str
+    dtype: str  # numpy's name
+    shape: tuple[int, ...]
+    values: bytes
 
 
 class MediaInput(msgspec.Struct, frozen=True, array_like=True):
-    """What a tower makes the rows of a `MediaItem` of: the processor's output."""
+    """What a tower makes the rows of a picture of."""
 
     content_hash: bytes
-    num_tokens: int
-    shape: tuple[int, ...]
-    values: bytes  # float32
+    num_tokens: int  # which have these rows
+    arrays: tuple[MediaArray, ...]
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -94,12 +94,14 @@ class MediaConfig:
     """Pictures: what stands for them, where their tower and processor are, and how many and how large."""
 
     folder: str  # of the checkpoint
-    token_id: int  # the placeholder
+    token_id: int  # of the prompt, one for each row
     width: int  # elements of a row in its place
+    row_multiplier: float  # of the tower's rows, where a decoder multiplies whatever it is given
     max_images: int  # of a prompt
     max_bytes: int  # of a picture's file
     max_pixels: int
     cache_tokens: int
+    counts_pictures: bool = False  # a picture alone in its prompt is processed in another way than one of several
     allowed_folder: str | None = None  # of file: URLs, without links in it; None: none are
     allowed_domains: list[str] = field(default_factory=list)  # in lower case; none: all are
     allows_private: bool = False  # addresses that are not of the public internet

@@ -10,7 +10,7 @@ from octavo.config.engine_config import MediaConfig
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.models.description import ModelDescription
-from octavo.models.vision import image_token
+from octavo.models.vision import VISION_FAMILIES, image_token
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _FLAGS = (  # which a model that does not see could only ignore
@@ -35,6 +35,8 @@ def media_config(
         raise ConfigError(f"--max-media-redirects must not be negative, got {args.max_media_redirects}.")
     if not description.takes_media:
         for name in _FLAGS:
+            if name == "language_model_only" and description.architecture in VISION_FAMILIES:
+                continue  # which it is anyway
             if getattr(args, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is for models that see; {checkpoint.name} does not.")
         return None
@@ -66,8 +68,10 @@ def media_config(
         )
     return MediaConfig(
         folder=checkpoint.path,
-        token_id=image_token(checkpoint.config),
+        token_id=image_token(checkpoint.config, description.architecture),
+        counts_pictures=VISION_FAMILIES[description.architecture].counts_pictures,
         width=description.hidden_size,
+        row_multiplier=description.embedding_multiplier,
         max_images=max_images,
         max_bytes=args.max_image_bytes,
         max_pixels=args.max_image_pixels,

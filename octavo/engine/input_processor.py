@@ -14,6 +14,7 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.errors import LoadError, RequestError
 from octavo.lora.files import source
 from octavo.lora.request import LoRARequest
+from octavo.models.vision import NOT_BUILT
 from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt
 from octavo.sampling.grammar import WantedGrammar, make_grammar
 from octavo.sampling_params import SamplingParams, is_unicode
@@ -188,20 +189,22 @@ class InputProcessor:
         text, salt = prompt.get("prompt"), prompt.get("cache_salt")
         if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
             raise RequestError("cache_salt must be a string of valid Unicode.", param="cache_salt")
-        if (given := prompt.get("prompt_token_ids")) is not None:
-            token_ids = self.check_ids(given, "prompt_token_ids", "prompt")
-        elif isinstance(text, str):
-            token_ids = self.encode(text, add_special_tokens)
-        else:
-            raise RequestError("a prompt needs text (prompt) or token ids (prompt_token_ids).", param="prompt")
         limit, keep = self.model.max_model_len, params.truncate_prompt_tokens
         items: tuple[MediaItem, ...] = ()
         media: list[MediaInput] = []
+        asked: str | list[int]
+        if (given := prompt.get("prompt_token_ids")) is not None:
+            asked = self.check_ids(given, "prompt_token_ids", "prompt")
+        elif isinstance(text, str):
+            asked = text
+        else:
+            raise RequestError("a prompt needs text (prompt) or token ids (prompt_token_ids).", param="prompt")
         if (given_media := prompt.get("multi_modal_data")) is not None:
             if keep is not None:
                 raise RequestError("truncate_prompt_tokens would cut pictures.", param="truncate_prompt_tokens")
-            pictures = self.picture_processor()
-            token_ids, items, media = pictures.expand(token_ids, pictures.pictures(given_media), salt)
+            token_ids, items, media = self._with_pictures(asked, given_media, salt, add_special_tokens)
+        else:
+            token_ids = self.encode(asked, add_special_tokens) if isinstance(asked, str) else asked
         if keep is not None:
             token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
         self.check_known(token_ids)
@@ -216,17 +219,24 @@ class InputProcessor:
 
     def count(self, text: str, media: Mapping[str, Any] | None, add_special_tokens: bool) -> int:
         """The tokens of a prompt, of which there may be more than the model takes. Raises `RequestError`."""
-        token_ids = self.encode(text, add_special_tokens)
         if media is None:
-            return len(token_ids)
+            return len(self.encode(text, add_special_tokens))
+        return len(self._with_pictures(text, media, None, add_special_tokens)[0])
+
+    def _with_pictures(
+        self, prompt: str | list[int], media: object, salt: str | None, add_special_tokens: bool
+    ) -> tuple[list[int], tuple[MediaItem, ...], list[MediaInput]]:
         pictures = self.picture_processor()
-        return len(pictures.expand(token_ids, pictures.pictures(media), None)[0])
+        adds = add_special_tokens and isinstance(prompt, str)
+        return pictures.expand(prompt, pictures.pictures(media), salt, lambda text: self.encode(text, adds))
 
     def picture_processor(self) -> PictureProcessor:
         """Raises `RequestError` where the model takes no pictures."""
         if self.pictures is None:
+            name = (self.model.checkpoint.config.get("architectures") or [""])[0]
+            why = f": pictures are not built in which {NOT_BUILT[name]}" if name in NOT_BUILT else ""
             raise RequestError(
-                f"{self.model.served_model_names[0]} takes no pictures here.", param="messages", code="no_pictures"
+                f"{self.model.served_model_names[0]} takes no pictures here{why}.", param="messages", code="no_pictures"
             )
         return self.pictures
 

@@ -55,7 +55,7 @@ class MediaTable:
 
     def _parts(self, plan: StepPlan) -> Iterator[tuple[MediaItem, int, int, int]]:
         """Of each medium of which the step computes a part: the token of the step where that begins, and which of the
-        medium's tokens it is, begin .. end."""
+        medium's rows it is, begin .. end."""
         if not self._items:
             return
         first = 0
@@ -65,5 +65,6 @@ class MediaTable:
                 begin = max(start, item.position)
                 end = min(stop, item.position + item.num_tokens)
                 if begin < end:
-                    yield item, first + begin - start, begin - item.position, end - item.position
+                    row = item.first_row - item.position
+                    yield item, first + begin - start, begin + row, end + row
             first += planned.num_tokens

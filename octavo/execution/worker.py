@@ -94,7 +94,7 @@ class Worker:
         if (media := config.media) is not None:
             from octavo.multimodal.tower import Tower, TowerCache
 
-            self.media = TowerCache(Tower(media.folder), media.cache_tokens)
+            self.media = TowerCache(Tower(media.folder, media.row_multiplier), media.cache_tokens)
             media_table = MediaTable(self.media, media.width)
             phases.end("tower")
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)

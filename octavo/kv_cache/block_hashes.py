@@ -28,7 +28,7 @@ def extend_block_hashes(seq: Sequence, block_size: int) -> None:
 def _media_key(prompt: Prompt, start: int, end: int) -> bytes:
     """What identifies the media under tokens start .. end: their contents, and which part of each it is."""
     overlapping = [
-        (item.position - start, item.num_tokens, item.content_hash)
+        (item.position - start, item.num_tokens, item.first_row, item.content_hash)
         for item in prompt.media
         if item.position < end and item.position + item.num_tokens > start
     ]

@@ -38,7 +38,7 @@ _IGNORED = re.compile(
 # Output matrices, which some checkpoints have beside the embedding that they are equal to.
 _TIED = {"lm_head.weight", "embed_out.weight", "output_projection.weight", "decoder.weight"}
 # The decoder of a model that sees, as transformers 4 and 5 call it.
-_LANGUAGE_MODEL = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?(lm_head\.)?")
+_LANGUAGE_MODEL = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(lm_head\.)?")
 _READ_FORMATS = {t.name for t in TENSOR_TYPES.values()} | AXES.keys()
 
 

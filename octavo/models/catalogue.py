@@ -16,7 +16,7 @@ from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
-from octavo.models.vision import DECODERS, read_llava
+from octavo.models.vision import NOT_BUILT, VISION_FAMILIES, decoders_of, read_vision
 
 # A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
 EXAMPLE_SIZES: dict[str, Any] = {
@@ -60,10 +60,11 @@ def entries() -> list[Entry]:
             notes.append(f"also {', '.join(others)}")
         found.append(Entry(name, "native", formats, "; ".join(notes)))
     example = {"text_config": EXAMPLE_SIZES, "image_token_index": 0}
-    notes = [*_notes(read_llava(example)), f"sees pictures; its decoder is of the type {', '.join(DECODERS)}"]
-    found.append(
-        Entry("LlavaForConditionalGeneration", "native, tower by transformers", "safetensors, bin", "; ".join(notes))
-    )
+    for name, vision in VISION_FAMILIES.items():
+        decoders = f"its decoder is one of {', '.join(decoders_of(name))}"
+        sees = f"sees pictures; {decoders}" if vision.sees else f"pictures refused: {NOT_BUILT[name]}"
+        runs = "native, tower by transformers" if vision.sees else "native"
+        found.append(Entry(name, runs, "safetensors, bin", "; ".join([*_notes(read_vision(name, example)), sees])))
     return sorted(found)
 
 

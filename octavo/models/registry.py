@@ -20,7 +20,7 @@ from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.pooling import decoder_of, with_pooling
 from octavo.models.readers import read
-from octavo.models.vision import read_llava
+from octavo.models.vision import NOT_BUILT, VISION_FAMILIES, read_vision
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.pooling_params import PoolingConfig
 
@@ -68,7 +68,7 @@ Builder = Callable[[ModelDescription, Weights, Ops, int, str], Model]
 
 _ARCHITECTURES: dict[str, tuple[Reader, Builder]] = {
     **{name: (partial(read, name, family), Decoder) for name, family in FAMILIES.items()},
-    "LlavaForConditionalGeneration": (read_llava, Decoder),
+    **{name: (partial(read_vision, name), Decoder) for name in VISION_FAMILIES},
 }
 
 
@@ -93,7 +93,12 @@ def describe(
     given = (config.get("architectures") or ["(none)"])[0]
     name = decoder_of(given)
     if impl == "transformers" or (impl == "auto" and name not in _ARCHITECTURES):
-        return _describe_by_transformers(name, config, code_folder)
+        try:
+            return _describe_by_transformers(name, config, code_folder)
+        except LoadError:
+            if name not in NOT_BUILT:
+                raise
+            raise LoadError(f"{name}: pictures are not built in which {NOT_BUILT[name]}.") from None
     if name not in _ARCHITECTURES:
         raise LoadError(
             f"architecture {name} is not built; `octavo models` lists those that are, and --model-impl transformers "

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,12 +17,23 @@ from octavo.config import MediaConfig
 from octavo.errors import LoadError, RequestError
 from octavo.multimodal.connector import MediaConnector, fetch_all, needs_fetching
 from octavo.multimodal.pictures import content_hash, from_bytes, from_url, normalized
-from octavo.request import MediaInput, MediaItem
+from octavo.request import MediaArray, MediaInput, MediaItem
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
+
+
+# What a processor makes of the text.
+_OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
+
+
+class Processed(NamedTuple):
+    """What stands for a picture in a prompt, and what the tower reads."""
+
+    text: str
+    input: MediaInput
 
 
 class PictureProcessor:
@@ -86,38 +98,78 @@ class PictureProcessor:
             )
 
     def expand(
-        self, token_ids: Sequence[int], images: Sequence[Image], salt: str | None
+        self, prompt: str | Sequence[int], images: Sequence[Image], salt: str | None, encode: Callable[[str], list[int]]
     ) -> tuple[list[int], tuple[MediaItem, ...], list[MediaInput]]:
-        """A prompt with one placeholder a picture -> with one for each row of it, where those are, and what the tower
-        reads. Raises `RequestError` if there are not as many placeholders as pictures."""
-        placeholder = self.config.token_id
-        places = [i for i, token in enumerate(token_ids) if token == placeholder]
-        if len(places) != len(images):
+        """A prompt with one placeholder a picture -> its tokens, with what the processor makes of each picture in the
+        place of that; the runs of tokens that stand for rows; and what the tower makes those of. A prompt of text is
+        expanded before `encode` makes tokens of it, as the processor does. Raises `RequestError` if there are not as
+        many placeholders as pictures.
+        """
+        if isinstance(prompt, str):
+            texts = prompt.split(self.placeholder)
+            pictures = self._processed(images, len(texts) - 1, salt)
+            more = (text for one, part in zip(pictures, texts[1:], strict=True) for text in (one.text, part))
+            token_ids = encode("".join([texts[0], *more]))
+        else:
+            first, *parts = _split(prompt, encode(self.placeholder)[0])
+            pictures = self._processed(images, len(parts), salt)
+            token_ids = first
+            for one, ids in zip(pictures, parts, strict=True):
+                token_ids += [*encode(one.text), *ids]
+        inputs = {one.input.content_hash: one.input for one in pictures}
+        return token_ids, self._items(token_ids, [one.input for one in pictures]), list(inputs.values())
+
+    def _items(self, token_ids: Sequence[int], pictures: Sequence[MediaInput]) -> tuple[MediaItem, ...]:
+        """The runs of tokens that stand for the rows of `pictures`, which have them one after the other."""
+        places = [i for i, token in enumerate(token_ids) if token == self.config.token_id]
+        if len(places) != sum(one.num_tokens for one in pictures):
+            raise RequestError("the prompt's own text has tokens that stand for a picture.", param="prompt")
+        items: list[MediaItem] = []
+        start = 0
+        for one in pictures:
+            of_picture, row = places[start : start + one.num_tokens], 0
+            for _, run in groupby(enumerate(of_picture), lambda entry: entry[1] - entry[0]):
+                run_places = [place for _, place in run]
+                items.append(MediaItem(run_places[0], len(run_places), one.content_hash, row))
+                row += len(run_places)
+            start += one.num_tokens
+        return tuple(items)
+
+    def _processed(self, images: Sequence[Image], num_placeholders: int, salt: str | None) -> list[Processed]:
+        """The pictures of one prompt, each different one processed once. Raises `RequestError`."""
+        if num_placeholders != len(images):
             raise RequestError(
-                f"the prompt has {len(places)} placeholders and {len(images)} pictures; each picture needs one.",
+                f"the prompt has {num_placeholders} placeholders and {len(images)} pictures; each picture needs one.",
                 param="prompt",
             )
+        number = 2 if self.config.counts_pictures and len(images) > 1 else 1
         self._load()
-        expanded: list[int] = []
-        items: list[MediaItem] = []
-        inputs: dict[bytes, MediaInput] = {}
-        end = 0
-        for place, image in zip(places, images, strict=True):
-            digest = content_hash(image, self._settings, salt)
-            if digest not in inputs:
-                inputs[digest] = self._process(image, digest)
-            num_tokens = inputs[digest].num_tokens
-            expanded += token_ids[end:place]
-            items.append(MediaItem(len(expanded), num_tokens, digest))
-            expanded += [placeholder] * num_tokens
-            end = place + 1
-        return [*expanded, *token_ids[end:]], tuple(items), list(inputs.values())
+        found: dict[bytes, Processed] = {}
+        digests = [content_hash(image, f"{self._settings} {number}", salt) for image in images]
+        for digest, image in zip(digests, images, strict=True):
+            if digest not in found:
+                found[digest] = self._process(image, digest, number)
+        return [found[digest] for digest in digests]
 
-    def _process(self, image: Image, digest: bytes) -> MediaInput:
-        found = self._processor.image_processor(images=[image], return_tensors="np")
-        values = np.ascontiguousarray(found["pixel_values"], np.float32)
-        [num_tokens] = self._processor._get_num_multimodal_tokens([[image.height, image.width]])["num_image_tokens"]
-        return MediaInput(digest, num_tokens, values.shape, values.tobytes())
+    def _process(self, image: Image, digest: bytes, number: int) -> Processed:
+        """A picture as the model's processor makes it in a prompt with `number` of them, alone so that no other has to
+        do with it."""
+        found = self._processor(
+            text=[self.placeholder * number],
+            images=[image] if number == 1 else [[image] * number],
+            return_text_replacement_offsets=True,
+            return_tensors="np",
+            add_special_tokens=False,
+        )
+        text = found.pop("text_replacement_offsets")[0][0]["replacement"]
+        num_tokens = np.count_nonzero(found.pop("input_ids") == self.config.token_id) // number
+        arrays = []
+        for name, values in found.items():
+            if name not in _OF_TEXT:
+                of_one = values if name == "batch_num_images" else values[: len(values) // number]
+                of_one = np.ascontiguousarray(of_one)
+                arrays.append(MediaArray(name, of_one.dtype.name, of_one.shape, of_one.tobytes()))
+        return Processed(text, MediaInput(digest, int(num_tokens), tuple(arrays)))
 
     def _warm_up(self) -> None:
         try:
@@ -130,13 +182,49 @@ class PictureProcessor:
         with self._lock:
             if self._processor is not None:
                 return
-            from transformers import AutoProcessor
-
-            # Pillow's arithmetic, whether torchvision is installed or not: the same picture has the same rows.
             try:
-                processor = AutoProcessor.from_pretrained(self.config.folder, backend="pil", trust_remote_code=False)
-                processor._get_num_multimodal_tokens([[100, 100]])  # older checkpoints do not say how many
-            except (OSError, TypeError, ValueError) as e:
-                raise LoadError(f"the processor of pictures cannot be loaded: {str(e).splitlines()[0]}") from None
+                processor = _load_processor(self.config.folder)
+                str(processor.image_token)  # not every class has one
+            except (AttributeError, ImportError, OSError, TypeError, ValueError) as e:
+                raise LoadError(
+                    f"the processor of pictures cannot be loaded: {str(e).strip().splitlines()[0]}"
+                ) from None
             self._settings = json.dumps(processor.image_processor.to_dict(), sort_keys=True, default=str)
             self._processor = processor
+
+
+def _load_processor(folder: str) -> Any:
+    from transformers import AutoConfig, AutoProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    # Pillow's arithmetic, whether torchvision is installed or not: the same picture has the same rows.
+    options = {"backend": "pil", "trust_remote_code": False}
+    known = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(folder, trust_remote_code=False)), None)
+    if known is not None and "video_processor" in known.get_attributes():
+        return _without_videos(known).from_pretrained(folder, **options)
+    return AutoProcessor.from_pretrained(folder, **options)
+
+
+def _without_videos(processor: Any) -> Any:
+    """A class of processors without its half for videos, which cannot be made where torchvision is not installed."""
+
+    class Processor(processor):  # type: ignore[misc]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in super().get_attributes() if name != "video_processor"]
+
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args: Any, **options: Any) -> list[Any]:
+            return [*super()._get_arguments_from_pretrained(*args, **options), None]  # the last argument of all classes
+
+    return Processor
+
+
+def _split(token_ids: Sequence[int], placeholder: int) -> list[list[int]]:
+    parts: list[list[int]] = [[]]
+    for token in token_ids:
+        if token == placeholder:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return parts

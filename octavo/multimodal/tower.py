@@ -4,8 +4,10 @@ the CPU, and which are kept for later turns. The core's half of a model that see
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,14 +22,15 @@ from octavo.request import MediaInput
 
 logger = logging.getLogger(__name__)
 
+_OF_DECODER = re.compile(r"\b(language_model|text_model|lm_head)\b")
 Rows = NDArray[np.float32]  # [tokens, H]
 
 
 class Tower:
     """The tower and the projector of a checkpoint, without its decoder."""
 
-    def __init__(self, folder: str) -> None:
-        """Raises `LoadError`."""
+    def __init__(self, folder: str, multiplier: float = 1.0) -> None:
+        """Its rows are multiplied by `multiplier`. Raises `LoadError`."""
         # torch's threads would wait by spinning, and take the cores from the native kernels': read when they start.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
@@ -37,8 +40,9 @@ class Tower:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             text = config.text_config
             text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
-            if getattr(text, "layer_types", None):
-                text.layer_types = []
+            for name in ("layer_types", "mlp_layer_types"):  # one entry a layer
+                if getattr(text, name, None):
+                    setattr(text, name, [])
             builder = getattr(transformers, config.architectures[0])
             with _quiet(transformers.logging):  # it would report the decoder's weights as left over
                 model, report = builder.from_pretrained(
@@ -46,19 +50,28 @@ class Tower:
                 )
         except (OSError, ValueError, AttributeError) as e:
             raise LoadError(f"the tower of {folder} cannot be loaded: {str(e).splitlines()[0]}") from None
-        if missing := sorted(name for name in report["missing_keys"] if "language_model" not in name):
+        if missing := sorted(name for name in report["missing_keys"] if not _OF_DECODER.search(name)):
             raise LoadError(f"{folder} has no tensor {missing[0]}, which its tower calls for.")
-        self._model: Any = model.eval()
-        self._model.model.language_model = None
+        self._model: Any = model.eval().model
+        for name in ("language_model", "text_model"):
+            if hasattr(self._model, name):
+                setattr(self._model, name, None)
+        self._multiplier = multiplier
+        self._takes = inspect.signature(self._model.get_image_features).parameters
 
     def rows(self, given: MediaInput) -> Rows:
         """Of one picture at a time: their bits must not depend on other requests."""
         import torch
 
-        values = np.frombuffer(given.values, np.float32).reshape(given.shape)
+        arguments = {
+            array.name: torch.tensor(np.frombuffer(array.values, array.dtype).reshape(array.shape))
+            for array in given.arrays
+            if array.name in self._takes
+        }
         with torch.inference_mode():
-            features = self._model.get_image_features(pixel_values=torch.tensor(values), return_dict=True).pooler_output
-        found: Rows = torch.cat(list(features)).numpy()
+            features = self._model.get_image_features(**arguments, return_dict=True).pooler_output
+        # One tensor [tiles, tokens, H], or a list of such of its own number of tokens a picture.
+        found: Rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in features]).mul(self._multiplier).numpy()
         if len(found) != given.num_tokens:
             raise ValueError(f"a tower gave {len(found)} rows for {given.num_tokens} tokens")
         return found

@@ -35,18 +35,26 @@ def save_llava(folder: Path, tokenizer: Any, text: dict[str, Any], model_type: s
     config = transformers.LlavaConfig(
         vision_config=vision, text_config=text_config, image_token_id=tokenizer.convert_tokens_to_ids("<image>")
     )
-    model = transformers.LlavaForConditionalGeneration(config).eval()
+    size = {"height": 28, "width": 28}
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size)
+    processor = transformers.LlavaProcessor(
+        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )  # fmt: skip
+    save(folder, transformers.LlavaForConditionalGeneration(config), processor)
+
+
+def save(folder: Path, model: Any, processor: Any) -> None:
+    """Give a model random weights, and make a checkpoint of it and its processor."""
+    import torch
+
+    torch.manual_seed(0)
     with torch.no_grad():  # of the usual initialisation all pictures look alike
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.15)
-    model.save_pretrained(folder)
-    size = {"height": 28, "width": 28}
-    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size)
-    transformers.LlavaProcessor(
-        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template=TEMPLATE,
-    ).save_pretrained(folder)  # fmt: skip
+    model.eval().save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

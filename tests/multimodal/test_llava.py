@@ -15,6 +15,7 @@ from PIL import Image
 from octavo import LLM, SamplingParams
 from octavo.entrypoints.chat_template import render_chat
 from octavo.errors import ConfigError, RequestError
+from octavo.multimodal.processor import _load_processor
 from octavo.multimodal.tower import TowerCache
 from tests.multimodal.conftest import encoded, picture, save_llava
 
@@ -50,10 +51,12 @@ def engine(folder: Path, **args: Any) -> LLM:
     return LLM(str(folder), **{"dtype": "float32", "max_model_len": 128, "check_invariants": True} | sizes | args)
 
 
-def assert_as_transformers(folder: Path, output: Any, text: str, images: list[Image.Image]) -> None:
+def assert_as_transformers(folder: Path, output: Any, text: str, images: list[Any]) -> None:
     """The prompt's tokens, the answer's, and log-probabilities within 1e-4."""
-    model = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
-    inputs = transformers.AutoProcessor.from_pretrained(folder)(text=text, images=images or None, return_tensors="pt")
+    builder = getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
+    model = builder.from_pretrained(folder)
+    processor = _load_processor(str(folder))
+    inputs = processor(text=text, images=images or None, return_tensors="pt")
     assert inputs["input_ids"][0].tolist() == output.prompt_token_ids
     [answer] = output.outputs
     expected = model.generate(
