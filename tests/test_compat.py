@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import octavo
 from octavo.config import AsyncEngineArgs
 from octavo.config.checks import check as check_engine_args
 from octavo.entrypoints.cli.serve import make_parser, parse_args
@@ -133,3 +134,13 @@ def test_sampling_params_have_every_field() -> None:
         "logits_processors truncate_prompt_tokens"
     )
     assert set(promised.split()) <= set(SamplingParams.__struct_fields__)
+
+
+def test_vllms_names_are_the_packages() -> None:
+    promised = (
+        "LLM LLMEngine AsyncLLMEngine EngineArgs AsyncEngineArgs SamplingParams PoolingParams BeamSearchParams "
+        "TextPrompt TokensPrompt RequestOutput CompletionOutput PoolingOutput PoolingRequestOutput EmbeddingOutput "
+        "EmbeddingRequestOutput ClassificationOutput ClassificationRequestOutput ScoringOutput ScoringRequestOutput"
+    )
+    assert set(promised.split()) <= set(octavo.__all__)
+    assert all(getattr(octavo, name) is not None for name in octavo.__all__)

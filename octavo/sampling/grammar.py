@@ -456,7 +456,10 @@ def _is_composed(schema: Any) -> bool:
         return any(map(_is_composed, schema))
     if not isinstance(schema, dict):
         return False
-    if "allOf" in schema or ("properties" in schema and _COMPOSING & schema.keys()):
+    parts = schema.get("allOf", ())
+    if not isinstance(parts, list | tuple) or len(parts) > 1:  # one alone is how pydantic 1 refers to a class
+        return True
+    if "properties" in schema and (parts or _COMPOSING & schema.keys()):
         return True
     return any(_is_composed(value) for name, value in schema.items() if name not in _VALUES)
 

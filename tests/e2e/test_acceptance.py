@@ -1,7 +1,7 @@
 """What guides to vLLM tell people to type, in Python and from clients, with the package's name changed and the model's.
 
-What needs several devices, drafts, adapters or embeddings is not here, because it is not built; launch flags are
-tests/test_compat.py's, and more snippets of vLLM's own examples test_snippets.py's.
+All of the guides' Python and clients; docs/switching.md says where the rest of what they type is tested, and what
+cannot be. Launch flags are tests/test_compat.py's, more snippets of vLLM's own examples test_snippets.py's.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fastapi.responses import StreamingResponse
 
 from octavo.loading.checkpoint import resolve
 from tests.e2e.server import Server, running_server
+from tests.models.small_text_encoder import write_model
 
 pytestmark = pytest.mark.slow
 
@@ -155,6 +156,28 @@ def test_curl(server: Server) -> None:
     assert json.loads(curl("/v1/models"))["data"][0]["id"] == "N"
     curl("/health")
     assert "vllm:num_requests_running" in curl("/metrics")
+
+
+def test_the_openai_client(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="K", max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "Hi"}]
+        whole = client.chat.completions.create(model="N", messages=messages, max_tokens=6, temperature=0)
+        chunks = client.chat.completions.create(
+            model="N", messages=messages, max_tokens=6, temperature=0, stream=True
+        )  # fmt: skip
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        said = client.completions.create(model="N", prompt="A", max_tokens=6, temperature=0).choices[0].text
+        parts = client.completions.create(model="N", prompt="A", max_tokens=6, temperature=0, stream=True)
+        assert "".join(part.choices[0].text for part in parts) == said
+
+
+def test_curl_of_embeddings(tmp_path: Path) -> None:
+    write_model(tmp_path, "BertModel")
+    with running_server(tmp_path, "--model", str(tmp_path), "--served-model-name", "E", "--cpu-threads", "1") as server:
+        body = json.dumps({"model": "E", "input": ["the cat", "a dog"]})
+        command = ["curl", "-sSf", f"{server.url}/v1/embeddings", "-H", "Content-Type: application/json", "-d", body]
+        answer = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        assert [len(entry["embedding"]) for entry in answer["data"]] == [48, 48]
 
 
 def test_metrics_have_their_names_on_both_ports(server: Server, metrics_port: int) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import ml_dtypes
 import numpy as np
 import openai
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from tests.e2e.hostile import VALUES
+from tests.e2e.hostile import BODIES, VALUES
 from tests.e2e.server import running_server
 from tests.models.small_text_encoder import write_model, write_modules
 
@@ -86,6 +87,25 @@ def test_texts_lists_and_tokens_in_numbers_and_bytes(embeddings: httpx.Client) -
     assert np.array(by_token).shape == (len(tokens), 48)
 
 
+def test_bytes_are_of_the_type_and_order_that_is_asked_for(embeddings: httpx.Client) -> None:
+    found = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS}))
+    for name, kind in (("float32", np.float32), ("float16", np.float16), ("bfloat16", ml_dtypes.bfloat16)):
+        for order in ("little", "big"):
+            asked = {"input": TEXTS, "embed_dtype": name, "endianness": order}
+            answer = embeddings.post("/v1/embeddings", json={**asked, "encoding_format": "bytes"})
+            assert answer.headers["content-type"] == "application/octet-stream"
+            about = json.loads(answer.headers["metadata"])
+            encoded = embeddings.post("/v1/embeddings", json={**asked, "encoding_format": "base64"}).json()["data"]
+            pieces = [base64.b64decode(entry["embedding"]) for entry in encoded]
+            assert [answer.content[one["start"] : one["end"]] for one in about["data"]] == pieces
+            words = np.frombuffer(b"".join(pieces), f"{'<' if order == 'little' else '>'}u{np.dtype(kind).itemsize}")
+            numbers = words.astype(words.dtype.newbyteorder("=")).view(kind).reshape(found.shape)
+            assert np.array_equal(numbers, found.astype(kind))
+            assert about["usage"]["prompt_tokens"] > 0 and about["data"][0]["shape"] == [48]
+    only = embeddings.post("/pooling", json={"input": TEXTS, "encoding_format": "bytes_only", "task": "token_embed"})
+    assert "metadata" not in only.headers and len(only.content) % (4 * 48) == 0
+
+
 def test_coheres_route_has_the_vectors_of_the_others_in_every_form(embeddings: httpx.Client) -> None:
     expected = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS}))
     bits = np.packbits(expected > 0, axis=1)
@@ -147,6 +167,7 @@ def test_dimensions_prompts_and_cuts(embeddings: httpx.Client) -> None:
         ("/v1/embeddings", {"input": "x", "prompt_name": "none"}, "not one of the model's (query)"),
         ("/v1/embeddings", {"input": ["x"] * 3000}, "2048 is the most"),
         ("/v1/embeddings", {"messages": [{"role": "user", "content": "x"}]}, "no chat template"),
+        ("/v1/embeddings", {"input": "x", "endianness": "big"}, "for encoding_format base64 and bytes"),
         ("/v1/embeddings", {"input": "x", "sonst": 1}, "Unrecognized request argument"),
         ("/pooling", {"input": "x", "task": "dream"}, "task must be one of"),
         ("/classify", {"input": "x"}, "its tasks are embed and token_embed"),
@@ -208,22 +229,29 @@ def test_scores_of_embeddings_are_cosines(embeddings: httpx.Client) -> None:
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "x"},
     "/pooling": {"input": "x"},
+    "/classify": {"input": "x"},
     "/score": {"text_1": "x", "text_2": ["y"]},
     "/rerank": {"query": "x", "documents": ["y"]},
+    "/v2/embed": {"texts": ["x"], "input_type": "search_query"},
 }
 FIELDS = (
     "input", "messages", "encoding_format", "dimensions", "truncate_prompt_tokens", "truncation_side", "task", "query",
     "documents", "top_n", "text_1", "text_2", "prompt_name", "timeout", "priority", "request_id", "model",
     "instruction",
-    "max_tokens_per_doc", "use_activation", "chat_template_kwargs", "add_special_tokens",
+    "max_tokens_per_doc", "use_activation", "chat_template_kwargs", "add_special_tokens", "texts", "inputs",
+    "input_type", "embedding_types", "output_dimension", "truncate", "embed_dtype", "endianness", "queries", "items",
+    "return_documents", "max_tokens_per_query",
 )  # fmt: skip
 
 
-def test_nothing_that_strangers_send_is_the_servers_fault(embeddings: httpx.Client) -> None:
-    cases = list(itertools.product(GOOD, FIELDS, VALUES))
-    for path, field, value in random.Random(0).sample(cases, 500):
+def test_nothing_that_strangers_send_is_the_servers_fault(embeddings: httpx.Client, scores: httpx.Client) -> None:
+    cases = list(itertools.product((embeddings, scores), GOOD, FIELDS, VALUES))
+    for server, path, field, value in random.Random(0).sample(cases, 600):
         content = json.dumps(GOOD[path] | {field: value})
-        answer = embeddings.post(path, content=content, headers={"Content-Type": "application/json"})
+        answer = server.post(path, content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code < 500, (path, field, value, answer.text)
+    for server, (path, name) in itertools.product((embeddings, scores), itertools.product(GOOD, BODIES)):
+        answer = server.post(path, content=BODIES[name], headers={"Content-Type": "application/json"})
+        assert 400 <= answer.status_code < 500 and answer.json()["error"]["message"], (path, name, answer.text)
     found = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS}))
     assert np.allclose(np.linalg.norm(found, axis=1), 1)

@@ -45,6 +45,8 @@ def test_known_routes_that_are_not_built_say_so(http: httpx.Client) -> None:
     answer = http.post("/v1/audio/transcriptions", json={})
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_built"
     assert "not built yet" in answer.json()["error"]["message"]
+    error = http.post("/sleep").json()["error"]
+    assert error["code"] == "not_enabled" and "--enable-server-dev-mode" in error["message"]
     assert "Invalid URL" in http.post("/v1/nothing", json={}).json()["error"]["message"]
 
 

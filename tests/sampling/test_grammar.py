@@ -50,6 +50,11 @@ def test_objects_are_closed_where_a_schema_says_nothing_of_other_properties() ->
     assert accepts('{"o": {"a": 1}}', **closed)
     assert not accepts('{"o": {"a": 1, "b": 2}}', **closed)
     assert accepts('{"p": {"a": 1, "b": 2}}', **closed)
+    of_pydantic = {"definitions": {"O": OBJECT}, "type": "object", "properties": {
+        "o": {"title": "O", "allOf": [{"$ref": "#/definitions/O"}]},
+    }}  # fmt: skip
+    assert accepts('{"o": {"a": 1}}', json=of_pydantic) and not accepts('{"o": {"a": 1, "b": 2}}', json=of_pydantic)
+    assert not accepts('{"o": {"a": 1}, "p": 2}', json=of_pydantic)
     open_grammar = make_grammar(StructuredOutputsParams(**closed), closes_objects=False)
     assert follows(open_grammar, '{"o": {"a": 1, "b": 2}}')
     assert not accepts('{"o": {"a": 1, "b": 2}}', **closed, disable_additional_properties=True)

@@ -12,7 +12,6 @@ from octavo.entrypoints.openai.state import state_of
 from octavo.errors import RequestError
 
 router = Router(tags=["control"])
-PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"})
 
 
 @router.post("/sleep")

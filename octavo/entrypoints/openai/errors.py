@@ -25,16 +25,18 @@ logger = logging.getLogger("octavo.server")
 RETRY_AFTER_S = 5
 # Routes of OpenAI's and vLLM's servers that none of ours answers.
 NOT_BUILT = frozenset((
-    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/realtime",
-    "/v1/images/generations", "/v1/moderations", "/v1/conversations", "/v1/fine_tuning/jobs", "/v1/uploads",
-    "/v1/vector_stores", "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact",
-    "/v1/responses/input_tokens", "/v1/completions/render", "/v1/chat/completions/render", "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter", "/inference/v1/generate", "/invocations", "/load", "/tokenizer_info", "/server_info",
-    "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",
-    "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile", "/collective_rpc",
-    "/scale_elastic_ep", "/is_scaling_elastic_ep", "/update_weights", "/init_weight_transfer_engine",
-    "/get_world_size", "/abort_requests",
+    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
+    "/v1/moderations", "/v1/conversations", "/v1/fine_tuning/jobs", "/v1/uploads", "/v1/vector_stores",
+    "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact", "/v1/responses/input_tokens",
+    "/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/generate", "/invocations", "/load",
+    "/tokenizer_info", "/server_info", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
+    "/collective_rpc", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/update_weights",
+    "/init_weight_transfer_engine", "/get_world_size", "/abort_requests",
 ))  # fmt: skip
+# Routes of `control`, which a server has that is told so.
+WITH_DEV_MODE = frozenset({
+    "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",
+})  # fmt: skip
 MAX_MESSAGE_LENGTH = 1000  # messages quote what clients send, which may be megabytes
 
 
@@ -137,8 +139,12 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message, path = str(error.detail), request.url.path
     if error.status_code == 404:
-        if path.removeprefix(str(request.scope.get("root_path", ""))) in NOT_BUILT:
+        route = path.removeprefix(str(request.scope.get("root_path", "")))
+        if route in NOT_BUILT:
             return error_response(f"{path} is not built yet.", 404, code="not_built")
+        if route in WITH_DEV_MODE:
+            said = f"This server has no {path}: start it with --enable-server-dev-mode."
+            return error_response(said, 404, code="not_enabled")
         message = f"Invalid URL ({request.method} {path})"
     elif error.status_code == 405:
         message = not_allowed(request.method, path)

@@ -21,9 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.entrypoints import ui
 from octavo.entrypoints.anthropic.errors import PREFIX as ANTHROPIC_PREFIX
 from octavo.entrypoints.anthropic.errors import anthropic_error
-from octavo.entrypoints.openai import control
 from octavo.entrypoints.openai.description import PAGE_FILES
-from octavo.entrypoints.openai.errors import ERROR_FORM, error_response, not_allowed
+from octavo.entrypoints.openai.errors import ERROR_FORM, WITH_DEV_MODE, error_response, not_allowed
 from octavo.entrypoints.openai.routes import methods_of
 from octavo.entrypoints.openai.state import ARRIVAL, Arrival, ServerState
 from octavo.errors import RequestError
@@ -36,7 +35,7 @@ UPLOAD_PATH = "/v1/files"
 WITHIN = "octavo.within"  # where a scope holds the body of a request from within the server: no client can set it
 _CLOSE = {"Connection": "close"}
 # POST, but nothing waits in the engine's queue
-LIGHT_PATHS = control.PATHS | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+LIGHT_PATHS = WITH_DEV_MODE | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
 
 
 class Gate:
@@ -133,7 +132,7 @@ class Gate:
             return None
         if is_queued and (full := self._queue_full()) is not None:
             return full
-        if path in control.PATHS and headers.get("content-length", "0") == "0":
+        if path in WITH_DEV_MODE and headers.get("content-length", "0") == "0":
             return None  # without a body, which needs no type
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if path == UPLOAD_PATH:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import msgspec
 import numpy as np
 from starlette.requests import Request
@@ -49,15 +51,19 @@ if TYPE_CHECKING:
 router = Router(tags=["Pooling"])
 
 Outputs = Sequence[PoolingRequestOutput[PoolingOutput]]
+BYTES = "application/octet-stream"
+_IN_BYTES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {BYTES: {"schema": {"type": "string", "format": "binary"}}}}
+}
 
 
-@router.post("/v1/embeddings", response_model=EmbeddingResponse)
+@router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_IN_BYTES)
 async def create_embedding(body: EmbeddingRequest, raw: Request) -> Response:
     """An embedding of each text."""
     return await _vectors(_Job(body, raw, "embd"), body, "embed", ("embedding", "embedding"))
 
 
-@router.post("/pooling", response_model=PoolingResponse)
+@router.post("/pooling", response_model=PoolingResponse, responses=_IN_BYTES)
 async def pool(body: PoolingRequest, raw: Request) -> Response:
     """What the model pools of each text: a vector, or one of each token."""
     return await _vectors(_Job(body, raw, "pool"), body, body.task, ("pooling", "data"))
@@ -87,7 +93,10 @@ async def _vectors(job: _Job, body: EmbeddingRequest, task: str | None, names: t
     """What each text gives, as an object of the first name, in a field of the second."""
     kind, field = names
     requests = await job.texts(body, body.params(task=task, dimensions=body.dimensions))
-    shown = _writer(body.encoding_format)
+    form = body.encoding_format or "float"
+    if form.startswith("bytes"):
+        return await job.answer_in_bytes(requests, body)
+    shown = _WRITERS["float"] if form == "float" else lambda vectors: _base64(_to_bytes(vectors, body))
     return await job.answer(
         requests,
         lambda found: job.listed(found, lambda index, data: {"object": kind, "index": index, field: shown(data)}),
@@ -204,6 +213,28 @@ class _Job:
 
     async def answer(self, requests: Sequence[EngineRequest], write: Callable[[Outputs], dict[str, Any]]) -> Response:
         """What `write` makes of the requests' outputs, as JSON. 499, which nobody sees, where the client hung up."""
+        return await self._respond(requests, lambda found: (encode_json(write(found)), {}), "application/json")
+
+    async def answer_in_bytes(self, requests: Sequence[EngineRequest], body: EmbeddingRequest) -> Response:
+        """The vectors one after the other; a header says where each is, unless only the bytes are wanted."""
+
+        def write(found: Outputs) -> tuple[bytes, dict[str, str]]:
+            pieces = [_to_bytes(one.outputs.data, body) for one in found]
+            ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+            about = {"embed_dtype": body.embed_dtype or "float32", "endianness": body.endianness or "native"}
+            data = [
+                {"index": i, **about, "start": end - len(piece), "end": end, "shape": list(one.outputs.data.shape)}
+                for i, (one, piece, end) in enumerate(zip(found, pieces, ends, strict=True))
+            ]
+            told = {} if body.encoding_format == "bytes_only" else self.listed(found, data=data)
+            return b"".join(pieces), {"metadata": encode_json(told).decode()} if told else {}
+
+        return await self._respond(requests, write, BYTES)
+
+    async def _respond(
+        self, requests: Sequence[EngineRequest], write: Callable[[Outputs], tuple[bytes, dict[str, str]]], kind: str
+    ) -> Response:
+        """The body and the headers that `write` makes of the requests' outputs."""
         limits_s = [limit for limit in (self._body.timeout, self._state.args.max_request_time) if limit is not None]
         if limits_s:
             requests = [
@@ -211,20 +242,21 @@ class _Job:
             ]
         self._state.log_pooling(self.response_id, requests)
 
-        async def work() -> bytes:
+        async def work() -> tuple[bytes, dict[str, str]]:
             if len(requests) == 1:
-                return encode_json(write([await self._state.engine.pool(requests[0])]))
+                return write([await self._state.engine.pool(requests[0])])
             async with asyncio.TaskGroup() as group:  # the first that fails ends the others
                 tasks = [group.create_task(self._state.engine.pool(request)) for request in requests]
-            return encode_json(write([task.result() for task in tasks]))
+            return write([task.result() for task in tasks])
 
         try:
-            content = await run_until_disconnect(work(), self._raw.receive)
+            made = await run_until_disconnect(work(), self._raw.receive)
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        if content is None:
+        if made is None:
             return Response(status_code=499)
-        return Response(content, headers=self._headers, media_type="application/json")
+        content, headers = made
+        return Response(content, headers={**self._headers, **headers}, media_type=kind)
 
     def listed(
         self, outputs: Outputs, written: Callable[[int, Vectors], dict[str, Any]] | None = None,
@@ -243,13 +275,22 @@ def _num_tokens(outputs: Outputs) -> int:
     return sum(len(output.prompt_token_ids) for output in outputs)
 
 
-def _writer(encoding: str | None) -> Callable[[Vectors], Any]:
-    return _WRITERS[encoding or "float"]
+def _to_bytes(vectors: Vectors, body: EmbeddingRequest) -> bytes:
+    """The numbers in the type and the order of bytes that the body asks for."""
+    kind = np.dtype(ml_dtypes.bfloat16 if body.embed_dtype == "bfloat16" else body.embed_dtype or "float32")
+    order = sys.byteorder if body.endianness in (None, "native") else body.endianness
+    with np.errstate(over="ignore"):  # float16 ends at 65504
+        found = np.ascontiguousarray(vectors.astype(kind))
+    return (found if order == sys.byteorder else found.view(f"u{kind.itemsize}").byteswap()).tobytes()
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 _WRITERS: dict[str, Callable[[Vectors], Any]] = {
     "float": lambda vectors: vectors.tolist(),
-    "base64": lambda vectors: base64.b64encode(np.ascontiguousarray(vectors, "<f4").tobytes()).decode(),
+    "base64": lambda vectors: _base64(np.ascontiguousarray(vectors, "<f4").tobytes()),
     "ubinary": lambda vectors: np.packbits(vectors > 0).tolist(),
     "binary": lambda vectors: (np.packbits(vectors > 0).astype(np.int16) - 128).tolist(),
 }

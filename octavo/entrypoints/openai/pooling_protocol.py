@@ -75,13 +75,28 @@ class TextsRequest(PoolingFields, TemplateRequest):
         return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
 
 
+Encoding = Literal["float", "base64", "bytes", "bytes_only"]
+
+
 class EmbeddingRequest(TextsRequest):
     """Body of POST /v1/embeddings."""
 
-    encoding_format: Literal["float", "base64"] | None = described("Numbers, or their bytes in base64.")
+    encoding_format: Encoding | None = described(
+        "Numbers; their bytes in base64; or the bytes of all vectors as the body, with the header metadata, a JSON "
+        "object that says where in it each vector is, or without (bytes_only)."
+    )
     dimensions: Int | None = described("Elements of each embedding, of models that were trained for it.", minimum=1)
-    embed_dtype: Literal["float32"] | None = described("The type of the numbers in base64.")
-    endianness: Literal["native", "little"] | None = described("Their byte order.")
+    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = described(
+        "The type of the numbers in base64 and bytes; float32 if left out."
+    )
+    endianness: Literal["native", "little", "big"] | None = described("Their byte order; the server's if left out.")
+
+    @model_validator(mode="after")
+    def _check_bytes(self) -> EmbeddingRequest:
+        for name in ("embed_dtype", "endianness"):
+            if getattr(self, name) is not None and (self.encoding_format or "float") == "float":
+                raise RequestError(f"{name} is for encoding_format base64 and bytes.", param=name)
+        return self
 
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
