@@ -53,9 +53,10 @@ def test_a_client_works_as_it_is(server: Server, pooling: Server, client: str, t
     python = ["uv", "run", "--no-project", *given, "python"]
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     running: Any = {"cwd": tmp_path, "env": outside, "capture_output": True, "text": True, "timeout": 120}
-    made = subprocess.run([*python, "-c", ""], **running)
-    if made.returncode != 0:
-        pytest.skip(f"{client} cannot be installed here: {made.stderr[-500:]}")
+    try:
+        subprocess.run([*python, "-c", ""], check=True, **running)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"{client} cannot be installed here: {error.stderr[-500:]!r}")
     done = subprocess.run([*python, str(PROGRAMS), client, server.url, pooling.url], **running)
     assert done.returncode == 0, done.stderr[-5000:]
     server.wait_until_idle()
