@@ -6,6 +6,7 @@ The Triton kernels' tests do without the native module, as a machine with a GPU 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,15 @@ except ImportError:
     _cpu = None
 
 
-@pytest.fixture(scope="module", params=_cpu.available_isas() if _cpu else ["none is built"])
+def _isas() -> Iterator[Any]:
+    """Of an instruction set that this machine has, the emulation is tested in the long tier."""
+    available = _cpu.available_isas() if _cpu else ["none is built"]
+    for name in available:
+        real = name.removesuffix("_emulated")
+        yield pytest.param(name, marks=pytest.mark.long) if name != real and real in available else name
+
+
+@pytest.fixture(scope="module", params=_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before = _cpu.isa()
     _cpu.set_isa(request.param)

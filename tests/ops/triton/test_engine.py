@@ -36,7 +36,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=["attention", pytest.param("states and attention", marks=pytest.mark.long)])
 def config(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path
 ) -> EngineConfig:

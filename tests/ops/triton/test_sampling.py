@@ -68,7 +68,13 @@ def test_many_numbers_draw_what_the_reference_draws(k: int, p: float, m: float, 
     assert len(set(drawn)) > 2
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "kept"), [(2, 1.0, 4), (0, 0.5, 4), (5, 1.0, 5), (0, 0.93, 5), (0, 1.0, 6)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (2, 1.0, 4), (0, 0.5, 4), (0, 1.0, 6),
+        pytest.param(5, 1.0, 5, marks=pytest.mark.long), pytest.param(0, 0.93, 5, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_equally_likely_tokens_stay_or_go_together(top_k: int, top_p: float, kept: int) -> None:
     weights = torch.tensor([0.2, 0.1, 0.2, 0.2, 0.05, 0.2])
     rows = 80

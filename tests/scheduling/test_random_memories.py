@@ -1,0 +1,29 @@
+"""The random workloads over every kind of memory, and with guesses."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scheduling.random_runs import run
+from tests.scheduling.truth import MODELS
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+NUM_OPERATIONS = 275
+
+# Every kind of memory, and guesses, which no step runs ahead of while there are some.
+KINDS = [(model, "none", mode, ahead) for model in MODELS if model != "full" for mode, ahead in [
+    ("recompute", True), ("swap", True), ("swap", False)
+]]  # fmt: skip
+GUESSES = [
+    ("full", guesses, mode, ahead)
+    for guesses, ahead in (("right", False), ("right", True), ("wrong", False), ("random", False), ("random", True))
+    for mode in ("recompute", "swap")
+]
+GUESSES += [(model, "random", "swap", False) for model in MODELS if model != "full"]
+
+
+@pytest.mark.parametrize(("model", "guesses", "preemption_mode", "ahead"), KINDS + GUESSES)
+def test_every_answer_is_that_of_a_standalone_run(model: str, guesses: str, preemption_mode: str, ahead: bool) -> None:
+    run("fcfs", preemption_mode, True, True, ahead, NUM_OPERATIONS, model, guesses)
+    run("priority", preemption_mode, True, False, ahead, NUM_OPERATIONS // 2, model, guesses)
