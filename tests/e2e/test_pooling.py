@@ -16,7 +16,17 @@ import ml_dtypes
 import numpy as np
 import openai
 import pytest
+import schemathesis
 import torch
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
 from transformers import PreTrainedTokenizerFast
 
 from tests.e2e.hostile import BODIES, VALUES
@@ -255,3 +265,24 @@ def test_nothing_that_strangers_send_is_the_servers_fault(embeddings: httpx.Clie
         assert 400 <= answer.status_code < 500 and answer.json()["error"]["message"], (path, name, answer.text)
     found = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS}))
     assert np.allclose(np.linalg.norm(found, axis=1), 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize("path", GOOD)
+def test_answers_are_as_the_description_says(
+    scores: httpx.Client, embeddings: httpx.Client, path: str, mode: GenerationMode
+) -> None:
+    server = scores if path in ("/classify", "/score", "/rerank") else embeddings
+    described = schemathesis.openapi.from_url(f"{server.base_url}/openapi.json")[path]["POST"]
+    expected: list[Any] = [not_a_server_error, status_code_conformance, content_type_conformance]
+    expected.append(response_schema_conformance if mode is GenerationMode.POSITIVE else negative_data_rejection)
+
+    @given(case=described.as_strategy(generation_mode=mode))
+    @settings(
+        max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )  # fmt: skip
+    def answer(case: schemathesis.Case) -> None:
+        case.call_and_validate(checks=expected)
+
+    answer()

@@ -132,8 +132,14 @@ def test_the_page_is_open_where_keys_are_asked_for_and_knows_its_prefix(shared_e
     [
         *sorted(f"POST {path}" for path in POST_ROUTES if not path.endswith("/count_tokens")),
         "POST /v1/embeddings",
+        "POST /v1/batches",
+        "POST /v1/chat/completions/{completion_id}",
         "GET /v1/models/{model_id}",
         "GET /v1/responses/{response_id}",
+        "GET /v1/responses/{response_id}/input_items",
+        "GET /v1/chat/completions",
+        "GET /v1/files",
+        "GET /v1/batches",
     ],
 )
 def test_whatever_the_description_allows_or_forbids_is_answered_as_described(
