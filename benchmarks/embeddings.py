@@ -1,17 +1,28 @@
 """Embeddings a second of one model: Octavo, and beside it what is installed of sentence-transformers, ONNX Runtime and
 OpenVINO, in one run over the same texts.
 
-    python benchmarks/embeddings.py FOLDER [--onnx FILE] [--texts 256] [--lengths 16 256]
+    python benchmarks/embeddings.py FOLDER [--onnx FILE] [--texts 256] [--lengths 16 256] [--clients 64]
 
 FOLDER is a sentence-transformers folder with a vocab.txt; FILE has the network with its pooling, of inputs `i` (token
 ids) and `a` (their mask), both [texts, tokens] int64. The others get texts sorted by length in batches of 32, padded.
+
+With --clients Octavo is a server, and so many clients send it one text a request. The others have no server: they are
+called in this process with one text after the other, OpenVINO also with as many at once as it wants for its throughput.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +42,17 @@ def main() -> None:
     parser.add_argument("--onnx", type=Path)
     parser.add_argument("--texts", type=int, default=256)
     parser.add_argument("--lengths", type=int, nargs=2, default=(16, 256), metavar=("LEAST", "MOST"))
+    parser.add_argument("--clients", type=int, default=0)
     args = parser.parse_args()
     texts = make_texts(args.folder, args.texts, *args.lengths)
     for settings in ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}):
-        report(f"octavo {' '.join(settings.values())}", len(texts), octavo(str(args.folder), texts, settings))
-    for name, run in others(args.folder, args.onnx, texts).items():
+        name = f"octavo {' '.join(settings.values())}"
+        if args.clients:
+            with serving(args.folder, settings) as port:
+                report(name, len(texts), lambda: asyncio.run(ask(port, texts, args.clients)))
+        else:
+            report(name, len(texts), octavo(str(args.folder), texts, settings))
+    for name, run in others(args.folder, args.onnx, texts, is_single=bool(args.clients)).items():
         report(name, len(texts), run)
 
 
@@ -61,18 +78,61 @@ def octavo(folder: str, texts: list[str], settings: dict[str, str]) -> Run:
     return lambda: llm.embed(texts, use_tqdm=False, truncate_prompt_tokens=-1)
 
 
-def others(folder: Path, onnx: Path | None, texts: list[str]) -> dict[str, Run]:
+@contextlib.contextmanager
+def serving(folder: Path, settings: dict[str, str]) -> Iterator[int]:
+    """A server of the model; its port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "octavo.entrypoints.cli.main", "serve", str(folder), "--port", str(port), *flags]
+    with subprocess.Popen([*command, "--disable-log-requests"], stderr=subprocess.DEVNULL) as server:
+        try:
+            while True:
+                with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+                    break
+                if server.poll() is not None:
+                    raise SystemExit(f"The server of {folder} has ended.")
+                time.sleep(0.1)
+            yield port
+        finally:
+            server.terminate()
+
+
+async def ask(port: int, texts: list[str], clients: int) -> None:
+    """Ask for each text's embedding in a request of its own; each client keeps a connection."""
+    left = iter(texts)
+
+    async def client() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for text in left:
+            body = json.dumps({"input": text, "truncate_prompt_tokens": -1, "encoding_format": "base64"}).encode()
+            head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+            answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+            length = int(answer.partition(b"content-length:")[2].split(b"\r\n")[0])
+            content = await reader.readexactly(length)
+            if not answer.startswith(b"http/1.1 200"):
+                raise SystemExit(content.decode())
+        writer.close()
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+
+
+def others(folder: Path, onnx: Path | None, texts: list[str], *, is_single: bool) -> dict[str, Run]:
     found: dict[str, Run] = {}
     try:
         from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found, unused-ignore]
 
         model = SentenceTransformer(str(folder), device="cpu")
-        found["sentence-transformers"] = lambda: model.encode(texts)
+        asked = [[text] for text in texts] if is_single else [texts]
+        found["sentence-transformers"] = lambda: [model.encode(some) for some in asked]
     except ImportError:
         pass
     if onnx is None:
         return found
-    batches = padded(folder, texts)
+    batches = padded(folder, texts, 1 if is_single else BATCH)
     try:
         import onnxruntime  # type: ignore[import-not-found, unused-ignore]
 
@@ -85,22 +145,33 @@ def others(folder: Path, onnx: Path | None, texts: list[str]) -> dict[str, Run]:
 
         core = openvino.Core()
         for precision in ("f32", "bf16"):
-            compiled = core.compile_model(core.read_model(onnx), "CPU", {"INFERENCE_PRECISION_HINT": precision})
+            settings = {"INFERENCE_PRECISION_HINT": precision}
+            compiled = core.compile_model(core.read_model(onnx), "CPU", settings)
             found[f"OpenVINO {precision}"] = lambda c=compiled: [c([*batch]) for batch in batches]  # type: ignore[misc]
+            settings["PERFORMANCE_HINT"] = "THROUGHPUT"
+            queue = openvino.AsyncInferQueue(core.compile_model(core.read_model(onnx), "CPU", settings))
+            found[f"OpenVINO {precision} queue"] = lambda q=queue: queued(q, batches)  # type: ignore[misc]
     except ImportError:
         pass
     return found
 
 
-def padded(folder: Path, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Batches of token ids and masks, the longest texts first."""
+def queued(queue: Any, batches: list[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> None:
+    """Run the batches, several at once."""
+    for ids, mask in batches:
+        queue.start_async([ids, mask])
+    queue.wait_all()
+
+
+def padded(folder: Path, texts: list[str], size: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Batches of that many token ids and masks, the longest texts first."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(256)
     rows = sorted((encoding.ids for encoding in tokenizer.encode_batch(texts)), key=len, reverse=True)
     batches = []
-    for begin in range(0, len(rows), BATCH):
-        batch = rows[begin : begin + BATCH]
+    for begin in range(0, len(rows), size):
+        batch = rows[begin : begin + size]
         ids = np.zeros((len(batch), len(batch[0])), np.int64)
         for row, tokens in zip(ids, batch, strict=True):
             row[: len(tokens)] = tokens
