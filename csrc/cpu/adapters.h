@@ -7,8 +7,7 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Row `row` of x as `width` floats of type T. Quantized rows are what they stand for, outliers
-// included, rounded.
+// Row `row` of x as k floats of type T. Quantized rows are what they stand for, outliers included, rounded.
 template <class T>
 inline void copy_input(const ShrinkArgs& a, int64_t row, T* to) {
     if (a.x_dtype == kQ8) {
@@ -18,12 +17,17 @@ inline void copy_input(const ShrinkArgs& a, int64_t row, T* to) {
             const QBlock& block = blocks[begin / kQBlock];
             const int8_t* q = block.q + begin % kQBlock;
             const int half = static_cast<int>(begin % kQBlock / kHalf);
-            const float scale = block.scale[half];
-            alignas(64) float values[kHalf];
-            for (int i = 0; i < kHalf; ++i) values[i] = static_cast<float>(q[i]) * scale;
-            if (block.outlier[half] != 0.0f) values[block.outlier_at[half] - half * kHalf] = block.outlier[half];
-            for_vectors(min_of<int64_t>(kHalf, a.k - begin),
-                        [&](int64_t i, int lanes) { store_some(to + begin + i, load(values + i), lanes); });
+            const Vec scale = set1(block.scale[half]);
+            for_vectors(min_of<int64_t>(kHalf, a.k - begin), [&](int64_t i, int lanes) {
+                store_some(to + begin + i, mul(to_float(load_signed_bytes(q + i)), scale), lanes);
+            });
+            if (block.outlier[half] == 0.0f) continue;
+            T* at = to + begin / kQBlock * kQBlock + block.outlier_at[half];
+            if constexpr (sizeof(T) == sizeof(float)) {
+                *at = block.outlier[half];
+            } else {
+                *at = narrow_scalar(block.outlier[half]);
+            }
         }
         return;
     }
@@ -36,32 +40,52 @@ inline void copy_input(const ShrinkArgs& a, int64_t row, T* to) {
 
 // How far ahead of its use a factor is fetched.
 constexpr int kShrinkPrefetchBytes = 8192;
-constexpr int kShrinkRows = 8;
+constexpr int kShrinkRows = kTileRows4;
 
-// R rows by V vectors of outputs, each in one accumulator that runs over k in order: a row's bits depend on neither.
-// The vectors are neighbours in one panel or each in the panel after the last one's.
+// The beginning of an adapter's A, from where on the products fetch what follows.
+inline void fetch_beginning(const AdapterFactors& f) {
+    if (f.panels == nullptr || f.rank == 0) return;
+    for (int at = 0; at < kShrinkPrefetchBytes; at += 64) __builtin_prefetch(static_cast<const char*>(f.a) + at);
+}
+
+// R rows by V vectors of outputs, each in two accumulators that run over k in order and meet at the end: a row's bits
+// depend on neither R nor V. Two, because few rows would wait for each sum. The vectors are neighbours in one panel or
+// each in the panel after the last one's.
 template <class E, int R, int V>
 inline void shrink_tile(const typename E::T* const* x, const typename E::T* a, int64_t vec_stride, int64_t k,
-                        Vec (*acc)[V]) {
+                        Vec (*sums)[V]) {
     constexpr int64_t kStepElements = kFactorPanel * E::kStep;
+    Vec acc[2][R][V];
     for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < V; ++v) acc[r][v] = zero();
+        for (int v = 0; v < V; ++v) acc[0][r][v] = acc[1][r][v] = zero();
     }
-    int64_t i = 0;
-    const auto step = [&](auto broadcast) __attribute__((always_inline)) {
+    const auto step = [&](Vec(&to)[R][V], auto broadcast) __attribute__((always_inline)) {
         typename E::Lanes wv[V];
         for (int v = 0; v < V; ++v) {
             wv[v] = E::load_lanes(a + v * vec_stride);
             __builtin_prefetch(reinterpret_cast<const char*>(a + v * vec_stride) + kShrinkPrefetchBytes / V);
         }
         for (int r = 0; r < R; ++r) {
-            const typename E::Lanes xv = broadcast(x[r] + i);
-            for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], xv, wv[v]);
+            const typename E::Lanes xv = broadcast(x[r]);
+            for (int v = 0; v < V; ++v) to[r][v] = E::madd(to[r][v], xv, wv[v]);
         }
         a += kStepElements;
     };
-    for (; i + E::kStep <= k; i += E::kStep) step([](const typename E::T* p) { return E::broadcast(p); });
-    if (i < k) step([](const typename E::T* p) { return E::broadcast_last(p); });
+    int64_t i = 0;
+    const auto whole = [&](const typename E::T* row) { return E::broadcast(row + i); };
+    for (; i + 2 * E::kStep <= k; i += E::kStep) {
+        step(acc[0], whole);
+        i += E::kStep;
+        step(acc[1], whole);
+    }
+    if (i + E::kStep <= k) {
+        step(acc[0], whole);
+        i += E::kStep;
+    }
+    if (i < k) step(acc[1], [&](const typename E::T* row) { return E::broadcast_last(row + i); });
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) sums[r][v] = add(acc[0][r][v], acc[1][r][v]);
+    }
 }
 
 template <class E>
@@ -74,6 +98,7 @@ void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
     const int64_t panel_begin = panels * split / s.splits;
     const int64_t panel_end = panels * (split + 1) / s.splits;
     if (panel_begin == panel_end) return;
+    fetch_beginning(f);
     const T* x[kAdapterRows];
     if (a.x_dtype == a.dtype) {
         for (int64_t r = 0; r < part.rows; ++r) x[r] = static_cast<const T*>(a.x) + rows[r] * a.x_stride;
@@ -84,6 +109,7 @@ void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
             x[r] = copy;
         }
     }
+    if (&part + 1 < s.parts + s.num_parts) fetch_beginning(a.factors[(&part + 1)->slot]);
     constexpr int64_t kVecs = kFactorPanel / kLanes;  // of a panel
     const int64_t steps = (a.k + E::kStep - 1) / E::kStep;
     const int64_t panel_elements = steps * kFactorPanel * E::kStep;

@@ -94,7 +94,7 @@ inline void scatter(const LinearArgs& a, const Products& p) {
 }
 
 // Rows of shrunk inputs that meet the same factors at once.
-constexpr int kExpandRows = kTileRows4;
+constexpr int kExpandRows = kTileRows;
 
 // y[r] += s[r] B^T for V vectors of outputs, on top of the sums of the product, pair by pair in order.
 template <class E, int R, int V>
@@ -122,7 +122,7 @@ template <class E>
 void expand_rows(const LinearArgs& a, const Products& p, int64_t row, int64_t rows, const AdapterFactors& f) {
     using T = typename E::T;
     const T* s[kExpandRows];
-    float* y = p.y + row * p.stride;
+    const int64_t tiles = (rows + kExpandRows - 1) / kExpandRows;
     for (int64_t i = 0; i < p.width;) {
         const int64_t col = p.col + i;
         const int64_t left = min_of(p.width - i, kPanel - col % kPanel);
@@ -135,23 +135,27 @@ void expand_rows(const LinearArgs& a, const Products& p, int64_t row, int64_t ro
             for (int64_t line = 0; line < panel.count * width; line += 64 / static_cast<int64_t>(sizeof(T))) {
                 __builtin_prefetch(next + line);
             }
-            for (int64_t r = 0; r < rows; ++r) {
-                s[r] = static_cast<const T*>(a.shrunk) + (p.row + row + r) * a.shrunk_stride + panel.first;
-            }
-            with_constant<kExpandRows>(rows, [&](auto count) {
-                constexpr int kRows = decltype(count)::kValue;
-                if (width == 2 * kLanes) {
-                    expand_tile<E, kRows, 2>(s, b, panel.count / E::kStep, y + i, p.stride);
-                } else {
-                    expand_tile<E, kRows, 1>(s, b, panel.count / E::kStep, y + i, p.stride);
+            for (int64_t t = 0; t < tiles; ++t) {
+                const int64_t begin = row + rows * t / tiles, end = row + rows * (t + 1) / tiles;
+                for (int64_t r = begin; r < end; ++r) {
+                    s[r - begin] = static_cast<const T*>(a.shrunk) + (p.row + r) * a.shrunk_stride + panel.first;
                 }
-            });
+                float* y = p.y + begin * p.stride + i;
+                with_constant<kExpandRows>(end - begin, [&](auto count) {
+                    constexpr int kRows = decltype(count)::kValue;
+                    if (width == 2 * kLanes) {
+                        expand_tile<E, kRows, 2>(s, b, panel.count / E::kStep, y, p.stride);
+                    } else {
+                        expand_tile<E, kRows, 1>(s, b, panel.count / E::kStep, y, p.stride);
+                    }
+                });
+            }
         }
         i += width;
     }
-    for (int64_t r = 0; r < rows && (f.scales || f.bias); ++r) {
+    for (int64_t r = row; r < row + rows && (f.scales || f.bias); ++r) {
         for (int64_t i = 0; i < p.width; i += kLanes) {
-            float* at = y + r * p.stride + i;
+            float* at = p.y + r * p.stride + i;
             Vec sum = load(at);
             if (f.scales) sum = mul(sum, load(f.scales + p.col + i));
             if (f.bias) sum = add(sum, load(f.bias + p.col + i));
@@ -160,17 +164,34 @@ void expand_rows(const LinearArgs& a, const Products& p, int64_t row, int64_t ro
     }
 }
 
+// Calls f(row, rows, factors) for the neighbours among rows row .. end - 1 that have the same adapter.
+template <class F>
+inline void for_adapters(const LinearArgs& a, int64_t row, int64_t end, F f) {
+    for (int64_t next; row < end; row = next) {
+        const int32_t slot = a.slots[row];
+        for (next = row + 1; next < end && a.slots[next] == slot;) ++next;
+        if (slot >= 0 && a.factors[slot].panels != nullptr) f(row, next - row, a.factors[slot]);
+    }
+}
+
 // What the rows' adapters add to the products. A row's bits do not depend on which rows are next to it.
 void expand(const LinearArgs& a, const Products& p) {
-    for (int64_t row = 0, end; row < p.rows; row = end) {
-        const int32_t slot = a.slots[p.row + row];
-        end = row + 1;
-        if (slot < 0) continue;
-        while (end < p.rows && end < row + kExpandRows && a.slots[p.row + end] == slot) ++end;
-        const AdapterFactors& f = a.factors[slot];
-        if (f.panels == nullptr) continue;
-        with_element(a.factor_dtype, [&](auto element) { expand_rows<decltype(element)>(a, p, row, end - row, f); });
-    }
+    with_element(a.factor_dtype, [&](auto element) {
+        for_adapters(a, p.row, p.row + p.rows, [&](int64_t row, int64_t rows, const AdapterFactors& f) {
+            expand_rows<decltype(element)>(a, p, row - p.row, rows, f);
+        });
+    });
+}
+
+// Fetches what rows row .. end - 1 add to the panels that a task begins with: expand() fetches those that follow.
+inline void fetch_first_factors(const LinearArgs& a, int64_t row, int64_t end, int64_t panel, int64_t panels) {
+    for_adapters(a, row, end, [&](int64_t, int64_t, const AdapterFactors& f) {
+        const int64_t size = a.factor_dtype == kF32 ? 4 : 2;
+        for (int64_t i = panel; i < panel + panels; ++i) {
+            const char* b = static_cast<const char*>(f.b) + f.panels[i].offset * size;
+            for (int64_t at = 0; at < f.panels[i].count * kPanel * size; at += 64) __builtin_prefetch(b + at);
+        }
+    });
 }
 
 void finish(const LinearArgs& a, const Products& p) {

@@ -133,6 +133,7 @@ void linear(const void* args, int64_t task) {
     const int64_t row_end = a.rows * (row_chunk + 1) / a.row_chunks;
     const int64_t panel_begin = units * panel_chunk / a.panel_chunks * unit;
     const int64_t panel_end = min_of(units * (panel_chunk + 1) / a.panel_chunks * unit, panels);
+    if (a.expands) fetch_first_factors(a, row_begin, row_end, panel_begin, min_of(unit, panel_end - panel_begin));
     product_block(a, row_begin, row_end, panel_begin, panel_end);
 }
 

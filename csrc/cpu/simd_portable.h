@@ -94,6 +94,7 @@ inline Ints shift_right(Ints v) {
 inline Ints set1_int(int32_t x) { return Ints{x, x, x, x}; }
 // Bytes without signs, one a lane.
 inline Ints load_bytes(const uint8_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }
+inline Ints load_signed_bytes(const int8_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }
 inline Vec to_float(Ints v) { return __builtin_convertvector(v, Vec); }
 inline Ints low_nibbles(Ints v) { return v & 0x0f0f0f0f; }
 inline Ints high_nibbles(Ints v) { return (v >> 4) & 0x0f0f0f0f; }

@@ -36,8 +36,12 @@ class AdapterFiles:
 
 def find(path: str, download_dir: str | None = None, may_fetch: bool = False) -> AdapterFiles:
     """The files of the adapter at a folder or .gguf file; of a hub id, if they `may_fetch`. Raises `LoadError`."""
-    place = Path(path).expanduser()
-    if place.is_file():
+    try:
+        place = Path(path).expanduser()
+        is_file = place.is_file()
+    except (OSError, RuntimeError) as e:  # a name that is too long, or a user that does not exist
+        raise LoadError(f"there is no adapter at {path[:200]}: {getattr(e, 'strerror', None) or e}.") from None
+    if is_file:
         if place.suffix == ".gguf":
             return AdapterFiles(None, str(place))
         raise LoadError(f"{path} is a file, and no .gguf file; name the folder that has {CONFIG}.")

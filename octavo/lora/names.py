@@ -73,7 +73,7 @@ class AdapterNames:
             raise RequestError(
                 f"there is an adapter {name!r} already; unload it first, or set load_inplace.", param="lora_name"
             )
-        place = self._below_root(Path(path).expanduser())
+        place = self._below_root(Path(path))
         if place is None:
             roots = ", ".join(self._config.roots) or "none is given"
             raise RequestError(f"lora_path must be below a folder of --lora-root ({roots}).", param="lora_path")
@@ -102,7 +102,7 @@ class AdapterNames:
         """`path` without links and dots, if it is below a root; a relative one counts from each."""
         for root in self._config.roots:
             try:
-                place = (Path(root) / path).resolve(strict=True)
+                place = (Path(root) / path.expanduser()).resolve(strict=True)
             except (OSError, ValueError, RuntimeError):
                 continue
             if place.is_relative_to(root):

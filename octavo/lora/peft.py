@@ -7,7 +7,6 @@ alpha / r or, with rsLoRA (Kalajdzievski 2023), by alpha / sqrt(r); magnitudes [
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from octavo.errors import LoadError
 from octavo.loading.safetensors import read_safetensors
 from octavo.loading.torch_archive import read_torch_archive
 from octavo.lora.files import AdapterFiles, read_config
+from octavo.lora.patterns import ModulePatterns
 
 _PREFIX = "base_model.model."
 _HEADS = frozenset({"lm_head", "embed_out"})
@@ -65,7 +65,10 @@ def read_peft(files: AdapterFiles, max_rank: int) -> dict[str, ModuleAdapter]:
         if part in found.tensors:
             raise LoadError(f"{files.weights} has {name} and {found.tensors[part]}, which say the same.")
         found.tensors[part] = name
-        values = np.asarray(tensor, np.float32)
+        if tensor.dtype.kind in "iub":
+            raise LoadError(f"{files.weights}: tensor {name} has {tensor.dtype} numbers, which no factors are.")
+        with np.errstate(over="ignore"):
+            values = np.asarray(tensor, np.float32)
         if not np.isfinite(values).all():
             raise LoadError(f"{files.weights}: tensor {name} has numbers that are not finite.")
         if part == "b_bias":
@@ -74,8 +77,14 @@ def read_peft(files: AdapterFiles, max_rank: int) -> dict[str, ModuleAdapter]:
             setattr(found, part, values.reshape(-1) if part == "magnitude" else values)
     if not modules:
         raise LoadError(f"{files.weights} has no tensors.")
+    patterns = {
+        name: ModulePatterns(f"{files.config}: {name}", config.get(name) or {})
+        for name in ("rank_pattern", "alpha_pattern")
+    }
     for module, adapter in modules.items():
-        _finish(files.weights, config, module, adapter, max_rank)
+        rank = patterns["rank_pattern"].value(module, config.get("r", 8))
+        alpha = patterns["alpha_pattern"].value(module, config.get("lora_alpha", 8))
+        _finish(files.weights, config, module, adapter, rank, alpha, max_rank)
     return modules
 
 
@@ -129,8 +138,10 @@ def _parse(name: str, path: str) -> tuple[str, str]:
     raise LoadError(f"{path}: tensor {name[:120]} is not one that LoRA adapters have.")
 
 
-def _finish(path: str, config: Mapping[str, Any], module: str, adapter: ModuleAdapter, max_rank: int) -> None:
-    """Check the shapes against each other and the configuration, and scale."""
+def _finish(
+    path: str, config: Mapping[str, Any], module: str, adapter: ModuleAdapter, rank: Any, alpha: Any, max_rank: int
+) -> None:
+    """Check the shapes against each other and the configuration, and scale. `rank` and `alpha` are the module's."""
     names = adapter.tensors
     if ("a" in names) != ("b" in names):
         there = names["a"] if "a" in names else names["b"]
@@ -144,12 +155,12 @@ def _finish(path: str, config: Mapping[str, Any], module: str, adapter: ModuleAd
     a, b = adapter.a, adapter.b
     if a.ndim != 2 or b.ndim != 2 or b.shape[1] != a.shape[0]:
         raise LoadError(f"{path}: {names['a']} {a.shape} and {names['b']} {b.shape} do not fit each other.")
-    wanted = _by_pattern(config.get("rank_pattern"), module, config.get("r", 8))
-    if a.shape[0] != wanted:
-        raise LoadError(f"{path}: {names['a']} has rank {a.shape[0]}, and the configuration says {wanted}.")
+    if a.shape[0] != rank or rank < 1:
+        raise LoadError(f"{path}: {names['a']} has rank {a.shape[0]}, and the configuration says {str(rank)[:40]}.")
     if a.shape[0] > max_rank:
         raise LoadError(f"{path}: {names['a']} has rank {a.shape[0]}, and --max-lora-rank is {max_rank}.")
-    alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e9:
+        raise LoadError(f"{path}: the alpha of {module} must be a positive number, got {str(alpha)[:40]!r}.")
     scale = alpha / (math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0])
     adapter.b = b * np.float32(scale)
     if adapter.added is not None:
@@ -157,14 +168,3 @@ def _finish(path: str, config: Mapping[str, Any], module: str, adapter: ModuleAd
     if (adapter.magnitude is not None) != bool(config.get("use_dora")):
         has = "has" if adapter.magnitude is not None else "lacks"
         raise LoadError(f"{path} {has} a lora_magnitude_vector for {module}, against use_dora in the configuration.")
-
-
-def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """As PEFT looks it up: the first key that is the end of the module's name, as a regular expression."""
-    for key, value in (patterns or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({key})$", module):
-                return value
-        except re.error:
-            continue
-    return default

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from octavo.ops.cpu_memory import zeros
 from octavo.ops.cpu_program import check_inputs, empty
 
 _FACTORS = np.dtype([("a", "u8"), ("b", "u8"), ("panels", "u8"), ("scales", "u8"), ("bias", "u8"), ("rank", "i8")])
+_LANE = np.dtype(np.uint32)  # one float32, or two bfloat16 that are neighbours
 _PANEL = np.dtype([("offset", "i8"), ("first", "i4"), ("count", "i4")])
 
 
@@ -46,6 +47,8 @@ class CpuAdapterTable:
         self.factors = np.zeros(num_slots, _FACTORS)
         self._from_column = {0: self.factors}
         self.width = len(shape.widths) * self._padded(shape.max_rank)
+        self._outputs = _packed_outputs(shape)
+        self._first, self._last = _projections(shape, self._outputs)
 
     def _padded(self, rank: int) -> int:
         return -(-rank // self._step) * self._step
@@ -63,8 +66,8 @@ class CpuAdapterTable:
                 a[starts[i] : starts[i] + rank] = one.a
                 dense[row : row + width, starts[i] : starts[i] + rank] = one.b
             row += width
-        outputs = self._outputs()
-        runs, panels = self._pack_b(dense, outputs, starts)
+        outputs = self._outputs
+        runs, panels = self._pack_b(dense, np.array(starts))
         pieces: list[tuple[str, NDArray[Any]]] = [("a", _packed_panels(a, self._step))] if len(a) else []
         owners = np.zeros(len(panels), np.intp)
         offsets = np.zeros(len(panels), np.int64)
@@ -102,7 +105,7 @@ class CpuAdapterTable:
 
     def _sizes(self) -> tuple[int, int, int]:
         """Bytes of A, of the panels' table, and of a vector of outputs, at most."""
-        outputs, words = len(self._outputs()), -(-self.shape.num_in // self._step) * self._step
+        outputs, words = len(self._outputs), -(-self.shape.num_in // self._step) * self._step
         a = -(-self.width // _cpu.FACTOR_PANEL) * _cpu.FACTOR_PANEL * words * self.dtype.itemsize
         return a, outputs // _cpu.PANEL * _PANEL.itemsize, outputs * 4
 
@@ -132,44 +135,45 @@ class CpuAdapterTable:
             self._from_column[column] = _moved(self.factors, column)
         return self._from_column[column]
 
-    def _outputs(self) -> NDArray[np.intp]:
-        """The output behind each column of the packed matrix, -1 where its last panels are padded."""
-        total = sum(self.shape.widths)
-        sides = 2 if self.shape.gated else 1
-        num_panels = -(-(total // sides) // _cpu.PANEL)
-        columns = np.full((sides, num_panels * _cpu.PANEL), -1, np.intp)
-        columns[:, : total // sides] = np.arange(total).reshape(sides, -1)
-        return columns.reshape(sides, num_panels, _cpu.PANEL).swapaxes(0, 1).reshape(-1)
-
-    def _projections(self) -> list[tuple[int, int]]:
-        """Of each panel the first projection that it has outputs of, and the last."""
-        owner = np.repeat(np.arange(len(self.shape.widths)), self.shape.widths)
-        panels = self._outputs().reshape(-1, _cpu.PANEL)
-        return [(int(owner[panel[panel >= 0]].min()), int(owner[panel[panel >= 0]].max())) for panel in panels]
-
     def _has_shared_panels(self) -> bool:
-        return any(first != last for first, last in self._projections())
+        return bool((self._first != self._last).any())
 
-    def _pack_b(
-        self, dense: NDArray[np.float32], outputs: NDArray[np.intp], starts: list[int]
-    ) -> tuple[list[NDArray[Any]], NDArray[Any]]:
-        """dense [N, R] -> panels of B, in runs [panels, elements] of equal size, and their table without places."""
-        owners = self._projections()
-        table = np.zeros(len(owners), _PANEL)
-        parts: list[NDArray[Any]] = []
-        begin = 0
-        while begin < len(owners):
-            end = begin
-            while end < len(owners) and owners[end] == owners[begin]:
-                end += 1
-            first, last = starts[owners[begin][0]], starts[owners[begin][1] + 1]
-            count, rows = last - first, outputs[begin * _cpu.PANEL : end * _cpu.PANEL]
-            block = np.where(rows[:, None] < 0, 0, dense[rows, first:last]).astype(self.dtype)
-            block = block.reshape(end - begin, _cpu.PANEL, count // self._step, self._step).swapaxes(1, 2)
-            parts.append(np.ascontiguousarray(block).reshape(end - begin, -1))
-            table["first"][begin:end], table["count"][begin:end] = first, count
-            begin = end
-        return parts, table
+    def _pack_b(self, dense: NDArray[np.float32], starts: NDArray[np.intp]) -> tuple[list[NDArray[Any]], NDArray[Any]]:
+        """dense [N, R] -> panels of B, in runs [panels, elements] of equal size, and their table without places.
+        Of projection i are the columns from starts[i] to starts[i + 1]."""
+        table = np.zeros(len(self._first), _PANEL)
+        table["first"], table["count"] = starts[self._first], starts[self._last + 1] - starts[self._first]
+        outputs = self._outputs.reshape(-1, _cpu.PANEL)
+        runs: list[NDArray[Any]] = []
+        ends = [*(np.flatnonzero(np.diff(table["count"])) + 1), len(table)]
+        for begin, end in pairwise([0, *ends]):
+            count = int(table["count"][begin])
+            run = np.empty((end - begin, _cpu.PANEL, count), self.dtype)
+            for first in np.unique(table["first"][begin:end]):  # gate and up take turns
+                these = table["first"][begin:end] == first
+                rows = outputs[begin:end][these]
+                block = dense[rows, first : first + count]
+                block[rows < 0] = 0
+                run[these] = block
+            lanes = run.view(_LANE).swapaxes(1, 2)
+            runs.append(np.ascontiguousarray(lanes).reshape(end - begin, -1).view(self.dtype))
+        return runs, table
+
+
+def _packed_outputs(shape: FactorShape) -> NDArray[np.intp]:
+    """The output behind each column of the packed matrix, -1 where its last panels are padded."""
+    total, sides = sum(shape.widths), 2 if shape.gated else 1
+    num_panels = -(-(total // sides) // _cpu.PANEL)
+    columns = np.full((sides, num_panels * _cpu.PANEL), -1, np.intp)
+    columns[:, : total // sides] = np.arange(total).reshape(sides, -1)
+    return columns.reshape(sides, num_panels, _cpu.PANEL).swapaxes(0, 1).reshape(-1)
+
+
+def _projections(shape: FactorShape, outputs: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Of each panel the first projection that it has outputs of, and the last."""
+    panels = np.repeat(np.arange(len(shape.widths)), shape.widths)[outputs].reshape(-1, _cpu.PANEL)
+    is_padding = outputs.reshape(-1, _cpu.PANEL) < 0
+    return np.where(is_padding, len(shape.widths), panels).min(1), np.where(is_padding, -1, panels).max(1)
 
 
 def allocate_arena(num_bytes: int) -> NDArray[np.uint8]:
@@ -224,4 +228,4 @@ def _packed_panels(a: NDArray[Any], step: int) -> NDArray[Any]:
     panels, steps = -(-num_rows // _cpu.FACTOR_PANEL), -(-k // step)
     padded = np.zeros((panels * _cpu.FACTOR_PANEL, steps * step), a.dtype)
     padded[:num_rows, :k] = a
-    return padded.reshape(panels, _cpu.FACTOR_PANEL, steps, step).swapaxes(1, 2)
+    return padded.view(_LANE).reshape(panels, _cpu.FACTOR_PANEL, steps).swapaxes(1, 2)

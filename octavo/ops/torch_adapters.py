@@ -1,6 +1,6 @@
 """What adapters add to products, over torch's tensors: factors as they are, found through a table by slot.
 
-The reference computes with it directly; Triton's kernels read the same table (octavo/ops/triton/adapters.py).
+The reference computes with it directly. Kernels for GPUs are not built.
 """
 
 from __future__ import annotations

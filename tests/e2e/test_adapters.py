@@ -144,6 +144,8 @@ def test_a_name_is_given_once_however_many_ask_at_once(server: Server, root: Pat
         ("x", "/etc", "must be below a folder of --lora-root"),
         ("x", "{root}/root/none", "must be below a folder of --lora-root"),
         ("x", "org/adapter", "must be below a folder of --lora-root"),
+        ("x", "~no such user/x", "must be below a folder of --lora-root"),
+        ("x", "x" * 5000, "must be below a folder of --lora-root"),
         ("x", "{root}/root/broken", "damaged"),
         ("", "a1", "1 to 256 printable characters"),
         (MODEL, "a1", "is the name of the base model"),

@@ -171,6 +171,10 @@ def broken(folder: Path, **changes: object) -> Path:
         ({"target_parameters": ["mlp.experts"]}, "target_parameters is not built"),
         ({"use_dora": True}, "lacks a lora_magnitude_vector"),
         ({"lora_alpha": "x"}, "lora_alpha must be a positive number"),
+        ({"alpha_pattern": {"q_proj": 0}}, "the alpha of .*q_proj must be a positive number, got '0'"),
+        ({"rank_pattern": {"([a-z_.0-9]+)+!": 4}}, "may take too long to match"),  # it would hold the interpreter
+        ({"rank_pattern": {"(a|a)(a|aa)" * 15: 4}}, "may take too long to match"),
+        ({"rank_pattern": {"(": 4}}, "is no regular expression"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(
@@ -189,7 +193,8 @@ def test_adapters_that_are_not_there_or_too_large_are_refused(llm: LLM, tmp_path
     empty.mkdir()
     for path, message in (
         (large, "has rank 17, and --max-lora-rank is 16"), (empty, "has no adapter_config.json"),
-        (tmp_path / "none", "neither a folder nor"),
+        (tmp_path / "none", "neither a folder nor"), ("x" * 5000, "File name too long"),
+        ("~no such user/x", "there is no adapter at ~no such user"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match=message):
             llm.generate(PROMPT, params(), use_tqdm=False, lora_request=LoRARequest("x", 1, str(path)))
