@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.overrides import longest_context, overridden
 from octavo.models.description import ModelDescription
-from octavo.models.registry import describe
+from octavo.models.registry import by_transformers, describe
 from octavo.pooling_params import PoolingConfig
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,9 @@ def _cpus(args: EngineArgs) -> list[int] | None:
 
 def _code_folder(args: EngineArgs, checkpoint: Checkpoint) -> str | None:
     """The folder whose Python code may be run."""
-    if not args.trust_remote_code or "auto_map" not in checkpoint.config or args.model_impl == "octavo":
+    if not args.trust_remote_code or "auto_map" not in checkpoint.config:
         return None
+    if not by_transformers(checkpoint.config, args.model_impl):
+        return None  # nothing of it runs
     logger.warning("--trust-remote-code: Python code of %s runs in this server", checkpoint.path)
     return checkpoint.path

@@ -177,7 +177,8 @@ def _stacks(
     description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str
 ) -> tuple[ExpertsWeight, ExpertsWeight]:
     weights, ops, num, size = parameters.weights, parameters.ops, description.num_experts, description.intermediate_size
-    names = next((n for n in description.names if f"{prefix}{n.down.format(0)}" in weights), description.names[0])
+    known = (*description.names, EXPERT_NAMES[2])  # GGUF files have one way for all
+    names = next((n for n in known if f"{prefix}{n.down.format(0)}" in weights), known[0])
     gate_up_bias = down_bias = None
     if description.bias:
         assert description.gated
@@ -201,7 +202,7 @@ def _stacks(
 
     def gate_up(expert: int) -> list[StoredWeight]:
         if not description.gated:
-            return [matrix(names.gate_up[0], expert, size, hidden_size, names.is_transposed)]
+            return [matrix(names.gate_up[-1], expert, size, hidden_size, names.is_transposed)]
         if len(names.gate_up) == 2:
             return [matrix(name, expert, size, hidden_size, names.is_transposed) for name in names.gate_up]
         both = matrix(names.gate_up[0], expert, 2 * size, hidden_size, names.is_transposed)

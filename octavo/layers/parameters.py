@@ -73,12 +73,16 @@ class Parameters:
     ) -> LinearWeight:
         """Projections to `sizes` outputs of one input of `num_in` as one matrix: outputs side by side, or `gated`.
 
-        `names` are those of the checkpoint's modules: one a projection, or a single one that has them stacked. `orders`
-        are, of each, its rows in the order that is wanted; stored `is_transposed` they are columns. `bias` may be the
-        name of the tensor. Projections, without their biases, may be multiplied with `scales`. Gate and up that are
-        stacked the other way round are `is_reversed`. The input may be a `part` (number, of how many) of what the
-        checkpoint's matrices read, each of `num_in`. Of each projection only the rows that are `own` may be wanted.
+        `names` are those of the checkpoint's modules: one a projection, or a single one that has them stacked, or that
+        GGUF files have in parts, NAME.0, NAME.1 and so on. `orders` are, of each, its rows in the order that is wanted;
+        stored `is_transposed` they are columns. `bias` may be the name of the tensor. Projections, without their
+        biases, may be multiplied with `scales`. Gate and up that are stacked the other way round are `is_reversed`. The
+        input may be a `part` (number, of how many) of what the checkpoint's matrices read, each of `num_in`. Of each
+        projection only the rows that are `own` may be wanted.
         """
+        in_parts = len(names) < len(sizes) and f"{names[0]}.weight" not in self.weights
+        if in_parts and f"{names[0]}.0.weight" in self.weights:
+            names = [f"{names[0]}.{number}" for number in range(len(sizes))]
         num_out = sum(sizes)
         stored_sizes = sizes if len(names) == len(sizes) else [num_out]
         parts, held = [], []

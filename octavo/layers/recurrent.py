@@ -189,7 +189,7 @@ class GatedDeltaDescription:
 
     `in_names` are of the matrices of query, key, value, gate, beta and decay, in this order: each its own; the first
     three stacked; or two, where each key head's rows lie together: its query, key, values and gates, and its betas and
-    decays."""
+    decays. GGUF files have the first of those two as query, key and value of all heads, and gates: those are three."""
 
     num_key_heads: int
     num_value_heads: int
@@ -213,9 +213,9 @@ class GatedDeltaDescription:
         heads = self.num_value_heads
         return _state(self.kernel, self.conv_width, heads * self.value_size, heads, self.key_size)
 
-    def row_orders(self) -> list[NDArray[np.intp]] | None:
+    def row_orders(self, num_matrices: int) -> list[NDArray[np.intp]] | None:
         """For each matrix its rows in our order; None if it is the checkpoint's."""
-        if len(self.in_names) != 2:
+        if num_matrices > 3:
             return None
         heads, share = self.num_key_heads, self.num_value_heads // self.num_key_heads
 
@@ -224,6 +224,8 @@ class GatedDeltaDescription:
             return np.concatenate([part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], 1)])
 
         values = share * self.value_size
+        if num_matrices == 3:
+            return [np.arange(self.conv_width), np.arange(heads * values), order(share, share)]
         return [order(self.key_size, self.key_size, values, values), order(share, share)]
 
 
@@ -234,11 +236,16 @@ class GatedDelta:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
         d, prefix = description, f"{prefix}{description.name}."
         heads, values, keys = d.num_value_heads, d.num_value_heads * d.value_size, d.num_key_heads * d.key_size
-        sizes = {2: (2 * keys + 2 * values, 2 * heads), 4: (d.conv_width, values, heads, heads)}.get(
-            len(d.in_names), (keys, keys, values, values, heads, heads)
-        )
         names = [f"{prefix}{name}" for name in d.in_names]
-        self.consumer = parameters.linear(names, sizes, hidden_size, orders=d.row_orders())
+        if len(names) == 2 and f"{names[0]}.weight" not in parameters.weights:
+            names = [f"{prefix}{name}" for name in ("in_proj_qkv", "in_proj_z", d.in_names[1])]
+        sizes = {
+            2: (2 * keys + 2 * values, 2 * heads),
+            3: (d.conv_width, values, 2 * heads),
+            4: (d.conv_width, values, heads, heads),
+            6: (keys, keys, values, values, heads, heads),
+        }[len(names)]
+        self.consumer = parameters.linear(names, sizes, hidden_size, orders=d.row_orders(len(names)))
         widths = (d.conv_width,) if len(d.conv_names) == 1 else (keys, keys, values)
         convolved = {f"{prefix}{name}": width for name, width in zip(d.conv_names, widths, strict=True)}
         self._conv = _Convolution(parameters, convolved, d.kernel, False, "silu")

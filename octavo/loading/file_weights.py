@@ -117,7 +117,7 @@ class FileWeights(Weights):
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         tensor = self._find(name)
-        if tensor.shape != shape and (1, *tensor.shape) != shape:  # GGUF has no matrices of one row
+        if tensor.shape != shape and _without_ones(tensor.shape) != _without_ones(shape):  # GGUF leaves them out
             raise LoadError(
                 f"{self._source}: tensor {name} has the shape {list(tensor.shape)}; the model's configuration makes it "
                 f"{list(shape)}."
@@ -173,6 +173,10 @@ class FileWeights(Weights):
             file.forget_pages()
         # A mapping goes with the last array that aliases it; closing it by hand would pull it from under them.
         self._tensors, self._mapped = {}, []
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def _safetensors_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.errors import LoadError
 from octavo.loading.gguf_metadata import Metadata
 
 # Of config.json and the number of rows in the file: the file's rows in the order of `transformers`.
@@ -23,11 +24,16 @@ _LLAMA_NAMES: dict[str, Any] = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 _LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def _shared(name: str) -> dict[str, str]:
+    return {f"ffn_{part}_shexp": f"{name}.{part}_proj" for part in ("gate", "up", "down")}
+
+
 _EXPERT_NAMES = {
     "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    **_shared("mlp.shared_expert"),
 }  # fmt: skip
 _AFTER_NAMES = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _AROUND_NAMES = _AFTER_NAMES | {"ffn_norm": "pre_feedforward_layernorm"}
@@ -55,11 +61,12 @@ class Architecture:
     settings: Mapping[str, Setting] = field(default_factory=dict)  # None is not said
     names: Names | Callable[[Metadata], Names] = field(default_factory=lambda: _LLAMA_NAMES)
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # of tensors: those that end in another way
-    top_names: Mapping[str, str] = field(default_factory=lambda: _LLAMA_TOP)
+    top_names: Mapping[str, str] | Callable[[Metadata], Mapping[str, str]] = field(default_factory=lambda: _LLAMA_TOP)
     layer_prefix: str = "model.layers."
     rows: Mapping[str, RowOrder] = field(default_factory=dict)  # by the file's module
     norm_offset: float = 0.0  # what files have added to the weights of norms
     has_experts: bool = False  # or may have
+    is_without_heads: bool = False  # no layer has attention
     turned: tuple[str, ...] = ()  # modules whose matrices `transformers` has the other way round
 
 
@@ -191,6 +198,96 @@ _SOFTCAPS = {
 _QKV_BIAS = _biases("attention_bias", "attn_q", "attn_k", "attn_v")
 
 
+_ROUTED = _experts() | {
+    "first_k_dense_replace": lambda m: m.number("leading_dense_block_count", 0),
+    "n_shared_experts": lambda m: m.number("expert_shared_count", 0),
+    "routed_scaling_factor": lambda m: m.real("expert_weights_scale", 1.0) or 1.0,
+    "n_group": lambda m: m.number("expert_group_count", 1),
+    "topk_group": lambda m: m.number("expert_group_used_count", 1),
+}
+_ROUTED_NAMES = _LLAMA_NAMES | _EXPERT_NAMES | _shared("mlp.shared_experts") | {
+    "exp_probs_b": "mlp.gate.e_score_correction",
+}  # fmt: skip
+_GRANITE = {
+    "attention_multiplier": _real("attention.scale"), "embedding_multiplier": _real("embedding_scale"),
+    "residual_multiplier": _real("residual_scale"), "logits_scaling": _real("logit_scale"),
+}  # fmt: skip
+# Gate and up are one matrix in checkpoints. Files of models without experts have the shared one's as others their own.
+_GRANITE_NAMES = (
+    _LLAMA_NAMES
+    | _EXPERT_NAMES
+    | {
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        **{f"ffn_gate{end}": "shared_mlp.input_linear.0" for end in ("", "_shexp")},
+        **{f"ffn_up{end}": "shared_mlp.input_linear.1" for end in ("", "_shexp")},
+        **{f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
+    }
+)
+_JAMBA_NAMES = {
+    "ffn_norm": "pre_ff_layernorm", "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}  # fmt: skip
+
+
+def _state_space(name: str) -> dict[str, str]:
+    """Modules of Mamba 1 and 2, which checkpoints have under this one."""
+    modules = {
+        "in": "in_proj", "conv1d": "conv1d", "x": "x_proj", "dt": "dt_proj", "dt_norm": "dt_layernorm",
+        "b_norm": "b_layernorm", "c_norm": "c_layernorm", "norm": "norm", "out": "out_proj",
+    }  # fmt: skip
+    return {f"ssm_{own}": f"{name}.{module}" for own, module in modules.items()}
+
+
+def _state_tensors(name: str, has_time_matrix: bool = False) -> dict[str, str]:
+    """Tensors of theirs whose names end in another way."""
+    found = {"ssm_a": f"{name}.A_log", "ssm_d": f"{name}.D"}
+    return found if has_time_matrix else found | {"ssm_dt.bias": f"{name}.dt_bias"}
+
+
+def _mamba_2(names: Mapping[str, str]) -> dict[str, Setting]:
+    """Sizes, and which modules have biases, by the names that the configuration has for them."""
+    settings: dict[str, Setting] = {
+        "heads": _number("ssm.time_step_rank"), "groups": _number("ssm.group_count"),
+        "head_size": lambda m: m.number("ssm.inner_size") // m.number("ssm.time_step_rank"),
+        "state": _number("ssm.state_size"), "kernel": _number("ssm.conv_kernel"),
+        "bias": lambda m: m.has_biases(("ssm_in",)), "conv_bias": lambda m: m.has_biases(("ssm_conv1d",)),
+    }  # fmt: skip
+    return {name: settings[what] for what, name in names.items()}
+
+
+_HYBRID_MAMBA = _mamba_2({
+    "heads": "mamba_n_heads", "groups": "mamba_n_groups", "head_size": "mamba_d_head", "state": "mamba_d_state",
+    "kernel": "mamba_d_conv", "bias": "mamba_proj_bias", "conv_bias": "mamba_conv_bias",
+})  # fmt: skip
+
+
+def _layers_by(kinds: Mapping[str, str], otherwise: str) -> Setting:
+    """The type of each layer by the first of these tensors that it has."""
+    return lambda m: [
+        next((kind for tensor, kind in kinds.items() if m.has(tensor, i)), otherwise)
+        for i in range(m.number("block_count"))
+    ]
+
+
+def _period(tensor: str) -> Setting:
+    """Every how many layers that have this tensor come, and the first one's number."""
+
+    def find(m: Metadata) -> tuple[int, int]:
+        count = m.number("block_count")
+        having = [i for i in range(count) if m.has(tensor, i)] or [count]
+        period = having[1] - having[0] if len(having) > 1 else count + 1
+        if having != list(range(having[0], max(count, having[0] + 1), period)):
+            raise LoadError(f"{m.file.path}: {tensor} in the layers {having} of {count}, in no period, is not built.")
+        return period, having[0]
+
+    return find
+
+
+def _periods(tensor: str, name: str) -> dict[str, Setting]:
+    find = _period(tensor)
+    return {f"{name}_layer_period": lambda m: find(m)[0], f"{name}_layer_offset": lambda m: find(m)[1]}
+
+
 _LATENT_NAMES = {
     "attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
@@ -218,6 +315,42 @@ _LATENT: dict[str, Setting] = {
     "rope_parameters": _latent_rope,
 }
 
+
+_BACKBONE_TOP = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
+_NEMOTRON_H = Architecture(
+    class_name="NemotronHForCausalLM", top_names=_BACKBONE_TOP, layer_prefix="backbone.layers.",
+    names=_EXPERT_NAMES | _state_space("mixer") | {
+        "attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj", "attn_v": "mixer.v_proj",
+        "attn_output": "mixer.o_proj", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate", **_shared("mixer.shared_experts"),
+    },
+    tensor_names=_state_tensors("mixer") | {"exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
+    settings=_ROUTED | _mamba_2({
+        "heads": "mamba_num_heads", "head_size": "mamba_head_dim", "groups": "n_groups", "state": "ssm_state_size",
+        "kernel": "conv_kernel", "bias": "use_bias", "conv_bias": "use_conv_bias",
+    }) | {
+        "moe_shared_expert_intermediate_size": _number("expert_shared_feed_forward_length"),
+        "mlp_bias": lambda m: m.has_biases(("ffn_up", "ffn_down")),
+        "layer_types": _layers_by(
+            {"attn_q.weight": "full_attention", "ssm_in.weight": "linear_attention", "ffn_gate_inp.weight": "moe"},
+            "mlp",
+        ),
+    },
+    has_experts=True,
+)  # fmt: skip
+_LFM_TOP = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
+_LFM_NAMES = _LLAMA_NAMES | {
+    "attn_norm": "operator_norm", "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2", "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+}  # fmt: skip
+_LFM: dict[str, Setting] = {
+    "layer_types": _layers_by({"attn_q.weight": "full_attention"}, "conv"),
+    "conv_L_cache": _number("shortconv.l_cache"),
+    "conv_bias": lambda m: m.has_biases(("shortconv.conv", "shortconv.in_proj", "shortconv.out_proj")),
+}
+_HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
@@ -248,10 +381,218 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granite": Architecture(
         class_name="GraniteForCausalLM", rows=_PERMUTED,
-        settings=_LLAMA_BIASES | {
-            "attention_multiplier": _real("attention.scale"), "embedding_multiplier": _real("embedding_scale"),
-            "residual_multiplier": _real("residual_scale"), "logits_scaling": _real("logit_scale"),
+        settings=_LLAMA_BIASES | _GRANITE,
+    ),
+    "granitemoe": Architecture(
+        class_name="GraniteMoeForCausalLM", names=_GRANITE_NAMES, rows=_PERMUTED,
+        settings=_GRANITE | _experts(normalizes=True) | {
+            "shared_intermediate_size": lambda m: m.number("expert_shared_feed_forward_length", 0),
+            "attention_bias": lambda m: m.has_biases(("attn_q", "attn_k", "attn_v", "attn_output")),
         },
+        variants={"GraniteMoeSharedForCausalLM": lambda m: m.number("expert_shared_feed_forward_length", 0) > 0},
+        has_experts=True,
+    ),
+    # Of the two Bamba's layers rotate.
+    "granitehybrid": Architecture(
+        class_name="GraniteMoeHybridForCausalLM", rows=_PERMUTED,
+        variants={"BambaForCausalLM": lambda m: bool(m.get("rope.scaling.finetuned", True))},
+        names=lambda m: _state_space("mamba") | (
+            _LLAMA_NAMES | _JAMBA_NAMES if m.get("rope.scaling.finetuned", True) else _GRANITE_NAMES
+        ),
+        top_names=lambda m: _LLAMA_TOP | (
+            {"output_norm": "model.final_layernorm"} if m.get("rope.scaling.finetuned", True) else {}
+        ),
+        tensor_names=_state_tensors("mamba"),
+        settings=_GRANITE | _experts(normalizes=True) | _HYBRID_MAMBA | {
+            "num_experts": lambda m: m.number("expert_count", 0),
+            "shared_intermediate_size": lambda m: m.number(
+                "expert_shared_feed_forward_length", m.number("feed_forward_length")
+            ),
+            "position_embedding_type": lambda m: "nope",
+            "layer_types": _layers_by({"attn_q.weight": "full_attention"}, "linear_attention"),
+            "attn_layer_indices": lambda m: [i for i in range(m.number("block_count")) if m.has("attn_q.weight", i)],
+        },
+        has_experts=True,
+    ),
+    "mamba": Architecture(
+        class_name="MambaForCausalLM", variants={"FalconMambaForCausalLM": lambda m: bool(m.get("ssm.dt_b_c_rms"))},
+        names=_state_space("mixer") | {"attn_norm": "norm"}, tensor_names=_state_tensors("mixer", has_time_matrix=True),
+        top_names=_BACKBONE_TOP, layer_prefix="backbone.layers.", is_without_heads=True,
+        settings={
+            "conv_kernel": _number("ssm.conv_kernel"), "state_size": _number("ssm.state_size"),
+            "time_step_rank": _number("ssm.time_step_rank"),
+            "expand": lambda m: m.number("ssm.inner_size") / m.number("embedding_length"),
+            "use_bias": lambda m: m.has_biases(("ssm_in", "ssm_out")),
+            "use_conv_bias": lambda m: m.has_biases(("ssm_conv1d",)),
+        },
+    ),
+    "mamba2": Architecture(
+        class_name="Mamba2ForCausalLM", names=_state_space("mixer") | {"attn_norm": "norm"},
+        tensor_names=_state_tensors("mixer"), top_names=_BACKBONE_TOP, layer_prefix="backbone.layers.",
+        is_without_heads=True,
+        settings=_mamba_2({
+            "heads": "num_heads", "head_size": "head_dim", "groups": "n_groups", "state": "state_size",
+            "kernel": "conv_kernel", "bias": "use_bias", "conv_bias": "use_conv_bias",
+        }),
+    ),
+    "jamba": Architecture(
+        class_name="JambaForCausalLM",
+        names=_LLAMA_NAMES | _EXPERT_NAMES | _JAMBA_NAMES | _state_space("mamba") | {
+            "ffn_gate_inp": "feed_forward.router",
+        },
+        tensor_names=_state_tensors("mamba", has_time_matrix=True),
+        top_names=_LLAMA_TOP | {"output_norm": "model.final_layernorm"},
+        settings=_periods("attn_q.weight", "attn") | _periods("ffn_gate_inp.weight", "expert") | {
+            "num_experts": lambda m: m.number("expert_count", 0), "num_experts_per_tok": _number("expert_used_count"),
+            "mamba_d_state": _number("ssm.state_size"), "mamba_d_conv": _number("ssm.conv_kernel"),
+            "mamba_dt_rank": _number("ssm.time_step_rank"),
+            "mamba_expand": lambda m: m.number("ssm.inner_size") // m.number("embedding_length"),
+            "mamba_conv_bias": lambda m: m.has_biases(("ssm_conv1d",)),
+            "mamba_proj_bias": lambda m: m.has_biases(("ssm_in", "ssm_out")),
+        },
+        has_experts=True,
+    ),
+    # The multipliers are in the weights, and what llama.cpp normalizes is what the gate has multiplied.
+    "falcon-h1": Architecture(
+        class_name="FalconH1ForCausalLM", names=_LLAMA_NAMES | _JAMBA_NAMES | _state_space("mamba"),
+        tensor_names=_state_tensors("mamba") | {"ffn_norm": "pre_ff_layernorm.weight"},
+        top_names=_LLAMA_TOP | {"output_norm": "model.final_layernorm"},
+        settings=_HYBRID_MAMBA | {
+            "mamba_d_ssm": _number("ssm.inner_size"), "mamba_norm_before_gate": lambda m: False,
+            "mamba_rms_norm": lambda m: m.has("ssm_norm.weight"),
+            "projectors_bias": lambda m: m.has_biases(("ssm_out",)),
+            "mlp_bias": lambda m: m.has_biases(("ffn_gate", "ffn_up", "ffn_down")),
+        },
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+    "lfm2": Architecture(
+        class_name="Lfm2ForCausalLM", names=_LFM_NAMES, top_names=_LFM_TOP,
+        settings=_LFM | {"block_auto_adjust_ff_dim": lambda m: False},  # it is what the file says
+    ),
+    "lfm2moe": Architecture(
+        class_name="Lfm2MoeForCausalLM", top_names=_LFM_TOP,
+        names=_EXPERT_NAMES | _LFM_NAMES | {"ffn_gate_inp": "feed_forward.gate"},
+        tensor_names={"exp_probs_b.bias": "feed_forward.expert_bias"},
+        settings=_LFM | _experts(normalizes=True) | {
+            "num_dense_layers": lambda m: m.number("leading_dense_block_count", 0),
+            "use_expert_bias": lambda m: m.has("exp_probs_b.bias"),
+            "routed_scaling_factor": lambda m: m.real("expert_weights_scale", 1.0) or 1.0,
+        },
+        has_experts=True,
+    ),
+    "qwen3next": Architecture(
+        class_name="Qwen3NextForCausalLM", norm_offset=1.0, tensor_names=_state_tensors("linear_attn"),
+        names=_LLAMA_NAMES | _EXPERT_NAMES | {
+            "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z", "ssm_in": "linear_attn.in_proj_qkvz",
+            "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
+        },
+        settings=_experts(normalizes=True) | {
+            "linear_conv_kernel_dim": _number("ssm.conv_kernel"), "linear_key_head_dim": _number("ssm.state_size"),
+            "linear_num_key_heads": _number("ssm.group_count"),
+            "linear_num_value_heads": _number("ssm.time_step_rank"),
+            "linear_value_head_dim": lambda m: m.number("ssm.inner_size") // m.number("ssm.time_step_rank"),
+            "layer_types": _layers_by({"attn_q.weight": "full_attention"}, "linear_attention"),
+        },
+        has_experts=True,
+    ),
+    "dots1": Architecture(
+        class_name="Dots1ForCausalLM", names=_ROUTED_NAMES, settings=_ROUTED | {"sliding_window": lambda m: 0},
+        has_experts=True,
+    ),
+    "glm4moe": Architecture(
+        class_name="Glm4MoeForCausalLM", names=_ROUTED_NAMES | {"post_attention_norm": "post_attention_layernorm"},
+        settings=_ROUTED | _QKV_BIAS | {
+            "use_qk_norm": lambda m: m.has("attn_q_norm.weight"),
+            "num_hidden_layers": lambda m: m.number("block_count") - m.number("nextn_predict_layers", 0),
+        },
+        has_experts=True,
+    ),
+    "ernie4_5-moe": Architecture(
+        class_name="Ernie4_5_MoeForCausalLM", names=_ROUTED_NAMES,
+        tensor_names={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        settings=_experts(normalizes=True) | {
+            "use_bias": lambda m: m.has_biases(("attn_q", "attn_k", "attn_v", "attn_output")),
+            "moe_layer_start_index": lambda m: m.number("leading_dense_block_count", 0),
+            "moe_layer_interval": lambda m: m.number("interleave_moe_layer_step", 1),
+            "moe_num_shared_experts": lambda m: m.number("expert_shared_count", 0),
+        },
+        has_experts=True,
+    ),
+    "hunyuan-dense": Architecture(class_name="HunYuanDenseV1ForCausalLM", names=_LLAMA_NAMES | _HUNYUAN_NORMS),
+    "hunyuan-moe": Architecture(
+        class_name="HunYuanMoEV1ForCausalLM",
+        names=_LLAMA_NAMES | _EXPERT_NAMES | _HUNYUAN_NORMS | _shared("mlp.shared_mlp") | {
+            "ffn_gate_inp": "mlp.gate.wg",
+        },
+        settings=_experts(normalizes=True) | {
+            "intermediate_size": lambda m: m.number("expert_shared_feed_forward_length"),
+        },
+        has_experts=True,
+    ),
+    "minimax-m2": Architecture(
+        class_name="MiniMaxM2ForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES,
+        tensor_names={"exp_probs_b.bias": "mlp.e_score_correction_bias"}, settings=_experts(normalizes=True),
+        has_experts=True,
+    ),
+    "phimoe": Architecture(
+        class_name="PhimoeForCausalLM",
+        names=_LLAMA_NAMES | _EXPERT_NAMES | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        settings=_experts() | _biases("attention_bias", "attn_q", "attn_k", "attn_v", "attn_output") | {
+            "lm_head_bias": lambda m: "output.bias" in m.tensors,
+            "sliding_window": lambda m: m.number("attention.sliding_window", 0) or None,
+        },
+        has_experts=True,
+    ),
+    "dbrx": Architecture(
+        class_name="DbrxForCausalLM", layer_prefix="transformer.blocks.",
+        top_names=_GPT2_TOP | {"output_norm": "transformer.norm_f"},
+        names=_EXPERT_NAMES | {
+            "attn_norm": "norm_attn_norm.norm_1", "attn_output_norm": "norm_attn_norm.norm_2",
+            "attn_qkv": "norm_attn_norm.attn.Wqkv", "attn_output": "norm_attn_norm.attn.out_proj",
+            "ffn_gate_inp": "ffn.router.layer",
+        },
+        settings={
+            "attn_config": lambda m: {
+                "kv_n_heads": m.number("attention.head_count_kv"), "clip_qkv": m.real("attention.clamp_kqv", None),
+                "rope_theta": m.real("rope.freq_base", 10000.0),
+            },
+            "ffn_config": lambda m: {
+                "ffn_hidden_size": m.number("feed_forward_length"), "moe_num_experts": m.number("expert_count"),
+                "moe_top_k": m.number("expert_used_count"), "moe_normalize_expert_weights": 1.0,
+            },
+        },
+        has_experts=True,
+    ),
+    "afmoe": Architecture(
+        class_name="AfmoeForCausalLM",
+        names=_ROUTED_NAMES | {
+            "attn_gate": "self_attn.gate_proj", "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm": "post_mlp_layernorm", "ffn_gate_inp": "mlp.router.gate",
+        },
+        tensor_names={"exp_probs_b.bias": "mlp.expert_bias"},
+        settings=_experts(normalizes=True) | _window(4) | {
+            "num_dense_layers": lambda m: m.number("leading_dense_block_count", 0),
+            "num_shared_experts": lambda m: m.number("expert_shared_count", 0),
+            "route_scale": lambda m: m.real("expert_weights_scale", 1.0), "mup_enabled": lambda m: True,
+        },
+        has_experts=True,
+    ),
+    "exaone-moe": Architecture(
+        class_name="ExaoneMoeForCausalLM", names=_ROUTED_NAMES,
+        settings=_ROUTED | _window(4) | {
+            "num_shared_experts": lambda m: m.number("expert_shared_count", 0),
+            "num_hidden_layers": lambda m: m.number("block_count") - m.number("nextn_predict_layers", 0),
+        },
+        has_experts=True,
+    ),
+    "jais2": Architecture(
+        class_name="Jais2ForCausalLM", rows=_PERMUTED,
+        settings=_biases("attention_bias", "attn_q", "attn_k", "attn_v", "attn_output") | _biases(
+            "mlp_bias", "ffn_up", "ffn_down"
+        ),
     ),
     "gemma": Architecture(class_name="GemmaForCausalLM", norm_offset=1.0),
     "gemma2": Architecture(
@@ -389,17 +730,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2": Architecture(
         class_name="DeepseekV2ForCausalLM",
         variants={"DeepseekV3ForCausalLM": lambda m: m.number("expert_gating_func", 1) == 2},  # sigmoid
-        names=_LLAMA_NAMES | _LATENT_NAMES | _EXPERT_NAMES | {
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj", "exp_probs_b": "mlp.gate.e_score_correction",
-        },
-        settings=_experts() | _LATENT | {
+        names=_ROUTED_NAMES | _LATENT_NAMES,
+        settings=_ROUTED | _LATENT | {
             "v_head_dim": lambda m: m.number("attention.value_length_mla", m.number("attention.value_length")),
-            "first_k_dense_replace": lambda m: m.number("leading_dense_block_count", 0),
-            "n_shared_experts": lambda m: m.number("expert_shared_count", 0),
-            "routed_scaling_factor": lambda m: m.real("expert_weights_scale", 1.0) or 1.0,
-            "n_group": lambda m: m.number("expert_group_count", 1),
-            "topk_group": lambda m: m.number("expert_group_used_count", 1),
             "topk_method": lambda m: "group_limited_greedy" if m.number("expert_group_count", 1) > 1 else "greedy",
         },
         has_experts=True,

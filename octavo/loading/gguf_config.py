@@ -32,13 +32,6 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     tensors = file.tensors
     if "token_embd.weight" not in tensors:
         raise LoadError(f"{file.path} has no tensor token_embd.weight: it is not a whole model.")
-    num_heads = metadata.number("attention.head_count")
-    num_kv_heads = metadata.number("attention.head_count_kv", num_heads)
-    if num_heads <= 0 or num_kv_heads <= 0:
-        raise LoadError(f"{file.path} is damaged: it counts {num_heads} query and {num_kv_heads} key/value heads.")
-    value_dim = metadata.number("attention.value_length", metadata.head_dim)
-    if value_dim != metadata.head_dim and metadata.get("attention.kv_lora_rank") is None:
-        raise LoadError(f"{file.path}: heads with keys of {metadata.head_dim} and values of {value_dim} are not built.")
     has_experts = metadata.number("expert_count", 0) > 0
     feed_forward = metadata.number("feed_forward_length", 0) if has_experts else metadata.number("feed_forward_length")
     variants = [name for name, fits in architecture.variants.items() if fits(metadata)]
@@ -53,9 +46,7 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
         "hidden_size": metadata.number("embedding_length"),
         "intermediate_size": feed_forward,
         "num_hidden_layers": metadata.number("block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": metadata.head_dim,
+        **({} if architecture.is_without_heads else _heads(metadata)),
         "max_position_embeddings": metadata.number("context_length"),
         **({"layer_norm_eps": eps} if rms_eps is None else {"rms_norm_eps": rms_eps}),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -63,10 +54,22 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     said = {key: setting(metadata) for key, setting in architecture.settings.items()}
     config |= {key: value for key, value in said.items() if value is not None}
-    if "rope_parameters" not in config:
+    if "rope_parameters" not in config and not architecture.is_without_heads:
         config["rope_parameters"] = metadata.rope()
     ids = _token_ids(file)
     return config | ids, ids
+
+
+def _heads(metadata: Metadata) -> dict[str, int]:
+    path, num_heads = metadata.file.path, metadata.number("attention.head_count")
+    num_kv_heads = metadata.number("attention.head_count_kv", num_heads)
+    if num_heads <= 0 or num_kv_heads <= 0:
+        raise LoadError(f"{path} is damaged: it counts {num_heads} query and {num_kv_heads} key/value heads.")
+    head_dim = metadata.head_dim
+    value_dim = metadata.number("attention.value_length", head_dim)
+    if value_dim != head_dim and metadata.get("attention.kv_lora_rank") is None:
+        raise LoadError(f"{path}: heads with keys of {head_dim} and values of {value_dim} are not built.")
+    return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
 
 
 def _token_ids(file: GGUFFile) -> dict[str, Any]:

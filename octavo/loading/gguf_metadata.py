@@ -38,10 +38,10 @@ class Metadata:
     @overload
     def number(self, key: str, default: None) -> int | None: ...
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A whole number, or a list of the same one for each layer. Raises `LoadError`."""
+        """A whole number, or a list of the same one for each layer that has what it counts. Raises `LoadError`."""
         value = self.get(key, default)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]
+        if isinstance(value, list) and value and all(v in (0, max(value)) for v in value):
+            value = max(value)
         if value is default and default is not _REQUIRED:
             return default
         if type(value) is not int:
@@ -74,11 +74,17 @@ class Metadata:
             "attention.key_length", self.number("embedding_length") // self.number("attention.head_count")
         )
 
+    def has(self, name: str, layer: int | None = None) -> bool:
+        """Whether the layer, or any, has a tensor of that name."""
+        if layer is not None:
+            return f"blk.{layer}.{name}" in self.tensors
+        return any(key.startswith("blk.") and key.split(".", 2)[2:] == [name] for key in self.tensors)
+
     def has_biases(self, modules: Collection[str]) -> bool:
         """Whether these modules have biases; all of them that are there or none, since config.json has one switch for
         the group."""
-        found = [module for module in modules if f"blk.0.{module}.bias" in self.tensors]
-        without = [m for m in modules if f"blk.0.{m}.weight" in self.tensors and m not in found]
+        found = [module for module in modules if self.has(f"{module}.bias")]
+        without = [m for m in modules if self.has(f"{m}.weight") and m not in found]
         if found and without:
             raise LoadError(
                 f"{self.file.path}: biases on {', '.join(found)} but not on all of {', '.join(modules)} are not built."

@@ -21,17 +21,22 @@ from octavo.quantization.formats import PLAIN
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
     """A tensor under its Hugging Face name: all of a tensor of the file, or these of its rows (of its first dimension)
-    in this order. The file has `offset` added to it."""
+    in this order. The file has `offset` added to it, or a state's rates of decay where checkpoints have the logarithms
+    of their negatives."""
 
     hf_name: str
     info: TensorInfo
     rows: list[int] | slice | int | None = None
     offset: float = 0.0
     is_turned: bool = False  # a matrix that checkpoints have the other way round
+    is_flat: bool = False  # rows of a file that checkpoints have as one
+    is_rate: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         first, *rest = self.info.shape
+        if self.is_flat:
+            return (math.prod(self.info.shape),)
         if isinstance(self.rows, int):
             return tuple(rest)
         if isinstance(self.rows, slice):
@@ -44,29 +49,35 @@ def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTe
     what `gguf_config` has read."""
     metadata, architecture = architecture_of(file)
     names = architecture.names(metadata) if callable(architecture.names) else architecture.names
+    top_names = architecture.top_names(metadata) if callable(architecture.top_names) else architecture.top_names
+    guesses = metadata.number("nextn_predict_layers", 0) > 0  # layers that do come last, and are no part of the model
     for info in file.tensors.values():
         if info.name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT):
             continue  # part of the configuration
         parts = info.name.split(".")
-        if parts[0] == "blk" and (own := architecture.tensor_names.get(".".join(parts[2:]))) is not None:
-            yield NamedTensor(f"{architecture.layer_prefix}{parts[1]}.{own}", info)
+        is_of_layer = parts[0] == "blk" and len(parts) > 2
+        if is_of_layer and guesses and parts[1].isdecimal() and int(parts[1]) >= config["num_hidden_layers"]:
             continue
-        if parts[0] == "blk" and len(parts) == 4 and parts[2] in names:
-            _, layer, module, kind = parts
+        if is_of_layer and (own := architecture.tensor_names.get(".".join(parts[2:]))) is not None:
+            yield NamedTensor(f"{architecture.layer_prefix}{parts[1]}.{own}", info, is_rate=parts[2] == "ssm_a")
+            continue
+        if is_of_layer and ".".join(parts[2:-1]) in names:
+            layer, module, kind = parts[1], ".".join(parts[2:-1]), parts[-1]
             name, prefix = names[module], f"{architecture.layer_prefix}{layer}."
-        elif parts[0] in architecture.top_names and len(parts) == 2:
+        elif parts[0] in top_names and len(parts) == 2:
             module, kind = parts
-            name, prefix = architecture.top_names[module], ""
+            name, prefix = top_names[module], ""
         else:
             yield NamedTensor(info.name, info)
             continue
-        is_norm = module.endswith("norm") and kind == "weight"
+        is_state_norm = module == "ssm_norm"
+        is_norm = module.endswith("norm") and kind == "weight" and not is_state_norm
         offset = architecture.norm_offset if is_norm else 0.0
         if isinstance(name, str):
             order = architecture.rows.get(module)
             rows = order(config, info.shape[0]) if order else None
             is_turned = module in architecture.turned and kind == "weight"
-            yield NamedTensor(f"{prefix}{name}.{kind}", info, rows, offset, is_turned)
+            yield NamedTensor(f"{prefix}{name}.{kind}", info, rows, offset, is_turned, is_flat=is_state_norm)
         elif len(name) == 1:
             for i in range(info.shape[0]):
                 yield NamedTensor(f"{prefix}{name[0].format(i)}.{kind}", info, i, offset)
@@ -91,4 +102,10 @@ def stored_tensor(file: GGUFFile, tensor: NamedTensor) -> StoredWeight:
         if plain is None:
             raise LoadError(f"{file.path}: {info.name} is a norm of type {info.type.name}, which is not built.")
         data = (data.astype(np.float32) - np.float32(tensor.offset)).astype(data.dtype)
+    if tensor.is_rate:
+        if plain is None:
+            raise LoadError(f"{file.path}: {info.name} is of type {info.type.name}, which is not built for rates.")
+        if not (data < 0).all():
+            raise LoadError(f"{file.path} is damaged: the rates of decay of {info.name} are not all negative.")
+        data = np.log(-data.astype(np.float32)).astype(data.dtype)
     return StoredWeight(info.type.name, {"data": data}, (num_rows, math.prod(shape) // num_rows))

@@ -82,6 +82,15 @@ def architectures() -> list[str]:
     return sorted(_ARCHITECTURES)
 
 
+def by_transformers(config: Mapping[str, Any], impl: str) -> bool:
+    """Whether `describe` leaves the model to transformers."""
+    return impl == "transformers" or (impl == "auto" and decoder_of(_named(config)) not in _ARCHITECTURES)
+
+
+def _named(config: Mapping[str, Any]) -> str:
+    return str((config.get("architectures") or ["(none)"])[0])
+
+
 def describe(
     config: Mapping[str, Any], impl: str = "auto", code_folder: str | None = None, pooling: PoolingConfig | None = None
 ) -> ModelDescription:
@@ -90,9 +99,9 @@ def describe(
     `impl` "octavo" and "transformers" say who computes the model; "auto" is Octavo where it can. `code_folder` is the
     checkpoint whose own Python code transformers may run. With `pooling` it is a model that pools as that says.
     """
-    given = (config.get("architectures") or ["(none)"])[0]
+    given = _named(config)
     name = decoder_of(given)
-    if impl == "transformers" or (impl == "auto" and name not in _ARCHITECTURES):
+    if by_transformers(config, impl):
         try:
             return _describe_by_transformers(name, config, code_folder)
         except LoadError:

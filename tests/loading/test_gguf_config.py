@@ -148,8 +148,8 @@ def test_what_is_not_built_is_refused_by_name(
 
 
 def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, write_gguf: Write) -> None:
-    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": np.ones((4, 64), np.float32)}, arch="mamba")
-    with pytest.raises(LoadError, match="architecture 'mamba' is not built yet; these are: llama, qwen2moe, qwen3moe"):
+    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": np.ones((4, 64), np.float32)}, arch="rwkv7")
+    with pytest.raises(LoadError, match="architecture 'rwkv7' is not built yet; these are: llama, qwen2moe, qwen3moe"):
         resolve(str(path))
 
 

@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
+from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.gguf import GGUFFile, read_gguf
 from octavo.loading.gguf_architectures import ARCHITECTURES
@@ -120,3 +121,12 @@ def test_the_default_model_is_bit_equal_to_the_gguf_package(default_checkpoint: 
         packed = file.array(info).reshape(info.shape[0], -1)
         expected = gguf.dequantize(packed, gguf.GGMLQuantizationType[info.type.name]).reshape(info.shape)
         assert np.array_equal(_dequantized(file, NamedTensor("", info)), expected)
+
+
+def test_rates_of_decay_become_logarithms_and_others_are_refused(tmp_path: Path, write_gguf: Write) -> None:
+    values = -np.arange(1, 5, dtype=np.float32)
+    file = read_gguf(str(write_gguf(tmp_path / "t.gguf", {"rates": values, "others": -values})))
+    rates, others = (NamedTensor(name, file.tensors[name], is_rate=True) for name in ("rates", "others"))
+    assert np.allclose(-np.exp(_dequantized(file, rates)), values, rtol=1e-6)
+    with pytest.raises(LoadError, match="rates of decay of others are not all negative"):
+        stored_tensor(file, others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,16 @@ def test_the_table_has_every_architecture_and_each_is_tested() -> None:
     encoders = {name for name in ENCODERS if not name.endswith("Classification")}
     others = {"HF_ColBERT", "NewModel", *VISION_FAMILIES}  # New is Gte by another name
     assert set(names) == tested | encoders | others
+
+
+def test_the_documentation_names_every_decoder_class_of_transformers() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    classes, text = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()), DOCS.read_text()
+    native = classes & set(architectures())
+    assert f"Of the {len(classes)} decoder classes" in text and f" {len(native)} run natively" in text
+    section = text.split("### Classes that are not built in Octavo itself")[1].split("\n## ")[0]
+    assert {name for name in classes - native if name not in re.findall(r"\w+", section)} == set()
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

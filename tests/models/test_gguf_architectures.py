@@ -142,6 +142,112 @@ def split_gpt_oss(tensors: Tensors, config: Any) -> Tensors:
     return found
 
 
+def states(tensors: Tensors, config: Any) -> Tensors:
+    """Rates of decay instead of the logarithms of their negatives; convolutions have no dimension of one."""
+    found = {n: -torch.exp(t) if n.endswith("A_log") else t for n, t in tensors.items()}
+    return {n: t.squeeze(1) if "conv" in n and n.endswith("weight") and t.dim() == 3 else t for n, t in found.items()}
+
+
+def states_2(tensors: Tensors, config: Any) -> Tensors:
+    """Mamba 2's besides: a number of a head is a row, norms have a row for each group."""
+    groups = first_of(config, ["mamba_n_groups", "n_groups"])
+    found: Tensors = {}
+    for name, tensor in states(tensors, config).items():
+        if name.endswith((".A_log", ".D")):
+            tensor = tensor[:, None]
+        if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+            tensor = tensor.reshape(groups, -1)
+        found[name.replace("dt_bias", "dt_proj.bias")] = tensor
+    return found
+
+
+def folded(tensors: Tensors, config: Any) -> Tensors:
+    """Falcon-H1's multipliers are part of the weights."""
+    both, inner = config.attention_in_multiplier, config.mamba_d_ssm
+    group = config.mamba_n_groups * config.mamba_d_state
+    sizes = (inner, inner, group, group, config.mamba_n_heads)
+    rows = torch.cat([torch.full((n,), m) for n, m in zip(sizes, config.ssm_multipliers, strict=True)])
+    factors = {
+        "down_proj": config.mlp_multipliers[1], "gate_proj": config.mlp_multipliers[0], "q_proj": both,
+        "k_proj": both * config.key_multiplier, "v_proj": both, "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier, "in_proj": config.ssm_in_multiplier * rows[:, None],
+        "lm_head": config.lm_head_multiplier, "embed_tokens": config.embedding_multiplier,
+    }  # fmt: skip
+    return {n: t * factors.get(n.split(".")[-2], 1.0) for n, t in tensors.items()}
+
+
+def split_shared(tensors: Tensors, config: Any) -> Tensors:
+    """Granite's gate and up of the shared expert, which is the only one where there are no others."""
+    found: Tensors = {}
+    shared = "mlp.shared_expert" if config.num_local_experts else "mlp"
+    for name, tensor in tensors.items():
+        layer, dot, rest = name.partition("shared_mlp.")
+        if not dot:
+            found[name] = tensor
+        elif rest.startswith("output"):
+            found[f"{layer}{shared}.down_proj.weight"] = tensor
+        else:
+            for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                found[f"{layer}{shared}.{part}_proj.weight"] = half
+    return found
+
+
+def split_delta(tensors: Tensors, config: Any) -> Tensors:
+    """Queries, keys and values of all heads, and gates; the weights of norms are stored as they are multiplied."""
+    keys, values = config.linear_key_head_dim, config.linear_value_head_dim
+    heads = config.linear_num_key_heads
+    shared = config.linear_num_value_heads // heads * values
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensor = tensor + 1
+        if "in_proj_qkvz" in name:
+            by_head = tensor.reshape(heads, -1, tensor.shape[1]).split([keys, keys, shared, shared], 1)
+            *qkv, gate = (part.reshape(-1, tensor.shape[1]) for part in by_head)
+            found[name.replace("qkvz", "qkv")], found[name.replace("qkvz", "z")] = torch.cat(qkv), gate
+        else:
+            found[name.replace("dt_bias", "dt_proj.bias")] = tensor
+    return states(found, config)
+
+
+def under_common_names(tensors: Tensors, config: Any) -> Tensors:
+    """Experts, as the converter calls those of all models before it looks for their names."""
+    renamed = {
+        "block_sparse_moe.experts": "mlp.experts", "feed_forward.experts": "mlp.experts",
+        "mixer.experts": "mlp.experts", "e_score_correction_bias": "e_score_correction.bias",
+        "expert_bias": "expert_bias.bias", "mlp.router.weight": "block_sparse_moe.gate.weight",
+        "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+        "mlp.gate.moe_statics": "mlp.moe_statics",
+    }  # fmt: skip
+    found = {}
+    for name, tensor in tensors.items():
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        found[f"{name}.weight" if name.endswith("experts.up_proj") else name] = tensor
+    return found
+
+
+def of_backbone(tensors: Tensors, config: Any) -> Tensors:
+    """Under the names of checkpoints, which transformers 5 changes."""
+    names = {"model.embed": "backbone.embed", "model.layers.": "backbone.layers.", "model.norm": "backbone.norm"}
+    found = {}
+    for name, tensor in tensors.items():
+        old = next((old for old in names if name.startswith(old) and "mlp.experts" not in name), "")
+        found[names.get(old, "") + name.removeprefix(old)] = tensor
+    return found
+
+
+def stacked_dbrx(tensors: Tensors, config: Any) -> Tensors:
+    found = {}
+    for name, tensor in tensors.items():
+        if "experts.mlp." in name:
+            stack = tensor.reshape(config.ffn_config.moe_num_experts, -1, config.d_model)
+            found[f"{name}.weight"] = stack.transpose(1, 2) if name.endswith("w2") else stack
+        else:
+            found[name] = tensor
+    return found
+
+
 class Case(NamedTuple):
     architecture: str
     config: transformers.PretrainedConfig
@@ -185,7 +291,199 @@ _ROUTED_KEYS = {
     "expert_weights_scale": 1.5,
 }  # fmt: skip
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2}
+_MOE_KEYS = _EXPERT_KEYS | {"expert_feed_forward_length": 24}
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2, "logits_scaling": 2.0
+}  # fmt: skip
+_MULTIPLIER_KEYS = {"embedding_scale": 3.0, "residual_scale": 0.6, "attention.scale": 0.2, "logit_scale": 2.0}
+_HYBRID = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 32}
+_HYBRID_KEYS = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2, "ssm.inner_size": 96, "ssm.time_step_rank": 6,
+}  # fmt: skip
+_MIXED = ["linear_attention", "full_attention"]
+_48 = SMALL | {"hidden_size": 48, "head_dim": 12}
+_NEMOTRON = {k: v for k, v in SMALL.items() if k != "num_hidden_layers"} | {
+    "ssm_state_size": 8, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 32,
+}  # fmt: skip
+
 CASES: dict[str, Case] = {
+    "mamba": Case(
+        "mamba", transformers.MambaConfig(vocab_size=VOCAB, hidden_size=24, state_size=6, num_hidden_layers=2),
+        {"ssm.conv_kernel": 4, "ssm.inner_size": 48, "ssm.state_size": 6, "ssm.time_step_rank": 2,
+         "attention.head_count": 0, "feed_forward_length": 0}, (states,),
+    ),
+    "falcon mamba": Case(
+        "mamba", transformers.FalconMambaConfig(vocab_size=VOCAB, hidden_size=24, state_size=6, num_hidden_layers=2),
+        {"ssm.conv_kernel": 4, "ssm.inner_size": 48, "ssm.state_size": 6, "ssm.time_step_rank": 2,
+         "ssm.dt_b_c_rms": True, "attention.head_count": 0, "feed_forward_length": 0}, (states,),
+    ),
+    "mamba 2": Case(
+        "mamba2", transformers.Mamba2Config(
+            vocab_size=VOCAB, hidden_size=24, num_heads=4, head_dim=12, state_size=9, n_groups=2, num_hidden_layers=2,
+            chunk_size=32,
+        ),
+        {"ssm.conv_kernel": 4, "ssm.inner_size": 48, "ssm.state_size": 9, "ssm.time_step_rank": 4,
+         "ssm.group_count": 2, "attention.head_count": 0, "feed_forward_length": 0}, (states_2,),
+    ),
+    "jamba": Case(
+        "jamba", transformers.JambaConfig(
+            **_48 | {"num_hidden_layers": 4}, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=6, **_EXPERTS
+        ),
+        _EXPERT_KEYS | {"ssm.conv_kernel": 4, "ssm.inner_size": 96, "ssm.state_size": 6, "ssm.time_step_rank": 3,
+                        "attention.head_count_kv": [0, 2, 0, 2]}, (states, under_common_names, split_experts),
+    ),
+    "falcon-h1": Case(
+        "falcon-h1", transformers.FalconH1Config(
+            **_48, mamba_d_ssm=96, lm_head_multiplier=0.5, embedding_multiplier=3.0, mlp_multipliers=[0.7, 1.4],
+            key_multiplier=0.6, attention_out_multiplier=0.8, attention_in_multiplier=1.2, ssm_in_multiplier=0.9,
+            ssm_multipliers=[0.5, 1.5, 0.8, 1.2, 0.7], ssm_out_multiplier=1.3, **_HYBRID,
+        ),
+        _HYBRID_KEYS, (folded, states_2),
+    ),
+    "falcon-h1 with norms": Case(
+        "falcon-h1", transformers.FalconH1Config(
+            **_48, mamba_d_ssm=96, mamba_rms_norm=True, mamba_norm_before_gate=False, **_HYBRID
+        ),
+        _HYBRID_KEYS, (states_2,),
+    ),
+    "granite moe": Case(
+        "granitemoe", transformers.GraniteMoeConfig(**_NO_HEAD, **_MULTIPLIERS, **_LOCAL),
+        _EXPERT_KEYS | _MULTIPLIER_KEYS, (permuted, under_common_names, split_experts),
+    ),
+    "granite moe shared": Case(
+        "granitemoe", transformers.GraniteMoeSharedConfig(
+            **_NO_HEAD, **_MULTIPLIERS, **_LOCAL, shared_intermediate_size=40
+        ),
+        _EXPERT_KEYS | _MULTIPLIER_KEYS | {"expert_shared_feed_forward_length": 40},
+        (permuted, under_common_names, split_experts, split_shared),
+    ),
+    "granite hybrid": Case(
+        "granitehybrid", transformers.GraniteMoeHybridConfig(
+            **_48, **_MULTIPLIERS, **_LOCAL, **_HYBRID, shared_intermediate_size=40, layer_types=_MIXED
+        ),
+        _EXPERT_KEYS | _MULTIPLIER_KEYS | _HYBRID_KEYS | {
+            "expert_shared_feed_forward_length": 40, "attention.head_count_kv": [0, 2], "rope.scaling.finetuned": False
+        }, (permuted, under_common_names, split_experts, split_shared, states_2),
+    ),
+    "granite hybrid without experts": Case(
+        "granitehybrid", transformers.GraniteMoeHybridConfig(
+            **_48, **_HYBRID, num_local_experts=0, shared_intermediate_size=40, layer_types=_MIXED
+        ),
+        _HYBRID_KEYS | {"feed_forward_length": 40, "attention.head_count_kv": [0, 2], "rope.scaling.finetuned": False},
+        (permuted, split_shared, states_2),
+    ),
+    "bamba": Case(
+        "granitehybrid", transformers.BambaConfig(**_48, **_HYBRID, attn_layer_indices=[1]),
+        _HYBRID_KEYS | {"attention.head_count_kv": [0, 2], "rope.scaling.finetuned": True, "rope.dimension_count": 6},
+        (permuted, states_2),
+    ),
+    "nemotron h": Case(
+        "nemotron_h", transformers.NemotronHConfig(
+            **_NEMOTRON, layers_block_type=["mlp", "linear_attention", "mlp", "full_attention"]
+        ),
+        _HYBRID_KEYS | {"attention.head_count_kv": [0, 0, 0, 2], "feed_forward_length": [56, 0, 56, 0]},
+        (of_backbone, states_2),
+    ),
+    "nemotron h with experts": Case(
+        "nemotron_h_moe", transformers.NemotronHConfig(
+            **_NEMOTRON, layers_block_type=["moe", "linear_attention", "moe", "full_attention"], n_routed_experts=4,
+            num_experts_per_tok=2, moe_intermediate_size=24, moe_shared_expert_intermediate_size=40,
+            routed_scaling_factor=1.5,
+        ),
+        _HYBRID_KEYS | _MOE_KEYS | {
+            "attention.head_count_kv": [0, 0, 0, 2], "feed_forward_length": [24, 0, 24, 0],
+            "expert_shared_feed_forward_length": 40, "expert_shared_count": 1, "expert_weights_norm": True,
+            "expert_weights_scale": 1.5, "expert_group_count": 1,
+        }, (under_common_names, split_experts, of_backbone, states_2),
+    ),
+    "lfm 2": Case(
+        "lfm2", transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"], block_multiple_of=8),
+        {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2], "feed_forward_length": 40}, (states,),
+    ),
+    "lfm 2 moe": Case(
+        "lfm2moe", transformers.Lfm2MoeConfig(
+            **SMALL, **_EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1, moe_intermediate_size=24
+        ),
+        _MOE_KEYS | {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2], "leading_dense_block_count": 1,
+                     "expert_gating_func": 2}, (states, under_common_names, split_experts),
+    ),
+    "qwen3 next": Case(
+        "qwen3next", transformers.Qwen3NextConfig(
+            **_48, **_EXPERTS, moe_intermediate_size=24, shared_expert_intermediate_size=40, linear_key_head_dim=12,
+            linear_value_head_dim=20, linear_num_key_heads=2, linear_num_value_heads=4, layer_types=_MIXED,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        ),
+        _MOE_KEYS | {"expert_shared_feed_forward_length": 40, "ssm.conv_kernel": 4, "ssm.state_size": 12,
+                     "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 80, "rope.dimension_count": 6,
+                     "full_attention_interval": 2}, (split_experts, split_delta),
+    ),
+    "dots 1": Case(
+        "dots1", transformers.Dots1Config(**WIDE, **_ROUTED, n_shared_experts=2, routed_scaling_factor=1.5),
+        _ROUTED_KEYS | {"expert_shared_count": 2, "expert_weights_norm": False}, (split_experts, under_common_names),
+    ),
+    "glm 4 moe": Case(
+        "glm4moe", transformers.Glm4MoeConfig(
+            **WIDE, **_ROUTED, use_qk_norm=True, attention_bias=True, n_shared_experts=1, routed_scaling_factor=1.5,
+            rope_parameters=ROPE_HALF,
+        ),
+        _ROUTED_KEYS | {"expert_shared_count": 1, "expert_weights_norm": True, "rope.dimension_count": 8,
+                        "block_count": 3, "nextn_predict_layers": 1},
+        (split_experts, under_common_names),
+    ),
+    "ernie 4.5 moe": Case(
+        "ernie4_5-moe", transformers.Ernie4_5_MoeConfig(
+            **WIDE, moe_num_experts=4, moe_k=2, moe_num_shared_experts=2, moe_intermediate_size=24, use_bias=False
+        ),
+        _MOE_KEYS | {"expert_shared_count": 2, "leading_dense_block_count": 1, "interleave_moe_layer_step": 1},
+        (split_experts, under_common_names),
+    ),
+    "hunyuan": Case("hunyuan-dense", transformers.HunYuanDenseV1Config(**SMALL)),
+    "hunyuan moe": Case(
+        "hunyuan-moe", transformers.HunYuanMoEV1Config(**SMALL, num_experts=4, moe_topk=2),
+        _EXPERT_KEYS | {"expert_shared_feed_forward_length": 56, "expert_feed_forward_length": 56}, (split_experts,),
+    ),
+    "minimax m2": Case(
+        "minimax-m2", transformers.MiniMaxM2Config(**WIDE, **_LOCAL, rotary_dim=8),
+        _EXPERT_KEYS | {"expert_feed_forward_length": 56, "expert_gating_func": 2, "rope.dimension_count": 8},
+        (split_experts, under_common_names),
+    ),
+    "phi moe": Case(
+        "phimoe", transformers.PhimoeConfig(
+            **_NO_HEAD, **_LOCAL, attention_bias=True, lm_head_bias=True, sliding_window=None
+        ),
+        _EXPERT_KEYS | {"attention.sliding_window": 0}, (split_experts, under_common_names),
+    ),
+    "dbrx": Case(
+        "dbrx", transformers.DbrxConfig(
+            vocab_size=VOCAB, d_model=64, n_heads=4, n_layers=2, max_seq_len=256,
+            attn_config={"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10000.0},
+            ffn_config={"hidden_size": 64, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+        ),
+        _EXPERT_KEYS | {"attention.head_count_kv": 2, "attention.clamp_kqv": 0.5, "feed_forward_length": 24,
+                        "rope.freq_base": 10000.0}, (stacked_dbrx,),
+    ),
+    "afmoe": Case(
+        "afmoe", transformers.AfmoeConfig(
+            **WIDE | {"num_hidden_layers": 4}, **_EXPERTS, mup_enabled=True, num_shared_experts=2, route_scale=1.5,
+            num_dense_layers=1, moe_intermediate_size=24, sliding_window=20, global_attn_every_n_layers=4,
+        ),
+        WINDOW | _MOE_KEYS | {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_weights_scale": 1.5,
+                              "expert_weights_norm": True, "expert_gating_func": 2},
+        (split_experts, under_common_names),
+    ),
+    "exaone moe": Case(
+        "exaone-moe", transformers.ExaoneMoeConfig(
+            **WIDE | {"num_hidden_layers": 4}, **_EXPERTS, moe_intermediate_size=24, num_shared_experts=1,
+            sliding_window=20, routed_scaling_factor=1.5,
+        ),
+        WINDOW | _MOE_KEYS | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_weights_scale": 1.5,
+                              "expert_weights_norm": True, "expert_gating_func": 2},
+        (split_experts, under_common_names),
+    ),
+    "jais 2": Case("jais2", transformers.Jais2Config(**_NO_PAD, hidden_act="relu2"), {}, (permuted,)),
     "deepseek 2": Case(
         "deepseek2", transformers.DeepseekV2Config(**_LATENT_SIZES, **_ROUTED, routed_scaling_factor=1.5),
         _LATENT_KEYS | _ROUTED_KEYS | {"expert_shared_count": 2}, (split_experts, split_latent),
@@ -401,7 +699,7 @@ def first_of(config: Any, names: Iterable[str], default: Any = None) -> Any:
 def common(config: Any) -> dict[str, Any]:
     """The metadata that most files have."""
     hidden = first_of(config, ["hidden_size", "n_embd", "d_model"])
-    heads = first_of(config, ["num_attention_heads", "n_head", "n_heads"])
+    heads = first_of(config, ["num_attention_heads", "n_head", "n_heads"], 1)
     head_dim = first_of(config, ["head_dim"], hidden // heads)
     rms = first_of(config, ["rms_norm_eps"])
     eps = first_of(config, ["layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"], 1e-5)
@@ -433,7 +731,7 @@ def write(case: Case, reference: PreTrainedModel, path: Path, quantized: str = "
     writer = gguf.GGUFWriter(path, case.architecture)
     for key, value in metadata.items():
         key = f"{case.architecture}.{key}"
-        kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}[type(value)]
+        kind = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}[type(value)]
         getattr(writer, f"add_{kind}")(key, value)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":

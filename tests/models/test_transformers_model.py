@@ -166,3 +166,14 @@ def test_a_checkpoints_own_code_runs_only_if_that_is_allowed(
     [output] = llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(temperature=0, max_tokens=1))
     with torch.no_grad():
         assert output.outputs[0].token_ids == [int(reference(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax())]
+
+
+def test_nothing_of_a_checkpoint_runs_where_octavo_itself_computes_the_model(
+    tmp_path: Path, tiny_tokenizer: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    LLAMA.save(LLAMA.reference(seed=3), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoConfig": "absent.Config"}}))
+    args = EngineArgs(model=str(tmp_path), tokenizer=str(tiny_tokenizer), trust_remote_code=True)
+    assert args.create_engine_config().model.code_folder is None
+    assert "Python code" not in caplog.text

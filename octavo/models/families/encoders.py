@@ -14,7 +14,7 @@ from octavo.layers.head import HeadDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.models.families.settings import ATTENTION_BIAS, MLP_BIAS, slides_by
+from octavo.models.families.settings import ATTENTION_BIAS, MLP_BIAS, defaults, slides_by
 from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, num_labels
 
 _BOTH_WAYS = {"bidirectional": True}
@@ -74,10 +74,7 @@ def _bert(
         types = {"token_types": key("type_vocab_size"), "token_types_name": name}
     positions = f"{prefix}embeddings.position_embeddings.weight"
     return Family(
-        defaults={
-            "max_position_embeddings": 512, "norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2,
-            "pad_token_id": 1 if counts_padding else 0,
-        },
+        defaults=defaults(512, eps=1e-12, act="gelu", type_vocab_size=2, pad_token_id=1 if counts_padding else 0),
         norm=layer_norm(), rope=None,
         attention=_BOTH_WAYS | _BIASES | {
             "qkv_names": (known["query"], known["key"], known["value"]), "output_name": known["output"],
@@ -150,11 +147,11 @@ def _modern_sequences(config: Config, i: int) -> PoolingDescription:
 
 
 _MODERNBERT = Family(
-    defaults={
-        "max_position_embeddings": 8192, "norm_eps": 1e-5, "hidden_act": "gelu", "norm_bias": False,
-        "classifier_bias": False, "classifier_activation": "gelu", "classifier_pooling": "cls", "local_attention": 128,
-        "rope_theta": 160000.0, "rope_local_base_freq": 10000.0, "global_attn_every_n_layers": 3,
-    },
+    defaults=defaults(
+        8192, eps=1e-5, act="gelu", norm_bias=False, classifier_bias=False, classifier_activation="gelu",
+        classifier_pooling="cls", local_attention=128, theta=160000.0, rope_local_base_freq=10000.0,
+        global_attn_every_n_layers=3,
+    ),
     norm=_modern_norm,
     attention=_BOTH_WAYS | {
         "qkv_names": ("attn.Wqkv",), "output_name": "attn.Wo", "qkv_bias": key("attention_bias"),
@@ -174,10 +171,7 @@ _MODERNBERT = Family(
 
 # Its own checkpoints' names; rotary positions and a gate, and BERT's norms (Nussbaum et al. 2024).
 _NOMIC = Family(
-    defaults={
-        "max_position_embeddings": 2048, "norm_eps": 1e-12, "hidden_act": "silu", "type_vocab_size": 2,
-        "rope_theta": 1000.0,
-    },
+    defaults=defaults(2048, eps=1e-12, act="silu", type_vocab_size=2, theta=1000.0),
     norm=layer_norm(),
     attention=_BOTH_WAYS | {"qkv_names": ("attn.Wqkv",), "output_name": "attn.out_proj"},
     feed_forward={
@@ -199,10 +193,7 @@ _NOMIC = Family(
 def _gte(prefix: str) -> Family:
     """Rotary positions, a gate and BERT's norms too, with biases (Zhang et al. 2024)."""
     return Family(
-        defaults={
-            "max_position_embeddings": 8192, "norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 1,
-            "rope_theta": 160000.0,
-        },
+        defaults=defaults(8192, eps=1e-12, act="gelu", type_vocab_size=1, theta=160000.0),
         norm=layer_norm(), rope_kinds=("ntk",),
         attention=_BOTH_WAYS | _BIASES | {"qkv_names": ("attention.qkv_proj",), "output_name": "attention.o_proj"},
         feed_forward={
@@ -249,7 +240,7 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 # Llama, both ways (Boizard et al. 2025).
 FAMILIES["EuroBertModel"] = FAMILIES["EuroBertForMaskedLM"] = Family(
-    defaults={"max_position_embeddings": 8192, "norm_eps": 1e-5, "rope_theta": 250000.0},
+    defaults=defaults(8192, eps=1e-5, theta=250000.0),
     attention=_BOTH_WAYS | ATTENTION_BIAS, feed_forward=MLP_BIAS, pooling=_pooled("MEAN"),
     model={"unused": ("lm_head.",), "tie_word_embeddings": True},
 )  # fmt: skip

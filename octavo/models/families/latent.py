@@ -11,6 +11,7 @@ from octavo.models.families.settings import (
     CORRECTION,
     GROUPS,
     SIGMOID_GROUPS,
+    defaults,
     routing,
     said_by_types,
     several,
@@ -68,11 +69,10 @@ _SHARED = {"shared": shared_expert(several("n_shared_experts"))}
 
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(
-        defaults=_SIZES | {
-            "max_position_embeddings": 2048, "first_k_dense_replace": 0, "num_experts": 64, "n_shared_experts": 2,
-            "routed_scaling_factor": 1.0, "topk_method": "greedy", "moe_intermediate_size": 1407, "n_group": 1,
-            "topk_group": 1,
-        },
+        defaults=_SIZES | defaults(
+            2048, first_k_dense_replace=0, experts=64, n_shared_experts=2, routed_scaling_factor=1.0,
+            topk_method="greedy", expert_size=1407, n_group=1, topk_group=1,
+        ),
         mixer=latent(),
         experts=_SHARED | {
             "routing": routing(
@@ -84,29 +84,26 @@ FAMILIES = {
         is_sparse=sparse_from("first_k_dense_replace"), refuses=("mlp_bias",),
     ),
     "DeepseekV3ForCausalLM": Family(
-        defaults=_SIZES | {
-            "max_position_embeddings": 4096, "first_k_dense_replace": 3, "num_experts": 256, "n_shared_experts": 1,
-            "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048, "n_group": 8,
-            "topk_group": 4, "num_nextn_predict_layers": 1,
-        },
+        defaults=_SIZES | defaults(
+            4096, first_k_dense_replace=3, experts=256, n_shared_experts=1, top_k=8, routed_scaling_factor=2.5,
+            expert_size=2048, n_group=8, topk_group=4, num_nextn_predict_layers=1,
+        ),
         mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
         is_sparse=sparse_from("first_k_dense_replace"), model=_UNUSED,
     ),
     "Glm4MoeLiteForCausalLM": Family(
-        defaults=_SIZES | GROUPS | {
-            "max_position_embeddings": 202752, "norm_eps": 1e-5, "q_lora_rank": 768, "v_head_dim": 256,
-            "qk_nope_head_dim": 192, "num_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1,
-            "routed_scaling_factor": 1.8, "moe_intermediate_size": 1536, "num_nextn_predict_layers": 1,
-        },
+        defaults=_SIZES | GROUPS | defaults(
+            202752, eps=1e-5, q_lora_rank=768, v_head_dim=256, qk_nope_head_dim=192, experts=64, top_k=4,
+            n_shared_experts=1, routed_scaling_factor=1.8, expert_size=1536, num_nextn_predict_layers=1,
+        ),
         mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
         is_sparse=said_by_types(lambda _, i: i > 0), model=_UNUSED,
     ),
     "AXK1ForCausalLM": Family(
-        defaults=_SIZES | {
-            "max_position_embeddings": 32768, "first_k_dense_replace": 1, "num_experts": 192, "n_shared_experts": 1,
-            "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048, "n_group": 8,
-            "topk_group": 4, "moe_layer_freq": 1,
-        },
+        defaults=_SIZES | defaults(
+            32768, first_k_dense_replace=1, experts=192, n_shared_experts=1, top_k=8, routed_scaling_factor=2.5,
+            expert_size=2048, n_group=8, topk_group=4, moe_layer_freq=1,
+        ),
         mixer=latent(),
         layer={
             "feed_forward_post_norm": lambda c, i: "post_mlp_layernorm|mlp.post_mlp_layernorm"
@@ -121,15 +118,14 @@ FAMILIES = {
         },
     ),
     "Mistral4ForCausalLM": Family(
-        defaults=_SIZES | {
-            "max_position_embeddings": 1048576, "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
-            "first_k_dense_replace": 0, "num_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4,
-            "routed_scaling_factor": 1.0, "moe_intermediate_size": 2048, "n_group": 1, "topk_group": 1,
-            "rope_parameters": {
+        defaults=_SIZES | defaults(
+            1048576, q_lora_rank=1024, kv_lora_rank=256, qk_nope_head_dim=64, first_k_dense_replace=0, experts=128,
+            n_shared_experts=1, top_k=4, routed_scaling_factor=1.0, expert_size=2048, n_group=1, topk_group=1,
+            rope_parameters={
                 "type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
                 "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
             },
-        },
+        ),
         mixer=latent(query_growth=_growth),
         experts=_SHARED | {
             "routing": routing(
@@ -141,11 +137,10 @@ FAMILIES = {
         is_sparse=sparse_from("first_k_dense_replace"),
     ),
     "MiniCPM3ForCausalLM": Family(
-        defaults=_SIZES | {
-            "max_position_embeddings": 32768, "norm_eps": 1e-5, "tie_word_embeddings": True, "kv_lora_rank": 256,
-            "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": None,
-            "rope_interleave": False, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256,
-        },
+        defaults=_SIZES | defaults(
+            32768, eps=1e-5, tied=True, kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64, qk_rope_head_dim=32,
+            v_head_dim=None, rope_interleave=False, scale_emb=12, scale_depth=1.4, dim_model_base=256,
+        ),
         mixer=latent(),
         layer={
             "residual_multiplier": lambda c, _: (c["scale_depth"] or math.sqrt(c["num_hidden_layers"]))
@@ -158,7 +153,7 @@ FAMILIES = {
         refuses=("mlp_bias",),
     ),
     "YoutuForCausalLM": Family(
-        defaults=_SIZES | {"max_position_embeddings": 131072, "tie_word_embeddings": True}, mixer=latent()
+        defaults=_SIZES | defaults(131072, tied=True), mixer=latent()
     ),
 }  # fmt: skip
 

@@ -9,6 +9,21 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.models.readers import Config, Setting, activation_of, key, per_layer
 from octavo.ops import Routing
 
+# Names of settings in the tables.
+_SHORT = {
+    "eps": "norm_eps", "kv_heads": "num_key_value_heads", "head_size": "head_dim", "act": "hidden_act",
+    "tied": "tie_word_embeddings", "theta": "rope_theta", "partial": "partial_rotary_factor",
+    "window": "sliding_window", "experts": "num_experts", "top_k": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size",
+}  # fmt: skip
+
+
+def defaults(max_positions: int | None = None, /, **settings: Any) -> dict[str, Any]:
+    """Of a configuration class, some by short names."""
+    found = {_SHORT.get(name, name): value for name, value in settings.items()}
+    return found if max_positions is None else found | {"max_position_embeddings": max_positions}
+
+
 ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
 MLP_BIAS = {"bias": key("mlp_bias")}
 # Norms around a layer, and only after it.
