@@ -155,11 +155,10 @@ def test_messages_have_pictures(client: openai.OpenAI, server: Server) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:
         content: Any = [text("See"), shown(A), text("and"), shown(B)]
         messages: Any = [{"role": "user", "content": content}]
-        message = other.messages.create(
-            model="llava", max_tokens=6, temperature=0, messages=messages, extra_body={"ignore_eos": True}
-        )
+        message = other.messages.create(model="llava", max_tokens=6, messages=messages, extra_body={"temperature": 0})
         answer = ask(client, text("See"), image(A), text("and"), image(B))
-        assert message.content[0].model_dump()["text"] == answer.choices[0].message.content
+        words = "".join(block.model_dump()["text"] for block in message.content)
+        assert answer.choices[0].message.content.startswith(words)  # that one goes on after an end
         assert message.usage.input_tokens == answer.usage.prompt_tokens
         assert other.messages.count_tokens(model="llava", messages=messages).input_tokens == answer.usage.prompt_tokens
         for role, block, said in (
