@@ -171,6 +171,27 @@ def test_messages_have_pictures(client: openai.OpenAI, server: Server) -> None:
                 other.messages.create(model="llava", max_tokens=6, messages=wrong)
 
 
+def test_metrics_of_pictures(client: openai.OpenAI, server: Server) -> None:
+    names = (
+        "vllm:mm_cache_queries_total",
+        "vllm:mm_cache_hits_total",
+        'octavo:media_total{kind="image",outcome="taken"}',
+    )
+    refused = 'octavo:media_total{kind="image",outcome="refused"}'
+    ask(client, image(A))  # its rows are kept from here on
+    before = [server.count(name) for name in names]
+    num_refused = server.count(refused)
+    ask(client, image(A), text("and so on"))
+    with pytest.raises(openai.BadRequestError):
+        ask(client, image(url(b"")))
+    server.wait_until_idle()
+    assert [server.count(name) for name in names] == [value + 1 for value in before]
+    assert server.count(refused) == num_refused + 1
+    assert server.count("octavo:tower_seconds_total") > 0
+    for phase in ("decode", "process"):
+        assert server.count(f'octavo:media_seconds_count{{kind="image",phase="{phase}"}}') >= 2
+
+
 def test_streams_go_on_while_pictures_are_refused(client: openai.OpenAI, server: Server) -> None:
     alone = said(ask(client, text("A stream")))
     bomb = CASES["a bomb"][0]
