@@ -39,3 +39,6 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_draft_tokens: int = 0  # their tokens
     num_accepted_tokens: int = 0  # those of them that stand
     num_accepted_by_position: list[int] = []  # the same by their place in the guess
+    num_media_queries: int = 0  # media of requests, looked up among those whose rows are kept
+    num_media_hits: int = 0  # those that were found there
+    tower_s: float = 0.0  # what the tower took for the others

@@ -205,6 +205,10 @@ def engine() -> Dashboard:
             panel("octavo:adapter_loads"),
             panel("octavo:adapter_evictions"),
         ],
+        "Pictures": [
+            share("Pictures whose rows were kept", "vllm:mm_cache_hits", "vllm:mm_cache_queries"),
+            panel("octavo:tower_seconds", "Time of towers"),
+        ],
         "Process": [
             panel("octavo:memory_bytes", by="instance, kind"),
             panel("process_resident_memory_bytes", "Resident memory of the front end"),

@@ -86,6 +86,7 @@ class EngineCore:
             config.scheduler, cache, config.model.seed, executor.runs_ahead, speculation, self.cost,
             None if self.adapters is None else self.adapters.pool,
         )  # fmt: skip
+        self._takes_media = config.media is not None
         self.is_paused = False  # nothing is computed
         self._under_way: deque[_UnderWay] = deque()
         self._last_end = 0.0  # time.monotonic, of the last step
@@ -170,6 +171,8 @@ class EngineCore:
         stats.num_waiting += len(self._preparing)
         if self.adapters is not None:
             self._add_adapter_stats(stats, self.adapters)
+        if self._takes_media:
+            stats.num_media_queries, stats.num_media_hits, stats.tower_s = self.executor.take_media_stats()
         return StepOutputs(outputs, stats, loaded)
 
     def _measure(self, step: _UnderWay, draft_s: float) -> float:

@@ -73,6 +73,10 @@ class Executor(Protocol):
         and as long as their hashes are `in_use`. None where there is no room beside those that are now."""
         ...
 
+    def take_media_stats(self) -> tuple[int, int, float]:
+        """Since this was last asked: media looked up, those that were there, and what the tower took for others."""
+        ...
+
 
 class LocalExecutor:
     """One worker, in this process."""
@@ -112,6 +116,10 @@ class LocalExecutor:
     def prepare_media(self, media: Sequence[MediaInput], in_use: set[bytes]) -> list[Future[Any]] | None:
         assert self.worker.media is not None, "media are not served"
         return self.worker.media.prepare(media, in_use)
+
+    def take_media_stats(self) -> tuple[int, int, float]:
+        assert self.worker.media is not None, "media are not served"
+        return self.worker.media.take_stats()
 
     def forget_adapter(self, identity: str) -> None:
         assert self.worker.adapters is not None, "adapters are not served"

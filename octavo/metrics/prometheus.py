@@ -50,10 +50,13 @@ _COUNTERS = {
     "num_prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "num_drafts": ("spec_decode_num_drafts", "Guesses, of one token or several, that were verified."),
     "num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of these guesses."),
+    "num_media_queries": ("mm_cache_queries", "Media looked up among those whose rows are kept."),
+    "num_media_hits": ("mm_cache_hits", "Media whose rows were found there."),
     "num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that the model sampled too."),
 }
 # The same, which vLLM has no names for.
-_ADAPTERS = {
+_OWN_COUNTERS = {
+    "tower_s": ("tower_seconds", "What towers took to make rows of media."),
     "num_adapter_reads": ("adapter_reads", "Adapters read from disk."),
     "adapter_read_s": ("adapter_read_seconds", "From when they were asked for to when they were on the host."),
     "num_adapter_loads": ("adapter_loads", "Adapters copied to the device."),
@@ -103,7 +106,7 @@ class EngineMetrics:
         self.model_name = model_name
         self.last = EngineStats()  # the gauges of the last step
         self.num_steps = 0
-        self.totals: dict[str, float] = dict.fromkeys((*_COUNTERS, *_ADAPTERS), 0)
+        self.totals: dict[str, float] = dict.fromkeys((*_COUNTERS, *_OWN_COUNTERS), 0)
         self.accepted_by_position: list[int] = []  # guessed tokens
         self.prompt_tokens_per_s = 0.0  # these three are set by `log_line`, over its interval
         self.generation_tokens_per_s = 0.0
@@ -240,7 +243,7 @@ class EngineMetrics:
         help = "Packed weights and KV cache, used or not."
         num_bytes = {(kind,): number for kind, number in self.memory_bytes.items()}
         yield family(GaugeMetricFamily, "octavo:memory_bytes", help, num_bytes, "kind")
-        for field, (name, help) in _ADAPTERS.items():
+        for field, (name, help) in _OWN_COUNTERS.items():
             yield family(CounterMetricFamily, f"octavo:{name}", help, {(): self.totals[field]})
         help = "Adapters that are held, by place."
         held = {("host",): self.last.num_adapters_on_host, ("device",): self.last.num_adapters_on_device}

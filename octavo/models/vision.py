@@ -62,8 +62,7 @@ class VisionFamily:
 
     decoder: str  # the `model_type` of the text_config
     image_token: int  # the token that a row stands in the place of
-    is_tied: bool = False  # tie_word_embeddings
-    may_tie_in_text: bool = False  # that of the text_config counts too
+    may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
     sees: bool = True  # otherwise its pictures are `NOT_BUILT`, and it is a language model
     counts_pictures: bool = False  # a picture that is alone in its prompt is cut up, one among others is not
 
@@ -73,13 +72,13 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "LlavaNextForConditionalGeneration": VisionFamily("llama", 32000),
     "LlavaOnevisionForConditionalGeneration": VisionFamily("qwen2", 151646, may_tie_in_text=True, counts_pictures=True),
     "VipLlavaForConditionalGeneration": VisionFamily("llama", 32000),
-    "Mistral3ForConditionalGeneration": VisionFamily("mistral", 10, is_tied=True),
+    "Mistral3ForConditionalGeneration": VisionFamily("mistral", 10),
     "Idefics3ForConditionalGeneration": VisionFamily("llama", 128257),
     "SmolVLMForConditionalGeneration": VisionFamily("llama", 128257),
-    "InternVLForConditionalGeneration": VisionFamily("qwen2", 151667, is_tied=True),
-    "AyaVisionForConditionalGeneration": VisionFamily("cohere2", 255036, is_tied=True),
+    "InternVLForConditionalGeneration": VisionFamily("qwen2", 151667),
+    "AyaVisionForConditionalGeneration": VisionFamily("cohere2", 255036),
     "AriaForConditionalGeneration": VisionFamily("aria_text", 9),
-    "Gemma3ForConditionalGeneration": VisionFamily("gemma3_text", 262144, is_tied=True, sees=False),
+    "Gemma3ForConditionalGeneration": VisionFamily("gemma3_text", 262144, sees=False),
 }
 _THREE_POSITIONS = "tokens have three positions (M-RoPE)"
 # Classes whose pictures are not built, and what is special about them.
@@ -113,11 +112,14 @@ def read_vision(name: str, config: Mapping[str, Any]) -> ModelDescription:
             f"the token of pictures is {image_token(config, name)}, and the decoder's are 0 to "
             f"{description.vocab_size - 1}."
         )
-    is_tied = bool(config.get("tie_word_embeddings", family.is_tied))
+    # Most files do not say it of the whole; the class's own default there is not what was trained (Mistral 3).
+    is_tied = description.tie_word_embeddings
+    if (whole := config.get("tie_word_embeddings")) is not None:
+        is_tied = bool(whole) or (family.may_tie_in_text and bool(text.get("tie_word_embeddings")))
     return replace(
         description,
         architecture=name,
-        tie_word_embeddings=is_tied or (family.may_tie_in_text and bool(text.get("tie_word_embeddings"))),
+        tie_word_embeddings=is_tied,
         takes_media=family.sees,
         unused=(*description.unused, *_TOWERS),
     )

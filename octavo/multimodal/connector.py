@@ -61,16 +61,13 @@ class MediaConnector:
         return loop
 
     @cached_property
-    def _client(self) -> httpx.AsyncClient:
+    def _transport(self) -> httpx.AsyncHTTPTransport:
         import httpx
 
-        # No proxy of the environment, which would resolve names itself, and no connection that another host opened.
-        return httpx.AsyncClient(
-            verify=httpx.create_ssl_context(),
-            trust_env=False,
-            timeout=None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        )
+        # Without httpx's client, which would keep cookies: by address, and so for all hosts that share one. No proxy of
+        # the environment, which would resolve names itself, and no connection that another host opened.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        return httpx.AsyncHTTPTransport(verify=httpx.create_ssl_context(), trust_env=False, limits=limits)
 
     async def _fetch(self, url: str) -> bytes:
         import httpx
@@ -120,11 +117,10 @@ class MediaConnector:
         headers = {**_HEADERS, "Host": address.netloc.decode("ascii")}
         last: httpx.HTTPError | None = None
         for found in await self._resolve(host, port):
-            request = self._client.build_request(
-                "GET", address.copy_with(host=found), headers=headers, extensions={"sni_hostname": host}
-            )
+            extensions = {"sni_hostname": host}
+            request = httpx.Request("GET", address.copy_with(host=found), headers=headers, extensions=extensions)
             try:
-                return await self._client.send(request, stream=True)
+                return await self._transport.handle_async_request(request)
             except (httpx.ConnectError, httpx.ConnectTimeout) as e:
                 last = e
         assert last is not None, "names resolve to an address at least"

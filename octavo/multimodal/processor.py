@@ -15,6 +15,7 @@ import numpy as np
 
 from octavo.config import MediaConfig
 from octavo.errors import LoadError, RequestError
+from octavo.metrics.media import MediaMetrics
 from octavo.multimodal.connector import MediaConnector, fetch_all, needs_fetching
 from octavo.multimodal.pictures import content_hash, from_bytes, from_url, normalized
 from octavo.request import MediaArray, MediaInput, MediaItem
@@ -41,6 +42,7 @@ class PictureProcessor:
 
     def __init__(self, config: MediaConfig) -> None:
         self.config = config
+        self.metrics = MediaMetrics()
         self._connector = MediaConnector(config)
         self._lock = Lock()
         self._processor: Any = None
@@ -81,13 +83,16 @@ class PictureProcessor:
     async def fetch(self, urls: Sequence[str]) -> dict[str, bytes]:
         """The files of those of a prompt's URLs that say where one is. Raises `RequestError`."""
         self.check_number(len(urls))
-        return await fetch_all(self._connector, urls)
+        if not any(map(needs_fetching, urls)):
+            return {}
+        with self.metrics.phase("fetch"):
+            return await fetch_all(self._connector, urls)
 
     def decode(self, url: str, file: bytes | None) -> Image:
         """The picture of a data: URL, or of the file that was fetched from `url`. Raises `RequestError`."""
-        if file is None:
-            return from_url(url, self.config.max_bytes, self.config.max_pixels)
-        return from_bytes(file, self.config.max_bytes, self.config.max_pixels)
+        limits = self.config.max_bytes, self.config.max_pixels
+        with self.metrics.phase("decode"):
+            return from_url(url, *limits) if file is None else from_bytes(file, *limits)
 
     def check_number(self, count: int) -> None:
         """Raise `RequestError` for more pictures than a prompt may have."""
@@ -147,8 +152,10 @@ class PictureProcessor:
         found: dict[bytes, Processed] = {}
         digests = [content_hash(image, f"{self._settings} {number}", salt) for image in images]
         for digest, image in zip(digests, images, strict=True):
+            self.metrics.count("taken")
             if digest not in found:
-                found[digest] = self._process(image, digest, number)
+                with self.metrics.phase("process"):
+                    found[digest] = self._process(image, digest, number)
         return [found[digest] for digest in digests]
 
     def _process(self, image: Image, digest: bytes, number: int) -> Processed:

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -99,6 +100,8 @@ class TowerCache:
         self._entries: OrderedDict[bytes, tuple[int, Future[Rows]]] = OrderedDict()  # the latest used last
         self._thread = ThreadPoolExecutor(1, "octavo-tower")
         self.num_runs = 0  # of the tower
+        self._num_queries = self._num_hits = 0
+        self._seconds = self._told_seconds = 0.0  # of the tower's thread, and of the core's
 
     @property
     def num_tokens(self) -> int:
@@ -119,13 +122,29 @@ class TowerCache:
         found = []
         for one in inputs:
             entry = self._entries.get(one.content_hash)
+            self._num_queries += 1
+            self._num_hits += entry is not None
             if entry is None or (entry[1].done() and (entry[1].cancelled() or entry[1].exception() is not None)):
                 self.num_runs += 1
-                entry = one.num_tokens, self._thread.submit(self._tower.rows, one)
+                entry = one.num_tokens, self._thread.submit(self._make, one)
                 self._entries[one.content_hash] = entry
             self._entries.move_to_end(one.content_hash)
             found.append(entry[1])
         return found
+
+    def take_stats(self) -> tuple[int, int, float]:
+        """See `Executor.take_media_stats`."""
+        seconds = self._seconds
+        found = self._num_queries, self._num_hits, seconds - self._told_seconds
+        self._num_queries, self._num_hits, self._told_seconds = 0, 0, seconds
+        return found
+
+    def _make(self, given: MediaInput) -> Rows:
+        start = time.monotonic()
+        try:
+            return self._tower.rows(given)
+        finally:
+            self._seconds += time.monotonic() - start
 
     def rows(self, content_hash: bytes) -> Rows:
         """Of a picture that is in use, and ready."""

@@ -51,6 +51,7 @@ def core() -> tuple[EngineCore, dict[str, Future[None]]]:
         speculative=None,
         draft=None,
         lora=None,
+        media=None,
     )
     executor = StubExecutor()
     return EngineCore(cast(Any, config), cast(Any, executor)), executor.grammars

@@ -31,6 +31,8 @@ COUNTERS = {
     "num_preemptions_total",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
+    "mm_cache_queries_total",
+    "mm_cache_hits_total",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_per_pos_total",

@@ -40,7 +40,9 @@ class Pictures(http.server.BaseHTTPRequestHandler):
         self.seen.append((self.path, dict(self.headers)))
         kind, _, rest = self.path[1:].partition("?")[0].partition("/")
         self.close_connection = True
-        if kind == "picture":
+        if kind == "cookie":
+            self.answer(200, PICTURE, **{"Set-Cookie": "who=you"})
+        elif kind == "picture":
             self.answer(200, PICTURE)
         elif kind == "status":
             self.answer(int(rest), b"an internal matter")
@@ -138,6 +140,14 @@ def test_a_picture_is_fetched(server: str, path: str) -> None:
     assert all(headers["Accept-Encoding"] == "identity" for _, headers in Pictures.seen)
 
 
+def test_nothing_of_one_fetch_is_sent_with_another(server: str) -> None:
+    connector = MediaConnector(CONFIG)
+    for _ in range(2):
+        assert connector.fetch(server + "/cookie").result(timeout=60) == PICTURE
+    for _, headers in Pictures.seen:
+        assert headers.keys() == {"Accept", "Accept-Encoding", "User-Agent", "Host"}
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [
@@ -177,7 +187,7 @@ def test_only_the_public_internet_is_asked(host: str, monkeypatch: pytest.Monkey
     async def no_connection(*_: Any, **__: Any) -> Any:
         raise AssertionError("a connection")
 
-    monkeypatch.setattr("httpx.AsyncClient.send", no_connection)
+    monkeypatch.setattr("httpx.AsyncHTTPTransport.handle_async_request", no_connection)
     said = refusal(f"http://{host}:1/a.png", allows_private=False)
     assert "not on the public internet" in said or "cannot be reached" in said  # a family that is not here
 

@@ -244,6 +244,23 @@ def test_every_family_has_its_case() -> None:
     assert {name for name, one in VISION_FAMILIES.items() if not one.sees} <= NOT_BUILT.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "whole", "text", "is_tied"),
+    [
+        ("Mistral3ForConditionalGeneration", {}, {}, False),
+        ("AyaVisionForConditionalGeneration", {}, {}, True),
+        ("AyaVisionForConditionalGeneration", {"tie_word_embeddings": False}, {}, False),
+        ("LlavaOnevisionForConditionalGeneration", {"tie_word_embeddings": False}, {"tie_word_embeddings": True}, True),
+        ("SmolVLMForConditionalGeneration", {"tie_word_embeddings": False}, {"tie_word_embeddings": True}, False),
+    ],
+)
+def test_whose_word_counts_on_tied_embeddings(
+    name: str, whole: dict[str, Any], text: dict[str, Any], is_tied: bool
+) -> None:
+    config = {"architectures": [name], "image_token_id": 0, "text_config": text, **whole}
+    assert describe(config).tie_word_embeddings == is_tied
+
+
 @pytest.mark.parametrize("name", NOT_BUILT.keys() - VISION_FAMILIES.keys())
 def test_what_cannot_be_expressed_is_refused_by_name(name: str) -> None:
     with pytest.raises(LoadError, match=f"{name}: pictures are not built in which tokens"):

@@ -99,6 +99,8 @@ class ServerState:
         self.http_metrics = HttpMetrics()
         if engine.metrics is not None:
             engine.metrics.others.append(self.http_metrics)
+            if engine.inputs.pictures is not None:
+                engine.metrics.others.append(engine.inputs.pictures.metrics)
         self.is_stopping = False
         self.num_in_flight = 0  # requests whose answers are not complete
         self.num_queued = 0  # those of them that are whole, and that the engine answers
