@@ -88,6 +88,99 @@ inline void shrink_tile(const typename E::T* const* x, const typename E::T* a, i
     }
 }
 
+#ifdef OCTAVO_TILES
+// The rows of x by kCount panels of A, which lie `panel_elements` apart: tiles 0 to kCount - 1.
+template <int kCount>
+inline void shrink_step(const uint16_t* x, int64_t x_stride, const uint16_t* a, int64_t panel_elements) {
+    constexpr int64_t kStride = kFactorPanel * 4;
+    tile_load<4>(x, x_stride);
+    tile_load<5>(a, kStride);
+    tile_dot_bf16<0, 4, 5>();
+    if constexpr (kCount > 1) {
+        tile_load<6>(a + panel_elements, kStride);
+        tile_dot_bf16<1, 4, 6>();
+    }
+    if constexpr (kCount > 2) {
+        tile_load<7>(a + 2 * panel_elements, kStride);
+        tile_dot_bf16<2, 4, 7>();
+    }
+    if constexpr (kCount > 3) {
+        tile_load<5>(a + 3 * panel_elements, kStride);
+        tile_dot_bf16<3, 4, 5>();
+    }
+}
+
+constexpr int kMostPanels = 4;
+
+// x [rows, k], one row after the other, by kCount panels: into y [kCount][16][16]. What k lacks to a whole tile is
+// zeros.
+template <int kCount>
+void shrink_tiles(const uint16_t* x, int64_t rows, const uint16_t* a, int64_t panel_elements, int64_t k, float* y) {
+    constexpr int64_t kStepElements = kTileK * kFactorPanel;
+    tile_zero<0>();
+    if constexpr (kCount > 1) tile_zero<1>();
+    if constexpr (kCount > 2) tile_zero<2>();
+    if constexpr (kCount > 3) tile_zero<3>();
+    const int64_t steps = k / kTileK;
+    for (int64_t i = 0; i < steps; ++i) {
+        for (int p = 0; p < kCount; ++p) {
+            const char* next = reinterpret_cast<const char*>(a + i * kStepElements + p * panel_elements);
+            for (int line = 0; line < kStepElements * 2; line += 64) {
+                __builtin_prefetch(next + kShrinkPrefetchBytes / kCount + line);
+            }
+        }
+        shrink_step<kCount>(x + i * kTileK, k * 2, a + i * kStepElements, panel_elements);
+    }
+    if (const int64_t rest = k - steps * kTileK; rest > 0) {
+        alignas(64) uint16_t last_x[kTileMaxRows * kTileK] = {};
+        alignas(64) uint16_t last_a[kCount * kStepElements] = {};
+        for (int64_t r = 0; r < rows; ++r) {
+            memcpy(last_x + r * kTileK, x + r * k + steps * kTileK, static_cast<size_t>(rest) * sizeof(*x));
+        }
+        for (int p = 0; p < kCount; ++p) {
+            memcpy(last_a + p * kStepElements, a + p * panel_elements + steps * kStepElements,
+                   static_cast<size_t>((rest + 1) / 2 * 2 * kFactorPanel) * sizeof(*a));
+        }
+        shrink_step<kCount>(last_x, kTileMaxBytes, last_a, kStepElements);
+    }
+    constexpr int64_t kStride = kFactorPanel * sizeof(float);
+    constexpr int kElements = kTileMaxRows * kFactorPanel;
+    tile_store<0>(y, kStride);
+    if constexpr (kCount > 1) tile_store<1>(y + kElements, kStride);
+    if constexpr (kCount > 2) tile_store<2>(y + 2 * kElements, kStride);
+    if constexpr (kCount > 3) tile_store<3>(y + 3 * kElements, kStride);
+}
+
+// What shrink_part does, by tiles: `x` is a copy of the part's rows.
+void shrink_part_by_tiles(const ShrinkArgs& a, const AdapterRows& part, const uint16_t* x, int64_t panel_begin,
+                          int64_t panel_end) {
+    const AdapterFactors& f = a.factors[part.slot];
+    const int32_t* rows = a.schedule->rows + part.begin;
+    const int64_t panel_elements = (a.k + 1) / 2 * 2 * kFactorPanel;
+    alignas(64) float y[kMostPanels * kTileMaxRows * kFactorPanel];
+    TileShapes shapes;
+    for (int t = 0; t <= 4; ++t) shapes.set(t, part.rows, kTileMaxBytes);
+    for (int t = 5; t < 8; ++t) shapes.set(t, kTileMaxRows, kTileMaxBytes);
+    const TileScope scope(shapes);
+    for (int64_t panel = panel_begin; panel < panel_end; panel += kMostPanels) {
+        const int64_t count = min_of<int64_t>(kMostPanels, panel_end - panel);
+        const uint16_t* from = static_cast<const uint16_t*>(f.a) + panel * panel_elements;
+        with_constant<kMostPanels>(count, [&](auto panels) {
+            shrink_tiles<decltype(panels)::kValue>(x, part.rows, from, panel_elements, a.k, y);
+        });
+        for (int64_t p = 0; p < count; ++p) {
+            const int64_t col = (panel + p) * kFactorPanel;
+            const int lanes = static_cast<int>(min_of<int64_t>(kFactorPanel, f.rank - col));
+            for (int r = 0; r < part.rows; ++r) {
+                uint16_t* out = static_cast<uint16_t*>(a.out) + rows[r] * a.out_stride + col;
+                store_some(out, load(y + (p * kTileMaxRows + r) * kFactorPanel), lanes);
+            }
+        }
+    }
+}
+static_assert(kAdapterRows <= kTileMaxRows && kFactorPanel == kLanes, "a part is a tile high and a panel one wide");
+#endif
+
 template <class E>
 void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
     using T = typename E::T;
@@ -100,7 +193,12 @@ void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
     if (panel_begin == panel_end) return;
     fetch_beginning(f);
     const T* x[kAdapterRows];
-    if (a.x_dtype == a.dtype) {
+#ifdef OCTAVO_TILES
+    constexpr bool kByTiles = E::kStep == 2;
+#else
+    constexpr bool kByTiles = false;
+#endif
+    if (a.x_dtype == a.dtype && !kByTiles) {
         for (int64_t r = 0; r < part.rows; ++r) x[r] = static_cast<const T*>(a.x) + rows[r] * a.x_stride;
     } else {
         T* copy = static_cast<T*>(a.scratch) + (part.begin * s.splits + split * part.rows) * a.k;
@@ -110,6 +208,9 @@ void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
         }
     }
     if (&part + 1 < s.parts + s.num_parts) fetch_beginning(a.factors[(&part + 1)->slot]);
+#ifdef OCTAVO_TILES
+    if constexpr (kByTiles) return shrink_part_by_tiles(a, part, x[0], panel_begin, panel_end);
+#endif
     constexpr int64_t kVecs = kFactorPanel / kLanes;  // of a panel
     const int64_t steps = (a.k + E::kStep - 1) / E::kStep;
     const int64_t panel_elements = steps * kFactorPanel * E::kStep;

@@ -59,6 +59,7 @@ Registers cpuid_features(unsigned subleaf) {
     table->linear = products.linear;
     table->experts_up = products.experts_up;
     table->experts_down = products.experts_down;
+    table->shrink = products.shrink;
     return table;
 }
 

@@ -530,7 +530,7 @@ struct KernelTable {
 };
 // What an instruction set with products of its own brings.
 struct ProductKernels {
-    Kernel linear, experts_up, experts_down;
+    Kernel linear, experts_up, experts_down, shrink;
 };
 
 // One instance per instruction set that was compiled in; see dispatch.cpp.

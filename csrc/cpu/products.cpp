@@ -1,5 +1,6 @@
-// Products alone, for instruction sets that bring nothing to the other kernels: those are taken from a narrower set's
-// table (dispatch.cpp). Compiled once per set, as kernels.cpp is.
+// Products alone, those with adapters' factors among them, for instruction sets that bring nothing to the other
+// kernels: those are taken from a narrower set's table (dispatch.cpp). Compiled once per set, as kernels.cpp is.
+#include "adapters.h"
 #include "experts.h"
 
 namespace octavo {
@@ -8,6 +9,7 @@ const ProductKernels OCTAVO_CONCAT(kProducts_, OCTAVO_ISA) = {
     OCTAVO_ISA::linear,
     OCTAVO_ISA::experts_up,
     OCTAVO_ISA::experts_down,
+    OCTAVO_ISA::shrink,
 };
 
 }  // namespace octavo
