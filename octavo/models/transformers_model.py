@@ -47,6 +47,10 @@ from octavo.models.transformers_exchange import (
 from octavo.ops import Array, LayerKVCache, Ops
 
 _ATTENTION = "octavo"
+_LAYER_TYPES = {
+    "full_attention",
+    "sliding_attention",
+}  # of configurations: one key and value a token, and at most a window
 
 
 class _Call(NamedTuple):
@@ -147,6 +151,9 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
         ) from None
     # Of configurations with parts the text's; what the engine asks is there.
     text = known.get_text_config()
+    # What these do to keys, or leave out of the mask, shows in long prompts only.
+    if others := sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES):
+        raise LoadError(f"its layers of the type {', '.join(others)} are more than attention over the keys of tokens.")
     description = TransformersDescription(
         architecture=(config.get("architectures") or ["(none)"])[0],
         vocab_size=text.vocab_size,

@@ -103,8 +103,9 @@ def test_the_engine_answers_as_it_does_natively(tmp_path: Path, tiny_tokenizer: 
     ("architecture", "settings", "reason"),
     [
         ("BloomForCausalLM", {"n_layer": 2}, "2 layers, of which 0 call an attention"),
-        ("FalconMambaForCausalLM", {"num_hidden_layers": 2}, "of which 0 call"),
+        ("FalconMambaForCausalLM", {"num_hidden_layers": 2}, "layers of the type linear_attention are more"),
         ("GPTJForCausalLM", {"n_layer": 2}, "cannot make GPTJForCausalLM with an exchanged attention"),
+        ("DeepseekV4ForCausalLM", {}, "layers of the type compressed_sparse_attention"),
     ],
 )
 def test_networks_whose_attention_cannot_be_exchanged_are_refused(
