@@ -206,7 +206,11 @@ def engine() -> Dashboard:
             panel("octavo:adapter_evictions"),
         ],
         "Pictures": [
-            share("Pictures whose rows were kept", "vllm:mm_cache_hits", "vllm:mm_cache_queries"),
+            together(  # a share would be nothing where there are no pictures
+                "Pictures, and those whose rows were kept", "cps",
+                {"pictures": rate("vllm:mm_cache_queries"), "kept": rate("vllm:mm_cache_hits")},
+                "vllm:mm_cache_queries", "vllm:mm_cache_hits",
+            ),
             panel("octavo:tower_seconds", "Time of towers"),
         ],
         "Process": [

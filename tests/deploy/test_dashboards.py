@@ -66,9 +66,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.slow
-def test_every_query_of_every_panel_finds_data(server: Server, tmp_path: Path) -> None:
-    with running_prometheus(tmp_path, octavo=server.url.removeprefix("http://")) as prometheus:
+@pytest.fixture(scope="module")
+def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """One that has scraped the server before and after it answered."""
+    with running_prometheus(
+        tmp_path_factory.mktemp("prometheus"), octavo=server.url.removeprefix("http://")
+    ) as prometheus:
         if prometheus is None:
             pytest.skip(MISSING)
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
@@ -79,14 +82,55 @@ def test_every_query_of_every_panel_finds_data(server: Server, tmp_path: Path) -
             wait_for(prometheus, "sum(vllm:request_success_total)", wave)
             wait_for(prometheus, "sum(http_requests_total)", wave)
             extra["prediction"] = {"type": "content", "content": answer}  # guesses, for the panels that show them
-        empty = []
-        for path in sorted((GRAFANA / "dashboards").iterdir()):
-            dashboard = json.loads(path.read_text())
-            for panel in dashboard["panels"]:
-                for target in panel.get("targets", ()):
-                    query = target["expr"].replace("$__rate_interval", "5m")
-                    query = query.replace("$model_name", ".+").replace("$instance", ".+")
-                    assert "$" not in query
-                    if not any(math.isfinite(value) for _, value in prometheus.query(query)):
-                        empty.append(f"{dashboard['title']}, {panel['title']}: {query}")
-        assert not empty, "\n".join(empty)
+        yield prometheus
+
+
+def finds_data(prometheus: Prometheus, query: str) -> bool:
+    query = query.replace("$__rate_interval", "5m")
+    assert "$" not in query
+    return any(math.isfinite(value) for _, value in prometheus.query(query))
+
+
+@pytest.mark.slow
+def test_every_query_of_every_panel_finds_data(prometheus: Prometheus) -> None:
+    empty = []
+    for path in sorted((GRAFANA / "dashboards").iterdir()):
+        dashboard = json.loads(path.read_text())
+        for panel in dashboard["panels"]:
+            for target in panel.get("targets", ()):
+                query = target["expr"].replace("$model_name", ".+").replace("$instance", ".+")
+                if not finds_data(prometheus, query):
+                    empty.append(f"{dashboard['title']}, {panel['title']}: {query}")
+    assert not empty, "\n".join(empty)
+
+
+# What the panels of vLLM's own dashboard ask for (its examples' prometheus_grafana/grafana.json), and the newer name of
+# one metric. OF is the model's label as they have it.
+OF = f'{{model_name="{MODEL}"}}'
+LATENCIES = ("e2e_request_latency_seconds", "time_per_output_token_seconds", "time_to_first_token_seconds")
+RATES = (
+    "prompt_tokens_total", "generation_tokens_total", "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum", "request_max_num_generation_tokens_sum",
+)  # fmt: skip
+LENGTHS = ("request_prompt_tokens", "request_generation_tokens")
+NOW = ("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc", "kv_cache_usage_perc")
+VLLM_QUERIES = [
+    *(
+        f"histogram_quantile({share}, sum by(le) (rate(vllm:{name}_bucket{OF}[$__rate_interval])))"
+        for name in LATENCIES
+        for share in (0.99, 0.95, 0.9, 0.5)
+    ),
+    *(
+        f"rate(vllm:{name}_sum{OF}[$__rate_interval]) / rate(vllm:{name}_count{OF}[$__rate_interval])"
+        for name in LATENCIES
+    ),
+    *(f"rate(vllm:{name}{OF}[$__rate_interval])" for name in RATES),
+    *(f"sum by(le) (increase(vllm:{name}_bucket{OF}[$__rate_interval]))" for name in LENGTHS),
+    f"sum by(finished_reason) (increase(vllm:request_success_total{OF}[$__rate_interval]))",
+    *(f"vllm:{name}{OF}" for name in NOW),
+]
+
+
+@pytest.mark.slow
+def test_no_panel_of_vllms_dashboard_is_empty(prometheus: Prometheus) -> None:
+    assert [query for query in VLLM_QUERIES if not finds_data(prometheus, query)] == []
