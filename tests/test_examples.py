@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,10 +38,26 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_every_example_is_run_and_described() -> None:
-    names = {path.stem for path in (ROOT / "examples").glob("*.py")}
-    assert names == set(EXAMPLES)
-    described = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\)", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
+    names = {path.name for path in (ROOT / "examples").iterdir()} - {"README.md", "__pycache__"}
+    assert names == {*(f"{name}.py" for name in EXAMPLES), "javascript.mjs"}
+    described = re.findall(r"^\| \[(\S+)\]\(\1\)", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
     assert sorted(described) == sorted(names)
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+def test_javascript(server: Server, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "javascript.mjs", tmp_path)
+    npm = ["npm", "install", "--no-audit", "--no-fund", "openai@7.57.0"]
+    try:
+        subprocess.run(npm, cwd=tmp_path, capture_output=True, check=True, timeout=120)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"npm cannot install the client here: {error.stderr!r:.300}")
+    env = os.environ | {"OPENAI_BASE_URL": f"{server.url}/v1"}
+    done = subprocess.run(
+        ["node", "javascript.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Paris(?s:.*)\ntemperature_of\((Paris|Rome)\)\n", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
