@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -64,3 +66,27 @@ def test_wheels_are_built_and_tried_for_every_python_that_is_supported() -> None
     assert built == [f"cp3{minor}-*" for minor in range(oldest, oldest + len(built))]
     tried = yaml.safe_load(WORKFLOW.read_text())["jobs"]["answers"]["strategy"]["matrix"]["python"]
     assert [f"cp{version.replace('.', '')}-*" for version in tried] == [built[0], built[-1]]
+
+
+def test_everything_that_is_installed_with_octavo_has_a_licence_that_may_be() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "licenses"), "transformers", "vision"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = dict(re.findall(r"^\| ([a-z0-9.-]+) \| \S+ \| (.+) \|$", done.stdout, re.MULTILINE))
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    named = {re.split(r"[^\w-]", text)[0].lower().replace("_", "-") for text in requirements if "win32" not in text}
+    assert named <= rows.keys()
+    assert {"starlette", "torch", "pillow"} <= rows.keys(), "what those require, and what extras bring"
+
+
+@pytest.mark.parametrize(
+    ("licence", "may_be"),
+    [
+        ("MIT", True), ("MPL-2.0 AND MIT", True), ("LGPL-3.0-or-later", True),
+        ("GNU Library or Lesser General Public License (LGPL)", True), ("GPL-3.0-or-later", False),
+        ("GNU General Public License v3 (GPLv3)", False), ("AGPL-3.0-only", False), ("", False),
+    ],
+)  # fmt: skip
+def test_licences_that_would_bind_a_program_are_refused(licence: str, may_be: bool) -> None:
+    path = str(ROOT / "scripts" / "licenses")
+    assert (runpy.run_path(path)["faults"]({"package": licence}) == []) == may_be
