@@ -133,18 +133,17 @@ class AdapterStore:
 
     def _pack(self, source: AdapterSource) -> HostAdapter:
         files = AdapterFiles(source.config, source.weights)
+        _check_unchanged(files, source)
         try:
-            if digest(files) != source.identity:
-                raise LoadError("its files have changed since it was asked for; ask again.")
-        except OSError as e:
-            raise LoadError(f"cannot read {e.filename}: {e.strerror}.") from None
-        if files.config is None:
-            modules = read_gguf_adapter(files.weights, self._config.model.checkpoint.config, self._lora.max_rank)
-        else:
-            modules = read_peft(files, self._lora.max_rank)
-        packed = []
-        for number, factors in self._map.factors(files.weights, modules, self._base_weights).items():
-            packed.append((number, self._tables[number].pack(factors, self.page_bytes)))
+            if files.config is None:
+                modules = read_gguf_adapter(files.weights, self._config.model.checkpoint.config, self._lora.max_rank)
+            else:
+                modules = read_peft(files, self._lora.max_rank)
+            packed = []
+            for number, factors in self._map.factors(files.weights, modules, self._base_weights).items():
+                packed.append((number, self._tables[number].pack(factors, self.page_bytes)))
+        finally:
+            _check_unchanged(files, source)  # or what was read, or found wrong, may be in others that took their place
         pieces = [piece for _, one in packed for piece in one.pieces]
         num_pages, places = place([piece.nbytes for piece in pieces], self.page_bytes)
         pages = [np.zeros(self.page_bytes, np.uint8) for _ in range(num_pages)]
@@ -168,6 +167,15 @@ class AdapterStore:
             return np.array(dequantize(stored, "float32"))
         finally:
             weights.close()
+
+
+def _check_unchanged(files: AdapterFiles, source: AdapterSource) -> None:
+    """Raises `LoadError` if the files do not hold what was asked for."""
+    try:
+        if digest(files) != source.identity:
+            raise LoadError("its files have changed since it was asked for; ask again.")
+    except OSError as e:
+        raise LoadError(f"cannot read {e.filename}: {e.strerror}.") from None
 
 
 def _shape(matrix: NamedMatrix, config: LoRAConfig) -> FactorShape:

@@ -27,7 +27,6 @@ from fastapi.responses import StreamingResponse
 
 from octavo.loading.checkpoint import resolve
 from tests.e2e.server import Server, running_server
-from tests.models.small_text_encoder import write_model
 
 pytestmark = pytest.mark.slow
 
@@ -172,6 +171,9 @@ def test_the_openai_client(server: Server) -> None:
 
 
 def test_curl_of_embeddings(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the model is made with it")
+    from tests.models.small_text_encoder import write_model
+
     write_model(tmp_path, "BertModel")
     with running_server(tmp_path, "--model", str(tmp_path), "--served-model-name", "E", "--cpu-threads", "1") as server:
         body = json.dumps({"model": "E", "input": ["the cat", "a dog"]})

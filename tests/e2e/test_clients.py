@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from tests.e2e.server import MODEL, Server, running_server
-from tests.models.small_text_encoder import write_model
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")]
 
@@ -41,6 +40,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def pooling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A small embedder, whose scores are cosines; it says that it is the model that the programs ask for."""
+    pytest.importorskip("torch", reason="the model is made with it")
+    from tests.models.small_text_encoder import write_model
+
     folder = tmp_path_factory.mktemp("pooling")
     write_model(folder, "BertModel")
     with running_server(folder, "--model", str(folder), "--served-model-name", MODEL, "--cpu-threads", "1") as server:

@@ -236,7 +236,7 @@ def test_tokens_are_counted_as_the_message_has_them(agent: tuple[anthropic.Anthr
         ({"messages": []}, 400, "messages"),
         ({"messages": HELLO, "max_tokens": 0}, 400, "max_tokens"),
         ({"messages": HELLO, "model": "other"}, 404, "other"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "image.source is required"),
         ({"messages": HELLO, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "web_search"),
         ({"messages": HELLO, "mcp_servers": [{"url": "x"}]}, 400, "mcp_servers"),
         ({"messages": HELLO, "nonsense": 1}, 400, "nonsense"),

@@ -298,7 +298,7 @@ def test_pages_of_input_items(http: httpx.Client) -> None:
     [
         ({"input": []}, "input"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"previous_response_id": "resp_no"}, "previous_response_id"),

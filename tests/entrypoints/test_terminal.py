@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,12 @@ from tests.entrypoints.fake_engine import FakeEngine, wait_until
 TIMEOUT_S = 60
 
 
+def _take_terminal() -> None:
+    """In the new process: its input is its controlling terminal, and Ctrl-C a signal whatever the tests run under."""
+    os.close(os.open(os.ttyname(0), os.O_RDWR))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A command that runs in a pseudo-terminal."""
 
@@ -28,7 +35,7 @@ class Terminal:
         # In a session of its own the terminal is its controlling one, which is what makes Ctrl-C a signal.
         self.process = subprocess.Popen(
             words, stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True,
-            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
+            preexec_fn=_take_terminal,
         )  # fmt: skip
         os.close(end)
         self._seen = ""
