@@ -41,7 +41,8 @@ def logits_of_subject(llm: LLM, company: list[list[int]], cached_tokens: int = 0
 @pytest.mark.parametrize(
     ("dtype", "cache"),
     [
-        ("bfloat16", "auto"), ("bfloat16", "int8"),
+        ("bfloat16", "auto"),
+        pytest.param("bfloat16", "int8", marks=pytest.mark.long),
         pytest.param("float32", "auto", marks=pytest.mark.long),
         pytest.param("bfloat16", "fp8_e4m3", marks=pytest.mark.long),
     ],

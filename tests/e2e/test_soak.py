@@ -13,6 +13,7 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_no_request_is_lost_at_twice_the_capacity_while_the_engine_is_killed(tmp_path: Path) -> None:
     result, log = tmp_path / "soak.json", tmp_path / "server.log"
     options = ["--minutes", "0.4", "--seed", "7", "--json", str(result), "--log", str(log)]

@@ -145,7 +145,7 @@ def test_the_live_view_follows_the_engine(page: sync_api.Page, server: Server) -
     assert page.inner_text("#itl") != "–"
 
 
-@pytest.mark.parametrize("width", [320, pytest.param(390, marks=pytest.mark.long), 820])
+@pytest.mark.parametrize("width", [320, *(pytest.param(width, marks=pytest.mark.long) for width in (390, 820))])
 def test_narrow_screens_show_one_view_and_never_scroll_sideways(
     browser: sync_api.Browser, server: Server, width: int
 ) -> None:

@@ -13,6 +13,8 @@ from tests.quantization.blocks import BLOCKS
 WINDOW = 512
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_the_default_models_weights_lose_less_than_one_percent() -> None:
     tokens = 4 * WINDOW
     expected, _ = measure("", "float32", tokens, WINDOW)

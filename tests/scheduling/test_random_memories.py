@@ -23,7 +23,13 @@ GUESSES = [
 GUESSES += [(model, "random", "swap", False) for model in MODELS if model != "full"]
 
 
-@pytest.mark.parametrize(("model", "guesses", "preemption_mode", "ahead"), KINDS + GUESSES)
+# Half of each; the other half is in the long tier.
+CASES = [
+    pytest.param(*case, marks=pytest.mark.long if number % 2 else ()) for number, case in enumerate(KINDS + GUESSES)
+]
+
+
+@pytest.mark.parametrize(("model", "guesses", "preemption_mode", "ahead"), CASES)
 def test_every_answer_is_that_of_a_standalone_run(model: str, guesses: str, preemption_mode: str, ahead: bool) -> None:
     run("fcfs", preemption_mode, True, True, ahead, NUM_OPERATIONS, model, guesses)
     run("priority", preemption_mode, True, False, ahead, NUM_OPERATIONS // 2, model, guesses)
