@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -68,6 +69,18 @@ class RequestMetrics:
             "e2e": (self.arrival_time, self.finished_time),
         }
         return {name: end - begin for name, (begin, end) in bounds.items() if begin is not None and end is not None}
+
+    def phases(self) -> Iterator[tuple[str, float, float]]:
+        """What the request has been through, one after the other: a phase's name, begin and end. The one that it was in
+        when it ended lasts to then; after its last token it is in none."""
+        bounds = {
+            "queue": (self.arrival_time, self.first_scheduled_time),
+            "prefill": (self.first_scheduled_time, self.first_token_time),
+            "decode": (self.first_token_time, self.last_token_time),
+        }
+        for name, (begin, end) in bounds.items():
+            if begin is not None and (end := end if end is not None else self.finished_time) is not None:
+                yield name, begin, end
 
 
 @dataclass(slots=True)

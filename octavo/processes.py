@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -49,6 +50,13 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     except ImportError:
         return asyncio.SelectorEventLoop
     return uvloop.new_event_loop
+
+
+def ignore_stop_signals() -> None:
+    """For a child, which ends with its parent: Ctrl-C reaches the whole process group, systemd's SIGTERM every process
+    of the unit, and the parent decides how long requests go on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def allow_files(wanted: int | None = None) -> None:

@@ -1,4 +1,5 @@
-"""OpenTelemetry: a span a request, sent to `--otlp-traces-endpoint`, with the attributes that vLLM's spans have.
+"""OpenTelemetry: a span a request, sent to `--otlp-traces-endpoint`, with the attributes that vLLM's spans have, and
+one below it for each phase of the engine.
 
 The packages are an extra (`pip install 'octavo[otel]'`) and are imported only when the flag is given. The trace goes on
 from the request's `traceparent` header, where there is one.
@@ -72,7 +73,7 @@ class Tracer:
             "llm_request",
             context=TraceContextTextMapPropagator().extract(headers),
             kind=SpanKind.SERVER,
-            start_time=int(request.arrival_time * 1e9) + self._wall_offset_ns,
+            start_time=self._wall_ns(request.arrival_time),
         )
         num_tokens = 0
         reasons: dict[int, str] = {}
@@ -97,6 +98,8 @@ class Tracer:
     def _describe(
         self, span: Span, request: EngineRequest, num_tokens: int, reasons: list[str], metrics: RequestMetrics | None
     ) -> None:
+        from opentelemetry.trace import set_span_in_context
+
         params = request.params
         attributes: dict[str, str | int | float | list[str]] = {
             "gen_ai.response.model": self._model_name,
@@ -115,7 +118,14 @@ class Tracer:
         }
         if metrics is not None:
             attributes |= {f"gen_ai.latency.{name}": seconds for name, seconds in metrics.intervals().items()}
+            parent = set_span_in_context(span)
+            for name, begin, end in metrics.phases():
+                phase = self._tracer.start_span(name, parent, start_time=self._wall_ns(begin))
+                phase.end(self._wall_ns(end))
         span.set_attributes(attributes)
+
+    def _wall_ns(self, monotonic_s: float) -> int:
+        return int(monotonic_s * 1e9) + self._wall_offset_ns
 
     def flush(self, timeout_s: float) -> None:
         """Send what is there. Blocks."""

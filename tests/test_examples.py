@@ -7,12 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
-from tests.e2e.server import Server, running_server
+from tests.e2e.prometheus import free_port
+from tests.e2e.server import MODEL, Server, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = {  # what its output matches
     "adapters": r"base: '(.+)'\nadapter: '(?!\1')",
     "batch": r"completed: 3 of 3\n(?s:.*)France: .*Paris",
+    "chat_template": r"--> .*Paris(?s:.*)\. Be kind(?s:.*)--> \S(?s:.*) in one word(?s:.*)--> \S",
     "chat": r"> What is the capital of France\?\n.*Paris(?s:.*)> Which river(?s:.*)tokens\)",
     "embeddings": r"0\.\d+ Bread is made",
     "offline": r"France is' -> '.*Paris",
@@ -39,7 +45,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_every_example_is_run_and_described() -> None:
     names = {path.name for path in (ROOT / "examples").iterdir()} - {"README.md", "__pycache__"}
-    assert names == {*(f"{name}.py" for name in EXAMPLES), "javascript.mjs"}
+    elsewhere = {
+        "javascript.mjs",
+        "several_models.conf",
+        "pictures.py",
+    }  # below, and in tests/multimodal/test_server.py
+    assert names == {*(f"{name}.py" for name in EXAMPLES), *elsewhere}
     described = re.findall(r"^\| \[(\S+)\]\(\1\)", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
     assert sorted(described) == sorted(names)
 
@@ -58,6 +69,54 @@ def test_javascript(server: Server, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"Paris(?s:.*)\ntemperature_of\((Paris|Rome)\)\n", done.stdout), done.stdout
+
+
+def test_several_models_behind_nginx(server: Server, tmp_path: Path) -> None:
+    nginx = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if nginx is None:
+        pytest.skip("nginx is not installed (Debian: nginx-light)")
+    port = free_port()
+    with running_server(
+        tmp_path, "--max-model-len", "512", "--root-path", "/small", "--served-model-name", "s"
+    ) as small:
+        settings = (ROOT / "examples" / "several_models.conf").read_text()
+        for old, new in (
+            ("127.0.0.1:8000;", f"127.0.0.1:{port};"),
+            ("127.0.0.1:8001;", f"{server.url.removeprefix('http://')};"),
+            ("127.0.0.1:8002;", f"{small.url.removeprefix('http://')};"),
+            ("location /chat/ { proxy_pass http://chat; }", "location /chat/ { proxy_pass http://chat/; }"),  # is at /
+        ):
+            assert old in settings
+            settings = settings.replace(old, new)
+        (tmp_path / "nginx.conf").write_text(settings)
+        gateway = subprocess.Popen([nginx, "-p", str(tmp_path), "-c", "nginx.conf", "-e", "stderr"])
+        try:
+            assert wait_for(f"http://127.0.0.1:{port}/small/health") == 200
+            for path, model in (("chat", MODEL), ("small", "s")):
+                client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/{path}/v1", api_key="none", max_retries=0)
+                assert [found.id for found in client.models.list()] == [model]
+                stream = client.completions.create(
+                    model=model, prompt="The capital of France is", max_tokens=8, temperature=0, stream=True
+                )
+                assert "Paris" in "".join(chunk.choices[0].text for chunk in stream)
+            assert wait_for(f"http://127.0.0.1:{port}/v1/models") == 404
+        finally:
+            gateway.terminate()
+            gateway.wait(30)
+
+
+def wait_for(url: str) -> int:
+    """The status of an answer, once there is one."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=30) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except (urllib.error.URLError, ConnectionError):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

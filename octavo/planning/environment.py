@@ -16,6 +16,7 @@ from typing import Any
 
 from octavo.hardware import num_cuda_devices, why_not_cuda
 from octavo.loading.memory import GIB, available_memory_bytes
+from octavo.variables import VARIABLES
 from octavo.version import __version__
 
 PACKAGES = (
@@ -24,8 +25,8 @@ PACKAGES = (
     "triton", "transformers", "opentelemetry-sdk", "ray",
 )  # fmt: skip
 _VARIABLES = re.compile(
-    r"(OCTAVO|VLLM|HF|CUDA|NVIDIA|OMP|TRITON|PIP|UV)_.*|TRANSFORMERS_(CACHE|OFFLINE)|XDG_CACHE_HOME"
-    r"|(HTTPS?|NO|ALL)_PROXY|PYTHON(PATH|DONTWRITEBYTECODE|OPTIMIZE)",
+    r"(OCTAVO|VLLM|HF|CUDA|NVIDIA|OMP|TRITON|PIP|UV)_.*|TRANSFORMERS_(CACHE|OFFLINE)"
+    r"|(HTTPS?|NO|ALL)_PROXY|PYTHON(DONTWRITEBYTECODE|OPTIMIZE)",
     re.IGNORECASE,
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|HEADERS|COOKIE", re.IGNORECASE)
@@ -60,7 +61,7 @@ def variables(environ: Any) -> dict[str, str]:
     """Those that matter, without secrets: of a variable whose name says that it is one, only that it is set."""
     found = {}
     for name in sorted(environ):
-        if _VARIABLES.fullmatch(name):
+        if name in VARIABLES or _VARIABLES.fullmatch(name):
             found[name] = "(set, not shown)" if _SECRET.search(name) else _LOGIN.sub("//***@", environ[name])
     return found
 

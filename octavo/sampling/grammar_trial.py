@@ -20,7 +20,7 @@ import threading
 import time
 from typing import Any
 
-from octavo.processes import python_command
+from octavo.processes import ignore_stop_signals, python_command
 
 # Of the processor's time, so that it is the same on a busy machine. The largest that are of use take 3 s; what takes as
 # long as this would take for ever.
@@ -133,7 +133,7 @@ def _limit(name: str, value: int) -> None:
 
 def main() -> None:
     """Answer until the parent has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    ignore_stop_signals()
     _limit("RLIMIT_AS", _MEMORY_BYTES)
     _limit("RLIMIT_CORE", 0)
     threading.stack_size(STACK_BYTES)

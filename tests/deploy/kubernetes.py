@@ -7,13 +7,19 @@ images, and patches as RFC 6902 has them) and refuses anything else.
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 Manifest = dict[str, Any]
-CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}  # which kubernetes-validate has no schemas of
+CUSTOM = {
+    "ServiceMonitor",
+    "PrometheusRule",
+    "ScaledObject",
+    "HTTPRoute",
+}  # which kubernetes-validate has no schemas of
 KUBERNETES = "1.30"
 _KNOWN = {"apiVersion", "kind", "resources", "components", "labels", "images", "patches"}
 
@@ -74,8 +80,9 @@ def containers(workload: Manifest) -> list[dict[str, Any]]:
     return [*pod.get("initContainers", ()), *pod["containers"]]
 
 
-def check(manifests: list[Manifest]) -> None:
-    """Kubernetes's own schemas, the restricted standard for pods, and that what belongs together fits."""
+def check(manifests: list[Manifest], others: Set[str] = frozenset()) -> None:
+    """Kubernetes's own schemas, the restricted standard for pods, and that what belongs together fits. `others` are
+    services of the namespace that come from elsewhere."""
     import kubernetes_validate
 
     keys = [(m["apiVersion"], m["kind"], m["metadata"]["name"]) for m in manifests]
@@ -96,10 +103,14 @@ def check(manifests: list[Manifest]) -> None:
         assert target in names
         (scaled,) = [d for d in deployments if d["metadata"]["name"] == target]
         assert "replicas" not in scaled["spec"], "each apply would undo the autoscaler's number"
+    known = {service["metadata"]["name"] for service in by_kind["Service"]} | others
     for ingress in by_kind.get("Ingress", []):
         for path in (path for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]):
-            service = path["backend"]["service"]["name"]
-            assert service in {service["metadata"]["name"] for service in by_kind["Service"]}
+            assert path["backend"]["service"]["name"] in known
+    for route in by_kind.get("HTTPRoute", []):
+        for rule in route["spec"]["rules"]:
+            assert {ref["name"] for ref in rule["backendRefs"]} <= known
+            assert sum(ref["weight"] for ref in rule["backendRefs"]) == 100
     for monitor in by_kind.get("ServiceMonitor", []):
         wanted = monitor["spec"]["selector"]["matchLabels"]
         services = [s for s in by_kind["Service"] if wanted.items() <= s["metadata"]["labels"].items()]

@@ -104,6 +104,7 @@ class Backend:
 
     def __init__(self) -> None:
         self.drains, self.go_on, self.num_asked = False, threading.Event(), 0
+        self.traceparents: list[str | None] = []
         backend = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -111,6 +112,7 @@ class Backend:
 
             def do_POST(self) -> None:
                 backend.num_asked += 1
+                backend.traceparents.append(self.headers["traceparent"])
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 self.send_response(503 if backend.drains else 200)
                 self.send_header("Transfer-Encoding", "chunked")
@@ -186,12 +188,15 @@ def running_nginx(folder: Path, *backends: Backend) -> Iterator[http.client.HTTP
 
 def test_nginx_passes_streams_on_as_they_come(tmp_path: Path, backends: tuple[Backend, Backend]) -> None:
     with running_nginx(tmp_path, *backends) as client:
-        client.request("POST", "/v1/completions", b"first ")
+        client.request("POST", "/v1/completions", b"first ", {"traceparent": "00-1f-2e-01"})
         answer = client.getresponse()
         assert answer.read1() == b"first ", "the other half is not there before we have seen this one"
         for backend in backends:
             backend.go_on.set()
         assert answer.read() == b"second"
+        assert [*backends[0].traceparents, *backends[1].traceparents] == ["00-1f-2e-01"], (
+            "its trace goes on behind nginx"
+        )
 
 
 def test_nginx_asks_the_other_server_when_one_drains_or_is_gone(

@@ -29,6 +29,15 @@ def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
     return [manifest for manifest in manifests if manifest["kind"] == kind]
 
 
+def other_services(values: dict[str, Any]) -> set[str]:
+    """Of the release that a canary's values name, as it is installed: with the same models, and without a route."""
+    other = values.get("canary", {}).get("release")
+    if not other:
+        return set()
+    services = of_kind(installed(CHART, {"models": values["models"]}, other).created, "Service")
+    return {service["metadata"]["name"] for service in services}
+
+
 def test_lint(helm: Any) -> None:
     found = asyncio.run(helm.Lint(helm.Configuration(kubeconfig=kubeconfig("http://127.0.0.1:1"))).run(str(CHART)))
     assert not found["Errors"]
@@ -50,7 +59,7 @@ def test_values(path: Path) -> None:
     assert all(any(m["metadata"]["name"] == e["metadata"]["name"] for m in release.created) for e in extra)
     own = [m for m in release.created if m["metadata"]["name"] not in {e["metadata"]["name"] for e in extra}]
     (pod,) = release.tests
-    check([*own, pod])
+    check([*own, pod], other_services(values))
     names = {f"llm-octavo-{model['name']}" for model in values["models"]}
     for kind in ("Deployment", "Service"):
         assert {m["metadata"]["name"] for m in of_kind(own, kind)} == names
@@ -80,6 +89,46 @@ def test_several_models_behind_one_ingress() -> None:
     }
 
 
+def shares(manifests: list[Manifest]) -> dict[str, list[tuple[str, int]]]:
+    """By path, the services that requests go to, with their weights in a hundred, this release's first."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for route in of_kind(manifests, "HTTPRoute"):
+        for rule in route["spec"]["rules"]:
+            (match,) = rule["matches"]
+            assert [ref["port"] for ref in rule["backendRefs"]] == [80] * len(rule["backendRefs"])
+            found[match["path"]["value"]] = [(ref["name"], ref["weight"]) for ref in rule["backendRefs"]]
+    canary = "nginx.ingress.kubernetes.io/canary"
+    for ingress in of_kind(manifests, "Ingress"):
+        weight = 100
+        if canary in (annotations := ingress["metadata"]["annotations"]):
+            ours = {name for name in annotations if not name.startswith("meta.helm.sh/")}
+            assert ours == {canary, f"{canary}-weight"}, "nginx overlooks others there"
+            assert annotations[canary] == "true"
+            weight = int(annotations[f"{canary}-weight"])
+        for path in ingress["spec"]["rules"][0]["http"]["paths"]:
+            found.setdefault(path["path"], []).append((path["backend"]["service"]["name"], weight))
+    return {path: sorted(services) for path, services in found.items()}
+
+
+@pytest.mark.parametrize("by", ["gateway", "ingress"])
+def test_a_canary_gets_its_share_of_each_model(by: str) -> None:
+    models = [{"name": "chat"}, {"name": "small"}]
+    values = {"models": models, by: {"enabled": True}, "canary": {"release": "next", "weight": 10}}
+    created = installed(CHART, values).created
+    check(created, other_services(values))
+    rest = 90 if by == "gateway" else 100  # a canary of nginx takes from the first
+    assert shares(created) == {
+        f"/{name}": [(f"llm-octavo-{name}", rest), (f"next-octavo-{name}", 10)] for name in ("chat", "small")
+    }
+    # Both answer at the same path, and without a canary all requests are the first one's.
+    other = installed(CHART, {"models": models, "image": {"tag": "new"}}, "next").created
+    paths = [[containers(m)[0]["args"] for m in of_kind(manifests, "Deployment")] for manifests in (created, other)]
+    assert paths[0] == paths[1] and all("--root-path=/" in " ".join(args) for args in paths[0])
+    assert not shares(other)
+    alone = installed(CHART, {"models": models[:1], by: {"enabled": True}}).created
+    assert shares(alone) == {"/": [("llm-octavo-chat", 100)]}
+
+
 def test_secrets_are_made_or_named() -> None:
     def variables(**values: Any) -> tuple[dict[str, str], list[Manifest]]:
         created = installed(CHART, {"models": [{"name": "m"}], **values}).created
@@ -106,6 +155,9 @@ def test_secrets_are_made_or_named() -> None:
         ({"modelDefaults": {"autoscaling": {"by": "magic"}}}, "by"),
         ({"ingres": {"enabled": True}}, "ingres"),
         ({"drain": {"shutdownTimeout": -1}}, "shutdownTimeout"),
+        ({"gateway": {"enabled": True}, "canary": {"release": "next", "weight": 101}}, "weight"),
+        ({"canary": {"release": "next", "weight": 10}}, "ingress.enabled or gateway.enabled"),
+        ({"gateway": {"enabled": True}, "canary": {"release": "llm", "weight": 10}}, "another release"),
     ],
 )
 def test_wrong_values_are_refused(helm: Any, values: dict[str, Any], message: str) -> None:

@@ -196,7 +196,8 @@ def test_sigterm_lets_requests_end_while_new_ones_are_refused(tmp_path: Path) ->
         with ThreadPoolExecutor() as pool:
             whole = pool.submit(client.completions.create, **{**LONG, "max_tokens": 200})
             time.sleep(0.3)
-            server.process.send_signal(signal.SIGTERM)
+            for process in (*psutil.Process(server.process.pid).children(recursive=True), server.process):
+                process.send_signal(signal.SIGTERM)  # as systemd does, to every process of a unit
             assert wait_for_health(server, 503, timeout_s=5)["status"] == "stopping"
             refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hello"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_stopping")

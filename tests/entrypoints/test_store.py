@@ -55,6 +55,41 @@ def test_two_processes_write_at_once_and_a_kill_leaves_nothing_half_written(tmp_
     assert num_objects(path) >= 150
 
 
+def copies(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(Path(__file__).parents[2] / "deploy" / "backup" / "store.py"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_copy_is_made_beside_writers_and_put_back_without(tmp_path: Path) -> None:
+    path, copy = tmp_path / "store.db", tmp_path / "copy.db"
+    with start(path, "a", 100_000) as process:
+        assert process.stdout is not None
+        for _ in range(30):
+            process.stdout.readline()
+        done = copies("save", path, copy)
+        assert done.returncode == 0, done.stderr
+        refused = copies("restore", copy, path)
+        assert refused.returncode == 1 and "is in use; stop the servers" in refused.stderr
+        process.kill()
+    num_copied, num_written = num_objects(copy), num_objects(path)
+    assert 30 <= num_copied < num_written, "and none of them by half"
+    assert copies("restore", copy, path).returncode == 0
+    assert (num_objects(path), num_objects(tmp_path / "store.db.before")) == (num_copied, num_written)
+    left = {p.name for p in tmp_path.iterdir() if not p.name.endswith(("-wal", "-shm"))}  # what readers here left
+    assert left == {"store.db", "store.db.before", "copy.db"}
+
+
+def test_what_is_no_store_is_neither_copied_nor_put_back(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database at all\n" * 100)
+    with sqlite3.connect(tmp_path / "other.db") as other:
+        other.execute("CREATE TABLE t (x)")
+    for source, why in (("text", "not a database"), ("other.db", "no store of Octavo's"), ("none", "unable to open")):
+        for command in ("save", "restore"):
+            done = copies(command, tmp_path / source, tmp_path / "target")
+            assert done.returncode == 1 and why in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"text", "other.db"}
+
+
 def test_a_full_disk_is_an_error_that_leaves_things_as_they_were(tmp_path: Path) -> None:
     database = Database(str(tmp_path / "store.db"), MANY)
     with database.transaction():

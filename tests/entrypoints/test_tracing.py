@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -21,17 +22,21 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """Receives spans over OTLP: `spans` with their attributes, `resources` as the attributes of the senders."""
+    """Receives spans over OTLP: `spans` of requests with their attributes, `phases` below them, `resources` as the
+    attributes of the senders."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[Any, dict[str, Any]]] = []
+        self.phases: list[Any] = []
         self.resources: list[dict[str, Any]] = []
         self.url = ""
 
     def take(self, message: Any) -> None:
         for resource in message.resource_spans:
             self.resources.append(attributes(resource.resource.attributes))
-            self.spans += [(s, attributes(s.attributes)) for g in resource.scope_spans for s in g.spans]
+            spans = [span for group in resource.scope_spans for span in group.spans]
+            self.spans += [(span, attributes(span.attributes)) for span in spans if span.name == "llm_request"]
+            self.phases += [span for span in spans if span.name != "llm_request"]
 
 
 class HttpCollector(Collector):
@@ -125,6 +130,15 @@ def test_a_request_is_a_span_of_its_callers_trace(collector: Collector, engine: 
     assert latency["time_in_queue"] + latency["time_in_model_prefill"] == pytest.approx(latency["time_to_first_token"])
     assert latency["time_to_first_token"] <= latency["e2e"]
     assert latency["time_in_model_inference"] >= latency["time_in_model_decode"] >= 0
+    phases = sorted(collector.phases, key=lambda phase: phase.start_time_unix_nano)
+    assert [phase.name for phase in phases] == ["queue", "prefill", "decode"]
+    assert {(phase.trace_id.hex(), phase.parent_span_id) for phase in phases} == {(TRACE, span.span_id)}
+    assert phases[0].start_time_unix_nano == span.start_time_unix_nano
+    for phase, following in itertools.pairwise(phases):
+        assert phase.end_time_unix_nano == following.start_time_unix_nano, "without a gap"
+    for phase, name in zip(phases, ("time_in_queue", "time_in_model_prefill", "time_in_model_decode"), strict=True):
+        took = (phase.end_time_unix_nano - phase.start_time_unix_nano) / 1e9
+        assert took == pytest.approx(latency[name], abs=1e-6)
 
 
 def test_spans_go_over_grpc_unless_told_otherwise(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +168,8 @@ def test_a_request_that_fails_or_is_left_is_a_span_too(collector: Collector, eng
         assert httpx.post(url + "/v1/completions", json={"prompt": 5}).status_code == 400
     reasons = [(found["gen_ai.response.finish_reasons"], span.status.code) for span, found in collector.spans]
     assert reasons == [(["error"], 2), (["abort"], 0)], "and one that is refused is none"
+    # The second had no token: nothing is known of when it was scheduled.
+    assert {phase.parent_span_id for phase in collector.phases} <= {collector.spans[0][0].span_id}
 
 
 def test_without_the_extra_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

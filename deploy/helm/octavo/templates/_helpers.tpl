@@ -1,6 +1,11 @@
-{{/* Name of the release's objects. */}}
+{{/* Name of the objects of a release: its name */}}
+{{- define "octavo.fullnameOf" -}}
+{{- if contains "octavo" . }}{{ . }}{{ else }}{{ . }}-octavo{{ end -}}
+{{- end -}}
+
+{{/* Name of this release's objects. */}}
 {{- define "octavo.fullname" -}}
-{{- if contains "octavo" .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-octavo{{ end -}}
+{{- include "octavo.fullnameOf" .Release.Name -}}
 {{- end -}}
 
 {{- define "octavo.labels" -}}

@@ -1,0 +1,31 @@
+"""The variables of the environment that Octavo reads, and what each does.
+
+`octavo collect-env` shows those that are set, and the documentation lists them; both ask here. Libraries
+(OpenTelemetry's, Hugging Face's, CUDA's) read more of their own.
+"""
+
+from __future__ import annotations
+
+VARIABLES = {
+    "OCTAVO_API_KEY": "A key that clients must send, beside those of `--api-key`; what `octavo chat`, `complete` and "
+    "`bench serve` send.",
+    "VLLM_API_KEY": "The same for servers, under vLLM's name.",
+    "OPENAI_API_KEY": "What `octavo bench serve` sends without `--api-key` and `OCTAVO_API_KEY`.",
+    "OCTAVO_CACHE": "Folder of the default model. Without it a folder `octavo` in `XDG_CACHE_HOME`, or in `~/.cache`.",
+    "XDG_CACHE_HOME": "Folder of caches, unless `OCTAVO_CACHE` is set.",
+    "OCTAVO_CPU_ISA": "Instruction set of the native kernels, in the place of the best that this processor has.",
+    "OCTAVO_CPU_THREADS": "Number of threads that compute, unless `--cpu-threads-bind` says which.",
+    "OCTAVO_ALLOW_RUNTIME_LORA_UPDATING": "Anything but empty is `--enable-runtime-lora-updating`.",
+    "OCTAVO_SERVER_DEV_MODE": "`1` is `--enable-server-dev-mode`.",
+    "HF_HUB_OFFLINE": "`1` keeps `octavo doctor`, and the hub's library, from asking the hub.",
+    "HF_ENDPOINT": "Address of the hub, which `octavo doctor` asks.",
+    "PIP_INDEX_URL": "Address of the package index, which `octavo doctor` asks and the default model comes from.",
+    "UV_DEFAULT_INDEX": "The same for uv; in environments without pip it is where the default model comes from.",
+    "UV_INDEX_URL": "The same under uv's older name.",
+    "UV": "uv's program, set by uv itself: in an environment without pip it may fetch the default model.",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "How spans are sent: `grpc`, the default, or `http/protobuf`.",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "The same, unless the one for traces is set.",
+    "OTEL_SERVICE_NAME": "Name of the service in spans; `octavo` by default.",
+    "RUNTIME_DIRECTORY": "Set by systemd: where the processes' sockets are, in the place of the temporary files'.",
+    "PYTHONPATH": "Folders of modules, which the engine's processes search too. Relative ones are left out.",
+}
