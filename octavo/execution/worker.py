@@ -95,7 +95,7 @@ class Worker:
             from octavo.multimodal.tower import Tower, TowerCache
 
             self.media = TowerCache(Tower(media.folder, media.row_multiplier), media.cache_tokens)
-            media_table = MediaTable(self.media, media.width)
+            media_table = MediaTable(self.media, description, limits.max_num_seqs)
             phases.end("tower")
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(

@@ -24,7 +24,7 @@ from octavo.request import MediaInput
 logger = logging.getLogger(__name__)
 
 _OF_DECODER = re.compile(r"\b(language_model|text_model|lm_head)\b")
-Rows = NDArray[np.float32]  # [tokens, H]
+Rows = NDArray[np.float32]  # [1 + D, tokens, H]: in the place of embeddings, and after each of the first D layers
 
 
 class Tower:
@@ -70,11 +70,13 @@ class Tower:
             if array.name in self._takes
         }
         with torch.inference_mode():
-            features = self._model.get_image_features(**arguments, return_dict=True).pooler_output
-        # One tensor [tiles, tokens, H], or a list of such of its own number of tokens a picture.
-        found: Rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in features]).mul(self._multiplier).numpy()
-        if len(found) != given.num_tokens:
-            raise ValueError(f"a tower gave {len(found)} rows for {given.num_tokens} tokens")
+            features = self._model.get_image_features(**arguments, return_dict=True)
+        # Each one tensor [tiles, tokens, H], or a list of such of its own number of tokens a picture.
+        parts = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+        rows = [torch.cat([one.reshape(-1, one.shape[-1]) for one in part]).mul(self._multiplier) for part in parts]
+        found: Rows = torch.stack(rows).numpy()
+        if found.shape[1] != given.num_tokens:
+            raise ValueError(f"a tower gave {found.shape[1]} rows for {given.num_tokens} tokens")
         return found
 
 
