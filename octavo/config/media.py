@@ -44,11 +44,8 @@ def media_config(
         return None
     for what, is_so in {
         "on GPUs": device != "cpu",
-        "with --tensor-parallel-size": args.tensor_parallel_size > 1,
-        "with --enable-lora": args.enable_lora,
         "with a model that guesses": "model" in (args.speculative_config or {})
         or args.speculative_model not in (None, "[ngram]"),
-        "with quantized checkpoints": bool(checkpoint.config.get("quantization_config")),
         "with --load-format dummy": checkpoint.format == "dummy",
     }.items():
         if is_so:

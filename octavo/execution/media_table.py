@@ -57,6 +57,11 @@ class MediaTable:
         if self._sees_ahead == "prompt":
             self._prompt_ends[row] = admission.num_prompt_tokens
 
+    @property
+    def content_hashes(self) -> set[bytes]:
+        """Of the media of all sequences that it knows."""
+        return {item.content_hash for items in self._items.values() for item in items}
+
     def num_rows(self, plan: StepPlan) -> int:
         """How many tokens of a step have rows of media."""
         return sum(end - begin for _, _, begin, end in self._parts(plan))

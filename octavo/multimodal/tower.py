@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +39,9 @@ class Tower:
 
         try:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            is_quantized = hasattr(config, "quantization_config")
+            if is_quantized:  # the decoder: its tensors are none of transformers' concern
+                del config.quantization_config
             text = config.text_config
             text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
             for name in ("layer_types", "mlp_layer_types"):  # one entry a layer
@@ -57,6 +60,8 @@ class Tower:
         for name in ("language_model", "text_model"):
             if hasattr(self._model, name):
                 setattr(self._model, name, None)
+        if is_quantized:
+            _check_floats(self._model, report["unexpected_keys"], folder)
         self._multiplier = multiplier
         self._takes = inspect.signature(self._model.get_image_features).parameters
 
@@ -80,6 +85,14 @@ class Tower:
         return found
 
 
+def _check_floats(model: Any, unexpected: Iterable[str], folder: str) -> None:
+    """Raise `LoadError` if a matrix of the tower comes with tensors that a matrix of floats does not have."""
+    matrices = [name for name, _ in model.named_parameters() if name.endswith(".weight")]
+    for name in sorted(unexpected):
+        if any(matrix.removesuffix("weight") in name for matrix in matrices):
+            raise LoadError(f"{folder}: the tower is quantized too (tensor {name}), which is not built.")
+
+
 @contextmanager
 def _quiet(log: Any) -> Iterator[None]:
     verbosity, shows_progress = log.get_verbosity(), log.is_progress_bar_enabled()
@@ -91,6 +104,21 @@ def _quiet(log: Any) -> Iterator[None]:
         log.set_verbosity(verbosity)
         if shows_progress:
             log.enable_progress_bar()
+
+
+class ReceivedRows:
+    """The rows of pictures in a worker whose team's first one has the tower."""
+
+    def __init__(self) -> None:
+        self._rows: dict[bytes, Rows] = {}
+
+    def take(self, rows: Mapping[bytes, Rows], in_use: set[bytes]) -> None:
+        """`rows` by content, of pictures of the next plan. Those that neither are among them nor `in_use` go."""
+        kept = {digest: found for digest, found in self._rows.items() if digest in in_use}
+        self._rows = {**kept, **rows}
+
+    def rows(self, content_hash: bytes) -> Rows:
+        return self._rows[content_hash]
 
 
 class TowerCache:
