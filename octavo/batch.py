@@ -24,8 +24,10 @@ class StepBatch:
     seq_lens: Any  # [S] int32: cached tokens, this step's included
     sample_rows: Any  # [N] int64: tokens whose logits are sampled; one that starts forks comes several times
     groups: tuple[GroupTables, ...]  # by cache group
-    # Of models that take media: rows [M, H] float32 that stand in the place of embeddings, and which of them each token
-    # has ([T] int32, -1: none).
+    # Of models that take media: rows [1 + D, M, H] float32, of which the first M stand in the place of embeddings and
+    # others are added after the first D layers; and which of M each token has ([T] int32, -1: none).
     media_rows: Any = None
     media_indices: Any = None
+    axis_positions: Any = None  # [3, T] int64: in time, height and width, of models whose tokens have three positions
+    key_ends: Any = None  # [T] int32: see `Ops.paged_attention`; of models whose tokens see later ones
     token_types: Any = None  # [T] int64: 0 in the first text of a pair, 1 in the second

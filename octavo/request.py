@@ -20,6 +20,8 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     content_hash: bytes  # of the picture
     first_row: int = 0  # of the picture's, that of its first token
+    # How its tokens lie in time, height and width, where positions follow from that: then all of them are one run.
+    grid: tuple[int, int, int] | None = None
 
 
 class MediaArray(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +39,7 @@ class MediaInput(msgspec.Struct, frozen=True, array_like=True):
     content_hash: bytes
     num_tokens: int  # which have these rows
     arrays: tuple[MediaArray, ...]
+    grid: tuple[int, int, int] | None = None  # of `MediaItem`
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):

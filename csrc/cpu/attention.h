@@ -1,7 +1,7 @@
 // Attention over the paged cache with an online softmax (Milakov & Gimelshein 2018). What makes a row's bits a function
 // of its position alone: keys are met in tiles of 64 within partitions at fixed positions of the sequence, a partition
 // starts from nothing, partitions are merged in order, and a key that a row may not see is never multiplied in,
-// whatever its slot holds. (Where attention goes both ways, of its position and its sequence's length.) Included by
+// whatever its slot holds. (Where attention goes both ways, of its position and of how many keys it sees.) Included by
 // kernels.cpp only.
 #pragma once
 
@@ -153,6 +153,7 @@ inline int first_key(const AttentionArgs& a, const AttentionTask& task, int toke
 // The last one.
 inline int last_key(const AttentionArgs& a, const AttentionTask& task, int token) {
     const int position = task.first_position + token;
+    if (a.key_ends) return max_of(position, a.key_ends[task.first_token + token] - 1);
     if (!a.bidirectional) return position;
     const int last = a.seq_lens[task.seq] - 1;
     return a.window > 0 ? min_of(position + a.window - 1, last) : last;

@@ -133,7 +133,10 @@ void replace_rows(const void* args, int64_t task) {
             if (a.indices[row] < 0) return;
             const float* from = a.replacements + a.indices[row] * a.width;
             auto* to = static_cast<typename decltype(element)::T*>(a.out) + row * a.out_stride;
-            for_vectors(a.width, [&](int64_t i, int lanes) { store_some(to + i, load_some(from + i, lanes), lanes); });
+            for_vectors(a.width, [&](int64_t i, int lanes) {
+                const Vec x = load_some(from + i, lanes);
+                store_some(to + i, a.adds ? add(load_some(to + i, lanes), x) : x, lanes);
+            });
         });
     });
 }
@@ -149,6 +152,23 @@ inline void rotate(const T* x, T* out, const float* cos_sin, int64_t half) {
         store_some(out + i, sub(mul(a, c), mul(b, s)), lanes);
         store_some(out + half + i, add(mul(b, c), mul(a, s)), lanes);
     });
+}
+
+// The cosines and sines of a token: a row of the table, or made in `mixed` of those of its several positions.
+inline const float* find_rotation(const RotaryArgs& a, int64_t token, float* mixed) {
+    const int64_t* positions = a.positions + token;
+    const float* row = a.cos_sin + *positions * a.rotary_size;
+    if (!a.axes) return row;
+    bool differ = false;
+    for (int axis = 1; axis < kPositionAxes; ++axis) differ |= positions[axis * a.positions_stride] != *positions;
+    if (!differ) return row;
+    const int64_t half = a.rotary_size / 2;
+    for (int64_t i = 0; i < half; ++i) {
+        row = a.cos_sin + positions[a.axes[i] * a.positions_stride] * a.rotary_size;
+        mixed[i] = row[i];
+        mixed[half + i] = row[half + i];
+    }
+    return mixed;
 }
 
 // Where a token's keys and values go: the first element of each, in the block of its first key/value head.
@@ -225,9 +245,10 @@ void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
     const int64_t d = a.head_size;
     const int64_t half = a.rotary_size / 2;
     T rotated[kMaxHeadSize];
+    float mixed[kMaxHeadSize];
     for (int64_t t = begin; t < end; ++t) {
         if (t + 1 < end && a.slots && a.slots[t + 1] >= 0) prefetch_slot<C>(a, a.slots[t + 1]);
-        const float* cos_sin = a.cos_sin + a.positions[t] * a.rotary_size;
+        const float* cos_sin = find_rotation(a, t, mixed);
         T* query = static_cast<T*>(a.query) + t * a.query_stride;
         for (int32_t h = 0; h < a.query_heads; ++h) rotate(query + h * d, query + h * d, cos_sin, half);
         if (a.query_scales) {

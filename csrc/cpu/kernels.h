@@ -235,7 +235,7 @@ struct ReplaceRowsArgs : RowWiseArgs {
     const int32_t* indices;
     void* out;
     int64_t num_replacements, width, out_stride;
-    int32_t out_dtype;
+    int32_t out_dtype, adds;  // whether rows are added to those of `out`, in the place of replacing them
 };
 
 // out[i, j, :] = norm(x[i, j, :]) * weight + bias for `rows` by `inner` rows: the layer norm if it is `centered`, the
@@ -340,10 +340,14 @@ struct DeltaArgs : StateArgs {
 // Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written, and nothing
 // if `slots` is null. Queries are multiplied with query_scales[position], if it is not null. Query heads have
 // head_size elements, those of keys and values key_size and value_size.
+constexpr int kPositionAxes = 3;
+
 struct RotaryArgs : RowWiseArgs {
     void* query;
     const void *key, *value;
     const int64_t* positions;
+    const int32_t* axes;       // [rotary_size / 2], or null: which of kPositionAxes positions turns each pair
+    int64_t positions_stride;  // from a position to that of the next axis
     const float *cos_sin, *query_scales;
     void *key_cache, *value_cache;
     const int64_t* slots;
@@ -384,6 +388,7 @@ struct AttentionArgs : RowArgs {
     int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, bidirectional, dtype, cache_dtype;
     float scale, softcap;         // of the scores; a cap of 0 is none
     const float *slopes, *sinks;  // by query head, or null; see octavo.ops.Ops.paged_attention
+    const int32_t* key_ends;      // by token, or null: likewise
     const float* biases;          // [query_heads, 2 * bias_reach + kKeyTile], or null: likewise
     int64_t bias_reach;           // what is added for a distance of 0 is at this column of a head
     // Of latent attention alone: the rotated parts of the queries, of which the keys are in key_cache. What is in

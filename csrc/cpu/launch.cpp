@@ -83,6 +83,10 @@ void check_indices(const char* what, const T* indices, int64_t count, int64_t lo
 
 // The last key that the token of sequence `seq` at `position` sees.
 int64_t last_key(const AttentionArgs& args, int32_t seq, int64_t position) {
+    if (args.key_ends) {
+        const int64_t token = position - args.seq_lens[seq] + args.query_start[seq + 1];
+        return std::max<int64_t>(position, args.key_ends[token] - 1);
+    }
     if (!args.bidirectional) return position;
     const int64_t last = args.seq_lens[seq] - 1;
     return args.window > 0 ? std::min<int64_t>(position + args.window - 1, last) : last;
@@ -126,7 +130,9 @@ void check(const ReplaceRowsArgs& args) {
 }
 
 void check(const RotaryArgs& args) {
-    check_indices("position", args.positions, args.rows, 0, args.max_positions);
+    for (int axis = 0; axis < (args.axes ? kPositionAxes : 1); ++axis) {
+        check_indices("position", args.positions + axis * args.positions_stride, args.rows, 0, args.max_positions);
+    }
     if (args.slots) check_indices("slot", args.slots, args.rows, INT64_MIN, args.num_slots);
 }
 
@@ -311,6 +317,9 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
             throw std::invalid_argument("paged_attention: sequence " + std::to_string(s) + " has " +
                                         std::to_string(seq_len) + " keys and the biases reach " +
                                         std::to_string(args.bias_reach) + ".");
+        }
+        if (args.key_ends) {
+            check_indices("last key", args.key_ends + args.query_start[s], num_queries, 0, seq_len + 1);
         }
         AttentionTask task{};
         task.seq = s;

@@ -247,7 +247,7 @@ void define_operations(nb::module_& m) {
                                                                                                            "take_rows");
     using P = ReplaceRowsArgs;
     define<P, &P::replacements, &P::num_replacements, &P::width, &P::indices, &P::rows, &P::out, &P::out_stride,
-           &P::out_dtype>(m, "replace_rows");
+           &P::out_dtype, &P::adds>(m, "replace_rows");
     define<PoolArgs, &PoolArgs::x, &PoolArgs::x_rows, &PoolArgs::x_stride, &PoolArgs::starts, &PoolArgs::ends,
            &PoolArgs::rows, &PoolArgs::width, &PoolArgs::dtype, &PoolArgs::out, &PoolArgs::out_dtype, &PoolArgs::kind>(
         m, "pool");
@@ -264,11 +264,11 @@ void define_operations(nb::module_& m) {
     define<R, &R::query, &R::query_stride, &R::key, &R::key_stride, &R::value, &R::value_stride, &R::positions,
            &R::cos_sin, &R::max_positions, &R::rotary_size, &R::key_cache, &R::value_cache, &R::num_slots, &R::slots,
            &R::rows, &R::query_heads, &R::kv_heads, &R::head_size, &R::key_size, &R::value_size, &R::block_size,
-           &R::dtype, &R::cache_dtype, &R::query_scales>(m, "rotary_and_cache");
+           &R::dtype, &R::cache_dtype, &R::query_scales, &R::axes, &R::positions_stride>(m, "rotary_and_cache");
     define<A, &A::query, &A::rows, &A::query_stride, &A::key_cache, &A::value_cache, &A::block_tables, &A::table_stride,
            &A::max_blocks, &A::query_start, &A::seq_lens, &A::num_seqs, &A::query_heads, &A::kv_heads, &A::head_size,
            &A::block_size, &A::window, &A::scale, &A::dtype, &A::cache_dtype, &A::out, &A::softcap, &A::slopes,
-           &A::sinks, &A::bidirectional, &A::biases, &A::bias_reach>(m, "paged_attention");
+           &A::sinks, &A::bidirectional, &A::biases, &A::bias_reach, &A::key_ends>(m, "paged_attention");
     define<A, &A::query, &A::rows, &A::query_stride, &A::rotated_query, &A::rotated_stride, &A::rotated_head_stride,
            &A::rotated_size, &A::key_cache, &A::value_cache, &A::block_tables, &A::table_stride, &A::max_blocks,
            &A::query_start, &A::seq_lens, &A::num_seqs, &A::query_heads, &A::kv_heads, &A::head_size, &A::block_size,
@@ -355,6 +355,7 @@ NB_MODULE(_cpu, m) {
     m.attr("QBLOCK") = octavo::kQBlock;
     m.attr("QBLOCK_BYTES") = sizeof(octavo::QBlock);
     m.attr("KEY_TILE") = octavo::kKeyTile;
+    m.attr("POSITION_AXES") = octavo::kPositionAxes;
     m.attr("VALUE_PAD") = octavo::kValuePad;
     m.attr("MAX_HEAD_SIZE") = octavo::kMaxHeadSize;
     m.attr("MAX_ROTATED_SIZE") = octavo::kMaxRotatedSize;

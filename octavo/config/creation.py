@@ -78,6 +78,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     speculative = speculative_config(args)
     if speculative is not None and pooling is not None:
         raise ConfigError(f"{checkpoint.name} pools and samples no tokens; leave speculation out.")
+    media = media_config(args, checkpoint, description, device, max_model_len)
     return EngineConfig(
         model=model,
         cache=CacheConfig(
@@ -99,6 +100,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
             preemption_mode=args.preemption_mode,
             check_invariants=args.check_invariants,
             target_step_s=args.target_step_time and args.target_step_time / 1e3,
+            whole_pictures=media is not None and description.sees_ahead == "picture",
         ),
         device=device,
         enforce_eager=args.enforce_eager,
@@ -109,7 +111,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         allow_additional_properties=args.allow_additional_properties,
         log_stats=not args.disable_log_stats,
         lora=lora_config(args, description.impl, device, dtype),
-        media=media_config(args, checkpoint, description, device, max_model_len),
+        media=media,
         speculative=speculative,
         draft=draft_config(args, speculative, model, device),
     )

@@ -63,6 +63,7 @@ class SchedulerConfig:
     preemption_mode: str
     check_invariants: bool = False
     target_step_s: float | None = None  # that a step may take while streams wait for it; None: auto, 0: any
+    whole_pictures: bool = False  # the tokens of a picture see each other, so that a step computes all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,6 @@ class MediaConfig:
 
     folder: str  # of the checkpoint
     token_id: int  # of the prompt, one for each row
-    width: int  # elements of a row in its place
     row_multiplier: float  # of the tower's rows, where a decoder multiplies whatever it is given
     max_images: int  # of a prompt
     max_bytes: int  # of a picture's file

@@ -44,11 +44,8 @@ def media_config(
         return None
     for what, is_so in {
         "on GPUs": device != "cpu",
-        "with --tensor-parallel-size": args.tensor_parallel_size > 1,
-        "with --enable-lora": args.enable_lora,
         "with a model that guesses": "model" in (args.speculative_config or {})
         or args.speculative_model not in (None, "[ngram]"),
-        "with quantized checkpoints": bool(checkpoint.config.get("quantization_config")),
         "with --load-format dummy": checkpoint.format == "dummy",
     }.items():
         if is_so:
@@ -66,12 +63,12 @@ def media_config(
             f"{checkpoint.name} has no {' or '.join(_PROCESSOR_FILES)}, which says how it sees pictures; add "
             "--language-model-only."
         )
+    family = VISION_FAMILIES[description.architecture]
     return MediaConfig(
         folder=checkpoint.path,
         token_id=image_token(checkpoint.config, description.architecture),
-        counts_pictures=VISION_FAMILIES[description.architecture].counts_pictures,
-        width=description.hidden_size,
-        row_multiplier=description.embedding_multiplier,
+        counts_pictures=family.counts_pictures,
+        row_multiplier=description.embedding_multiplier if family.multiplies_rows else 1.0,
         max_images=max_images,
         max_bytes=args.max_image_bytes,
         max_pixels=args.max_image_pixels,

@@ -141,6 +141,10 @@ class TeamExecutor(LocalExecutor):
             raise
 
     def submit(self, plan: StepPlan) -> PendingStep:
+        media = self.worker.media
+        hashes = {item.content_hash for admission in plan.admissions for item in admission.media}
+        if media is not None and hashes:
+            self.team.tell_rows({content_hash: media.rows(content_hash) for content_hash in hashes})
         self.team.tell_plan(plan)
         return super().submit(plan)
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.execution.executor import LocalExecutor
-from octavo.execution.team import Follower, Orders, ReleaseCache, Sizes, has_hung_up
+from octavo.execution.team import Follower, Orders, PictureRows, ReleaseCache, Sizes, has_hung_up
 from octavo.logs import configure_logging
 from octavo.plan import StepPlan
 from octavo.processes import ignore_stop_signals
@@ -51,6 +51,8 @@ def _run(leader: Connection) -> None:
         match message:
             case StepPlan():
                 executor.submit(message).result()
+            case PictureRows(rows):
+                executor.worker.take_rows(rows)
             case ReleaseCache():
                 executor.release_cache()
             case Sizes():

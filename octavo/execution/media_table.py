@@ -1,4 +1,5 @@
-"""Which rows of media the tokens of a step have in the place of their embeddings.
+"""What the tokens of a step have of media: rows in the place of their embeddings, positions in a picture's grid, and
+how far ahead they see.
 
 A prompt's picture is a run of placeholder tokens. The rows that stand there come of a tower, `octavo.multimodal.tower`,
 once for each distinct picture; a step that computes any part of the run reads that part of them, so prompts may be cut
@@ -7,51 +8,104 @@ within a picture, and computed again after a preemption.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.execution.step_arrays import StepArrays
+from octavo.models.description import ModelDescription
 from octavo.plan import Admission, StepPlan
 from octavo.request import MediaItem
+
+_AXES = 3  # time, height and width
 
 
 class MediaRows(Protocol):
     """Rows of the media of all requests that are under way."""
 
     def rows(self, content_hash: bytes) -> NDArray[np.float32]:
-        """[tokens, H]"""
+        """[parts, tokens, H]"""
         ...
 
 
 class MediaTable:
     """The media of the running sequences, by their row of the runner's tables."""
 
-    def __init__(self, found: MediaRows, width: int) -> None:
-        self.width = width  # H
-        self._found = found
+    def __init__(self, found: MediaRows, description: ModelDescription, num_rows: int) -> None:
+        self._found, self._has_axes, self._sees_ahead = found, description.has_axes, description.sees_ahead
         self._items: dict[int, tuple[MediaItem, ...]] = {}
+        self._positions: dict[int, NDArray[np.int64]] = {}  # [3, tokens up to the end of the last picture]
+        self._shifts = np.zeros(num_rows, np.int64)  # of the positions of later tokens
+        self._prompt_ends: dict[int, int] = {}  # of those whose tokens see all of their prompt
+        # What `StepShape` has of the model.
+        self.extents: dict[str, Any] = {
+            "media_width": description.hidden_size, "media_parts": 1 + description.num_media_layers,
+            "axes": _AXES if description.has_axes else 0, "sees_ahead": bool(description.sees_ahead),
+        }  # fmt: skip
 
     def admit(self, admission: Admission) -> None:
-        self._items.pop(admission.row, None)
-        if admission.media:
-            self._items[admission.row] = admission.media
+        row, items = admission.row, admission.media
+        self._items.pop(row, None)
+        self._positions.pop(row, None)
+        self._shifts[row] = 0
+        if items:
+            self._items[row] = items
+            if self._has_axes:
+                self._positions[row], self._shifts[row] = grid_positions(items)
+        if self._sees_ahead == "prompt":
+            self._prompt_ends[row] = admission.num_prompt_tokens
+
+    @property
+    def content_hashes(self) -> set[bytes]:
+        """Of the media of all sequences that it knows."""
+        return {item.content_hash for items in self._items.values() for item in items}
 
     def num_rows(self, plan: StepPlan) -> int:
-        """How many tokens of a step have such rows."""
+        """How many tokens of a step have rows of media."""
         return sum(end - begin for _, _, begin, end in self._parts(plan))
 
-    def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> None:
-        """Fill in the rows, and which token has which."""
-        into.media_indices[: sum(planned.num_tokens for planned in plan.rows)] = -1
+    def gather(self, plan: StepPlan, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
+        """Fill in a step whose positions and rows of tokens [T] are known."""
+        num_tokens = len(row_of)
+        into.media_indices[:num_tokens] = -1
         count = 0
         for item, first, begin, end in self._parts(plan):
             size = end - begin
-            into.media_rows[count : count + size] = self._found.rows(item.content_hash)[begin:end]
+            into.media_rows[:, count : count + size] = self._found.rows(item.content_hash)[:, begin:end]
             into.media_indices[first : first + size] = np.arange(count, count + size)
             count += size
+        if self._has_axes:
+            self._gather_positions(plan, row_of, into)
+        if self._sees_ahead:
+            self._gather_key_ends(plan, num_tokens, into)
+
+    def _gather_positions(self, plan: StepPlan, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
+        num_tokens = len(row_of)
+        into.axis_positions[:, :num_tokens] = into.positions[:num_tokens] + self._shifts[row_of]
+        if not self._positions:
+            return
+        first = 0
+        for planned in plan.rows:
+            found, start = self._positions.get(planned.row), planned.num_computed
+            if found is not None and start < found.shape[1]:
+                part = found[:, start : start + planned.num_tokens]
+                into.axis_positions[:, first : first + part.shape[1]] = part
+            first += planned.num_tokens
+
+    def _gather_key_ends(self, plan: StepPlan, num_tokens: int, into: StepArrays[NDArray[Any]]) -> None:
+        into.key_ends[:num_tokens] = 0
+        if self._sees_ahead == "picture":
+            for item, first, begin, end in self._parts(plan):
+                into.key_ends[first : first + end - begin] = item.position + item.num_tokens
+            return
+        first = 0
+        for planned in plan.rows:
+            prompt_end = self._prompt_ends[planned.row]
+            size = min(planned.num_tokens, max(prompt_end - planned.num_computed, 0))
+            into.key_ends[first : first + size] = prompt_end
+            first += planned.num_tokens
 
     def _parts(self, plan: StepPlan) -> Iterator[tuple[MediaItem, int, int, int]]:
         """Of each medium of which the step computes a part: the token of the step where that begins, and which of the
@@ -68,3 +122,24 @@ class MediaTable:
                     row = item.first_row - item.position
                     yield item, first + begin - start, begin + row, end + row
             first += planned.num_tokens
+
+
+def grid_positions(items: Sequence[MediaItem]) -> tuple[NDArray[np.int64], int]:
+    """The positions in time, height and width of a prompt's tokens up to the end of its last picture, [3, tokens], and
+    what is added to the places of later tokens (Wang et al. 2024, arXiv 2409.12191, section 2.1).
+
+    A token of text has the same position three times, one more than the largest before. Those of a picture count from
+    there on along each axis.
+    """
+    last = items[-1]
+    found = np.empty((_AXES, last.position + last.num_tokens), np.int64)
+    place = position = 0  # of the next token
+    for item in items:
+        assert item.grid is not None
+        num_text, end = item.position - place, item.position + item.num_tokens
+        found[:, place : item.position] = position + np.arange(num_text)
+        position += num_text
+        found[:, item.position : end] = position + np.indices(item.grid).reshape(_AXES, -1)
+        position += max(item.grid)
+        place = end
+    return found, position - place

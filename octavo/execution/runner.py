@@ -143,9 +143,10 @@ class Runner:
         # Of T tokens each is sampled after once at most, but for forks, which have a row each.
         self._largest = StepShape(
             max_num_tokens, num_rows, max(max_num_tokens, num_rows), num_updates, num_groups,
-            max_blocks if device.shares_memory else 0, max_num_tokens if media is not None else 0,
-            media.width if media is not None else 0,
+            max_blocks if device.shares_memory else 0,
         )  # fmt: skip
+        if media is not None:
+            self._largest = replace(self._largest, media=max_num_tokens, **media.extents)
         num_bytes = StepLayout(self._largest).num_bytes
         self._stages = [
             _Stage(i, device.pinned([num_bytes], "uint8"), device.pinned([self._largest.samples], "int64"))
@@ -358,7 +359,7 @@ class Runner:
         if self._adapters is not None:
             self.table.gather_adapters(row_of, arrays)
         if self._media is not None:
-            self._media.gather(plan, arrays)
+            self._media.gather(plan, row_of, arrays)
         if updates is not None:
             self._fill_owners(plan, arrays, row_of, samples, updates)
             pad(arrays, used, self._padding_of(used))
@@ -442,6 +443,8 @@ class Runner:
             media_rows=None if self._media is None else inputs.media_rows,
             media_indices=None if self._media is None else inputs.media_indices,
             token_types=inputs.token_types,
+            axis_positions=inputs.axis_positions if self._largest.axes else None,
+            key_ends=inputs.key_ends if self._largest.sees_ahead else None,
         )
 
     def _taking(self, slots: Array) -> AbstractContextManager[None]:
@@ -454,11 +457,10 @@ class Runner:
         num_samples = num_seqs
         if num_positions.count(1) < num_seqs or num_forks.count(1) < num_seqs:
             num_samples = sum([planned.num_samples for planned in plan.rows])
-        num_media = 0 if self._media is None else self._media.num_rows(plan)
-        return StepShape(
-            sum(num_tokens), num_seqs, num_samples, num_updates, largest.groups, largest.blocks, num_media,
-            largest.media_width,
-        )  # fmt: skip
+        used = StepShape(sum(num_tokens), num_seqs, num_samples, num_updates, largest.groups, largest.blocks)
+        if self._media is None:
+            return used
+        return replace(used, media=self._media.num_rows(plan), **self._media.extents)
 
     def _captured_for(self, used: StepShape) -> Captured | None:
         for captured in self.captured:

@@ -35,19 +35,24 @@ class StepShape:
     blocks: int = 0  # of the longest block table, where the host gathers the tables of the step
     media: int = 0  # tokens that have rows of media in the place of their embeddings
     media_width: int = 0  # elements of such a row; 0 where a model takes no media
+    media_parts: int = 1  # rows that such a token has: others are for layers
+    axes: int = 0  # positions of a token beside that in its sequence
+    sees_ahead: bool = False  # whether tokens may see later ones
 
     def extent(self, name: str) -> int:
         if name == "bounds":
             return self.seqs + 1
         if name == "media_tokens":
             return self.tokens if self.media_width else 0
+        if name == "tokens_ahead":
+            return self.tokens if self.sees_ahead else 0
         return int(getattr(self, name))
 
 
 def array_of(*dims: str, dtype: type[np.generic], padding: int | str = 0) -> Any:
     """A field of `StepArrays`: what its dimensions are, named by `StepShape`'s fields ("bounds" is one more than the
-    sequences, "media_tokens" the tokens of models that take media), its type, and what lies behind the entries of a
-    step: a number, or the name of a `Padding`."""
+    sequences, "media_tokens" the tokens of models that take media, "tokens_ahead" those of models where tokens see
+    later ones), its type, and what lies behind the entries of a step: a number, or the name of a `Padding`."""
     return field(metadata={"dims": dims, "dtype": np.dtype(dtype), "padding": padding})
 
 
@@ -95,7 +100,9 @@ class StepArrays(Generic[_A]):
     token_types: _A = array_of("tokens", dtype=np.int64)
     # Of models that take media: which of the rows each token has, -1 for none.
     media_indices: _A = array_of("media_tokens", dtype=np.int32, padding=-1)
-    media_rows: _A = array_of("media", "media_width", dtype=np.float32)
+    media_rows: _A = array_of("media_parts", "media", "media_width", dtype=np.float32)
+    axis_positions: _A = array_of("axes", "tokens", dtype=np.int64)
+    key_ends: _A = array_of("tokens_ahead", dtype=np.int32)
 
 
 _FIELDS = tuple((f.name, f.metadata["dims"], f.metadata["dtype"], f.metadata["padding"]) for f in fields(StepArrays))

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError, OctavoError
@@ -60,6 +61,12 @@ class Orders:
 
 class ReleaseCache(NamedTuple):
     """The cache's memory goes back to the system."""
+
+
+class PictureRows(NamedTuple):
+    """What the tower has made of the pictures that the next plan's admissions have, by content."""
+
+    rows: dict[bytes, NDArray[np.float32]]
 
 
 class Team:
@@ -134,6 +141,9 @@ class Leader(Team):
                 raise LoadError(f"worker {rank} of {self.share.size} ended before it was ready.") from None
             if error is not None:
                 raise error
+
+    def tell_rows(self, rows: dict[bytes, NDArray[np.float32]]) -> None:
+        self._tell(PictureRows(rows))
 
     def tell_plan(self, plan: StepPlan) -> None:
         """Others need not know how tokens are sampled."""

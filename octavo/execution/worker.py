@@ -7,7 +7,7 @@ the most of it is run once the weights are there. Then the steps that are worth 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import mul
@@ -15,13 +15,14 @@ from threading import Thread
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.config import EngineArgs, EngineConfig, ModelConfig
 from octavo.errors import ConfigError
 from octavo.execution import capacity
 from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
 from octavo.execution.device import Device
-from octavo.execution.media_table import MediaTable
+from octavo.execution.media_table import MediaRows, MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters, SubmittedStep
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.team import ALONE, Sizes, Team
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from octavo.execution.drafting_runner import DraftedStep
     from octavo.lora.ops import AdaptedOps
     from octavo.models.heads import MedusaHeads
-    from octavo.multimodal.tower import TowerCache
+    from octavo.multimodal.tower import ReceivedRows, TowerCache
 
 logger = logging.getLogger(__name__)
 
@@ -90,17 +91,22 @@ class Worker:
             runner_adapters = RunnerAdapters(adapted, self.adapters)
             phases.end("adapter memory")
         self.media: TowerCache | None = None
-        media_table = None
+        self._received: ReceivedRows | None = None
+        self._media_table: MediaTable | None = None
         if (media := config.media) is not None:
-            from octavo.multimodal.tower import Tower, TowerCache
+            from octavo.multimodal.tower import ReceivedRows, Tower, TowerCache
 
-            self.media = TowerCache(Tower(media.folder, media.row_multiplier), media.cache_tokens)
-            media_table = MediaTable(self.media, media.width)
+            rows: MediaRows
+            if team.share.is_first:
+                rows = self.media = TowerCache(Tower(media.folder, media.row_multiplier), media.cache_tokens)
+            else:
+                rows = self._received = ReceivedRows()
+            self._media_table = MediaTable(rows, description, limits.max_num_seqs)
             phases.end("tower")
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
-            model_config.pooling is not None, team, media_table,
+            model_config.pooling is not None, team, self._media_table,
         )  # fmt: skip
         self._draft = self._load_draft(config.draft, phases) if config.draft is not None else None
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit
@@ -284,6 +290,11 @@ class Worker:
             dtype, count = self._cache_dtype(draft.dtype), num_blocks[draft.pool]
             caches[draft.pool] += [self._layer_cache(spec, count, dtype) for spec in draft.layer_caches]
         return caches
+
+    def take_rows(self, rows: Mapping[bytes, NDArray[np.float32]]) -> None:
+        """Of pictures by content, from the first worker of the team."""
+        assert self._received is not None and self._media_table is not None, "this worker has the tower"
+        self._received.take(rows, self._media_table.content_hashes)
 
     def release_cache(self) -> None:
         """Give the cache's memory back to the system, and the host tier's, until they are written again."""

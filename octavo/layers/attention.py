@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,6 +167,10 @@ class Attention:
         self.consumer = self._qkv  # the only matrix that reads the layer's input
         self._rotary = parameters.rotary(description.rope, head_size)
         self._identity = parameters.rotary(None, head_size) if description.norms_after_rotation else self._rotary
+        self._axes = None
+        if description.rope is not None and description.rope.axes:
+            assert not description.norms_after_rotation and description.query_growth is None
+            self._axes = self._ops.place(np.array(description.rope.axes, np.int32))
         self._qk_norms: list[Norm] = []
         if description.qk_norm is not None:
             for name, heads in zip(description.qk_norm_names, (num_heads, description.num_kv_heads), strict=True):
@@ -218,10 +222,19 @@ class Attention:
         query, key, value = self._heads(query), self._heads(key), self._heads(qkv[:, both:])
         if description.qk_norm_scope != "all":
             query, key = self._normed(query, key)
-        ops.rotary_and_cache(
-            query, key, value, batch.positions, self._identity, cache, tables.slot_mapping, self._growth
-        )
-        both_ways = (True, self._biases) if description.bidirectional else ()
+        if self._axes is not None and batch.axis_positions is not None:
+            ops.rotary_and_cache(
+                query, key, value, batch.axis_positions, self._rotary, cache, tables.slot_mapping, axes=self._axes
+            )
+        else:
+            ops.rotary_and_cache(
+                query, key, value, batch.positions, self._identity, cache, tables.slot_mapping, self._growth
+            )
+        further: dict[str, Any] = {}
+        if description.bidirectional:
+            further = {"bidirectional": True, "distance_biases": self._biases}
+        elif batch.key_ends is not None:
+            further = {"key_ends": batch.key_ends}
         attended = ops.paged_attention(
             query,
             cache,
@@ -233,7 +246,7 @@ class Attention:
             description.softcap,
             self._slopes,
             self._sinks,
-            *both_ways,
+            **further,
         )
         if description.is_gated:
             gate = qkv[:, self._query_size : 2 * self._query_size]

@@ -32,6 +32,8 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()  # "longrope"
     long_factors: tuple[float, ...] = ()
     num_turning: int = 0  # "proportional": elements of rotary_dim that do turn
+    # Of each pair: whether a token's position in time (0), height (1) or width (2) turns it. Empty: there is one only.
+    axes: tuple[int, ...] = ()
 
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")

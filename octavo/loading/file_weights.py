@@ -59,8 +59,6 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
         tensors, mapped = _safetensors_tensors(files)
         if checkpoint.format == "mistral":
             tensors = _of_mistral(tensors, checkpoint.config)
-    if "text_config" in checkpoint.config:
-        tensors = {_LANGUAGE_MODEL.sub(_in_language_model, name): tensor for name, tensor in tensors.items()}
     for prefix, path in checkpoint.module_files.items():
         of_module, more = (_safetensors_tensors if path.endswith(".safetensors") else _pt_tensors)([path])
         tensors |= {f"{prefix}.{name}": tensor for name, tensor in of_module.items()}
@@ -72,7 +70,9 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
                 f"--quantization {quantization} quantizes weights of floats, but {source} is quantized already "
                 f"({method_of(settings)}); leave the flag out to serve it as it is."
             )
-        tensors = quantized_tensors(tensors, settings, source)
+        tensors = quantized_tensors(tensors, settings, source)  # by the names that `settings` speaks of
+    if "text_config" in checkpoint.config:
+        tensors = {_LANGUAGE_MODEL.sub(_in_language_model, name): tensor for name, tensor in tensors.items()}
     return FileWeights(tensors, mapped, source, dtype, quantization, tied)
 
 

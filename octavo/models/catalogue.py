@@ -16,7 +16,7 @@ from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
-from octavo.models.vision import NOT_BUILT, VISION_FAMILIES, decoders_of, read_vision
+from octavo.models.vision import VISION_FAMILIES, decoders_of, read_vision
 
 # A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
 EXAMPLE_SIZES: dict[str, Any] = {
@@ -59,12 +59,21 @@ def entries() -> list[Entry]:
         if others := [head for head in _HEADS if name.removesuffix("Model") + head in FAMILIES]:
             notes.append(f"also {', '.join(others)}")
         found.append(Entry(name, "native", formats, "; ".join(notes)))
-    example = {"text_config": EXAMPLE_SIZES, "image_token_index": 0}
+    heads_of_128 = {"hidden_size": 4096, "num_attention_heads": 32}  # which mrope_section shares out by default
+    example = {"text_config": EXAMPLE_SIZES | heads_of_128, "image_token_index": 0}
     for name, vision in VISION_FAMILIES.items():
-        decoders = f"its decoder is one of {', '.join(decoders_of(name))}"
-        sees = f"sees pictures; {decoders}" if vision.sees else f"pictures refused: {NOT_BUILT[name]}"
-        runs = "native, tower by transformers" if vision.sees else "native"
-        found.append(Entry(name, runs, "safetensors, bin", "; ".join([*_notes(read_vision(name, example)), sees])))
+        decoders = decoders_of(name)
+        description = read_vision(name, example)
+        notes = [*_notes(description), "sees pictures"]
+        if vision.sections is not None:
+            notes.append("tokens have three positions")
+        if description.num_media_layers:
+            notes.append("further rows of pictures after early layers")
+        if description.sees_ahead:
+            notes.append(f"tokens of a {description.sees_ahead} attend both ways")
+        if len(decoders) > 1:
+            notes.append(f"its decoder is one of {', '.join(decoders)}")
+        found.append(Entry(name, "native, tower by transformers", "safetensors, bin", "; ".join(notes)))
     return sorted(found)
 
 

@@ -288,7 +288,7 @@ class Decoder:
         ops, description = self._ops, self.description
         residual = self.embed(batch.token_ids, self._stream_dtype)
         if batch.media_rows is not None:
-            ops.replace_rows(residual, batch.media_rows, batch.media_indices)
+            ops.replace_rows(residual, batch.media_rows[0], batch.media_indices)
         if self._positions is not None:
             ops.add(residual, ops.take_rows(self._positions, batch.positions))
         if self._token_types is not None:
@@ -302,6 +302,8 @@ class Decoder:
                 self.watch(number, residual)
             (tables, cache), *beside = (places[i] for i in numbers)
             residual = block.forward(residual, batch, tables, cache, *beside)
+            if number < description.num_media_layers and batch.media_rows is not None:
+                ops.add_rows(residual, batch.media_rows[number + 1], batch.media_indices)
         return residual if self._pooler is None else _normed(self._norm, residual, None)
 
     def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:

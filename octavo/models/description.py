@@ -5,6 +5,7 @@ built from. An architecture is settings of these; see `octavo.models.families`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import AttentionDescription
@@ -90,6 +91,10 @@ class ModelDescription:
     norm_name: str = "model.norm"
     output_name: str = "lm_head"
     takes_media: bool = False  # rows of a tower may stand in the place of embeddings
+    num_media_layers: int = 0  # after so many of the first layers further rows of the tower are added
+    # Which tokens see later ones, beside themselves and those before: those of a "picture" its own, those of the
+    # "prompt" all of it.
+    sees_ahead: Literal["", "picture", "prompt"] = ""
     unused: tuple[str, ...] = ()  # prefixes of tensors that checkpoints have and the model has no use for
     share: Share = WHOLE  # of the output matrix, and of the layers' matrices: `octavo.models.sharing`
 
@@ -98,6 +103,12 @@ class ModelDescription:
         """Whether a token's hidden state depends on those after it, so that a text is one step's."""
         mixers = [layer.attention for layer in self.layers]
         return any(isinstance(mixer, AttentionDescription) and mixer.bidirectional for mixer in mixers)
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether a token has a position in time, height and width each."""
+        mixers = [layer.attention for layer in self.layers]
+        return any(isinstance(m, AttentionDescription) and m.rope is not None and m.rope.axes for m in mixers)
 
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:

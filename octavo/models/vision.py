@@ -6,13 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from octavo.errors import LoadError
-from octavo.models.description import ModelDescription
+from octavo.layers.attention import AttentionDescription
+from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
 
+_QWEN_VL: dict[str, Any] = {
+    "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0, "sliding_window": 4096, "max_window_layers": 80,
+}  # fmt: skip
 # The decoder of a `text_config`, by its model_type, and the defaults of its class in transformers 5: checkpoints leave
 # out what equals them.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,8 +58,21 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
         "sliding_window": 4096,
     }),
+    "qwen2_vl_text": ("Qwen2ForCausalLM", _QWEN_VL),
+    "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN_VL),
+    "qwen3_vl_text": ("Qwen3ForCausalLM", {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000,
+        "rope_theta": 500000.0,
+    }),
+    "glm4v_text": ("Glm4ForCausalLM", {
+        "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": None, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5, "attention_bias": True,
+    }),
 }  # fmt: skip
-# Of the decoders of families that see, only Granite multiplies its embeddings, and then the rows of pictures too.
+# Those that go with any family that does not have one of its own.
+_ANY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere2", "aria_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +82,13 @@ class VisionFamily:
     decoder: str  # the `model_type` of the text_config
     image_token: int  # the token that a row stands in the place of
     may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
-    sees: bool = True  # otherwise its pictures are `NOT_BUILT`, and it is a language model
     counts_pictures: bool = False  # a picture that is alone in its prompt is cut up, one among others is not
+    # How many pairs of elements a token's position in time, height and width turns (M-RoPE); None: it has one position.
+    sections: tuple[int, int, int] | None = None
+    interleaves: bool = False  # pairs of the three take turns, until those of height and width are used up
+    stacked_layers: tuple[int, ...] = ()  # of the tower, whose rows are added after the decoder's first layers
+    sees_ahead: Literal["", "picture"] = ""  # of `ModelDescription`
+    multiplies_rows: bool = True  # where the decoder multiplies embeddings, rows of pictures too
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -78,36 +102,41 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "InternVLForConditionalGeneration": VisionFamily("qwen2", 151667),
     "AyaVisionForConditionalGeneration": VisionFamily("cohere2", 255036),
     "AriaForConditionalGeneration": VisionFamily("aria_text", 9),
-    "Gemma3ForConditionalGeneration": VisionFamily("gemma3_text", 262144, sees=False),
-}
-_THREE_POSITIONS = "tokens have three positions (M-RoPE)"
+    "Qwen2VLForConditionalGeneration": VisionFamily(
+        "qwen2_vl_text", 151655, may_tie_in_text=True, sections=(16, 24, 24)
+    ),
+    "Qwen2_5_VLForConditionalGeneration": VisionFamily(
+        "qwen2_5_vl_text", 151655, may_tie_in_text=True, sections=(16, 24, 24)
+    ),
+    "Qwen3VLForConditionalGeneration": VisionFamily(
+        "qwen3_vl_text", 151655, may_tie_in_text=True, sections=(24, 20, 20), interleaves=True,
+        stacked_layers=(8, 16, 24),
+    ),
+    "Glm4vForConditionalGeneration": VisionFamily("glm4v_text", 151343, sections=(8, 12, 12)),
+    "Gemma3ForConditionalGeneration": VisionFamily(
+        "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
+    ),
+}  # fmt: skip
 # Classes whose pictures are not built, and what is special about them.
-NOT_BUILT = {
-    "Gemma3ForConditionalGeneration": "tokens of a picture attend to later ones of it",
-    "PaliGemmaForConditionalGeneration": "tokens of the prompt attend to later ones of it",
-    "Qwen2VLForConditionalGeneration": _THREE_POSITIONS,
-    "Qwen2_5_VLForConditionalGeneration": _THREE_POSITIONS,
-    "Qwen3VLForConditionalGeneration": _THREE_POSITIONS,
-}
+NOT_BUILT = {"PaliGemmaForConditionalGeneration": "tokens of the prompt attend to later ones of it"}
 # Prefixes of what is not the decoder's.
 _TOWERS = tuple(
     at + name
     for at in ("", "model.")
-    for name in ("vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "image_newline")
+    for name in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline")
 )
 
 
 def read_vision(name: str, config: Mapping[str, Any]) -> ModelDescription:
     """The decoder of the class `name`, one of `VISION_FAMILIES`. Raises `LoadError` for one that is not built."""
     family = VISION_FAMILIES[name]
-    text = dict(config["text_config"])
-    kind = text.get("model_type", family.decoder)
-    built = decoders_of(name)
+    text = _text_config(family, config)
+    kind, built = text["model_type"], decoders_of(name)
     if kind not in built:
         raise LoadError(f"a decoder of the type {kind!r} is not built yet; {', '.join(built)} are.")
     decoder, defaults = DECODERS[kind]
     description = read(decoder, FAMILIES[decoder], defaults | text)
-    if family.sees and image_token(config, name) >= description.vocab_size:
+    if image_token(config, name) >= description.vocab_size:
         raise LoadError(
             f"the token of pictures is {image_token(config, name)}, and the decoder's are 0 to "
             f"{description.vocab_size - 1}."
@@ -116,19 +145,55 @@ def read_vision(name: str, config: Mapping[str, Any]) -> ModelDescription:
     is_tied = description.tie_word_embeddings
     if (whole := config.get("tie_word_embeddings")) is not None:
         is_tied = bool(whole) or (family.may_tie_in_text and bool(text.get("tie_word_embeddings")))
+    layers = description.layers
+    if family.sections is not None:
+        layers = tuple(_with_axes(layer, family, text) for layer in layers)
+    num_media_layers = 0
+    if family.stacked_layers:
+        vision = config.get("vision_config") or {}
+        num_media_layers = len(vision.get("deepstack_visual_indexes", family.stacked_layers))
     return replace(
         description,
         architecture=name,
         tie_word_embeddings=is_tied,
-        takes_media=family.sees,
+        layers=layers,
+        takes_media=True,
+        num_media_layers=num_media_layers,
+        sees_ahead=family.sees_ahead,
         unused=(*description.unused, *_TOWERS),
     )
 
 
+def _text_config(family: VisionFamily, config: Mapping[str, Any]) -> dict[str, Any]:
+    """That of the decoder, which earlier files have beside everything else (Qwen2-VL)."""
+    text = dict(config["text_config"]) if "text_config" in config else {**config, "model_type": family.decoder}
+    text.setdefault("model_type", family.decoder)
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = text.get(name) or {}
+        if "mrope" in (scaling.get("rope_type"), scaling.get("type")):  # what else turns is not stretched
+            text[name] = {**scaling, "rope_type": "default"}
+    return text
+
+
+def _with_axes(layer: LayerDescription, family: VisionFamily, text: Mapping[str, Any]) -> LayerDescription:
+    """A layer whose tokens have three positions. Raises `LoadError` for sections that do not fit its heads."""
+    attention = layer.attention
+    assert isinstance(attention, AttentionDescription) and attention.rope is not None and family.sections is not None
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    sections, num_pairs = tuple(scaling.get("mrope_section") or family.sections), attention.rope.rotary_dim // 2
+    if len(sections) != 3 or sum(sections) != num_pairs or min(sections) < 0:
+        raise LoadError(f"mrope_section {list(sections)} does not share out the {num_pairs} pairs of a head.")
+    if family.interleaves:
+        axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(num_pairs)]
+    else:
+        axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    return replace(layer, attention=replace(attention, rope=replace(attention.rope, axes=tuple(axes))))
+
+
 def decoders_of(name: str) -> list[str]:
     """The types of decoders that models of the class `name` may have."""
-    family = VISION_FAMILIES[name]
-    return [kind for kind in DECODERS if (kind == "gemma3_text") != family.sees]
+    own = VISION_FAMILIES[name].decoder
+    return list(_ANY_FAMILY) if own in _ANY_FAMILY else [own]
 
 
 def image_token(config: Mapping[str, Any], name: str) -> int:

@@ -135,7 +135,7 @@ class PictureProcessor:
             of_picture, row = places[start : start + one.num_tokens], 0
             for _, run in groupby(enumerate(of_picture), lambda entry: entry[1] - entry[0]):
                 run_places = [place for _, place in run]
-                items.append(MediaItem(run_places[0], len(run_places), one.content_hash, row))
+                items.append(MediaItem(run_places[0], len(run_places), one.content_hash, row, one.grid))
                 row += len(run_places)
             start += one.num_tokens
         return tuple(items)
@@ -176,7 +176,12 @@ class PictureProcessor:
                 of_one = values if name == "batch_num_images" else values[: len(values) // number]
                 of_one = np.ascontiguousarray(of_one)
                 arrays.append(MediaArray(name, of_one.dtype.name, of_one.shape, of_one.tobytes()))
-        return Processed(text, MediaInput(digest, int(num_tokens), tuple(arrays)))
+        grid = None
+        if "image_grid_thw" in found:  # of patches, squares of which make a row
+            merge = self._processor.image_processor.merge_size
+            time, height, width = found["image_grid_thw"][0].tolist()
+            grid = time, height // merge, width // merge
+        return Processed(text, MediaInput(digest, int(num_tokens), tuple(arrays), grid))
 
     def _warm_up(self) -> None:
         try:

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +24,7 @@ from octavo.request import MediaInput
 logger = logging.getLogger(__name__)
 
 _OF_DECODER = re.compile(r"\b(language_model|text_model|lm_head)\b")
-Rows = NDArray[np.float32]  # [tokens, H]
+Rows = NDArray[np.float32]  # [1 + D, tokens, H]: in the place of embeddings, and after each of the first D layers
 
 
 class Tower:
@@ -39,6 +39,9 @@ class Tower:
 
         try:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            is_quantized = hasattr(config, "quantization_config")
+            if is_quantized:  # the decoder: its tensors are none of transformers' concern
+                del config.quantization_config
             text = config.text_config
             text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
             for name in ("layer_types", "mlp_layer_types"):  # one entry a layer
@@ -57,6 +60,8 @@ class Tower:
         for name in ("language_model", "text_model"):
             if hasattr(self._model, name):
                 setattr(self._model, name, None)
+        if is_quantized:
+            _check_floats(self._model, report["unexpected_keys"], folder)
         self._multiplier = multiplier
         self._takes = inspect.signature(self._model.get_image_features).parameters
 
@@ -70,12 +75,22 @@ class Tower:
             if array.name in self._takes
         }
         with torch.inference_mode():
-            features = self._model.get_image_features(**arguments, return_dict=True).pooler_output
-        # One tensor [tiles, tokens, H], or a list of such of its own number of tokens a picture.
-        found: Rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in features]).mul(self._multiplier).numpy()
-        if len(found) != given.num_tokens:
-            raise ValueError(f"a tower gave {len(found)} rows for {given.num_tokens} tokens")
+            features = self._model.get_image_features(**arguments, return_dict=True)
+        # Each one tensor [tiles, tokens, H], or a list of such of its own number of tokens a picture.
+        parts = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+        rows = [torch.cat([one.reshape(-1, one.shape[-1]) for one in part]).mul(self._multiplier) for part in parts]
+        found: Rows = torch.stack(rows).numpy()
+        if found.shape[1] != given.num_tokens:
+            raise ValueError(f"a tower gave {found.shape[1]} rows for {given.num_tokens} tokens")
         return found
+
+
+def _check_floats(model: Any, unexpected: Iterable[str], folder: str) -> None:
+    """Raise `LoadError` if a matrix of the tower comes with tensors that a matrix of floats does not have."""
+    matrices = [name for name, _ in model.named_parameters() if name.endswith(".weight")]
+    for name in sorted(unexpected):
+        if any(matrix.removesuffix("weight") in name for matrix in matrices):
+            raise LoadError(f"{folder}: the tower is quantized too (tensor {name}), which is not built.")
 
 
 @contextmanager
@@ -89,6 +104,21 @@ def _quiet(log: Any) -> Iterator[None]:
         log.set_verbosity(verbosity)
         if shows_progress:
             log.enable_progress_bar()
+
+
+class ReceivedRows:
+    """The rows of pictures in a worker whose team's first one has the tower."""
+
+    def __init__(self) -> None:
+        self._rows: dict[bytes, Rows] = {}
+
+    def take(self, rows: Mapping[bytes, Rows], in_use: set[bytes]) -> None:
+        """`rows` by content, of pictures of the next plan. Those that neither are among them nor `in_use` go."""
+        kept = {digest: found for digest, found in self._rows.items() if digest in in_use}
+        self._rows = {**kept, **rows}
+
+    def rows(self, content_hash: bytes) -> Rows:
+        return self._rows[content_hash]
 
 
 class TowerCache:

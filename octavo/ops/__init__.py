@@ -325,6 +325,9 @@ class OpsOver(Protocol[A]):
         """x[t] = replacements[indices[t]] in place, rounded once, where indices [T] int32 are not negative; other rows
         stay. x [T, H], replacements [M, H] float32."""
 
+    def add_rows(self, x: A, summands: A, indices: A) -> None:
+        """x[t] += summands[indices[t]] as in `replace_rows`, in float32, rounded once."""
+
     def pool(self, x: A, starts: A, ends: A, kind: str, out_dtype: str | None = None) -> A:
         """Rows starts[n] .. ends[n] of x [T, H], both included ([N] int64), made one: [N, H], in float32, rounded once.
 
@@ -346,7 +349,7 @@ class OpsOver(Protocol[A]):
 
     def rotary_and_cache(
         self, query: A, key: A, value: A, positions: A, cos_sin: A, cache: LayerKVCache, slot_mapping: A,
-        query_scales: A | None = None,
+        query_scales: A | None = None, axes: A | None = None,
     ) -> None:  # fmt: skip
         """Rotate query [T, Q, D] in place and key [T, G, D], then write key and value [T, G, D] to the cache.
 
@@ -355,12 +358,15 @@ class OpsOver(Protocol[A]):
         holds R/2 cosines, then R/2 sines; the first R ≤ D elements of a head are rotated as two halves (Su et al. 2021,
         the layout of GPT-NeoX). `slot_mapping` [T] int64 is block * block_size + offset. Whether `key` is rotated in
         place too is unspecified. Queries of position p are multiplied with `query_scales` [max_positions] float32.
+
+        With `axes` [R/2] int32 a token has three positions [3, T], in time, height and width: the i-th pair of elements
+        is rotated as that of axis axes[i] says (Wang et al. 2024, arXiv 2409.12191). Queries have no scales then.
         """
 
     def paged_attention(
         self, query: A, cache: LayerKVCache, block_tables: A, query_start_loc: A, seq_lens: A, scale: float,
         sliding_window: int = 0, softcap: float = 0.0, slopes: A | None = None, sinks: A | None = None,
-        bidirectional: bool = False, distance_biases: A | None = None,
+        bidirectional: bool = False, distance_biases: A | None = None, key_ends: A | None = None,
     ) -> A:  # fmt: skip
         """Causal attention of query [T, Q, D] over the paged cache -> [T, Q * D] in the dtype of query.
 
@@ -377,6 +383,9 @@ class OpsOver(Protocol[A]):
         computed: all of its sequence, or p - W + 1 .. p + W - 1. Then scores may have `distance_biases`
         [Q, 2 P + BIAS_PADDING] float32 for sequences of up to P tokens: column P + key's position - query's is added
         (Raffel et al. 2020).
+
+        With `key_ends` [T] int32 a token sees the keys before its number, of its own sequence, besides those that it
+        sees anyway, and from where a window begins on; without slopes. The step must have computed them.
         """
 
     def linear_by_head(self, x: A, weight: ExpertsWeight) -> A:

@@ -41,9 +41,9 @@ from octavo.ops.cpu_quantize import FLOAT_FORMATS, quantize
 from octavo.ops.cpu_recurrent import causal_conv, gated_delta, num_scan_floats, selective_scan
 
 __all__ = [
-    "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "all_gather", "all_reduce",
-    "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "copy_blocks", "embedding", "experts",
-    "gated_delta", "gather_blocks", "join_group", "latent_attention", "layer_norm", "linear", "linear_add",
+    "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "add_rows", "all_gather",
+    "all_reduce", "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "copy_blocks", "embedding",
+    "experts", "gated_delta", "gather_blocks", "join_group", "latent_attention", "layer_norm", "linear", "linear_add",
     "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats",
     "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize", "place", "pool", "process_row",
     "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample",
@@ -245,12 +245,20 @@ def take_rows(x: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
 
 
 def replace_rows(x: NDArray[Any], replacements: NDArray[Any], indices: NDArray[Any]) -> None:
+    _put_rows("replace_rows", x, replacements, indices, False)
+
+
+def add_rows(x: NDArray[Any], summands: NDArray[Any], indices: NDArray[Any]) -> None:
+    _put_rows("add_rows", x, summands, indices, True)
+
+
+def _put_rows(op: str, x: NDArray[Any], replacements: NDArray[Any], indices: NDArray[Any], adds: bool) -> None:
     assert indices.dtype == INT32 and is_dense(indices) and replacements.dtype == FLOAT32 and is_dense(replacements)
     assert x.shape == (indices.shape[0], replacements.shape[1])
-    check_inputs("replace_rows", x=x, replacements=replacements, indices=indices)
+    check_inputs(op, x=x, replacements=replacements, indices=indices)
     count, width = replacements.shape
     _cpu.replace_rows(
-        replacements, count, width, indices, indices.shape[0], x, stride(x), code_of("replace_rows", x)
+        replacements, count, width, indices, indices.shape[0], x, stride(x), code_of(op, x), adds
     )  # fmt: skip
 
 
@@ -319,13 +327,14 @@ def rotate(x: NDArray[Any], positions: NDArray[Any], cos_sin: NDArray[Any]) -> N
     check_inputs("rotate", x=x, positions=positions)
     _cpu.rotary_and_cache(
         x, stride(x), 0, 0, 0, 0, positions, cos_sin, cos_sin.shape[0], rotary_size, 0, 0, 0, 0, tokens,
-        heads, 0, head_size, 0, 0, 0, code_of("rotate", x), 0, 0,
+        heads, 0, head_size, 0, 0, 0, code_of("rotate", x), 0, 0, 0, 0,
     )  # fmt: skip
 
 
 def rotary_and_cache(
     query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], positions: NDArray[Any], cos_sin: NDArray[Any],
     cache: LayerKVCache, slot_mapping: NDArray[Any], query_scales: NDArray[Any] | None = None,
+    axes: NDArray[Any] | None = None,
 ) -> None:  # fmt: skip
     tokens, query_heads, head_size = query.shape
     kv_heads = key.shape[1]
@@ -343,12 +352,17 @@ def rotary_and_cache(
     assert cos_sin.dtype == FLOAT32 and cos_sin.flags.c_contiguous
     if query_scales is not None:
         assert query_scales.dtype == FLOAT32 and query_scales.shape == cos_sin.shape[:1] and is_dense(query_scales)
+    assert positions.shape == ((tokens,) if axes is None else (_cpu.POSITION_AXES, tokens))
+    if axes is not None:
+        assert axes.dtype == INT32 and axes.shape == (rotary_size // 2,) and is_dense(axes) and query_scales is None
+        assert axes.min() >= 0 and axes.max() < _cpu.POSITION_AXES
     check_inputs("rotary_and_cache", query=query, key=key, value=value, positions=positions, slot_mapping=slot_mapping)
     _cpu.rotary_and_cache(
         query, stride(query), key, stride(key), value, stride(value), positions, cos_sin, cos_sin.shape[0], rotary_size,
         cache.key, cache.value, cache.num_blocks * block_size, slot_mapping, tokens, query_heads, kv_heads, head_size,
         key_size, value_size, block_size, code_of("rotary_and_cache", query, key, value),
         cache_code("rotary_and_cache", cache, query), 0 if query_scales is None else query_scales,
+        0 if axes is None else axes, 0 if axes is None else stride(positions),
     )  # fmt: skip
 
 
@@ -356,7 +370,7 @@ def paged_attention(
     query: NDArray[Any], cache: LayerKVCache, block_tables: NDArray[Any], query_start_loc: NDArray[Any],
     seq_lens: NDArray[Any], scale: float, sliding_window: int = 0, softcap: float = 0.0,
     slopes: NDArray[Any] | None = None, sinks: NDArray[Any] | None = None, bidirectional: bool = False,
-    distance_biases: NDArray[Any] | None = None,
+    distance_biases: NDArray[Any] | None = None, key_ends: NDArray[Any] | None = None,
 ) -> NDArray[Any]:  # fmt: skip
     tokens, query_heads, head_size = query.shape
     kv_heads = cache.key.shape[1]
@@ -370,6 +384,10 @@ def paged_attention(
         "paged_attention", query=query, block_tables=block_tables, query_start_loc=query_start_loc, seq_lens=seq_lens
     )
     assert not bidirectional or slopes is None
+    if key_ends is not None:
+        assert key_ends.dtype == INT32 and key_ends.shape == (tokens,) and is_dense(key_ends)
+        assert not bidirectional and slopes is None
+        check_inputs("paged_attention", key_ends=key_ends)
     reach = 0
     if distance_biases is not None:
         reach = (distance_biases.shape[1] - BIAS_PADDING) // 2
@@ -381,6 +399,6 @@ def paged_attention(
         query_start_loc, seq_lens, seq_lens.shape[0], query_heads, kv_heads, head_size, cache.key.shape[3],
         sliding_window, scale, code_of("paged_attention", query), cache_code("paged_attention", cache, query), out,
         softcap, 0 if slopes is None else slopes, 0 if sinks is None else sinks, bidirectional,
-        0 if distance_biases is None else distance_biases, reach,
+        0 if distance_biases is None else distance_biases, reach, 0 if key_ends is None else key_ends,
     )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.ops.torch_arrays import upload
 from octavo.ops.torch_ops import (
     add_bias,
+    add_rows,
     gather_blocks,
     keep_tokens,
     logprobs,
@@ -40,12 +41,12 @@ from octavo.ops.triton.sampling import argmax, sample
 from octavo.ops.triton.schedule import ROW_CLASSES
 
 __all__ = [
-    "activation", "add", "add_bias", "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks",
-    "embedding", "experts", "gated_delta", "gather_blocks", "keep_tokens", "latent_attention", "layer_norm", "linear",
-    "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize",
-    "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row", "quantize",
-    "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of",
-    "sample", "scatter_blocks", "selective_scan", "stack_experts", "take_rows", "top_tokens",
+    "activation", "add", "add_bias", "add_rows", "allocate_kv_cache", "argmax", "begin_step", "causal_conv",
+    "copy_blocks", "embedding", "experts", "gated_delta", "gather_blocks", "keep_tokens", "latent_attention",
+    "layer_norm", "linear", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens",
+    "multiply", "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool",
+    "process_row", "quantize", "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route",
+    "row_classes", "rows_of", "sample", "scatter_blocks", "selective_scan", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 

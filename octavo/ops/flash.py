@@ -34,12 +34,13 @@ def why_not(dtype: str, cache_dtype: str, score_settings: Sequence[str] = ()) ->
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
-    bidirectional: bool = False, distance_biases: Tensor | None = None,
+    bidirectional: bool = False, distance_biases: Tensor | None = None, key_ends: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`Ops.paged_attention`. Rows that belong to no sequence may be anything."""
     from torch.nn.attention import varlen
 
     assert softcap == 0 and slopes is None and sinks is None and not bidirectional and distance_biases is None
+    assert key_ends is None, "pictures are refused on GPUs"
     num_tokens, num_seqs = len(query), len(seq_lens)
     longest = 1 if num_tokens == num_seqs else num_tokens  # sequences that pad a captured step have no tokens
     attend: Any = varlen.varlen_attn

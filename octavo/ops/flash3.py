@@ -41,10 +41,11 @@ def _function() -> Any:
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
-    bidirectional: bool = False, distance_biases: Tensor | None = None,
+    bidirectional: bool = False, distance_biases: Tensor | None = None, key_ends: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`Ops.paged_attention`. Rows that belong to no sequence may be anything."""
     assert softcap == 0 and slopes is None and sinks is None and not bidirectional and distance_biases is None
+    assert key_ends is None, "pictures are refused on GPUs"
     num_tokens = len(query)
     out: Tensor = _function()(
         query, cache.key, cache.value, cache_seqlens=seq_lens, page_table=block_tables, cu_seqlens_q=query_start_loc,

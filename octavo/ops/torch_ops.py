@@ -52,6 +52,13 @@ def replace_rows(x: Tensor, replacements: Tensor, indices: Tensor) -> None:
     x.copy_(torch.where(indices[:, None] >= 0, found, x))
 
 
+def add_rows(x: Tensor, summands: Tensor, indices: Tensor) -> None:
+    if not len(summands):
+        return
+    found = (x.float() + summands[indices.clamp(min=0).long()]).to(x.dtype)
+    x.copy_(torch.where(indices[:, None] >= 0, found, x))
+
+
 def pool(x: Tensor, starts: Tensor, ends: Tensor, kind: str, out_dtype: str | None = None) -> Tensor:
     pooled = []
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):

@@ -19,6 +19,7 @@ from octavo.ops.torch_adapters import TorchAdapterTable, adapter_table, allocate
 from octavo.ops.torch_arrays import DTYPES, to_torch
 from octavo.ops.torch_ops import (
     add_bias,
+    add_rows,
     gather_blocks,
     keep_tokens,
     logprobs,
@@ -34,14 +35,13 @@ from octavo.ops.torch_ops import (
 from octavo.quantization import StoredWeight, dequantize
 
 __all__ = [
-    "DenseWeight", "activation", "adapter_table", "add", "add_bias", "allocate_arena", "allocate_kv_cache", "argmax",
-    "begin_step", "causal_conv", "copy_blocks", "embedding", "experts", "fake_quantize", "gated_delta",
+    "DenseWeight", "activation", "adapter_table", "add", "add_bias", "add_rows", "allocate_arena", "allocate_kv_cache",
+    "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts", "fake_quantize", "gated_delta",
     "gather_blocks", "keep_tokens", "latent_attention", "layer_norm", "linear", "linear_add", "linear_by_head",
     "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
-    "paged_attention", "penalize", "place", "pool", "process_row", "quantize", "replace_rows",
-    "resolve_step", "rms_norm",
-    "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample", "scatter_blocks", "selective_scan",
-    "shrink", "stack_experts", "take_rows", "top_tokens",
+    "paged_attention", "penalize", "place", "pool", "process_row", "quantize", "replace_rows", "resolve_step",
+    "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample", "scatter_blocks",
+    "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 
@@ -412,10 +412,14 @@ def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
 
 def rotary_and_cache(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cos_sin: Tensor, cache: LayerKVCache,
-    slot_mapping: Tensor, query_scales: Tensor | None = None,
+    slot_mapping: Tensor, query_scales: Tensor | None = None, axes: Tensor | None = None,
 ) -> None:  # fmt: skip
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-    rotate(query, positions, cos_sin)
+    rows = cos_sin[positions]
+    if axes is not None:  # [3, T, R] -> [T, R]
+        pairs = torch.cat([axes, axes]).long()
+        rows = rows.gather(0, pairs.expand(1, rows.shape[1], -1))[0]
+    cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
+    query.copy_(_rotate(query, cos, sin))
     if query_scales is not None:
         query.copy_(query.float() * query_scales[positions][:, None, None])
     block_size = cache.key.shape[1]
@@ -465,7 +469,7 @@ def begin_step(query_start_loc: Tensor, seq_lens: Tensor) -> None:
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
-    bidirectional: bool = False, distance_biases: Tensor | None = None,
+    bidirectional: bool = False, distance_biases: Tensor | None = None, key_ends: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     num_tokens, num_heads, head_size = query.shape
     group = num_heads // cache.key.shape[2]
@@ -491,8 +495,10 @@ def paged_attention(
             reach = (distance_biases.shape[1] - BIAS_PADDING) // 2
             scores = scores + distance_biases[:, reach - distance]
         hidden = distance < 0 if not bidirectional else torch.zeros_like(distance, dtype=torch.bool)
+        if key_ends is not None:
+            hidden &= positions[None, :] >= key_ends[start:end, None]
         if sliding_window > 0:
-            hidden |= distance.abs() >= sliding_window
+            hidden |= (distance.abs() if bidirectional else distance) >= sliding_window
         scores.masked_fill_(hidden, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, end - start, 1)], -1)

@@ -11,6 +11,14 @@ from octavo.request import EngineRequest
 def check_request(request: EngineRequest, config: SchedulerConfig, cache: KVCacheManager) -> None:
     """Raise `RequestError` if the request needs more than there is when nothing else runs."""
     num_prompt, num_sequences = len(request.prompt.token_ids), request.params.num_sequences
+    if config.whole_pictures:
+        largest = max((item.num_tokens for item in request.prompt.media), default=0)
+        # Each running sequence keeps a token of a step's budget.
+        if largest > (room := config.max_num_batched_tokens - config.max_num_seqs):
+            raise RequestError(
+                f"a picture of {largest} tokens is computed in one step, which has room for {room} of them: "
+                "--max-num-batched-tokens less --max-num-seqs."
+            )
     longest = num_prompt + request.max_tokens
     needed = cache.most_blocks(longest, config.max_num_batched_tokens)
     if any(count > pool.num_usable for count, pool in zip(needed, cache.pools, strict=True)):

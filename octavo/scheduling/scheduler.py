@@ -21,7 +21,7 @@ from octavo.errors import RequestError
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
 from octavo.plan import PlannedRow, StepPlan, StepResult, num_standing
-from octavo.request import EngineRequest, SequenceOutput
+from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.scheduling.adapters import AdapterTurn
 from octavo.scheduling.beams import BeamSearch
 from octavo.scheduling.budget import TimeLimit, prompt_token_s, time_limit
@@ -144,7 +144,10 @@ class Scheduler:
                 if self.config.enable_chunked_prefill and not has_preempted:
                     i += self._schedule_waiting(step, before=seq, num_behind=len(running) - i + 1)
                 # One token is kept back for each sequence behind, so that a long prompt never stalls the decodes.
-                num_tokens = self._chunk(seq, max(1, step.budget - (len(running) - i)), step.limit)
+                most = max(1, step.budget - (len(running) - i))
+                num_tokens = self._chunk(seq, seq.num_computed_tokens, most, step.limit)
+                if num_tokens == 0:
+                    continue
             while (changed := self.cache.grow(seq, seq.num_computed_tokens + num_tokens)) is None:
                 if self._under_way and not step.sequences:
                     return False  # what is under way may end sequences: nobody loses blocks before that is known
@@ -224,11 +227,15 @@ class Scheduler:
         if seq.num_awaited_tokens:
             return 0
         if seq.host_blocks:
+            if self._chunk(seq, seq.num_computed_tokens, budget, limit) == 0:
+                return 0
             if not self.cache.swap_in(seq, self.config.max_num_batched_tokens):
                 return 0
         else:
             prefix = self.cache.find_prefix(seq)
             if seq.num_tokens - prefix.num_tokens > budget and not self.config.enable_chunked_prefill:
+                return 0
+            if self._chunk(seq, prefix.num_tokens, budget, limit) == 0:
                 return 0
             if not self.cache.share_prefix(seq, prefix, self.config.max_num_batched_tokens):
                 return 0
@@ -237,20 +244,23 @@ class Scheduler:
                 self._stats.num_prompt_tokens += seq.num_tokens
                 self._stats.num_prefix_queries += seq.num_tokens
                 self._stats.num_prefix_hits += prefix.num_tokens
-        num_tokens = self._chunk(seq, budget, limit)
+        num_tokens = self._chunk(seq, seq.num_computed_tokens, budget, limit)
         changed = self.cache.grow(seq, seq.num_computed_tokens + num_tokens)
         assert changed is not None, "blocks were counted before"
         return num_tokens
 
-    def _chunk(self, seq: Sequence, most: int, limit: TimeLimit | None) -> int:
-        """The tokens that a sequence lacks, or as many as a step can have of them."""
-        num_tokens = min(seq.num_lacking_tokens, most)
-        if num_tokens == 1 or not self.config.enable_chunked_prefill:
+    def _chunk(self, seq: Sequence, num_computed: int, most: int, limit: TimeLimit | None) -> int:
+        """The tokens that a sequence lacks behind `num_computed`, or as many as a step can have of them. 0 where it
+        cannot have a picture that comes next."""
+        num_tokens = min(seq.num_tokens - num_computed, most)
+        if not self.config.enable_chunked_prefill or (num_tokens == 1 and not self.config.whole_pictures):
             return num_tokens
-        num_computed = seq.num_computed_tokens
         if limit is not None:
             num_tokens = limit.chunk(num_computed, num_tokens)
-        return self.cache.step_end(num_computed, num_computed + num_tokens) - num_computed
+        end = self.cache.step_end(num_computed, num_computed + num_tokens)
+        if self.config.whole_pictures:
+            end = _end_outside_pictures(seq.request.prompt, num_computed, end, most)
+        return end - num_computed
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Account for a finished step: tokens computed and sampled, forks, ends. Returns what is new, by sequence."""
@@ -363,3 +373,15 @@ def _may_be_guessed(seq: Sequence, planned: PlannedRow) -> bool:
     if seq.chooser is not None or planned.num_forks > 1:
         return False
     return not seq.params.logits_processors  # the caller's code sees only tokens that stand
+
+
+def _end_outside_pictures(prompt: Prompt, start: int, end: int, most: int) -> int:
+    """Where a chunk from `start` ends that would end at `end`: not within a picture, but before it, or behind it if
+    that begins the chunk and there is room for `most` tokens."""
+    for item in prompt.media:
+        picture_end = item.position + item.num_tokens
+        if item.position < end < picture_end:
+            if item.position > start:
+                return item.position
+            return picture_end if picture_end - start <= most else start
+    return end

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from octavo import LLM
-from octavo.errors import LoadError, RequestError
+from octavo import LLM, SamplingParams
+from octavo.errors import LoadError
 from octavo.models.registry import describe
 from octavo.models.vision import NOT_BUILT, VISION_FAMILIES
 from octavo.multimodal.processor import _without_videos
@@ -102,10 +101,36 @@ def aria(tokenizer: Any) -> Any:
     return transformers.AriaProcessor(images, tokenizer, size_conversion={490: 3, 980: 4})
 
 
+def qwen_vl(processor: Any, patch_size: int = 14) -> Callable[[Any], Any]:
+    images = transformers.Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 28 * 28, "longest_edge": 84 * 84}, patch_size=patch_size
+    )
+    return lambda tokenizer: _without_videos(processor)(images, tokenizer)
+
+
+def glm4v(tokenizer: Any) -> Any:
+    images = transformers.Glm4vImageProcessorPil(size={"shortest_edge": 28 * 28 * 2, "longest_edge": 84 * 84 * 2})
+    return _without_videos(transformers.Glm4vProcessor)(images, tokenizer)
+
+
+def gemma3(tokenizer: Any) -> Any:
+    """Whose prompts have the mark before a picture in the place of all of it."""
+    marks = {"boi_token": "<image>", "eoi_token": "</img>", "image_token": "<|IMG_PATCH|>"}
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=TOKENS | marks)
+    tokenizer.add_special_tokens({"additional_special_tokens": MORE_TOKENS})
+    images = transformers.Gemma3ImageProcessorPil(size=SQUARE)
+    return transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
+
+
+def mrope(*sections: int, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": list(sections)} | more}
+
+
 def clip() -> Any:
     return transformers.CLIPVisionConfig(**SIZES)
 
 
+TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 CASES: dict[str, Case] = {
     "LlavaForConditionalGeneration": Case({"model_type": "llama"}, lambda: {"vision_config": clip()}, llava),
     "LlavaForConditionalGeneration (Pixtral)": Case(
@@ -179,6 +204,39 @@ CASES: dict[str, Case] = {
         },
         aria,
     ),
+    "Qwen2VLForConditionalGeneration": Case(
+        {"model_type": "qwen2_vl_text", **mrope(2, 3, 3)},
+        lambda: {"vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}},
+        qwen_vl(transformers.Qwen2VLProcessor),
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Case(
+        {"model_type": "qwen2_5_vl_text", **mrope(4, 2, 2)},
+        lambda: {
+            "vision_config": TOWER | {"window_size": 56, "fullatt_block_indexes": [1]},
+        },
+        qwen_vl(transformers.Qwen2_5_VLProcessor),
+    ),
+    "Qwen3VLForConditionalGeneration": Case(
+        {"model_type": "qwen3_vl_text", "head_dim": 16, "num_hidden_layers": 3, **mrope(4, 2, 2)},
+        lambda: {
+            "vision_config": TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        },
+        qwen_vl(transformers.Qwen3VLProcessor, 16),
+    ),
+    "Glm4vForConditionalGeneration": Case(
+        {"model_type": "glm4v_text", **mrope(2, 1, 1, partial_rotary_factor=0.5)},
+        lambda: {"vision_config": TOWER | {"image_size": 56}},
+        glm4v,
+    ),
+    "Gemma3ForConditionalGeneration": Case(
+        {
+            "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        lambda: {"vision_config": SIZES | {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4},
+        gemma3,
+        "<|IMG_PATCH|>",
+    ),
 }  # fmt: skip
 A, B = picture(0), picture(1, 90, 33)
 
@@ -192,15 +250,18 @@ def tokenizer(tiny_tokenizer: Path) -> Any:
 
 def save_case(folder: Path, name: str, tokenizer: Any) -> None:
     case = CASES[name]
+    processor = case.processor(tokenizer)
+    tokenizer = processor.tokenizer
     text = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 512, **case.text,
     }  # fmt: skip
     builder = getattr(transformers, name.partition(" ")[0])
     settings = case.settings() | {"tie_word_embeddings": False}
-    settings["image_token_id"] = tokenizer.convert_tokens_to_ids(case.image_token)
+    name_of_token = "image_token_index" if hasattr(builder.config_class, "image_token_index") else "image_token_id"
+    settings[name_of_token] = tokenizer.convert_tokens_to_ids(case.image_token)
     config = builder.config_class(text_config=text, **settings)
-    save(folder, builder(config), case.processor(tokenizer))
+    save(folder, builder(config), processor)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -212,12 +273,14 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
         str(tmp_path), dtype="float32", max_model_len=256, max_num_batched_tokens=13, max_num_seqs=4,
         num_gpu_blocks_override=80, check_invariants=True,
     )  # fmt: skip
-    two = "<image>\nbeside this one:<image>"
+    # Where grids make positions, `generate` of transformers goes on from those of the last token, be it a picture's.
+    two = "<image>\nbeside this one:<image>."
     prompts = {
         "one": ("What is it? <image> Say it.", [A]),
         "two of different sizes": (two, [A, B]),
         "a second turn": (f"{two} It is. And now?", [A, B]),
-        "the same twice": ("<image><image>", [B, B]),
+        # transformers takes pictures without a token between them for one, where their grids make positions.
+        "the same twice": ("<image><image>." if family.sections is None else "<image> <image>.", [B, B]),
         "another": ("What is it? <image> Say it.", [picture(2)]),
     }
     asked = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in prompts.values()]
@@ -234,14 +297,45 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
     for one, other in zip(alone, generate(llm, *asked), strict=True):
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
     assert tower(llm).num_runs == runs
-    as_ids = {"prompt_token_ids": tokenizer(prompts["one"][0])["input_ids"], "multi_modal_data": {"image": A}}
+    as_ids = {"prompt_token_ids": llm.get_tokenizer().encode(prompts["one"][0]), "multi_modal_data": {"image": A}}
     assert generate(llm, as_ids)[0].outputs[0].logprobs == alone[0].outputs[0].logprobs
     llm.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "shift"), [("Qwen3VLForConditionalGeneration", 4), ("Gemma3ForConditionalGeneration", 1)]
+)
+def test_preempted_forked_and_found_prompts_see_the_same(tmp_path: Path, tokenizer: Any, name: str, shift: int) -> None:
+    """Where positions or what a token sees follow from the picture, not from the token's place alone."""
+    save_case(tmp_path, name, tokenizer)
+    sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 112, "max_num_batched_tokens": 13, "max_num_seqs": 4}
+    params = SamplingParams(temperature=1, seed=5, max_tokens=60, logprobs=1, ignore_eos=True, n=2)
+    image = {"image": picture(3, 120, 110)}
+    # In each the first block of 16 ends within the picture.
+    texts = [f"number {i}: {'x' * (shift + i % 2)}<image> and so on" for i in range(3)]
+    prompts = [{"prompt": text, "multi_modal_data": image} for text in texts]
+    llm = LLM(str(tmp_path), num_gpu_blocks_override=80, check_invariants=True, **sizes)
+    alone = []
+    for prompt in prompts:
+        alone += generate(llm, prompt, params=params)
+        one = alone[-1]
+        assert one.prompt_token_ids[15] == one.prompt_token_ids[16] == llm.config.media.token_id
+        [again] = generate(llm, prompt, params=params)
+        assert again.num_cached_tokens >= 16
+        assert [found.logprobs for found in again.outputs] == [found.logprobs for found in one.outputs]
+    llm.close()
+    crowded = LLM(
+        str(tmp_path), num_gpu_blocks_override=13, check_invariants=True, enable_prefix_caching=False, **sizes
+    )
+    together = generate(crowded, *prompts, params=params)
+    assert sum(output.metrics.num_preemptions for output in together) > 0
+    for one, other in zip(alone, together, strict=True):
+        assert [found.logprobs for found in one.outputs] == [found.logprobs for found in other.outputs]
+    crowded.close()
+
+
 def test_every_family_has_its_case() -> None:
-    assert {name.partition(" ")[0] for name in CASES} == {name for name, one in VISION_FAMILIES.items() if one.sees}
-    assert {name for name, one in VISION_FAMILIES.items() if not one.sees} <= NOT_BUILT.keys()
+    assert {name.partition(" ")[0] for name in CASES} == VISION_FAMILIES.keys()
 
 
 @pytest.mark.parametrize(
@@ -261,27 +355,24 @@ def test_whose_word_counts_on_tied_embeddings(
     assert describe(config).tie_word_embeddings == is_tied
 
 
+def test_a_decoder_that_is_described_beside_the_rest_is_the_same() -> None:
+    text = {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    whole = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "image_token_id": 7, "vision_config": {}}
+    flat = describe(whole | text | {"model_type": "qwen2_5_vl"})
+    assert flat == describe(whole | {"text_config": text})
+    assert flat.tie_word_embeddings
+    rope = flat.layers[0].attention.rope  # type: ignore[union-attr]
+    assert rope is not None and rope.axes == (0, 0, 0, 0, 1, 1, 2, 2) and rope.theta == 5e5
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 2, 1]}
+    with pytest.raises(LoadError, match=r"mrope_section \[4, 2, 1\] does not share out the 8 pairs of a head"):
+        describe(whole | text)
+
+
 @pytest.mark.parametrize("name", sorted(NOT_BUILT.keys() - VISION_FAMILIES.keys()))
 def test_what_cannot_be_expressed_is_refused_by_name(name: str) -> None:
     with pytest.raises(LoadError, match=f"{name}: pictures are not built in which tokens"):
         describe({"architectures": [name], "text_config": {}})
-
-
-def test_gemma_3_is_a_language_model(tmp_path: Path, tokenizer: Any) -> None:
-    """Tokens of its pictures attend to later ones of the same picture."""
-    text = {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-        "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 512,
-    }  # fmt: skip
-    config = transformers.Gemma3Config(text_config=text, vision_config=SIZES)
-    save(tmp_path, transformers.Gemma3ForConditionalGeneration(config), tokenizer)
-    llm = LLM(str(tmp_path), dtype="float32", max_model_len=64, num_gpu_blocks_override=20, language_model_only=True)
-    [output] = generate(llm, {"prompt": "Hello"})
-    model = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path)
-    logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
-    expected = torch.log_softmax(logits, -1)
-    for token, found in output.outputs[0].logprobs[0].items():
-        assert found.logprob == pytest.approx(expected[token].item(), abs=1e-4)
-    with pytest.raises(RequestError, match=r"takes no pictures here: .* in which tokens of a picture attend to later"):
-        generate(llm, {"prompt": "<image>", "multi_modal_data": {"image": A}})
-    llm.close()

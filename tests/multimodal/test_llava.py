@@ -234,7 +234,7 @@ def test_a_model_without_a_processor_says_so(tmp_path: Path, llava: Path) -> Non
 
 def test_a_model_that_does_not_see_refuses_the_flags(llava: Path) -> None:
     for more, said in (
-        ({"enable_lora": True}, "not built yet with --enable-lora"),
+        ({"speculative_config": {"model": "."}}, "not built yet with a model that guesses"),
         ({"limit_mm_per_prompt": {"video": 1}}, "has video; only image is built"),
         ({"limit_mm_per_prompt": {"image": "x"}}, "must be a number of pictures"),
     ):

@@ -106,6 +106,49 @@ def test_attention_both_ways_matches_the_reference_and_does_not_see_its_company(
 
 
 @pytest.mark.parametrize(("dtype", "cached"), CACHES)
+@generated_few
+@given(
+    lengths=st.lists(st.one_of(st.integers(2, 70), st.sampled_from([128, 513, 600])), min_size=1, max_size=4),
+    spans=st.lists(st.tuples(st.integers(0, 550), st.integers(2, 90)), max_size=4),
+    ratio=st.sampled_from([1, 3]),
+    window=st.sampled_from([0, 17, 530]),
+    scores=st.sets(st.sampled_from(["softcap", "sinks"])),
+)
+def test_spans_that_see_ahead_match_the_reference_and_their_rows_do_not_see_their_company(
+    isa: str, dtype: torch.dtype, cached: torch.dtype | None, lengths: list[int], spans: list[tuple[int, int]],
+    ratio: int, window: int, scores: set[str],
+) -> None:  # fmt: skip
+    heads = Heads(2, ratio, 64)
+    sequences = [make_sequence(i, length, heads, dtype) for i, length in enumerate(lengths)]
+    ends = torch.zeros(max(lengths), dtype=torch.int32)
+    for begin, size in spans:
+        if begin + size <= len(ends) and not ends[begin : begin + size].any():
+            ends[begin : begin + size] = begin + size
+    key_ends = [ends[:length].clamp(max=length) for length in lengths]
+    batch = [(i, 0, length) for i, length in enumerate(lengths)]
+    settings = score_settings(scores, heads.query_heads)
+    native = PagedBatch(cpu, heads, dtype, 16, sequences, cache_dtype=cached)
+    attended = native.attend(batch, window, key_ends=torch.cat(key_ends), **settings)
+    expected = reference_batch(heads, dtype, 16, sequences, cache_dtype=cached).attend(
+        batch, window, key_ends=torch.cat(key_ends), **settings
+    )
+    if cached is None:
+        assert_near(attended, expected, 2**-9)
+    else:
+        assert (attended.float() - expected.float()).abs().max() < BYTES_TOLERANCE * expected.abs().max()
+    last, length = len(lengths) - 1, lengths[-1]
+    alone = native.attend([(last, length // 2, length)], window, key_ends=key_ends[-1][length // 2 :], **settings)
+    assert_same_bits(alone, attended[len(attended) - len(alone) :])
+
+
+def test_keys_that_are_not_there_are_not_seen() -> None:
+    heads = Heads(1, 1, 64)
+    paged = PagedBatch(cpu, heads, torch.float32, 16, [make_sequence(0, 20, heads, torch.float32)])
+    with pytest.raises(IndexError, match="last key 21 at index 3"):
+        paged.attend([(0, 5, 20)], key_ends=torch.tensor([0, 0, 0, 21, *[0] * 11], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("dtype", "cached"), CACHES)
 @pytest.mark.parametrize("poison", [float("inf"), float("-inf"), 3e38, 0.0])
 def test_no_garbage_in_unused_slots_changes_a_bit(
     isa: str, dtype: torch.dtype, cached: torch.dtype | None, poison: float

@@ -211,10 +211,14 @@ def test_replace_rows_replaces_those_that_have_an_index(isa: str, dtype: torch.d
     assert_same_bits(wide, expected)
     cpu.replace_rows(wide[:, 3:40], replacements[:0], torch.full_like(indices, -1))
     assert_same_bits(wide, expected)
+    torch_ref.add_rows(expected[:, 3:40], replacements, indices)
+    cpu.add_rows(wide[:, 3:40], replacements, indices)
+    assert_same_bits(wide, expected)
     for index in (3, -2):
         indices[1] = index
-        with pytest.raises(IndexError, match=f"replacement {index} at index 1"):
-            cpu.replace_rows(wide[:, 3:40], replacements, indices)
+        for put in (cpu.replace_rows, cpu.add_rows):
+            with pytest.raises(IndexError, match=f"replacement {index} at index 1"):
+                put(wide[:, 3:40], replacements, indices)
 
 
 @generated
@@ -283,6 +287,31 @@ def test_rotated_queries_are_scaled_by_position(isa: str, dtype: torch.dtype) ->
         ops.rotary_and_cache(query, key, value, positions, cos_sin(16), cache, torch.arange(3), query_scales=scales)
         found.append(query)
     assert_near(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_pair_is_rotated_by_the_position_of_its_axis(isa: str, dtype: torch.dtype) -> None:
+    heads = Heads(2, 3, 40)
+    axes = torch.tensor([0, 1, 2, 2, 1, 0, 0, 2], dtype=torch.int32)
+    wide = torch.tensor([[5, 2047, 0, 3, 9], [5, 2, 900, 3, 9], [5, 1, 30, 3, 9]])  # one token has three of the same
+    positions, queries, keys = wide[:, :4], [], []  # as in a step of a program for more tokens
+    for ops in (cpu, torch_ref):
+        query, key, value = split_qkv(make_sequence(0, 4, heads, dtype).qkv, heads)
+        cache = ops.allocate_kv_cache(8, 8, 2, 40, dtype)
+        ops.rotary_and_cache(query, key, value, positions, cos_sin(16), cache, torch.arange(4), axes=axes)
+        queries.append(query)
+        batch = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 4]).int(), torch.tensor([4]).int()
+        keys.append(ops.paged_attention(split_qkv(make_sequence(1, 4, heads, dtype).qkv, heads)[0], cache, *batch, 0.2))
+    assert_near(*queries)
+    assert_near(*keys, 2**-9)
+    for pair, axis in enumerate(axes.tolist()):
+        query, key, value = split_qkv(make_sequence(0, 4, heads, dtype).qkv, heads)
+        cpu.rotate(query, positions[axis].contiguous(), cos_sin(16))
+        assert_same_bits(query[..., [pair, pair + 8]], queries[0][..., [pair, pair + 8]])
+    wide[2, 1] = 2048
+    cache = cpu.allocate_kv_cache(8, 8, 2, 40, dtype)
+    with pytest.raises(IndexError, match="position 2048 at index 1"):
+        cpu.rotary_and_cache(query, key, value, positions, cos_sin(16), cache, torch.arange(4), axes=axes)
 
 
 def test_a_negative_slot_is_not_written(isa: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo.config import SchedulerConfig
@@ -12,7 +13,7 @@ from octavo.errors import RequestError
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import StepPlan, StepResult
-from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs
+from octavo.request import EngineRequest, MediaItem, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.scheduling.budget import AUTO_STEP_S, MIN_CHUNK_TOKENS, StepCost
 from octavo.scheduling.scheduler import Scheduler
@@ -37,6 +38,7 @@ def scheduler(
     speculation: Speculation | None = None,
     cost: StepCost | None = None,
     target_step_s: float | None = None,
+    whole_pictures: bool = False,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -46,6 +48,7 @@ def scheduler(
         preemption_mode=preemption_mode,
         check_invariants=True,
         target_step_s=target_step_s,
+        whole_pictures=whole_pictures,
     )
     full = CacheGroup(LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8), (0,), pool=0)
     cache = KVCacheManager([full], [num_blocks], SIZE, [num_host_blocks], caching)
@@ -549,3 +552,23 @@ def test_first_come_first_served_overtakes_nobody() -> None:
     computed(s)
     s.add(request("short", 20))
     assert computed(s) == {"long": 64}
+
+
+def test_no_chunk_ends_within_a_picture_whose_tokens_see_each_other() -> None:
+    """Beside a decode: a budget of 10 has room for 9 of a prompt's tokens."""
+    s = scheduler(budget=10, max_num_seqs=2, whole_pictures=True)
+    s.add(request("decode", 3, max_tokens=20))
+    step(s)
+    pictures = [MediaItem(4, 6, b"a"), MediaItem(10, 8, b"b"), MediaItem(26, 4, b"c")]
+    seen = request("seen", 30, max_tokens=2)
+    s.add(msgspec.structs.replace(seen, prompt=msgspec.structs.replace(seen.prompt, media=tuple(pictures))))
+    chunks = []
+    while len(chunks) < 5:
+        plan = s.schedule()
+        chunks += [(row.num_computed, row.num_tokens) for row in plan.rows if row.num_tokens > 1]
+        assert len(plan.rows) == 2  # the decode goes on
+        s.update(plan, result_of(plan))
+    assert chunks == [(0, 4), (4, 6), (10, 9), (19, 7), (26, 4)]
+    large = msgspec.structs.replace(seen.prompt, media=(MediaItem(0, 9, b"d"),))
+    with pytest.raises(RequestError, match="a picture of 9 tokens is computed in one step, which has room for 8"):
+        s.add(msgspec.structs.replace(seen, request_id="large", prompt=large))

@@ -293,13 +293,14 @@ def _workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
 def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
-    bidirectional: bool = False, distance_biases: Tensor | None = None,
+    bidirectional: bool = False, distance_biases: Tensor | None = None, key_ends: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`Ops.paged_attention` for caches of `octavo.ops.triton.cache`, in any dtype that the query is in, int8 or float8.
 
     Rows of sequences without keys and rows after the last sequence's are zeros. Entries of a block table that
     `seq_lens` does not reach may be anything.
     """
+    assert key_ends is None, "pictures are refused on GPUs"
     assert not bidirectional and distance_biases is None, "models that attend both ways are refused on GPUs"
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = cache.key.shape

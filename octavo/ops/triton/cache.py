@@ -199,9 +199,10 @@ _KINDS = {torch.int8: 8, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 def rotary_and_cache(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cos_sin: Tensor, cache: LayerKVCache,
-    slot_mapping: Tensor, query_scales: Tensor | None = None,
+    slot_mapping: Tensor, query_scales: Tensor | None = None, axes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`Ops.rotary_and_cache`. `key` stays as it is. Tokens whose slot is -1 write nothing, whatever their position."""
+    assert axes is None, "pictures are refused on GPUs"
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, key_size, value_size = *key.shape[1:], value.shape[2]
     rotary_size = cos_sin.shape[1]
