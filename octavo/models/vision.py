@@ -52,6 +52,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
         "sliding_window": 4096,
     }),
+    "gemma4_text": ("Gemma4ForCausalLM", {
+        "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+    }),
 }  # fmt: skip
 # Of the decoders of families that see, only Granite multiplies its embeddings, and then the rows of pictures too.
 
@@ -79,11 +83,13 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "AyaVisionForConditionalGeneration": VisionFamily("cohere2", 255036),
     "AriaForConditionalGeneration": VisionFamily("aria_text", 9),
     "Gemma3ForConditionalGeneration": VisionFamily("gemma3_text", 262144, sees=False),
+    "Gemma4ForConditionalGeneration": VisionFamily("gemma4_text", 258880, sees=False),
 }
 _THREE_POSITIONS = "tokens have three positions (M-RoPE)"
 # Classes whose pictures are not built, and what is special about them.
 NOT_BUILT = {
     "Gemma3ForConditionalGeneration": "tokens of a picture attend to later ones of it",
+    "Gemma4ForConditionalGeneration": "tokens of a picture attend to later ones of it",
     "PaliGemmaForConditionalGeneration": "tokens of the prompt attend to later ones of it",
     "Qwen2VLForConditionalGeneration": _THREE_POSITIONS,
     "Qwen2_5_VLForConditionalGeneration": _THREE_POSITIONS,
@@ -93,7 +99,16 @@ NOT_BUILT = {
 _TOWERS = tuple(
     at + name
     for at in ("", "model.")
-    for name in ("vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "image_newline")
+    for name in (
+        "vision_tower.",
+        "vision_model.",
+        "multi_modal_projector.",
+        "connector.",
+        "image_newline",
+        "audio_tower.",
+        "embed_vision.",
+        "embed_audio.",
+    )
 )
 
 
@@ -128,7 +143,8 @@ def read_vision(name: str, config: Mapping[str, Any]) -> ModelDescription:
 def decoders_of(name: str) -> list[str]:
     """The types of decoders that models of the class `name` may have."""
     family = VISION_FAMILIES[name]
-    return [kind for kind in DECODERS if (kind == "gemma3_text") != family.sees]
+    blind = {other.decoder for other in VISION_FAMILIES.values() if not other.sees}
+    return [kind for kind in DECODERS if kind not in blind] if family.sees else [family.decoder]
 
 
 def image_token(config: Mapping[str, Any], name: str) -> int:
