@@ -337,6 +337,15 @@ struct DeltaArgs : StateArgs {
     int32_t dtype;
 };
 
+// See octavo.ops.Ops.gated_recurrence. The state is one number a channel.
+struct RecurrenceArgs : StateArgs {
+    const void *x, *input, *decay;
+    const float *a, *input_bias, *decay_bias;
+    void* out;
+    int64_t x_stride, input_stride, decay_stride, width;
+    int32_t dtype;
+};
+
 // Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written, and nothing
 // if `slots` is null. Queries are multiplied with query_scales[position], if it is not null. Query heads have
 // head_size elements, those of keys and values key_size and value_size.
@@ -405,9 +414,9 @@ enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSparsemixer = 2 };
 constexpr int kMaxExperts = 1024;
 
 // ids[r, top_k], weights[r, top_k] = the experts of logits[r, num_experts]; see octavo.ops.Routing for the settings.
-// The bias may be null.
+// The bias, and the scales of weights by expert, may be null.
 struct RouteArgs : RowWiseArgs {
-    const float *logits, *bias;
+    const float *logits, *bias, *scales;
     int32_t* ids;
     float* weights;
     int64_t stride;
@@ -528,7 +537,7 @@ struct KernelTable {
     Kernel linear, embedding, take_rows, norm, activation, add, rotary, attention, argmax, sample, mask, log_sum, rank,
         route;
     Kernel gather_experts, experts_up, experts_down;  // of an ExpertsPass, after group_experts
-    Kernel multiply, conv, scan, delta;
+    Kernel multiply, conv, scan, delta, recurrence;
     Kernel shrink, pool;
     Kernel latent_attention;
     Kernel replace_rows;

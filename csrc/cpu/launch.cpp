@@ -114,6 +114,7 @@ void check_states(const StateArgs& args) {
 void check(const ConvArgs& args) { check_states(args); }
 void check(const ScanArgs& args) { check_states(args); }
 void check(const DeltaArgs& args) { check_states(args); }
+void check(const RecurrenceArgs& args) { check_states(args); }
 
 void check(const LinearArgs& args) {
     if (args.slots != nullptr) check_indices("adapter slot", args.slots, args.rows, -1, args.num_slots);
@@ -425,6 +426,11 @@ Launch plan(DeltaArgs& args, const KernelTable& table, int threads) {
     const double row_ns = static_cast<double>(args.value_heads * args.value_size * args.key_size) * 0.15;
     const int64_t tiles = args.value_heads * ceil_div(args.value_size, kStateTile);
     return by_states(table.delta, args, &args, tiles, row_ns, threads);
+}
+
+Launch plan(RecurrenceArgs& args, const KernelTable& table, int threads) {
+    const double row_ns = static_cast<double>(args.width) * 2.0;
+    return by_states(table.recurrence, args, &args, ceil_div(args.width, kStateTile), row_ns, threads);
 }
 
 Launch plan(RouteArgs& args, const KernelTable& table, int threads) {

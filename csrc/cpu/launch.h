@@ -34,6 +34,7 @@ void check(const RankArgs& args);
 void check(const ConvArgs& args);
 void check(const ScanArgs& args);
 void check(const DeltaArgs& args);
+void check(const RecurrenceArgs& args);
 
 Launch plan(PackArgs& args, const KernelTable& table, int threads);
 Launch plan(LinearArgs& args, const KernelTable& table, int threads);
@@ -56,6 +57,7 @@ Launch plan(MultiplyArgs& args, const KernelTable& table, int threads);
 Launch plan(ConvArgs& args, const KernelTable& table, int threads);
 Launch plan(ScanArgs& args, const KernelTable& table, int threads);
 Launch plan(DeltaArgs& args, const KernelTable& table, int threads);
+Launch plan(RecurrenceArgs& args, const KernelTable& table, int threads);
 // By plans of this thread, which are good until the next of its calls.
 Launch plan(ShrinkArgs& args, const KernelTable& table, int threads);
 Launch plan(AttentionArgs& args, const KernelTable& table, int threads);

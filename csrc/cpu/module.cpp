@@ -231,6 +231,7 @@ void define_operations(nb::module_& m) {
     using C = ConvArgs;
     using S = ScanArgs;
     using D = DeltaArgs;
+    using G = RecurrenceArgs;
     define<PackArgs, &PackArgs::weight, &PackArgs::stride, &PackArgs::n, &PackArgs::k, &PackArgs::dtype, &PackArgs::out,
            &PackArgs::panel_step>(m, "pack_linear");
     define<LinearArgs, &LinearArgs::x, &LinearArgs::x_stride, &LinearArgs::rows, &LinearArgs::matrix, &LinearArgs::out,
@@ -285,9 +286,9 @@ void define_operations(nb::module_& m) {
     define<RankArgs, &RankArgs::logits, &RankArgs::stride, &RankArgs::rows, &RankArgs::width, &RankArgs::samples,
            &RankArgs::num_samples, &RankArgs::tokens, &RankArgs::ranks, &RankArgs::count, &RankArgs::top,
            &RankArgs::top_values>(m, "rank");
-    define<T, &T::logits, &T::stride, &T::rows, &T::bias, &T::ids, &T::weights, &T::num_experts, &T::top_k, &T::scoring,
-           &T::bias_logits, &T::num_groups, &T::kept_groups, &T::group_by_two, &T::normalize, &T::scale, &T::softcap,
-           &T::jitter>(m, "route");
+    define<T, &T::logits, &T::stride, &T::rows, &T::bias, &T::scales, &T::ids, &T::weights, &T::num_experts, &T::top_k,
+           &T::scoring, &T::bias_logits, &T::num_groups, &T::kept_groups, &T::group_by_two, &T::normalize, &T::scale,
+           &T::softcap, &T::jitter>(m, "route");
     m.def("experts", &experts);
     m.def("linear_by_head", &linear_by_head);
     define<M, &M::x, &M::x_stride, &M::y, &M::y_stride, &M::rows, &M::width, &M::dtype, &M::out, &M::out_dtype,
@@ -304,6 +305,9 @@ void define_operations(nb::module_& m) {
            &D::key_stride, &D::value, &D::value_stride, &D::decay, &D::decay_stride, &D::beta, &D::beta_stride, &D::a,
            &D::decay_bias, &D::beta_scale, &D::key_heads, &D::value_heads, &D::key_size, &D::value_size>(m,
                                                                                                          "gated_delta");
+    define<G, &G::states, &G::state_stride, &G::num_blocks, &G::block_tables, &G::table_stride, &G::query_start,
+           &G::seq_lens, &G::num_seqs, &G::rows, &G::dtype, &G::out, &G::x, &G::x_stride, &G::input, &G::input_stride,
+           &G::decay, &G::decay_stride, &G::a, &G::input_bias, &G::decay_bias, &G::width>(m, "gated_recurrence");
     define<PackPartArgs, &PackPartArgs::to, &PackPartArgs::first_row, &PackPartArgs::source,
            &PackPartArgs::source_format, &PackPartArgs::stride, &PackPartArgs::rows>(m, "pack_part");
 }

@@ -19,10 +19,27 @@ thread_local Program* recording_into = nullptr;
 thread_local bool recording_per_sample = false;
 
 // By the place of the arguments in Program::Args.
-constexpr const char* kNames[] = {
-    "linear",      "embedding", "take_rows", "norm",           "rotary_and_cache", "paged_attention", "argmax",
-    "activation",  "add",       "route",     "experts",        "multiply",         "causal_conv",     "selective_scan",
-    "gated_delta", "shrink",    "pool",      "linear_by_head", "exchange",         "replace_rows"};
+constexpr const char* kNames[] = {"linear",
+                                  "embedding",
+                                  "take_rows",
+                                  "norm",
+                                  "rotary_and_cache",
+                                  "paged_attention",
+                                  "argmax",
+                                  "activation",
+                                  "add",
+                                  "route",
+                                  "experts",
+                                  "multiply",
+                                  "causal_conv",
+                                  "selective_scan",
+                                  "gated_delta",
+                                  "shrink",
+                                  "pool",
+                                  "linear_by_head",
+                                  "exchange",
+                                  "replace_rows",
+                                  "gated_recurrence"};
 constexpr const char* kExpertsNames[] = {"group_experts", "gather_experts", "experts_up", "experts_down"};
 static_assert(std::size(kNames) == std::variant_size_v<Program::Args>);
 

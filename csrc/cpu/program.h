@@ -15,9 +15,10 @@ namespace octavo {
 
 class Program {
   public:
-    using Args = std::variant<LinearArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs, AttentionArgs, ArgmaxArgs,
-                              ActivationArgs, AddArgs, RouteArgs, ExpertsArgs, MultiplyArgs, ConvArgs, ScanArgs,
-                              DeltaArgs, ShrinkArgs, PoolArgs, HeadLinearArgs, ExchangeArgs, ReplaceRowsArgs>;
+    using Args =
+        std::variant<LinearArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs, AttentionArgs, ArgmaxArgs,
+                     ActivationArgs, AddArgs, RouteArgs, ExpertsArgs, MultiplyArgs, ConvArgs, ScanArgs, DeltaArgs,
+                     ShrinkArgs, PoolArgs, HeadLinearArgs, ExchangeArgs, ReplaceRowsArgs, RecurrenceArgs>;
 
     Program() = default;
     Program(const Program&) = delete;

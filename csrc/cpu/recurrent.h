@@ -1,6 +1,7 @@
-// Layers that carry a state from token to token: short convolutions, selective state spaces, the gated delta rule. Each
-// walks over the tokens of a sequence one by one, in float32, so that no result depends on how a prompt is cut into
-// steps; channels lie in lanes, and sequences and tiles of channels are shared out. Included by kernels.cpp only.
+// Layers that carry a state from token to token: short convolutions, selective state spaces, the gated delta rule,
+// gated recurrences. Each walks over the tokens of a sequence one by one, in float32, so that no result depends on how
+// a prompt is cut into steps; channels lie in lanes, and sequences and tiles of channels are shared out. Included by
+// kernels.cpp only.
 #pragma once
 
 #include "elementwise.h"
@@ -175,6 +176,42 @@ void delta(const void* args, int64_t task) {
     for_units(a, task, tiles, [&](int64_t tile, float* state, int64_t begin, int64_t end, bool fresh) {
         with_element(a.dtype, [&](auto element) {
             delta_tile<typename decltype(element)::T>(a, tile, state, begin, end, fresh);
+        });
+    });
+}
+
+template <class T>
+void recurrence_channels(const RecurrenceArgs& a, int64_t first, int lanes, float* state, int64_t begin, int64_t end,
+                         bool fresh) {
+    const Vec one = set1(1.0f);
+    const Vec rate = load_some(a.a + first, lanes);
+    const Vec input_bias = load_some(a.input_bias + first, lanes);
+    const Vec decay_bias = load_some(a.decay_bias + first, lanes);
+    Vec h = fresh ? zero() : load_some(state + first, lanes);
+    for (int64_t t = begin; t < end; ++t) {
+        const Vec x = load_some(static_cast<const T*>(a.x) + t * a.x_stride + first, lanes);
+        const Vec input = load_some(static_cast<const T*>(a.input) + t * a.input_stride + first, lanes);
+        const Vec gated = gated_by(x, add(input, input_bias));
+        if (fresh && t == begin) {
+            h = gated;
+        } else {
+            const Vec decay = load_some(static_cast<const T*>(a.decay) + t * a.decay_stride + first, lanes);
+            const Vec exponent = gated_by(rate, add(decay, decay_bias));
+            h = fma(exp(exponent), h, mul(sqrt(max(zero(), sub(one, exp(add(exponent, exponent))))), gated));
+        }
+        store_some(static_cast<T*>(a.out) + t * a.width + first, h, lanes);
+    }
+    store_some(state + first, h, lanes);
+}
+
+void recurrence(const void* args, int64_t task) {
+    const RecurrenceArgs& a = *static_cast<const RecurrenceArgs*>(args);
+    for_units(a, task, tiles_of(a.width), [&](int64_t tile, float* state, int64_t begin, int64_t end, bool fresh) {
+        const int64_t first = tile * kStateTile;
+        for_vectors(min_of(kStateTile, a.width - first), [&](int64_t i, int lanes) {
+            with_element(a.dtype, [&](auto element) {
+                recurrence_channels<typename decltype(element)::T>(a, first + i, lanes, state, begin, end, fresh);
+            });
         });
     });
 }

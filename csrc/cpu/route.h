@@ -95,7 +95,10 @@ void route_row(const RouteArgs& a, int64_t row) {
     }
     // Sigmoids may all be zero.
     const float divisor = a.normalize ? total + 1e-20f : 1.0f;
-    for (int j = 0; j < a.top_k; ++j) weights[j] = weights[j] / divisor * a.scale;
+    for (int j = 0; j < a.top_k; ++j) {
+        weights[j] = weights[j] / divisor * a.scale;
+        if (a.scales) weights[j] *= a.scales[ids[j]];
+    }
 }
 
 void route(const void* args, int64_t task) {

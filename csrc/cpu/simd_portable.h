@@ -23,6 +23,10 @@ inline Vec add(Vec a, Vec b) { return a + b; }
 inline Vec sub(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
 inline Vec div(Vec a, Vec b) { return a / b; }
+inline Vec sqrt(Vec a) {
+    for (int i = 0; i < kLanes; ++i) a[i] = __builtin_sqrtf(a[i]);
+    return a;
+}
 inline Vec fma(Vec a, Vec b, Vec c) {
 #ifdef __aarch64__
     return bits_of<Vec>(vfmaq_f32(bits_of<float32x4_t>(c), bits_of<float32x4_t>(a), bits_of<float32x4_t>(b)));

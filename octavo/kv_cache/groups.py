@@ -1,7 +1,7 @@
 """Which layers keep what: the description of a model's cache, from which pools and block tables follow.
 
 A model says for each layer what it keeps (`LayerCacheSpec`). Layers that keep the same form a group, which has one
-block table a sequence; groups whose blocks are equally large take them from one pool and alias its memory.
+block table a sequence; groups whose blocks have the same form take them from one pool and alias its memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LayerCacheSpec:
         """Layers that agree in this can keep their blocks in the same memory."""
         if self.kind == "state":
             return (self.num_bytes,)
-        return self.num_kv_heads * self.key_size, self.num_kv_heads * self.value_size
+        return self.num_kv_heads, self.key_size, self.value_size
 
 
 @dataclass(frozen=True, slots=True)

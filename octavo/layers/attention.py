@@ -23,7 +23,7 @@ class AttentionDescription:
     """Sizes in elements; `num_` are counts. Names are those of the checkpoint's modules, after the layer's prefix.
 
     Three `qkv_names` are of query, key and value; a single one has them stacked: in `qkv_blocks` blocks of equally many
-    heads, in each of which they come in `qkv_order`.
+    heads, in each of which they come in `qkv_order`. What has fewer of the three has names for those.
     """
 
     num_heads: int
@@ -45,6 +45,9 @@ class AttentionDescription:
     qk_norm: NormDescription | None = None
     qk_norm_scope: Literal["head", "heads", "all"] = "head"  # each head; with weights of its own; all heads together
     norms_after_rotation: bool = False  # of query and key
+    value_norm: NormDescription | None = None  # of the values of each head; it has no weights
+    keys_are_values: bool = False  # values are what keys are before their norm and rotation: two `qkv_names`
+    reads_layer: int | None = None  # whose keys and values are this layer's too: it has queries alone, one `qkv_names`
     output_norm: NormDescription | None = None  # of what the output matrix gets
     # The query matrix has a gate of equal size behind each head: the attended values are multiplied with its sigmoid.
     has_gate: bool = False
@@ -113,6 +116,9 @@ class AttentionDescription:
             keys = np.arange(self.num_kv_heads * self.head_size)
             return [pairs.transpose(1, 0, 2).reshape(-1), keys, keys]
         within = {"q": self.element_order, "k": self.element_order, "v": own}
+        if self.keys_are_values or self.reads_layer is not None:
+            assert self.share.is_whole and np.array_equal(self.element_order, own)
+            return None
         first = {}  # the first row of each head, [heads]
         if len(self.qkv_names) == 3:
             first = {part: np.arange(count) * self.head_size for part, count in heads.items()}
@@ -144,6 +150,10 @@ class Attention:
         names, orders = [f"{prefix}{name}" for name in description.qkv_names], description.row_orders()
         kv_size = description.num_kv_heads * head_size
         sizes = [num_heads * head_size * (1 + description.has_gate), kv_size, kv_size]
+        if description.reads_layer is not None:
+            sizes = sizes[:1]
+        elif description.keys_are_values:
+            sizes = sizes[:2]
         if description.gate_name is not None:
             assert len(names) == 3 and not description.has_gate
             names.insert(1, f"{prefix}{description.gate_name}")
@@ -173,7 +183,8 @@ class Attention:
             self._axes = self._ops.place(np.array(description.rope.axes, np.int32))
         self._qk_norms: list[Norm] = []
         if description.qk_norm is not None:
-            for name, heads in zip(description.qk_norm_names, (num_heads, description.num_kv_heads), strict=True):
+            with_norms = [*zip(description.qk_norm_names, (num_heads, description.num_kv_heads), strict=True)]
+            for name, heads in with_norms if description.reads_layer is None else with_norms[:1]:
                 own = np.arange(heads)[:, None] * head_size
                 order, size, with_own = description.element_order, head_size, None
                 if description.qk_norm_scope == "all":
@@ -183,6 +194,10 @@ class Attention:
                 self._qk_norms.append(
                     Norm(description.qk_norm, parameters, f"{prefix}{name}", size, heads=with_own, order=order)
                 )
+        self._value_norm: Norm | None = None
+        if description.value_norm is not None:
+            assert not description.value_norm.has_weight
+            self._value_norm = Norm(description.value_norm, parameters, "", head_size)
         self._output_norm: Norm | None = None
         if description.output_norm is not None:
             name = f"{prefix}{description.output_norm_name}"
@@ -211,25 +226,12 @@ class Attention:
             ops.linear_add(other, weight, qkv)
         if description.qkv_clip:
             qkv = ops.activation(qkv, "clip", parameters=(description.qkv_clip,))
-        first_key = self._query_size * (1 + description.is_gated)
-        both = first_key + self._kv_size
-        query, key = qkv[:, : self._query_size], qkv[:, first_key:both]
-        if description.norms_after_rotation:
-            assert not description.is_gated
-            ops.rotate(self._heads(qkv[:, :both]), batch.positions, self._rotary)
-        if description.qk_norm_scope == "all":
-            query, key = self._normed(query, key)
-        query, key, value = self._heads(query), self._heads(key), self._heads(qkv[:, both:])
-        if description.qk_norm_scope != "all":
-            query, key = self._normed(query, key)
-        if self._axes is not None and batch.axis_positions is not None:
-            ops.rotary_and_cache(
-                query, key, value, batch.axis_positions, self._rotary, cache, tables.slot_mapping, axes=self._axes
-            )
+        if description.reads_layer is None:
+            query = self._write_cache(qkv, batch, tables, cache)
         else:
-            ops.rotary_and_cache(
-                query, key, value, batch.positions, self._identity, cache, tables.slot_mapping, self._growth
-            )
+            query = self._heads(qkv)
+            query = self._qk_norms[0].forward(query) if self._qk_norms else query
+            ops.rotate(query, batch.positions, self._rotary)
         further: dict[str, Any] = {}
         if description.bidirectional:
             further = {"bidirectional": True, "distance_biases": self._biases}
@@ -254,6 +256,33 @@ class Attention:
         if self._output_norm is not None:
             attended = self._output_norm.forward(attended, self._output)
         return product(ops, attended, self._output, description.share)
+
+    def _write_cache(self, qkv: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
+        """Keys and values of the step's tokens, out of [T, outputs of the product] -> queries [T, heads, D]."""
+        description, ops = self.description, self._ops
+        first_key = self._query_size * (1 + description.is_gated)
+        both = first_key + self._kv_size
+        query, key = qkv[:, : self._query_size], qkv[:, first_key:both]
+        if description.norms_after_rotation:
+            assert not description.is_gated
+            ops.rotate(self._heads(qkv[:, :both]), batch.positions, self._rotary)
+        value = self._heads(key if description.keys_are_values else qkv[:, both:])
+        if description.qk_norm_scope == "all":
+            query, key = self._normed(query, key)
+        query, key = self._heads(query), self._heads(key)
+        if description.qk_norm_scope != "all":
+            query, key = self._normed(query, key)
+        if self._value_norm is not None:
+            value = self._value_norm.forward(value)
+        if self._axes is not None and batch.axis_positions is not None:
+            ops.rotary_and_cache(
+                query, key, value, batch.axis_positions, self._rotary, cache, tables.slot_mapping, axes=self._axes
+            )
+        else:
+            ops.rotary_and_cache(
+                query, key, value, batch.positions, self._identity, cache, tables.slot_mapping, self._growth
+            )
+        return query
 
     def _heads(self, x: Array) -> Array:
         """[T, heads * D] -> [T, heads, D]"""

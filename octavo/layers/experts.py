@@ -14,6 +14,7 @@ import numpy as np
 
 from octavo.errors import LoadError
 from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
+from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.loading.weights import Weights, floats
 from octavo.ops import ACTIVATIONS, Array, ExpertsWeight, LinearWeight, Ops, Routing
@@ -51,6 +52,20 @@ EXPERT_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
+class PartNorms:
+    """Norms before and after the shared expert, and before and after the others, all of which then see what enters the
+    layer: the names of their modules, after the layer's prefix. The router sees it by a norm without weights, times the
+    tensor `router_scale` [H] over the square root of H."""
+
+    norm: NormDescription
+    before_shared: str
+    after_shared: str
+    before: str
+    after: str
+    router_scale: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsDescription:
     """Names are those of the checkpoint's modules, after the layer's prefix; of several, the first that is there.
 
@@ -75,6 +90,8 @@ class ExpertsDescription:
     needs_correction: bool = True  # a checkpoint without it is refused
     names: tuple[ExpertNames, ...] = EXPERT_NAMES
     shared_gate_name: str | None = None
+    weight_scales: str | None = None  # tensor [experts] that the weights of chosen experts are multiplied with
+    part_norms: PartNorms | None = None  # None: all see what one norm has made of the layer's input
 
     def __post_init__(self) -> None:
         if self.clamp is None and self.activation not in ACTIVATIONS:
@@ -121,6 +138,13 @@ class Experts:
             self._correction = self._ops.place(weights.take(name, shape, "float32").reshape(num))
         self._gate_up, self._down = _stacks(description, hidden_size, parameters, prefix)
         parameters.num_matrix_bytes += self._router.num_bytes
+        self._weight_scales: Array | None = None
+        if description.weight_scales is not None:
+            name = f"{prefix}{description.weight_scales}"
+            self._weight_scales = self._ops.place(weights.take(name, (num,), "float32"))
+        self._parts = None
+        if description.part_norms is not None:
+            self._parts = _Parts(description.part_norms, hidden_size, parameters, prefix)
         self._shared: FeedForward | None = None
         self._gated_shared: _GatedExpert | None = None
         if description.shared_gate_name is not None:
@@ -130,17 +154,47 @@ class Experts:
 
     def forward(self, hidden: Array) -> _Sum:
         """hidden [T, H] -> [T, H]"""
-        ops, description = self._ops, self.description
-        ids, weights = ops.route(ops.linear(hidden, self._router, "float32"), description.routing, self._correction)
-        out = ops.experts(
-            hidden, ids, weights, self._gate_up, self._down, description.activation, description.clamp,
-            description.scales_inputs,
-        )  # fmt: skip
+        ops, parts = self._ops, self._parts
+        if parts is not None:
+            assert self._shared is not None
+            out = parts.after.forward(self._chosen(parts.before.forward(hidden), parts.routed(hidden)))
+            shared = self._shared.forward(parts.before_shared.forward(hidden, self._shared.consumer))
+            ops.add(out, parts.after_shared.forward(shared.value()))
+            return _Sum(ops, out)
+        out = self._chosen(hidden, hidden)
         if self._shared is not None:
-            self._shared.forward(hidden).add_to(out, description.shared_scale)
+            self._shared.forward(hidden).add_to(out, self.description.shared_scale)
         if self._gated_shared is not None:
             ops.add(out, self._gated_shared.forward(hidden))
         return _Sum(ops, out)
+
+    def _chosen(self, hidden: Array, routed: Array) -> Array:
+        """The sum [T, H] float32 of what the experts make of `hidden` that the router chooses by `routed` [T, H]."""
+        ops, description = self._ops, self.description
+        logits = ops.linear(routed, self._router, "float32")
+        ids, weights = ops.route(logits, description.routing, self._correction, self._weight_scales)
+        return ops.experts(
+            hidden, ids, weights, self._gate_up, self._down, description.activation, description.clamp,
+            description.scales_inputs,
+        )  # fmt: skip
+
+
+class _Parts:
+    """The norms of `PartNorms`."""
+
+    def __init__(self, description: PartNorms, hidden_size: int, parameters: Parameters, prefix: str) -> None:
+        def norm(name: str) -> Norm:
+            return Norm(description.norm, parameters, f"{prefix}{name}", hidden_size)
+
+        self.before_shared, self.after_shared = norm(description.before_shared), norm(description.after_shared)
+        self.before, self.after = norm(description.before), norm(description.after)
+        self._ops, self._eps = parameters.ops, description.norm.eps
+        scale = parameters.weights.take(f"{prefix}{description.router_scale}", (hidden_size,), "float32")
+        self._router_scale = self._ops.place(scale * np.float32(hidden_size**-0.5))
+
+    def routed(self, hidden: Array) -> Array:
+        """What the router sees of hidden [T, H]."""
+        return self._ops.rms_norm(hidden, self._router_scale, self._eps)
 
 
 class _GatedExpert:

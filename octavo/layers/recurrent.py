@@ -1,6 +1,6 @@
 """What stands in the place of attention and keeps a state of fixed size: state spaces (Mamba), short convolutions, the
-gated delta rule, lightning attention. A state lies in one block of the layer's cache: the convolution's rows, then the
-recurrence's numbers.
+gated delta rule, lightning attention, gated recurrences. A state lies in one block of the layer's cache: the
+convolution's rows, then the recurrence's numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Product
-from octavo.ops import Array, LayerKVCache
+from octavo.loading.weights import floats
+from octavo.ops import Array, ExpertsWeight, LayerKVCache
 
 _TILE = 16  # channels that a state is padded to a multiple of: room for every backend's layout
 
@@ -325,3 +326,58 @@ class Lightning:
         )  # fmt: skip
         gated = ops.multiply(self._norm.forward(y), projected[:, 3 * width :], "sigmoid", self._output)
         return Product(ops, gated, self._output)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedRecurrenceDescription:
+    """The real-gated linear recurrent unit behind a convolution, times a second branch (De et al. 2024). Its gates are
+    products of each head by itself. Names are those of the checkpoint's modules, after `name`."""
+
+    width: int
+    num_heads: int
+    kernel: int
+    activation: str  # of the second branch
+    name: str = "temporal_block"
+
+    @property
+    def cache(self) -> LayerCacheSpec:
+        return _state(self.kernel, self.width, self.width, 1, 1)
+
+
+class GatedRecurrence:
+    def __init__(
+        self, description: GatedRecurrenceDescription, hidden_size: int, parameters: Parameters, prefix: str
+    ) -> None:
+        self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
+        d, prefix, weights = description, f"{prefix}{description.name}.", parameters.weights
+        self.consumer = parameters.linear([f"{prefix}linear_y", f"{prefix}linear_x"], [d.width] * 2, hidden_size, True)
+        self._conv = _Convolution(parameters, {f"{prefix}conv_1d": d.width}, d.kernel, True, "identity")
+        size = d.width // d.num_heads
+
+        def gate(name: str) -> tuple[ExpertsWeight, Array]:
+            matrices = weights.take(f"{prefix}rg_lru.{name}_gate_weight", (d.num_heads, size, size))
+            packed = (self._ops.pack_linear([floats(np.ascontiguousarray(matrix.T))]) for matrix in matrices)
+            bias = weights.take(f"{prefix}rg_lru.{name}_gate_bias", (d.num_heads, size), "float32")
+            stack = self._ops.stack_experts(packed, d.num_heads)
+            parameters.num_matrix_bytes += stack.num_bytes
+            return stack, self._ops.place(bias.reshape(-1))
+
+        (self._input_gate, self._input_bias), (self._decay_gate, self._decay_bias) = gate("input"), gate("recurrent")
+        rates = weights.take(f"{prefix}rg_lru.recurrent_param", (d.width,), "float32")
+        self._rates = self._ops.place((-8 * np.logaddexp(0, rates)).astype(np.float32))
+        self._output = parameters.linear([f"{prefix}linear_out"], [hidden_size], d.width, True)
+
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
+        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
+        projected = ops.linear(hidden, self.consumer, self._dtype)
+        x = self._conv.forward(projected[:, d.width :], batch, tables, cache)
+        heads = x.reshape(num_tokens, d.num_heads, -1)
+        y = ops.gated_recurrence(
+            x, ops.linear_by_head(heads, self._input_gate).reshape(num_tokens, -1),
+            ops.linear_by_head(heads, self._decay_gate).reshape(num_tokens, -1), self._rates, self._input_bias,
+            self._decay_bias, cache.key[:, self._conv.num_floats :], tables.block_tables, batch.query_start_loc,
+            batch.seq_lens,
+        )  # fmt: skip
+        other = ops.activation(projected[:, : d.width], d.activation)
+        return Product(ops, ops.multiply(y, other, consumer=self._output), self._output)

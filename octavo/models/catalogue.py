@@ -11,12 +11,18 @@ from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.latent import LatentDescription
-from octavo.layers.recurrent import GatedDeltaDescription, LightningDescription, MambaDescription, ShortConvDescription
+from octavo.layers.recurrent import (
+    GatedDeltaDescription,
+    GatedRecurrenceDescription,
+    LightningDescription,
+    MambaDescription,
+    ShortConvDescription,
+)
 from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
-from octavo.models.vision import VISION_FAMILIES, decoders_of, read_vision
+from octavo.models.vision import NOT_BUILT, VISION_FAMILIES, decoders_of, read_vision
 
 # A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
 EXAMPLE_SIZES: dict[str, Any] = {
@@ -26,6 +32,7 @@ EXAMPLE_SIZES: dict[str, Any] = {
 # Which layers are what, where configurations say it one by one.
 _EXAMPLE_LAYERS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [9, 18]},
+    "Gemma4ForCausalLM": {"attention_k_eq_v": True, "num_kv_shared_layers": 6, "enable_moe_block": True},
     "HF_ColBERT": {"dim": 128},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 12},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 12},
@@ -64,7 +71,8 @@ def entries() -> list[Entry]:
     for name, vision in VISION_FAMILIES.items():
         decoders = decoders_of(name)
         description = read_vision(name, example)
-        notes = [*_notes(description), "sees pictures"]
+        sees = "sees pictures" if vision.sees else f"pictures refused: {NOT_BUILT[name]}"
+        notes = [*_notes(description), sees]
         if vision.sections is not None:
             notes.append("tokens have three positions")
         if description.num_media_layers:
@@ -73,7 +81,8 @@ def entries() -> list[Entry]:
             notes.append(f"tokens of a {description.sees_ahead} attend both ways")
         if len(decoders) > 1:
             notes.append(f"its decoder is one of {', '.join(decoders)}")
-        found.append(Entry(name, "native, tower by transformers", "safetensors, bin", "; ".join(notes)))
+        runs = "native, tower by transformers" if vision.sees else "native"
+        found.append(Entry(name, runs, "safetensors, bin", "; ".join(notes)))
     return sorted(found)
 
 
@@ -93,6 +102,8 @@ def _notes(model: ModelDescription) -> Iterator[str]:
         yield "learned positions" if model.positions.name else "sinusoidal positions"
     if model.token_types:
         yield "token types"
+    if model.token_inputs is not None:
+        yield "an embedding for each layer"
     if model.embedding_norm is not None:
         yield "norm of the embedding"
     if model.logits_softcap:
@@ -129,6 +140,7 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     lambda layer: isinstance(layer.attention, ShortConvDescription): "short convolution",
     lambda layer: isinstance(layer.attention, GatedDeltaDescription): "gated delta rule",
     lambda layer: isinstance(layer.attention, LightningDescription): "lightning attention",
+    lambda layer: isinstance(layer.attention, GatedRecurrenceDescription): "gated recurrence",
     lambda layer: layer.is_parallel: "parallel block",
     lambda layer: layer.attention_post_norm and layer.attention_norm: "norms before and after",
     lambda layer: layer.attention_post_norm and not layer.attention_norm and not layer.norms_stream: "norms after",
@@ -141,6 +153,7 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     _of_experts(lambda e: e.scales_inputs): "whose inputs are weighted",
     _of_experts(lambda e: e.shared and not e.shared_gate_name): "shared expert",
     _of_experts(lambda e: e.shared_gate_name): "shared expert behind a sigmoid",
+    _of_experts(lambda e: e.part_norms): "each with its norms",
     _of_experts(lambda e: e.clamp): "clamped SwiGLU",
     _of_attention(lambda a: a.output_norm): "norms before the last matrices",
     _of_attention(lambda a: a.gate_name): "gated attention",
@@ -148,6 +161,8 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     _of_attention(lambda a: a.rope is None): "no rotation",
     _of_attention(lambda a: a.rope and a.rope.interleaved): "interleaved rotation",
     _of_attention(lambda a: a.rope and a.rope.rotary_dim < a.head_size): "partial rotation",
+    _of_attention(lambda a: a.reads_layer is not None): "keys and values of earlier layers",
+    _of_attention(lambda a: a.keys_are_values): "keys that are values too",
     _of_attention(lambda a: a.alibi_max): "ALiBi",
     _of_attention(lambda a: a.softcap): "soft cap of scores",
     _of_attention(lambda a: a.sinks): "sinks",

@@ -22,6 +22,8 @@ from octavo.layers.product import Summand
 from octavo.layers.recurrent import (
     GatedDelta,
     GatedDeltaDescription,
+    GatedRecurrence,
+    GatedRecurrenceDescription,
     Lightning,
     LightningDescription,
     Mamba,
@@ -29,6 +31,7 @@ from octavo.layers.recurrent import (
     ShortConv,
     ShortConvDescription,
 )
+from octavo.layers.token_inputs import TokenInputs
 from octavo.loading.weights import Weights
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops, ParallelOps
@@ -62,6 +65,7 @@ MIXERS: dict[type, Callable[[Any, int, Parameters, str], Mixer]] = {
     ShortConvDescription: ShortConv,
     GatedDeltaDescription: GatedDelta,
     LightningDescription: Lightning,
+    GatedRecurrenceDescription: GatedRecurrence,
 }
 FEED_FORWARDS: dict[type, Callable[[Any, int, Parameters, str], FeedForwardLike]] = {
     FeedForwardDescription: FeedForward,
@@ -229,15 +233,29 @@ class Decoder:
             weights.pass_over(f"{description.layer_prefix}{len(self._blocks) + i}.")
         for prefix in description.unused:
             weights.pass_over(prefix)
+        self._token_inputs: TokenInputs | None = None
+        if description.token_inputs is not None:
+            self._token_inputs = TokenInputs(
+                description.token_inputs, len(self._blocks), hidden_size, parameters, description.layer_prefix
+            )
+        # What the residual stream is multiplied with after each layer.
+        self._stream_scales = [
+            1.0 if layer.stream_scale is None
+            else float(weights.take(f"{description.layer_prefix}{i}.{layer.stream_scale}", (1,))[0])
+            for i, layer in enumerate(description.layers)
+        ]  # fmt: skip
         self._group_of_cache = {
             cache: number for number, group in enumerate(group_layers(self.layer_caches)) for cache in group.layers
         }
         # The numbers of each layer's caches; one that has none is given its neighbour's and does not read it.
-        counts = [(layer.attention is not None) + (layer.beside is not None) for layer in description.layers]
+        ends = list(accumulate(len(layer.keepers) for layer in description.layers))
         self._caches_of_layer = [
-            range(end - count, end) or range(end - 1, end)
-            for count, end in zip(counts, accumulate(counts), strict=True)
+            range(end - len(layer.keepers), end) or range(end - 1, end)
+            for layer, end in zip(description.layers, ends, strict=True)
         ]
+        for i, layer in enumerate(description.layers):
+            if isinstance(layer.attention, AttentionDescription) and layer.attention.reads_layer is not None:
+                self._caches_of_layer[i] = self._caches_of_layer[layer.attention.reads_layer]
         # Granite divides its logits: the norm before the output matrix may as well.
         self._norm: Norm | None = None
         if description.norm is not None:
@@ -267,7 +285,8 @@ class Decoder:
         self._stream_dtype = dtype
         # Poolers take both types of what the last norm returns.
         ends_float32 = self._norm is not None if self._pooler is not None else _quantizes(self._norm, self._output)
-        if self._head is None and ends_float32 and all(b.reads_float32 for b in self._blocks):
+        has_other_readers = self._head is not None or self._token_inputs is not None
+        if not has_other_readers and ends_float32 and all(b.reads_float32 for b in self._blocks):
             self._stream_dtype = "float32"
         self._num_weight_bytes = parameters.num_matrix_bytes
         # An embedding is no product, but where it is the output matrix too.
@@ -296,6 +315,7 @@ class Decoder:
         residual = _normed(self._embedding_norm, residual, None)
         if self._projection is not None and description.projects_last:
             residual = ops.linear(residual, self._projection, self._stream_dtype)
+        inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, residual)
         places = [(batch.groups[self._group_of_cache[i]], cache) for i, cache in enumerate(caches)]
         for number, (block, numbers) in enumerate(zip(self._blocks, self._caches_of_layer, strict=True)):
             if self.watch is not None:
@@ -304,6 +324,10 @@ class Decoder:
             residual = block.forward(residual, batch, tables, cache, *beside)
             if number < description.num_media_layers and batch.media_rows is not None:
                 ops.add_rows(residual, batch.media_rows[number + 1], batch.media_indices)
+            if self._token_inputs is not None and inputs is not None:
+                self._token_inputs.add_to(residual, number, inputs)
+            if (scale := self._stream_scales[number]) != 1.0:
+                ops.add(residual, residual, scale - 1.0)
         return residual if self._pooler is None else _normed(self._norm, residual, None)
 
     def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:

@@ -16,8 +16,15 @@ from octavo.layers.latent import LatentDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.layers.recurrent import GatedDeltaDescription, LightningDescription, MambaDescription, ShortConvDescription
+from octavo.layers.recurrent import (
+    GatedDeltaDescription,
+    GatedRecurrenceDescription,
+    LightningDescription,
+    MambaDescription,
+    ShortConvDescription,
+)
 from octavo.layers.share import WHOLE, Share
+from octavo.layers.token_inputs import TokenInputsDescription
 
 # Attention, or what stands in its place
 MixerDescription = (
@@ -27,6 +34,7 @@ MixerDescription = (
     | ShortConvDescription
     | GatedDeltaDescription
     | LightningDescription
+    | GatedRecurrenceDescription
 )
 
 
@@ -57,6 +65,15 @@ class LayerDescription:
     # Of what attention, the mixer beside it and the feed-forward return.
     multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
     residual_multiplier: float = 1.0  # of what is added to the residual stream
+    stream_scale: str | None = None  # tensor [1] that the residual stream is multiplied with at the end
+
+    @property
+    def keepers(self) -> tuple[MixerDescription, ...]:
+        """Its attention or mixers that keep something of a sequence themselves."""
+        own = self.attention
+        if isinstance(own, AttentionDescription) and own.reads_layer is not None:
+            own = None
+        return tuple(mixer for mixer in (own, self.beside) if mixer is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +92,7 @@ class ModelDescription:
     projects_last: bool = False  # that matrix, which has a bias then, comes after the tables and the norm
     embedding_norm: NormDescription | None = None
     positions: PositionsDescription | None = None  # that are added to the embedding
+    token_inputs: TokenInputsDescription | None = None  # of all layers
     token_types: int = 0  # rows of a table that is added to the embedding: 0 of the first text, 1 of the second
     head: HeadDescription | None = None  # between the final norm and the output matrix
     pooling: PoolingDescription | None = None  # in the place of the output matrix
@@ -113,5 +131,4 @@ class ModelDescription:
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
         """What each attention, or mixer in its place or beside it, keeps of a sequence, layer by layer."""
-        mixers = [mixer for layer in self.layers for mixer in (layer.attention, layer.beside)]
-        return tuple(mixer.cache for mixer in mixers if mixer is not None)
+        return tuple(mixer.cache for layer in self.layers for mixer in layer.keepers)

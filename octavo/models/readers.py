@@ -53,9 +53,9 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "rope_theta": ("rotary_emb_base", "global_rope_theta"),
     "partial_rotary_factor": ("rotary_pct",),
     "rope_local_base_freq": ("local_rope_theta",),
-    "sliding_window": ("window_size",),
+    "sliding_window": ("window_size", "attention_window_size"),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("moe_topk", "moe_k"),
+    "num_experts_per_tok": ("moe_topk", "moe_k", "top_k_experts"),
     "layer_types": ("layers_block_type",),
 }
 _ACTIVATIONS = {

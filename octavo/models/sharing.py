@@ -41,6 +41,10 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
         "gated attention": any(a.is_gated for a in attentions),
         "a norm before the output of attention": any(a.output_norm is not None for a in attentions),
         "attention of several inputs": any(a.num_inputs > 1 for a in attentions),
+        "keys that are values too, or another layer's": any(
+            a.keys_are_values or a.reads_layer is not None for a in attentions
+        ),
+        "inputs of tokens to every layer": description.token_inputs is not None,
         "biases by distance": any(a.distance_biases is not None for a in attentions),
         "a norm within the feed-forward": any(f.inner_norm is not None for f in plain),
     }

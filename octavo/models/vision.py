@@ -70,6 +70,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": None, "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5, "attention_bias": True,
     }),
+    "gemma4_text": ("Gemma4ForCausalLM", {
+        "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+    }),
 }  # fmt: skip
 # Those that go with any family that does not have one of its own.
 _ANY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere2", "aria_text")
@@ -82,6 +86,7 @@ class VisionFamily:
     decoder: str  # the `model_type` of the text_config
     image_token: int  # the token that a row stands in the place of
     may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
+    sees: bool = True  # otherwise its pictures are `NOT_BUILT`, and it is a language model
     counts_pictures: bool = False  # a picture that is alone in its prompt is cut up, one among others is not
     # How many pairs of elements a token's position in time, height and width turns (M-RoPE); None: it has one position.
     sections: tuple[int, int, int] | None = None
@@ -116,14 +121,28 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "Gemma3ForConditionalGeneration": VisionFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
     ),
+    "Gemma4ForConditionalGeneration": VisionFamily("gemma4_text", 258880, sees=False),
 }  # fmt: skip
 # Classes whose pictures are not built, and what is special about them.
-NOT_BUILT = {"PaliGemmaForConditionalGeneration": "tokens of the prompt attend to later ones of it"}
+NOT_BUILT = {
+    "Gemma4ForConditionalGeneration": "each layer has an embedding of its own",
+    "PaliGemmaForConditionalGeneration": "tokens of the prompt attend to later ones of it",
+}
 # Prefixes of what is not the decoder's.
 _TOWERS = tuple(
     at + name
     for at in ("", "model.")
-    for name in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline")
+    for name in (
+        "vision_tower.",
+        "vision_model.",
+        "visual.",
+        "multi_modal_projector.",
+        "connector.",
+        "image_newline",
+        "audio_tower.",
+        "embed_vision.",
+        "embed_audio.",
+    )
 )
 
 
@@ -136,7 +155,7 @@ def read_vision(name: str, config: Mapping[str, Any]) -> ModelDescription:
         raise LoadError(f"a decoder of the type {kind!r} is not built yet; {', '.join(built)} are.")
     decoder, defaults = DECODERS[kind]
     description = read(decoder, FAMILIES[decoder], defaults | text)
-    if image_token(config, name) >= description.vocab_size:
+    if family.sees and image_token(config, name) >= description.vocab_size:
         raise LoadError(
             f"the token of pictures is {image_token(config, name)}, and the decoder's are 0 to "
             f"{description.vocab_size - 1}."
@@ -157,7 +176,7 @@ def read_vision(name: str, config: Mapping[str, Any]) -> ModelDescription:
         architecture=name,
         tie_word_embeddings=is_tied,
         layers=layers,
-        takes_media=True,
+        takes_media=family.sees,
         num_media_layers=num_media_layers,
         sees_ahead=family.sees_ahead,
         unused=(*description.unused, *_TOWERS),

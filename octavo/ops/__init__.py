@@ -236,9 +236,11 @@ class OpsOver(Protocol[A]):
         """Matrices that `pack_linear` has made of parts of one shape and format, one an expert. They are asked for one
         by one and belong to the stack from then on."""
 
-    def route(self, logits: A, routing: Routing, bias: A | None = None) -> tuple[A, A]:
+    def route(
+        self, logits: A, routing: Routing, bias: A | None = None, scales: A | None = None
+    ) -> tuple[A, A]:  # fmt: skip
         """logits [T, E] float32, a bias [E] float32 for the choice -> each token's experts [T, top_k] int32 and their
-        weights [T, top_k] float32."""
+        weights [T, top_k] float32, at the end times `scales` [E] float32 (not of sparsemixers)."""
 
     def experts(
         self, x: A, ids: A, weights: A, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
@@ -312,6 +314,17 @@ class OpsOver(Protocol[A]):
         query, key [T, K, Dk], each head of which serves V / K heads of value [T, V, Dv]; decay, beta [T, V];
         g = exp(a * log(1 + exp(decay + decay_bias))) with a, decay_bias [V] float32, e = beta_scale * sigmoid(beta).
         States are as in `selective_scan`."""
+
+    def gated_recurrence(
+        self, x: A, input_gate: A, decay_gate: A, a: A, input_bias: A, decay_bias: A, states: A, block_tables: A,
+        query_start_loc: A, seq_lens: A,
+    ) -> A:  # fmt: skip
+        """The real-gated linear recurrent unit (De et al. 2024): the state h [C] of a sequence becomes
+        d * h + sqrt(1 - d²) * sigmoid(input_gate + input_bias) * x, the first token's without the root, and y = h:
+        [T, C].
+
+        x, input_gate, decay_gate [T, C]; d = exp(a * sigmoid(decay_gate + decay_bias)); a, input_bias, decay_bias [C]
+        float32. States are as in `selective_scan`, one number a channel."""
 
     def embedding(self, token_ids: A, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> A:
         """Rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale` -> [T, H].

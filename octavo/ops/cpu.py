@@ -38,16 +38,17 @@ from octavo.ops.cpu_logits import (
 from octavo.ops.cpu_pack import PackedStack, PackedWeight, first_part, pack_linear, packed_weight
 from octavo.ops.cpu_program import Program, check_inputs, empty, recording
 from octavo.ops.cpu_quantize import FLOAT_FORMATS, quantize
-from octavo.ops.cpu_recurrent import causal_conv, gated_delta, num_scan_floats, selective_scan
+from octavo.ops.cpu_recurrent import causal_conv, gated_delta, gated_recurrence, num_scan_floats, selective_scan
 
 __all__ = [
     "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "add_rows", "all_gather",
     "all_reduce", "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "copy_blocks", "embedding",
-    "experts", "gated_delta", "gather_blocks", "join_group", "latent_attention", "layer_norm", "linear", "linear_add",
-    "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats",
-    "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize", "place", "pool", "process_row",
-    "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample",
-    "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens", "use_threads",
+    "experts", "gated_delta", "gated_recurrence", "gather_blocks", "join_group", "latent_attention", "layer_norm",
+    "linear", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
+    "normalize", "num_scan_floats", "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize",
+    "place", "pool", "process_row", "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route",
+    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
+    "use_threads",
 ]  # fmt: skip
 
 

@@ -64,19 +64,20 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> PackedEx
 
 
 def route(
-    logits: NDArray[Any], routing: Routing, bias: NDArray[Any] | None = None
+    logits: NDArray[Any], routing: Routing, bias: NDArray[Any] | None = None, scales: NDArray[Any] | None = None
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     num_tokens, num_experts = logits.shape
     assert logits.dtype == FLOAT32 and is_dense(logits)
-    assert bias is None or (bias.shape == (num_experts,) and bias.dtype == FLOAT32)
+    for added in (bias, scales):
+        assert added is None or (added.shape == (num_experts,) and added.dtype == FLOAT32)
     assert num_experts <= _cpu.MAX_EXPERTS and num_experts % routing.num_groups == 0
     assert routing.top_k <= num_experts // routing.num_groups * routing.kept_groups
     check_inputs("route", logits=logits)
     ids, weights = empty((num_tokens, routing.top_k), INT32), empty((num_tokens, routing.top_k), FLOAT32)
     _cpu.route(
-        logits, stride(logits), num_tokens, 0 if bias is None else bias, ids, weights, num_experts, routing.top_k,
-        _cpu.SCORINGS[routing.scoring], routing.bias_logits, routing.num_groups, routing.kept_groups,
-        routing.group_by_two, routing.normalize, routing.scale, routing.softcap, routing.jitter,
+        logits, stride(logits), num_tokens, 0 if bias is None else bias, 0 if scales is None else scales, ids, weights,
+        num_experts, routing.top_k, _cpu.SCORINGS[routing.scoring], routing.bias_logits, routing.num_groups,
+        routing.kept_groups, routing.group_by_two, routing.normalize, routing.scale, routing.softcap, routing.jitter,
     )  # fmt: skip
     return ids, weights
 

@@ -1,4 +1,5 @@
-"""Layers with a state in the native backend: short convolutions, selective scans and the gated delta rule.
+"""Layers with a state in the native backend: short convolutions, selective scans, the gated delta rule and
+gated recurrences.
 
 A state lies in tiles of channels, so that a task reads it from end to end (csrc/cpu/recurrent.h).
 """
@@ -109,5 +110,24 @@ def gated_delta(
     _cpu.gated_delta(
         *sequences, rows, code_of("gated_delta", query, key, value, decay, beta), out, *_by_row(query), *_by_row(key),
         *_by_row(value), *_by_row(decay), *_by_row(beta), a, decay_bias, beta_scale, key_heads, heads, size, width,
+    )  # fmt: skip
+    return out
+
+
+def gated_recurrence(
+    x: NDArray[Any], input_gate: NDArray[Any], decay_gate: NDArray[Any], a: NDArray[Any], input_bias: NDArray[Any],
+    decay_bias: NDArray[Any], states: NDArray[Any], block_tables: NDArray[Any], query_start_loc: NDArray[Any],
+    seq_lens: NDArray[Any],
+) -> NDArray[Any]:  # fmt: skip
+    rows, width = x.shape
+    assert x.shape == input_gate.shape == decay_gate.shape
+    assert all(_is_constant(constant, width) for constant in (a, input_bias, decay_bias))
+    check_inputs("gated_recurrence", x=x, input_gate=input_gate, decay_gate=decay_gate)
+    num_floats = num_scan_floats(width, 1, 1)
+    sequences = _sequences("gated_recurrence", num_floats, states, block_tables, query_start_loc, seq_lens)
+    out = empty(x.shape, x.dtype)
+    _cpu.gated_recurrence(
+        *sequences, rows, code_of("gated_recurrence", x, input_gate, decay_gate), out, *_by_row(x),
+        *_by_row(input_gate), *_by_row(decay_gate), a, input_bias, decay_bias, width,
     )  # fmt: skip
     return out

@@ -35,13 +35,14 @@ from octavo.ops.torch_ops import (
 from octavo.quantization import StoredWeight, dequantize
 
 __all__ = [
-    "DenseWeight", "activation", "adapter_table", "add", "add_bias", "add_rows", "allocate_arena", "allocate_kv_cache",
-    "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts", "fake_quantize", "gated_delta",
-    "gather_blocks", "keep_tokens", "latent_attention", "layer_norm", "linear", "linear_add", "linear_by_head",
-    "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
-    "paged_attention", "penalize", "place", "pool", "process_row", "quantize", "replace_rows", "resolve_step",
-    "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample", "scatter_blocks",
-    "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
+    "DenseWeight", "activation", "adapter_table", "add", "add_bias", "add_rows", "allocate_arena",
+    "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts",
+    "fake_quantize", "gated_delta", "gated_recurrence", "gather_blocks", "keep_tokens", "latent_attention",
+    "layer_norm", "linear", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens",
+    "multiply", "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool",
+    "process_row", "quantize", "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route",
+    "row_classes", "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows",
+    "top_tokens",
 ]  # fmt: skip
 
 
@@ -198,7 +199,9 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> DenseExp
     return DenseExperts(weights)
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if routing.softcap > 0:
         logits = routing.softcap * torch.tanh(logits / routing.softcap)
     if routing.scoring == "sparsemixer":
@@ -216,7 +219,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     weights = scores.gather(-1, ids)
     if routing.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids.int(), weights * routing.scale
+    weights = weights * routing.scale
+    return ids.int(), weights if scales is None else weights * scales[ids]
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
@@ -396,6 +400,23 @@ def gated_delta(
             memory += k[t, :, :, None] * change[:, None]
             y[t] = torch.einsum("hkv,hk->hv", memory, q[t])
     return y.flatten(1).to(value.dtype)
+
+
+def gated_recurrence(
+    x: Tensor, input_gate: Tensor, decay_gate: Tensor, a: Tensor, input_bias: Tensor, decay_bias: Tensor,
+    states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+) -> Tensor:  # fmt: skip
+    gated = x.float() * (input_gate.float() + input_bias).sigmoid()
+    exponents = a * (decay_gate.float() + decay_bias).sigmoid()
+    y = torch.zeros_like(gated)
+    roots = torch.sqrt(1 - torch.exp(2 * exponents))
+    lengths = query_start_loc.diff()
+    roots[query_start_loc[:-1][(lengths > 0) & (lengths == seq_lens)].long()] = 1.0
+    for rows, state in _over_states(x.shape[1], states, block_tables, query_start_loc, seq_lens):
+        for t in range(rows.start, rows.stop):
+            state.copy_(torch.exp(exponents[t]) * state + roots[t] * gated[t])
+            y[t] = state
+    return y.to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

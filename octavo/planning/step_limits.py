@@ -96,6 +96,8 @@ def model_work(description: ModelDescription) -> ModelWork:
                 attention.append((mixer.num_heads * (2 * mixer.latent_size + mixer.rotated_size), 0))
     head = 0 if description.pooling is not None else embedding
     tables = embedding if head == 0 or description.tie_word_embeddings else 2 * embedding
+    if (inputs := description.token_inputs) is not None:
+        tables += inputs.vocab_size * inputs.size * len(description.layers)
     return ModelWork(
         total, total - tables - experts, head, experts, share, tuple(attention), description.hidden_size,
         len(description.layers),

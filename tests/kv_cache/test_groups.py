@@ -33,9 +33,9 @@ def test_a_group_that_is_hardly_larger_is_not_split() -> None:
 
 
 def test_blocks_of_another_form_have_a_pool_of_their_own() -> None:
-    same_bytes = LayerCacheSpec("full", num_kv_heads=2, key_size=128, value_size=128)
+    other_heads = LayerCacheSpec("full", num_kv_heads=2, key_size=128, value_size=128)  # of as many bytes
     wide_values = LayerCacheSpec("full", num_kv_heads=4, key_size=64, value_size=128)
-    assert [pool for _, _, pool in grouped(FULL, same_bytes, wide_values, STATE, WINDOW)] == [0, 0, 1, 2, 0]
+    assert [pool for _, _, pool in grouped(FULL, other_heads, wide_values, STATE, WINDOW)] == [0, 1, 2, 3, 0]
 
 
 @pytest.mark.parametrize("sizes", [{"kind": "full", "window": 3}, {"kind": "window"}, {"kind": "state"}])

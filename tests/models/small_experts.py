@@ -84,4 +84,16 @@ EXPERT_MODELS: dict[str, SmallModel] = {
         },
     ),
 }  # fmt: skip
+_GEMMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": [MIXED[1], MIXED[0], *MIXED], "sliding_window": 20, "head_dim": 8,
+    "global_head_dim": 16, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": SIZES["vocab_size"],
+}  # fmt: skip
+EXPERT_MODELS |= {
+    "gemma 4": _model("Gemma4", final_logit_softcapping=3.0, **_GEMMA_4),
+    "gemma 4, shared keys": _model("Gemma4", num_kv_shared_layers=2, use_double_wide_mlp=True, **_GEMMA_4),
+    "gemma 4, experts": _model(
+        "Gemma4", attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True, top_k_experts=2,
+        num_experts=6, **_MOE, **_GEMMA_4 | {"hidden_size_per_layer_input": 0},
+    ),
+}  # fmt: skip
 ALL_MODELS = MODELS | EXPERT_MODELS

@@ -40,10 +40,10 @@ class SmallModel(NamedTuple):
         model_class = getattr(transformers, self.reference_architecture or self.architecture)
         reference = model_class._from_config(self.config(), attn_implementation=self.attention)
         reference = reference.float().eval()
-        of_routers = ("correction_bias", "expert_bias")
-        biases = [(name, buffer) for name, buffer in reference.named_buffers() if name.endswith(of_routers)]
+        trained = ("correction_bias", "expert_bias", "layer_scalar")
+        buffers = [(name, buffer) for name, buffer in reference.named_buffers() if name.endswith(trained)]
         with torch.no_grad():
-            for name, parameter in [*reference.named_parameters(), *biases]:
+            for name, parameter in [*reference.named_parameters(), *buffers]:
                 # Larger than the usual initialisation, so that attention is far from uniform and biases count.
                 if parameter.dim() > 1 or name.endswith(("bias", "sinks", "alpha_p", "alpha_n", "A_log")):
                     parameter.normal_(std=0.25 if parameter.dim() == 1 else 0.12)

@@ -33,6 +33,13 @@ _NEMOTRON: dict[str, Any] = {name: size for name, size in SIZES.items() if name 
 }
 
 RECURRENT_MODELS: dict[str, SmallModel] = {
+    "recurrent gemma": SmallModel(
+        "RecurrentGemmaForCausalLM",
+        {
+            "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 1, "attention_window_size": 20,
+        },
+    ),
     "mamba": SmallModel("MambaForCausalLM", _MAMBA_1 | {"use_bias": True}),
     "falcon mamba": SmallModel("FalconMambaForCausalLM", _MAMBA_1),
     "mamba 2": SmallModel(

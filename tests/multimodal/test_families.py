@@ -335,7 +335,7 @@ def test_preempted_forked_and_found_prompts_see_the_same(tmp_path: Path, tokeniz
 
 
 def test_every_family_has_its_case() -> None:
-    assert {name.partition(" ")[0] for name in CASES} == VISION_FAMILIES.keys()
+    assert {name.partition(" ")[0] for name in CASES} == {name for name, one in VISION_FAMILIES.items() if one.sees}
 
 
 @pytest.mark.parametrize(

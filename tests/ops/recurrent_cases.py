@@ -43,6 +43,11 @@ def delta(key_heads: int, heads: int, size: int, width: int, dtype: torch.dtype)
     return "gated_delta", [query, key, value, decay, beta], others, (heads * width, heads, size)
 
 
+def recurrence(width: int, dtype: torch.dtype) -> Case:
+    rows = [random(i, sum(LENGTHS), 2 * width, dtype=dtype)[:, width:] for i in range(3)]
+    return "gated_recurrence", rows, [-random(4, width).exp(), random(5, width), random(6, width)], (width, 1, 1)
+
+
 CASES: dict[str, Callable[[torch.dtype], Case]] = {
     "conv 4": lambda dtype: conv(4, 40, "silu", dtype),
     "conv 3, as it is, partial vectors": lambda dtype: conv(3, 37, "identity", dtype),
@@ -53,6 +58,7 @@ CASES: dict[str, Callable[[torch.dtype], Case]] = {
     "mamba 2, heads across tiles": lambda dtype: scan(6, 11, 3, 7, False, dtype),
     "gated delta": lambda dtype: delta(2, 4, 12, 20, dtype),
     "gated delta, whole tiles": lambda dtype: delta(2, 2, 16, 32, dtype),
+    "gated recurrence": lambda dtype: recurrence(37, dtype),
 }
 
 

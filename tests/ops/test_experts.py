@@ -38,8 +38,9 @@ ROUTINGS = {
 def test_routing_is_the_reference(isa: str, name: str, rows: int, experts: int, bias: bool) -> None:
     routing, logits = ROUTINGS[name], random(rows, rows, experts) * 3
     b = random(experts, experts) if bias else None
-    ids, weights = cpu.route(logits, routing, b)
-    expected_ids, expected = torch_ref.route(logits, routing, b)
+    scales = None if bias or routing.scoring == "sparsemixer" else random(experts + 1, experts)
+    ids, weights = cpu.route(logits, routing, b, scales)
+    expected_ids, expected = torch_ref.route(logits, routing, b, scales)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 

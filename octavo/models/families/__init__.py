@@ -1,8 +1,10 @@
 """The architectures: a table of dense ones, one of those with experts, one of those with latent attention, one of those
-with layers that keep a state, one of encoders. `settings` has what their entries share, `octavo.models.readers` reads
-config.json by them.
+with layers that keep a state, Gemma 4's, one of encoders. `settings` has what their entries share,
+`octavo.models.readers` reads config.json by them.
 """
 
-from octavo.models.families import dense, encoders, experts, latent, recurrent
+from octavo.models.families import dense, encoders, experts, gemma_4, latent, recurrent
 
-FAMILIES = dense.FAMILIES | experts.FAMILIES | latent.FAMILIES | recurrent.FAMILIES | encoders.FAMILIES
+FAMILIES = (
+    dense.FAMILIES | experts.FAMILIES | latent.FAMILIES | recurrent.FAMILIES | gemma_4.FAMILIES | encoders.FAMILIES
+)

@@ -9,7 +9,13 @@ from typing import Any
 from octavo.layers.experts import ExpertNames, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.recurrent import GatedDeltaDescription, LightningDescription, MambaDescription, ShortConvDescription
+from octavo.layers.recurrent import (
+    GatedDeltaDescription,
+    GatedRecurrenceDescription,
+    LightningDescription,
+    MambaDescription,
+    ShortConvDescription,
+)
 from octavo.models.families.settings import (
     ATTENTION_BIAS,
     MLP_BIAS,
@@ -265,6 +271,23 @@ def _never(config: Config, i: int) -> bool:
     return False
 
 
+def _griffin_mixer(config: Config, i: int) -> GatedRecurrenceDescription | str:
+    """Two recurrences, then attention with a window, or what is said."""
+    kinds = config["block_types"]
+    if kinds[i % len(kinds)] != "recurrent":
+        return "attention"
+    return GatedRecurrenceDescription(
+        config["lru_width"] or config["hidden_size"], config["num_attention_heads"], config["conv1d_width"],
+        activation_of(config["hidden_act"]),
+    )  # fmt: skip
+
+
+def _root_in_bfloat16(config: Config, _: int) -> float:
+    """The root of the hidden size, of which eight bits are kept."""
+    fraction, exponent = math.frexp(config["hidden_size"] ** 0.5)
+    return math.ldexp(round(fraction * 256) / 256, exponent)
+
+
 FAMILIES = {
     "MambaForCausalLM": Family(
         defaults=_MAMBA_1_DEFAULTS, mixer=_mamba_1, has_feed_forward=_never, layer=_MAMBA_LAYER, model=_BACKBONE
@@ -446,5 +469,25 @@ FAMILIES = {
         },
         experts={"routing": routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123},
         model={"unused": _minimax_constants},
+    ),
+    "RecurrentGemmaForCausalLM": Family(
+        defaults=defaults(
+            8192, act="gelu_pytorch_tanh", tied=True, partial=0.5, lru_width=None, conv1d_width=4, logits_soft_cap=30.0,
+            window=2048, block_types=["recurrent", "recurrent", "attention"],
+        ),
+        norm=rms(offset=1.0), mixer=_griffin_mixer, slides=lambda *_: True,
+        attention={
+            "qkv_bias": key("attention_bias"), "output_bias": True, "output_name": "temporal_block.o_proj",
+            "qkv_names": tuple(f"temporal_block.{part}_proj" for part in "qkv"),
+        },
+        feed_forward={
+            "intermediate_size": lambda c, _: c["intermediate_size"] // 2, "bias": True,
+            "up_names": ("mlp_block.gate_proj", "mlp_block.up_proj"), "down_name": "mlp_block.down_proj",
+        },
+        layer={"attention_norm": "temporal_pre_norm", "feed_forward_norm": "channel_pre_norm"},
+        model={
+            "embedding_multiplier": _root_in_bfloat16, "logits_softcap": key("logits_soft_cap"),
+            "norm_name": "model.final_norm",
+        },
     ),
 }  # fmt: skip

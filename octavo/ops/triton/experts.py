@@ -37,10 +37,10 @@ def _largest(x, index, free, SIZE: tl.constexpr):
 
 @triton.jit
 def _route(
-    logits, bias, ids, weights, stride, scale, softcap, jitter, NUM: tl.constexpr, SIZE: tl.constexpr,
+    logits, bias, scales, ids, weights, stride, scale, softcap, jitter, NUM: tl.constexpr, SIZE: tl.constexpr,
     TOP_K: tl.constexpr, PADDED_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BIAS_LOGITS: tl.constexpr, NUM_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, BY_TWO: tl.constexpr,
-    NORMALIZE: tl.constexpr, CAPPED: tl.constexpr,
+    HAS_SCALES: tl.constexpr, BIAS_LOGITS: tl.constexpr, NUM_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
+    BY_TWO: tl.constexpr, NORMALIZE: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -94,11 +94,15 @@ def _route(
         if NORMALIZE:
             weight = weight / (tl.sum(weight, 0) + 1e-20)
         weight = weight * scale
+        if HAS_SCALES:
+            weight = weight * tl.load(scales + chosen)
     tl.store(ids + row * TOP_K + place, chosen, mask=place < TOP_K)
     tl.store(weights + row * TOP_K + place, weight, mask=place < TOP_K)
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`Ops.route`."""
     num_tokens, num_experts = logits.shape
     assert logits.dtype is torch.float32 and logits.stride(1) == 1
@@ -107,12 +111,13 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     if num_tokens:
         _route[(num_tokens,)](
-            logits, bias, ids, weights, logits.stride(0), routing.scale, routing.softcap, routing.jitter,
+            logits, bias, scales, ids, weights, logits.stride(0), routing.scale, routing.softcap, routing.jitter,
             NUM=num_experts, SIZE=triton.next_power_of_2(num_experts), TOP_K=routing.top_k,
             PADDED_K=triton.next_power_of_2(routing.top_k), SCORING=_SCORINGS.index(routing.scoring),
-            HAS_BIAS=bias is not None, BIAS_LOGITS=routing.bias_logits, NUM_GROUPS=routing.num_groups,
-            KEPT_GROUPS=routing.kept_groups, BY_TWO=routing.group_by_two, NORMALIZE=routing.normalize,
-            CAPPED=routing.softcap > 0, num_warps=1 if num_experts <= 128 else 4, enable_fp_fusion=False,
+            HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, BIAS_LOGITS=routing.bias_logits,
+            NUM_GROUPS=routing.num_groups, KEPT_GROUPS=routing.kept_groups, BY_TWO=routing.group_by_two,
+            NORMALIZE=routing.normalize, CAPPED=routing.softcap > 0, num_warps=1 if num_experts <= 128 else 4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return ids, weights
 

@@ -251,3 +251,50 @@ def gated_delta(
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _recurrence(
+    block_tables, table_stride, query_start_loc, seq_lens, states, state_stride, x, x_stride, input_gate, input_stride,
+    decay_gate, decay_stride, a, input_bias, decay_bias, out, WIDTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Program (s, c): piece c of the channels."""
+    begin, end, num_before, state = _sequence(
+        block_tables, table_stride, query_start_loc, seq_lens, states, state_stride
+    )
+    if begin == end:
+        return
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = lane < WIDTH
+    rate = tl.load(a + lane, mask=inside, other=0.0)
+    of_input = tl.load(input_bias + lane, mask=inside, other=0.0)
+    of_decay = tl.load(decay_bias + lane, mask=inside, other=0.0)
+    h = tl.load(state + lane, mask=inside & (num_before + 0 * lane > 0), other=0.0)
+    for t in range(begin, end):
+        row = tl.load(x + t * x_stride + lane, mask=inside, other=0.0).to(tl.float32)
+        opened = tl.load(input_gate + t * input_stride + lane, mask=inside, other=0.0).to(tl.float32)
+        gated = row * _factor(opened + of_input, 2)
+        decay = tl.load(decay_gate + t * decay_stride + lane, mask=inside, other=0.0).to(tl.float32)
+        exponent = rate * _factor(decay + of_decay, 2)
+        root = tl.sqrt(tl.maximum(1.0 - tl.exp(exponent + exponent), 0.0))
+        is_first = (t == begin) & (num_before == 0)
+        h = tl.fma(tl.exp(exponent), h, tl.where(is_first, gated, root * gated))
+        tl.store(out + t * WIDTH + lane, h.to(out.dtype.element_ty), mask=inside)
+    tl.store(state + lane, h, mask=inside)
+
+
+def gated_recurrence(
+    x: Tensor, input_gate: Tensor, decay_gate: Tensor, a: Tensor, input_bias: Tensor, decay_bias: Tensor,
+    states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+) -> Tensor:  # fmt: skip
+    """`Ops.gated_recurrence`."""
+    width = x.shape[1]
+    assert x.shape == input_gate.shape == decay_gate.shape
+    assert x.stride(1) == input_gate.stride(1) == decay_gate.stride(1) == 1
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    _recurrence[(len(seq_lens), triton.cdiv(width, _LANES))](
+        *_of_sequences(states, block_tables, query_start_loc, seq_lens), x, x.stride(0), input_gate,
+        input_gate.stride(0), decay_gate, decay_gate.stride(0), a, input_bias, decay_bias, out, WIDTH=width,
+        LANES=_LANES, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

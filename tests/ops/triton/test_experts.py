@@ -29,8 +29,9 @@ ROUTINGS = {
 def test_routing_is_the_reference(name: str, bias: bool) -> None:
     for experts in (12, 60):
         logits, b = 3 * draw(5, experts), draw(experts) if bias else None
-        ids, weights = kernels.route(logits, ROUTINGS[name], b)
-        expected_ids, expected = torch_ref.route(logits, ROUTINGS[name], b)
+        scales = None if bias or name == "sparsemixer" else draw(experts)
+        ids, weights = kernels.route(logits, ROUTINGS[name], b, scales)
+        expected_ids, expected = torch_ref.route(logits, ROUTINGS[name], b, scales)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 

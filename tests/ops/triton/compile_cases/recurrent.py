@@ -1,10 +1,10 @@
-"""Layers with a state, at the shapes of Mamba 2 2.7B, Mamba 2.8B and Qwen3-Next."""
+"""Layers with a state, at the shapes of Mamba 2 2.7B, Mamba 2.8B, Qwen3-Next and RecurrentGemma 2B."""
 
 from __future__ import annotations
 
 import torch
 
-from octavo.ops.triton.recurrent import causal_conv, gated_delta, multiply, selective_scan
+from octavo.ops.triton.recurrent import causal_conv, gated_delta, gated_recurrence, multiply, selective_scan
 from tests.ops.triton.compiling import Case
 
 TOKENS, SEQUENCES = 64, 8
@@ -37,10 +37,16 @@ def delta() -> None:
     )  # fmt: skip
 
 
+def recur() -> None:
+    constants = (torch.empty(2560) for _ in range(3))
+    gated_recurrence(rows(2560), rows(2560), rows(2560), *constants, *sequences(2560))
+
+
 CASES = {
     "multiply": Case(lambda: multiply(rows(5120), rows(5120), "silu")),
     "conv": Case(convolve),
     "scan_mamba_2": Case(lambda: scan(5120, 80, 128, 5120)),
     "scan_mamba_1": Case(lambda: scan(5120, 5120, 16, 16, 5120)),
     "gated_delta": Case(delta),
+    "gated_recurrence": Case(recur),
 }

@@ -1,0 +1,70 @@
+"""What every layer gets of the token itself: a second, narrow embedding with rows for each layer, which a gate that
+reads the residual stream lets in after the layer's feed-forward (Gemma Team 2025, per-layer embeddings)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.layers.norm import Norm, NormDescription
+from octavo.layers.parameters import Parameters
+from octavo.ops import Array
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputsDescription:
+    """Sizes in elements. Names are those of the checkpoint's modules: first of the model, then after a layer's
+    prefix."""
+
+    vocab_size: int
+    size: int  # of what a layer gets
+    activation: str
+    norm: NormDescription
+    embedding_name: str = "model.embed_tokens_per_layer"
+    projection_name: str = "model.per_layer_model_projection"
+    projection_norm_name: str = "model.per_layer_projection_norm"
+    gate_name: str = "per_layer_input_gate"
+    output_name: str = "per_layer_projection"
+    output_norm_name: str = "post_per_layer_input_norm"
+
+
+class TokenInputs:
+    """The embedding of all layers, and each one's gate and way back into the residual stream."""
+
+    def __init__(
+        self,
+        description: TokenInputsDescription,
+        num_layers: int,
+        hidden_size: int,
+        parameters: Parameters,
+        layer_prefix: str,
+    ) -> None:
+        self._description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
+        size, norm = description.size, description.norm
+        names = [description.embedding_name]
+        self._embedding = parameters.linear(names, [description.vocab_size], num_layers * size)
+        self._projection = parameters.linear([description.projection_name], [num_layers * size], hidden_size)
+        # The embedding is the mean of two that are independent: over the square root of two. What the norm sees is
+        # divided by the root of the hidden size, which its epsilon alone shows.
+        scaled = NormDescription(norm.eps * hidden_size, norm.kind, offset=norm.offset)
+        self._projection_norm = Norm(scaled, parameters, description.projection_norm_name, size, divisor=2**0.5)
+        self._scale = (size / 2) ** 0.5
+        prefixes = [f"{layer_prefix}{i}." for i in range(num_layers)]
+        self._gates = [parameters.linear([f"{p}{description.gate_name}"], [size], hidden_size) for p in prefixes]
+        self._outputs = [parameters.linear([f"{p}{description.output_name}"], [hidden_size], size) for p in prefixes]
+        self._norms = [Norm(norm, parameters, f"{p}{description.output_norm_name}", hidden_size) for p in prefixes]
+
+    def embed(self, token_ids: Array, embedded: Array) -> Array:
+        """token_ids [T] int32, embedded [T, H] as the first layer gets it -> [T, layers * size]"""
+        ops = self._ops
+        found = ops.embedding(token_ids, self._embedding, self._dtype, self._scale)
+        projected = ops.linear(embedded, self._projection, self._dtype)
+        parts = projected.reshape(projected.shape[0], -1, self._description.size)
+        ops.add(found, self._projection_norm.forward(parts).reshape(found.shape[0], -1))
+        return found
+
+    def add_to(self, residual: Array, layer: int, inputs: Array) -> None:
+        """What the layer lets in of its part of `inputs` is added to the residual stream [T, H]."""
+        ops, size = self._ops, self._description.size
+        gate = ops.activation(ops.linear(residual, self._gates[layer], self._dtype), self._description.activation)
+        let_in = ops.multiply(gate, inputs[:, layer * size : (layer + 1) * size], consumer=self._outputs[layer])
+        ops.add(residual, self._norms[layer].forward(ops.linear(let_in, self._outputs[layer], "float32")))

@@ -1,0 +1,138 @@
+"""Gemma 4: layers of two sizes of heads, the last of which may read the keys and values of earlier ones, what each of
+them gets of the token itself, and experts beside a dense feed-forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.errors import LoadError
+from octavo.layers.experts import PartNorms, stacked
+from octavo.layers.rotary import RopeConfig
+from octavo.layers.token_inputs import TokenInputsDescription
+from octavo.models.families.settings import AROUND, ATTENTION_BIAS, all_but_every, defaults, routing, shared_expert
+from octavo.models.readers import Config, Family, activation_of, rms, rope_of
+
+_SLIDES = all_but_every(6)
+
+
+def _layer_type(config: Config, i: int) -> str:
+    """The last layer sees everything, whatever is said of it."""
+    if i == config["num_hidden_layers"] - 1:
+        return "full_attention"
+    if config["layer_types"] is not None:
+        return str(config["layer_types"][i])
+    return "sliding_attention" if _SLIDES(config, i) else "full_attention"
+
+
+def _own(config: Config, i: int, setting: str, of_full: str) -> Any:
+    """A setting of layers that see everything: said by layer, as transformers 5 writes it, or once."""
+    by_layer = {int(number): settings for number, settings in (config.get("per_layer_config") or {}).items()}
+    if setting in by_layer.get(i, {}):
+        return by_layer[i][setting]
+    if not by_layer and _layer_type(config, i) == "full_attention" and config[of_full]:
+        return config[of_full]
+    return config[setting]
+
+
+def _head_size(config: Config, i: int) -> int:
+    return int(_own(config, i, "head_dim", "global_head_dim"))
+
+
+def _kv_heads(config: Config, i: int) -> int:
+    if not config["attention_k_eq_v"]:
+        return int(config["num_key_value_heads"])
+    return int(_own(config, i, "num_key_value_heads", "num_global_key_value_heads"))
+
+
+def _rope(config: Config, i: int) -> RopeConfig:
+    return rope_of(config, i, _head_size(config, i), {}, _layer_type(config, i))
+
+
+def _reads_layer(config: Config, i: int) -> int | None:
+    """Late layers have the keys and values of the last one of their type that has its own."""
+    first = config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    if i < first:
+        return None
+    kind = _layer_type(config, i)
+    found = [j for j in range(first) if _layer_type(config, j) == kind]
+    if not found:
+        raise LoadError(f"layer {i} reads the keys of an earlier layer of the type {kind}, of which there is none.")
+    return found[-1]
+
+
+def _keys_are_values(config: Config, i: int) -> bool:
+    return bool(config["attention_k_eq_v"]) and _layer_type(config, i) == "full_attention"
+
+
+def _qkv_names(config: Config, i: int) -> tuple[str, ...]:
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    if _reads_layer(config, i) is not None:
+        return names[:1]
+    return names[:2] if _keys_are_values(config, i) else names
+
+
+def _window(config: Config, i: int) -> int:
+    if config["use_bidirectional_attention"] == "all":  # "vision" is of pictures only
+        raise LoadError("attention both ways in all layers of Gemma 4 is not built yet.")
+    return int(config["sliding_window"]) if _layer_type(config, i) == "sliding_attention" else 0
+
+
+def _intermediate_size(config: Config, i: int) -> int:
+    is_wide = config["use_double_wide_mlp"] and _reads_layer(config, i) is not None
+    return int(config["intermediate_size"] * (2 if is_wide else 1))
+
+
+def _token_inputs(config: Config, _: int) -> TokenInputsDescription | None:
+    size = config["hidden_size_per_layer_input"]
+    if not size:
+        return None
+    activation = activation_of(config["hidden_act"])
+    return TokenInputsDescription(config["vocab_size_per_layer_input"], size, activation, rms()(config, 0))
+
+
+def _part_norms(config: Config, _: int) -> PartNorms:
+    after = "post_feedforward_layernorm"
+    return PartNorms(
+        rms()(config, 0), before_shared="pre_feedforward_layernorm", after_shared=f"{after}_1",
+        before="pre_feedforward_layernorm_2", after=f"{after}_2", router_scale="router.scale",
+    )  # fmt: skip
+
+
+FAMILIES = {
+    "Gemma4ForCausalLM": Family(
+        defaults=defaults(
+            131072, kv_heads=4, head_size=256, act="gelu_pytorch_tanh", tied=True, window=512, theta=1e6,
+            final_logit_softcapping=None, use_bidirectional_attention=None, global_head_dim=512,
+            num_global_key_value_heads=None, attention_k_eq_v=False, num_kv_shared_layers=0, enable_moe_block=False,
+            use_double_wide_mlp=False, experts=None, hidden_size_per_layer_input=256,
+            vocab_size_per_layer_input=262144,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            },
+        ),
+        attention=ATTENTION_BIAS | {
+            "head_size": _head_size, "num_kv_heads": _kv_heads, "scale": 1.0, "rope": _rope, "window": _window,
+            "qk_norm": rms(), "value_norm": rms(has_weight=False), "keys_are_values": _keys_are_values,
+            "reads_layer": _reads_layer, "qkv_names": _qkv_names,
+        },
+        feed_forward={"intermediate_size": _intermediate_size},
+        experts={
+            "routing": routing(), "router_names": ("router.proj",),
+            "names": (stacked("experts.gate_up_proj", "experts.down_proj"),),
+            "shared": shared_expert(_intermediate_size, "mlp"), "weight_scales": "router.per_expert_scale",
+            "part_norms": _part_norms,
+        },
+        is_sparse=lambda c, _: bool(c["enable_moe_block"]),
+        layer=AROUND | {
+            "stream_scale": "layer_scalar",
+            "feed_forward_norm": lambda c, _: None if c["enable_moe_block"] else AROUND["feed_forward_norm"],
+        },
+        model={
+            "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5, "token_inputs": _token_inputs,
+            "logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0,
+        },
+        slides=_SLIDES,
+    ),
+}  # fmt: skip
