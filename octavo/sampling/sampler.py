@@ -25,7 +25,7 @@ from octavo.sampling.random import uniform
 
 NOTHING_TO_CHOOSE = (
     "no token could be chosen: allowed_token_ids, bad_words, min_tokens, structured_outputs and logits_processors "
-    "together leave none with a finite logit."
+    "together leave none, or what the model computes with its weights, or an adapter's, is not finite."
 )
 
 
