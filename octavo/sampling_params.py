@@ -88,6 +88,17 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
+class SpeechRules(msgspec.Struct, frozen=True, array_like=True):
+    """What a model that writes down speech may say, by its tokens: see `octavo.sampling.speech`."""
+
+    suppressed: list[int]
+    suppressed_first: list[int]  # beside those, as the first token
+    end: int  # which the first tokens of the vocabulary, of text, come before
+    first_timestamp: int  # behind which there are others only
+    has_times: bool = False  # whether it writes them
+    last_initial: int | None = None  # the last timestamp that may come first
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Sampling parameters of one request.
 
@@ -152,6 +163,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Filled in by the engine from `bad_words`; not the caller's to set."""
     grammar: str | None = None
     """Filled in by the engine from `structured_outputs`; not the caller's to set."""
+    speech: SpeechRules | None = None
+    """Set for transcriptions; not the caller's to set."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -197,6 +210,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             or self.min_tokens
             or self.bad_words_token_ids
             or self.logits_processors
+            or self.speech is not None
         )
 
     @property

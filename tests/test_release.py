@@ -69,7 +69,7 @@ def test_wheels_are_built_and_tried_for_every_python_that_is_supported() -> None
 
 
 def test_everything_that_is_installed_with_octavo_has_a_licence_that_may_be() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "licenses"), "transformers", "vision"]
+    command = [sys.executable, str(ROOT / "scripts" / "licenses"), "transformers", "vision", "audio"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = dict(re.findall(r"^\| ([a-z0-9.-]+) \| \S+ \| (.+) \|$", done.stdout, re.MULTILINE))

@@ -14,6 +14,7 @@ from octavo.config.engine_config import (
     MediaConfig,
     ModelConfig,
     SchedulerConfig,
+    SoundConfig,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "MediaConfig",
     "ModelConfig",
     "SchedulerConfig",
+    "SoundConfig",
 ]

@@ -15,6 +15,7 @@ from octavo.config.media import media_config
 from octavo.config.number_types import cache_dtype, load_quantization, model_dtype
 from octavo.config.parallel import check_shared
 from octavo.config.pooling import pooling_of
+from octavo.config.sound import sound_config
 from octavo.config.speculation import draft_config, speculative_config
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint, resolve
@@ -88,7 +89,9 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
             gpu_memory_utilization=args.gpu_memory_utilization,
             memory_bytes=args.kv_cache_memory_bytes,
             swap_space_bytes=int(args.swap_space * GIB),
-            enable_prefix_caching=args.enable_prefix_caching and not (pooling and pooling.whole_prompts),
+            enable_prefix_caching=args.enable_prefix_caching
+            and not (pooling and pooling.whole_prompts)
+            and not description.num_cross_tokens,  # what tokens are depends on what is heard
             is_scratch=pooling is not None and pooling.whole_prompts,
             dtype=cache_dtype(args, dtype, device),
         ),
@@ -112,6 +115,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         log_stats=not args.disable_log_stats,
         lora=lora_config(args, description.impl, device, dtype),
         media=media,
+        sound=sound_config(args, checkpoint, description, device, pools=pooling is not None),
         speculative=speculative,
         draft=draft_config(args, speculative, model, device),
     )

@@ -215,6 +215,10 @@ class EngineArgs(Flags):
         16384, "Tokens of pictures whose rows are kept for later turns, beside those of requests under way.",
         positive=True,
     )  # fmt: skip
+    max_audio_bytes: int = flag(25_000_000, "Bytes of a sound's file at most.", positive=True)
+    max_audio_seconds: float = flag(
+        600.0, "Seconds of a sound at most. Its spectrum is made at once, of about 15 MB a minute.", positive=True
+    )
     allowed_local_media_path: str | None = flag(
         None, "Folder below which requests may name pictures by file: URLs; without it by none."
     )

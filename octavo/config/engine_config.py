@@ -110,6 +110,17 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SoundConfig:
+    """Sound: where its encoder and feature extractor are, and how much of it is taken."""
+
+    folder: str  # of the checkpoint
+    num_rows: int  # of the encoder's output
+    max_bytes: int  # of a sound's file
+    max_seconds: float
+    cache_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All that an engine core needs to start. Plain data: it crosses to the core's process as JSON."""
 
@@ -127,7 +138,8 @@ class EngineConfig:
     draft: ModelConfig | None = None  # the model that guesses; its max_model_len is how far
     allow_additional_properties: bool = False  # in objects whose schema names properties and says nothing of others
     lora: LoRAConfig | None = None  # None: no adapters are served
-    media: MediaConfig | None = None  # None: no media are taken
+    media: MediaConfig | None = None  # None: no pictures are taken
+    sound: SoundConfig | None = None  # None: no sound is
 
     def with_max_model_len(self, length: int) -> EngineConfig:
         return replace(self, model=replace(self.model, max_model_len=length))

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
     from octavo.loading.tokenizer import ModelTokenizer
+    from octavo.multimodal.listening import Listener
     from octavo.multimodal.processor import PictureProcessor
 
 # str, {"prompt": str} or {"prompt_token_ids": [int]}; the dictionaries may also hold "cache_salt", and
 # "prediction", text or token ids of which the answer may largely consist, and "multi_modal_data", {"image": PIL.Image}
-# or a list of them, one for each placeholder of the prompt in order.
+# or a list of them, one for each placeholder of the prompt in order; of a model that hears {"audio": ...}, which is
+# samples at 16 kHz or a pair of samples and their rate.
 PromptInput = str | Mapping[str, Any]
 
 _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabulary we know
@@ -49,6 +51,11 @@ class InputProcessor:
             from octavo.multimodal.processor import PictureProcessor
 
             self.pictures = PictureProcessor(config.media)
+        self.listener: Listener | None = None  # of a model that hears
+        if config.sound is not None:
+            from octavo.multimodal.listening import Listener
+
+            self.listener = Listener(config.sound)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self._check_characters(text)
@@ -199,7 +206,18 @@ class InputProcessor:
             asked = text
         else:
             raise RequestError("a prompt needs text (prompt) or token ids (prompt_token_ids).", param="prompt")
-        if (given_media := prompt.get("multi_modal_data")) is not None:
+        given_media = prompt.get("multi_modal_data")
+        if self.listener is not None:
+            if given_media is None:
+                raise RequestError(
+                    f"{self.model.served_model_names[0]} writes down what it hears: send a file to "
+                    "/v1/audio/transcriptions or /v1/audio/translations, or a prompt with multi_modal_data to LLM.",
+                    code="model_hears",
+                )
+            token_ids = self.encode(asked, False) if isinstance(asked, str) else asked
+            item, heard = self.listener.take(given_media, salt)
+            items, media = (item,), [heard]
+        elif given_media is not None:
             if keep is not None:
                 raise RequestError("truncate_prompt_tokens would cut pictures.", param="truncate_prompt_tokens")
             token_ids, items, media = self._with_pictures(asked, given_media, salt, add_special_tokens)

@@ -147,7 +147,11 @@ def log_capacity(
     if all(group.spec.kind == "state" for group in groups):
         logger.info("cache: %.2f GiB%s%s", cache_bytes / _GIB, states, swapped)
         return
-    num_tokens = num_blocks[_counted_pool(groups)] * config.cache.block_size
+    counted = _counted_pool(groups)
+    num_tokens = num_blocks[counted] * config.cache.block_size
+    if any(group.spec.kind == "cross" for group in groups):  # which takes most blocks of every request
+        longest = config.model.max_model_len
+        num_tokens = num_blocks[counted] * longest // request_blocks(config, groups, longest)[counted]
     logger.info(
         "KV cache: %d blocks of %d tokens (%.2f GiB) hold %d tokens: %.1f requests of %d tokens at once%s%s",
         sum(num_blocks), config.cache.block_size, cache_bytes / _GIB, num_tokens,

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from octavo.batch import GroupTables, StepBatch
 from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
+from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import CapturedStep, Device, Event, StepOutputs
 from octavo.execution.media_table import MediaTable
 from octavo.execution.pooling_table import PoolingTable
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.execution.team import ALONE, Team
-from octavo.models.registry import Model, PoolingModel
+from octavo.models.registry import CrossModel, Model, PoolingModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
 from octavo.plan import StepPlan, StepResult
 from octavo.sampling.batch import Samples, SamplingBatch, SamplingTable
@@ -120,8 +121,10 @@ class Runner:
         pools: bool = False,
         team: Team = ALONE,
         media: MediaTable | None = None,
+        cross: CrossOutputs | None = None,
     ) -> None:
-        """With `pools` the model's vectors are the result in the place of tokens; `media` is of one that takes them."""
+        """With `pools` the model's vectors are the result in the place of tokens; `media` is of one that takes them,
+        `cross` of one with cross attention."""
         self.model, self.ops, self.device = model, ops, device
         self._adapters, self._team = adapters, team
         self.table, self.max_num_tokens = table, max_num_tokens
@@ -130,7 +133,7 @@ class Runner:
         num_groups, num_rows, max_blocks = table.blocks.shape
         self.sampling = SamplingTable(num_rows, grammars)
         self.pooling = PoolingTable(num_rows) if pools else None
-        self._media = media
+        self._media, self._cross = media, cross
         self.occupants = np.zeros(num_rows, np.int64)  # how many sequences have had each row
         self._wants_prompt_logprobs: dict[int, int] = {}  # row -> how many
         self._stale: set[int] = set()  # rows whose block tables the device may not have got
@@ -263,6 +266,11 @@ class Runner:
         self._mover.move(plan.moves)
         if self._adapters is not None:
             self._adapters.store.load(plan.adapters)
+        if self._cross is not None:
+            for rows, slots in self._cross.starting(plan):
+                positions: Any = np.zeros(len(slots), np.int64)
+                on_host: Any = slots  # models that hear are the CPU's
+                cast(CrossModel, self.model).keep_output(cast(Any, rows), positions, on_host, self.caches)
 
     def compute(self, plan: StepPlan) -> SubmittedStep:
         """Have the device compute the rows of a plan that `take_in` has seen. Raises as `submit`. Where that is put off
@@ -442,6 +450,7 @@ class Runner:
             groups=tuple(GroupTables(inputs.slot_mapping[g], tables[g]) for g in range(self._largest.groups)),
             media_rows=None if self._media is None else inputs.media_rows,
             media_indices=None if self._media is None else inputs.media_indices,
+            cross_lens=inputs.cross_lens,
             token_types=inputs.token_types,
             axis_positions=inputs.axis_positions if self._largest.axes else None,
             key_ends=inputs.key_ends if self._largest.sees_ahead else None,

@@ -38,7 +38,8 @@ class SequenceTable:
         smaller than others', it reads the last token in the place of those that it does not have."""
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
-        self.max_blocks = -(-max_model_len // block_size)
+        self.num_cross = max((group.spec.num_tokens for group in groups), default=0)  # tokens of another network
+        self.max_blocks = -(-max(max_model_len, self.num_cross) // block_size)
         # np.zeros commits no memory until a row is used.
         self.tokens: NDArray[np.int32]
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32) if tokens_of is None else tokens_of.tokens
@@ -47,7 +48,7 @@ class SequenceTable:
         self.adapter_slots: NDArray[np.int32] = np.full(max_num_seqs, -1, np.int32)
         self.num_known = np.zeros(max_num_seqs, np.int64)  # leading tokens of each row that `tokens` holds
         self.samples: Samples  # of the last step that was gathered
-        self._keeps_keys = [group.spec.kind != "state" for group in groups]
+        self._kinds = [group.spec.kind for group in groups]
         self._numbers = np.arange(max(max_model_len, max_num_seqs) + 2)
         self._no_forks = np.zeros(max_num_seqs, np.int64)
 
@@ -90,13 +91,14 @@ class SequenceTable:
         if any(guesses):
             self._write_guesses(plan.rows)
         into.seq_lens[:num_seqs] = seq_lens
+        into.cross_lens[:num_seqs] = self.num_cross
         tokens = into.token_ids[: len(row_of)]
         tokens[:] = self.tokens[row_of, positions + self.num_ahead]
         if self._vocab_size is not None:
             np.minimum(tokens, self._vocab_size - 1, out=tokens)
         self._gather_slots(into, row_of, positions)
         if into.block_tables.size:
-            width = -(-int(seq_lens.max()) // self.block_size)
+            width = -(-max(int(seq_lens.max()), self.num_cross) // self.block_size)
             for group, blocks in enumerate(self.blocks):
                 into.block_tables[group, :num_seqs, :width] = blocks[:, :width].take(rows, 0)
         if is_decode and num_positions.count(1) == num_seqs and num_forks.count(1) == num_seqs:
@@ -126,10 +128,13 @@ class SequenceTable:
         self, into: StepArrays[NDArray[Any]], row_of: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> None:
         places, offsets = np.divmod(positions, self.block_size)
-        for group, keeps_keys in enumerate(self._keeps_keys):
+        for group, kind in enumerate(self._kinds):
             slots = into.slot_mapping[group, : len(row_of)]
-            if not keeps_keys:
+            if kind == "state":
                 slots[:] = self.blocks[group, row_of, 0]
+                continue
+            if kind == "cross":  # tokens write nothing there
+                slots[:] = -1
                 continue
             np.multiply(self.blocks[group, row_of, places], self.block_size, out=slots)
             slots += offsets

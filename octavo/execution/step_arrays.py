@@ -78,6 +78,7 @@ class StepArrays(Generic[_A]):
     slot_mapping: _A = array_of("groups", "tokens", dtype=np.int64, padding=-1)
     query_start_loc: _A = array_of("bounds", dtype=np.int32, padding="num_tokens")
     seq_lens: _A = array_of("seqs", dtype=np.int32)
+    cross_lens: _A = array_of("seqs", dtype=np.int32)  # 0 where models have no cross attention
     sample_rows: _A = array_of("samples", dtype=np.int64)
     # Filled by the host where the device reads the host's memory; elsewhere the device has tables of its own.
     block_tables: _A = array_of("groups", "seqs", "blocks", dtype=np.int32)

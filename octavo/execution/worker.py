@@ -21,6 +21,7 @@ from octavo.config import EngineArgs, EngineConfig, ModelConfig
 from octavo.errors import ConfigError
 from octavo.execution import capacity
 from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
+from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import Device
 from octavo.execution.media_table import MediaRows, MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters, SubmittedStep
@@ -103,10 +104,18 @@ class Worker:
                 rows = self._received = ReceivedRows()
             self._media_table = MediaTable(rows, description, limits.max_num_seqs)
             phases.end("tower")
+        cross = None
+        if (sound := config.sound) is not None:
+            from octavo.multimodal.speech import SpeechEncoder
+            from octavo.multimodal.tower import TowerCache
+
+            self.media = TowerCache(SpeechEncoder(sound.folder), sound.cache_tokens)
+            cross = CrossOutputs(self.media, self.groups, config.cache.block_size, model_config.dtype)
+            phases.end("encoder")
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
-            model_config.pooling is not None, team, self._media_table,
+            model_config.pooling is not None, team, self._media_table, cross,
         )  # fmt: skip
         self._draft = self._load_draft(config.draft, phases) if config.draft is not None else None
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit
@@ -121,8 +130,8 @@ class Worker:
         phases.end("program")
         logger.info(
             "%s on %s: %d layers, %s, %.2f GiB of weights, loaded in %.2f s",
-            checkpoint.name, device.name, len(description.layers), model_config.dtype, self.weight_bytes / _GIB,
-            phases.seconds["weights opened"] + phases.seconds["weights packed"],
+            checkpoint.name, device.name, len(set(description.layer_numbers)), model_config.dtype,
+            self.weight_bytes / _GIB, phases.seconds["weights opened"] + phases.seconds["weights packed"],
         )  # fmt: skip
 
     def _open(self, config: ModelConfig, phases: Phases) -> tuple[ModelDescription, Weights, Ops]:

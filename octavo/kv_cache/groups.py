@@ -16,17 +16,21 @@ NULL_BLOCK = 0  # what a block table has where a window group has given its bloc
 class LayerCacheSpec:
     """What one layer keeps of each sequence. Sizes are in elements, of one token and one head."""
 
-    kind: str  # "full": all keys and values; "window": those of the last tokens; "state": a fixed number of bytes
+    # "full": all keys and values; "window": those of the last tokens; "cross": those of another network's output, of
+    # which there are equally many for each sequence; "state": a fixed number of bytes
+    kind: str
     num_kv_heads: int = 0
     key_size: int = 0
     value_size: int = 0
     window: int = 0  # a token sees itself and the window - 1 before it
     num_bytes: int = 0  # of a state
+    num_tokens: int = 0  # of another network's output
 
     def __post_init__(self) -> None:
-        assert self.kind in ("full", "window", "state"), self.kind
+        assert self.kind in ("full", "window", "cross", "state"), self.kind
         assert (self.window > 0) == (self.kind == "window"), "a window has a length, and nothing else has one"
         assert (self.num_bytes > 0) == (self.kind == "state"), "a state has a number of bytes, and nothing else has one"
+        assert (self.num_tokens > 0) == (self.kind == "cross"), "only another network's output has a length of its own"
 
     @property
     def block_form(self) -> tuple[int, ...]:

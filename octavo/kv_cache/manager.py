@@ -1,8 +1,8 @@
 """Which blocks each sequence has: prefix hits, growth, copy-on-write, release, and moves between device and host.
 
 The scheduler calls in here while it plans a step; what must be copied is collected in `BlockMoves`, one for each pool,
-which the plan carries to the device. What the groups of a model do differently is in `attention_blocks` and
-`state_blocks`.
+which the plan carries to the device. What the groups of a model do differently is in `attention_blocks`, `cross_blocks`
+and `state_blocks`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from octavo.kv_cache.attention_blocks import AttentionBlocks
 from octavo.kv_cache.block_hashes import extend_block_hashes
 from octavo.kv_cache.block_pool import BlockPool
+from octavo.kv_cache.cross_blocks import CrossBlocks
 from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.state_blocks import StateBlocks
 from octavo.plan import BlockMoves
@@ -58,17 +59,20 @@ class KVCacheManager:
         self.host_pools = [BlockPool(count) for count in num_host_blocks]
         self.attention: list[AttentionBlocks] = []
         self.states: list[StateBlocks] = []
+        cross: list[CrossBlocks] = []
         for i, group in enumerate(groups):
             is_alone = sum(other.pool == group.pool for other in groups) == 1
             if group.spec.kind == "state":
                 assert is_alone, "a state group has its pool for itself"
                 self.states.append(StateBlocks(i, self.pools[group.pool], block_size))
+            elif group.spec.kind == "cross":
+                cross.append(CrossBlocks(i, self.pools[group.pool], block_size, group.spec.num_tokens))
             else:
                 suffix = b"" if is_alone else b"%d" % i
                 window = group.spec.window
                 self.attention.append(AttentionBlocks(i, self.pools[group.pool], block_size, window, suffix))
-        self._groups: list[AttentionBlocks | StateBlocks] = sorted(
-            [*self.attention, *self.states], key=lambda blocks: blocks.group
+        self._groups: list[AttentionBlocks | CrossBlocks | StateBlocks] = sorted(
+            [*self.attention, *cross, *self.states], key=lambda blocks: blocks.group
         )
         self._pool_of = [group.pool for group in groups]
         self._has_window = bool(windowed)

@@ -53,6 +53,7 @@ class AttentionDescription:
     has_gate: bool = False
     gate_name: str | None = None  # of a matrix of such a gate alone
     qkv_bias: bool = False
+    keys_have_bias: bool = True  # where queries and values have one
     output_bias: bool | str = False  # or the tensor's name
     qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_blocks: int = 1
@@ -164,6 +165,7 @@ class Attention:
             parameters.linear(
                 names, sizes, hidden_size, description.qkv_bias and number == 0, orders=orders,
                 is_transposed=description.is_transposed, part=(number, description.num_inputs),
+                without_bias=() if description.keys_have_bias else names[1:2],
             )
             for number in range(description.num_inputs)
         ]  # fmt: skip

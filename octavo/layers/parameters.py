@@ -6,7 +6,7 @@ layer, so that a checkpoint is never in memory twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -70,6 +70,7 @@ class Parameters:
         scales: Sequence[float] = (),
         part: tuple[int, int] = (0, 1),
         own: range | None = None,
+        without_bias: Collection[str] = (),
     ) -> LinearWeight:
         """Projections to `sizes` outputs of one input of `num_in` as one matrix: outputs side by side, or `gated`.
 
@@ -78,7 +79,8 @@ class Parameters:
         stored `is_transposed` they are columns. `bias` may be the name of the tensor. Projections, without their
         biases, may be multiplied with `scales`. Gate and up that are stacked the other way round are `is_reversed`. The
         input may be a `part` (number, of how many) of what the checkpoint's matrices read, each of `num_in`. Of each
-        projection only the rows that are `own` may be wanted.
+        projection only the rows that are `own` may be wanted. Some of the modules may be `without_bias` where the
+        others have one.
         """
         in_parts = len(names) < len(sizes) and f"{names[0]}.weight" not in self.weights
         if in_parts and f"{names[0]}.0.weight" in self.weights:
@@ -112,7 +114,10 @@ class Parameters:
         own_biases: list[NDArray[np.float32] | None] = [None] * len(names)
         if bias:
             bias_names = [bias] if isinstance(bias, str) else [f"{name}.bias" for name in names]
-            taken = [self.weights.take(n, (size,)) for n, size in zip(bias_names, stored_sizes, strict=True)]
+            taken = [
+                np.zeros(size, self.dtype) if name in without_bias else self.weights.take(n, (size,))
+                for name, n, size in zip(names, bias_names, stored_sizes, strict=True)
+            ]
             if own is not None or orders is not None:
                 taken = [part[order] for part, order in zip(taken, orders or held, strict=True)]
             biases = np.concatenate(taken)

@@ -1,4 +1,4 @@
-"""Pictures that came, and what it took to fetch, decode and process them, in the front end."""
+"""Pictures or sounds that came, and what it took to fetch, decode and process them, in the front end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 class MediaMetrics:
     """Of one front end. Threads may share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "image") -> None:
+        self._kind = kind
         self._lock = Lock()
         self._counts: Counter[str] = Counter()  # by what became of them
         self._seconds: dict[str, Histogram] = {}  # by phase
@@ -32,7 +33,7 @@ class MediaMetrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Of one picture, or of all that a prompt has to fetch; a refusal ends it too, and is counted."""
+        """Of one picture or sound, or of all that a prompt has to fetch; a refusal ends it too, and is counted."""
         start = time.monotonic()
         try:
             yield
@@ -53,8 +54,8 @@ class MediaMetrics:
                                       labels=["kind", "phase"])  # fmt: skip
         with self._lock:
             for outcome in ("taken", "refused"):
-                counts.add_metric(("image", outcome), self._counts[outcome])
+                counts.add_metric((self._kind, outcome), self._counts[outcome])
             for name, seconds in sorted(self._seconds.items()):
-                times.add_metric(("image", name), seconds.cumulative(), seconds.sum)
+                times.add_metric((self._kind, name), seconds.cumulative(), seconds.sum)
         yield counts
         yield times

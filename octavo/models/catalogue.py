@@ -22,6 +22,7 @@ from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
+from octavo.models.speech import WHISPER, read_whisper
 from octavo.models.vision import NOT_BUILT, VISION_FAMILIES, decoders_of, read_vision
 
 # A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
@@ -83,6 +84,13 @@ def entries() -> list[Entry]:
             notes.append(f"its decoder is one of {', '.join(decoders)}")
         runs = "native, tower by transformers" if vision.sees else "native"
         found.append(Entry(name, runs, "safetensors, bin", "; ".join(notes)))
+    hears = "writes down speech; attention to the encoder's output"
+    found.append(
+        Entry(
+            WHISPER, "native, encoder by transformers", "safetensors, bin",
+            "; ".join([*_notes(read_whisper({})), hears]),
+        )
+    )  # fmt: skip
     return sorted(found)
 
 

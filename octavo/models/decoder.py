@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.attention import Attention, AttentionDescription
+from octavo.layers.cross_attention import CrossAttention, CrossAttentionDescription
 from octavo.layers.experts import Experts, ExpertsDescription
 from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.head import Head
@@ -60,6 +61,7 @@ class Mixer(Protocol):
 # What each description builds: of description, hidden size, parameters, prefix of names.
 MIXERS: dict[type, Callable[[Any, int, Parameters, str], Mixer]] = {
     AttentionDescription: Attention,
+    CrossAttentionDescription: CrossAttention,
     LatentDescription: Latent,
     MambaDescription: Mamba,
     ShortConvDescription: ShortConv,
@@ -104,6 +106,11 @@ class Block:
             self._feed_forward = FEED_FORWARDS[type(feed_forward)](feed_forward, hidden_size, parameters, prefix)
             self._feed_forward_post_norm = norm(layer.feed_forward_post_norm)
             self.reads_float32 &= _quantizes(self._feed_forward_norm, self._feed_forward.consumer)
+
+    @property
+    def cross_attention(self) -> CrossAttention | None:
+        """What keeps another network's output, if that is what the block has."""
+        return self._attention if isinstance(self._attention, CrossAttention) else None
 
     def forward(
         self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None
@@ -226,8 +233,8 @@ class Decoder:
         if description.token_types:
             self._token_types = parameters.array(description.token_types_name, (description.token_types, width))
         self._blocks = [
-            block(layer, hidden_size, parameters, f"{description.layer_prefix}{i}.")
-            for i, layer in enumerate(description.layers)
+            block(layer, hidden_size, parameters, f"{description.layer_prefix}{number}.")
+            for layer, number in zip(description.layers, description.layer_numbers, strict=True)
         ]
         for i in range(description.num_unused_layers):
             weights.pass_over(f"{description.layer_prefix}{len(self._blocks) + i}.")
@@ -329,6 +336,13 @@ class Decoder:
             if (scale := self._stream_scales[number]) != 1.0:
                 ops.add(residual, residual, scale - 1.0)
         return residual if self._pooler is None else _normed(self._norm, residual, None)
+
+    def keep_output(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
+        """Have cross attention keep what it reads of a sequence: of rows [N, H] of another network's output, in `slots`
+        [N] int64 of its group; `positions` [N] int64 are any. Caches are those of `layer_caches`."""
+        for block, numbers in zip(self._blocks, self._caches_of_layer, strict=True):
+            if isinstance(block, Block) and block.cross_attention is not None:
+                block.cross_attention.write(rows, positions, slots, caches[numbers[0]])
 
     def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
         """hidden [T, H], rows starts[n] .. ends[n] of which are pooled ([N] int64) -> vectors [N, size] float32."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import AttentionDescription
+from octavo.layers.cross_attention import CrossAttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.head import HeadDescription
@@ -29,6 +30,7 @@ from octavo.layers.token_inputs import TokenInputsDescription
 # Attention, or what stands in its place
 MixerDescription = (
     AttentionDescription
+    | CrossAttentionDescription
     | LatentDescription
     | MambaDescription
     | ShortConvDescription
@@ -66,6 +68,7 @@ class LayerDescription:
     multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
     residual_multiplier: float = 1.0  # of what is added to the residual stream
     stream_scale: str | None = None  # tensor [1] that the residual stream is multiplied with at the end
+    number: int | None = None  # of the checkpoint's layer, where several of these are one of its
 
     @property
     def keepers(self) -> tuple[MixerDescription, ...]:
@@ -127,6 +130,17 @@ class ModelDescription:
         """Whether a token has a position in time, height and width each."""
         mixers = [layer.attention for layer in self.layers]
         return any(isinstance(m, AttentionDescription) and m.rope is not None and m.rope.axes for m in mixers)
+
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """Which of the checkpoint's layers each is, or is a part of."""
+        return tuple(i if layer.number is None else layer.number for i, layer in enumerate(self.layers))
+
+    @property
+    def num_cross_tokens(self) -> int:
+        """Of another network's output that each sequence attends to; 0 is none."""
+        mixers = [layer.attention for layer in self.layers]
+        return max((mixer.num_tokens for mixer in mixers if isinstance(mixer, CrossAttentionDescription)), default=0)
 
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:

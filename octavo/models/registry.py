@@ -20,6 +20,7 @@ from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.pooling import decoder_of, with_pooling
 from octavo.models.readers import read
+from octavo.models.speech import WHISPER, read_whisper
 from octavo.models.vision import NOT_BUILT, VISION_FAMILIES, read_vision
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.pooling_params import PoolingConfig
@@ -60,6 +61,14 @@ class PoolingModel(Model, Protocol):
         """hidden [T, H], rows starts[n] .. ends[n] of which are pooled ([N] int64) -> vectors [N, size] float32."""
 
 
+class CrossModel(Model, Protocol):
+    """One that attends to another network's output."""
+
+    def keep_output(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
+        """Have its cross attention keep what it reads of a sequence: of rows [N, H] of that output, in `slots` [N]
+        int64 of its group; `positions` [N] int64 are any. Caches are those of `layer_caches`."""
+
+
 # Raises `LoadError` for a setting that is not built, and `KeyError` for one that it needs and that is absent.
 Reader = Callable[[Mapping[str, Any]], ModelDescription]
 # description, weights, backend, how many positions a sequence may have, element type
@@ -69,6 +78,7 @@ Builder = Callable[[ModelDescription, Weights, Ops, int, str], Model]
 _ARCHITECTURES: dict[str, tuple[Reader, Builder]] = {
     **{name: (partial(read, name, family), Decoder) for name, family in FAMILIES.items()},
     **{name: (partial(read_vision, name), Decoder) for name in VISION_FAMILIES},
+    WHISPER: (read_whisper, Decoder),
 }
 
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,7 @@ class Tower:
                 if getattr(text, name, None):
                     setattr(text, name, [])
             builder = getattr(transformers, config.architectures[0])
-            with _quiet(transformers.logging):  # it would report the decoder's weights as left over
+            with quiet(transformers.logging):  # it would report the decoder's weights as left over
                 model, report = builder.from_pretrained(
                     folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
                 )
@@ -94,7 +94,8 @@ def _check_floats(model: Any, unexpected: Iterable[str], folder: str) -> None:
 
 
 @contextmanager
-def _quiet(log: Any) -> Iterator[None]:
+def quiet(log: Any) -> Iterator[None]:
+    """Let transformers' logger say errors only."""
     verbosity, shows_progress = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
@@ -121,11 +122,17 @@ class ReceivedRows:
         return self._rows[content_hash]
 
 
+class RowMaker(Protocol):
+    """What makes rows of media."""
+
+    def rows(self, given: MediaInput) -> Rows: ...
+
+
 class TowerCache:
     """The rows of pictures, by content: those of requests that are under way, and others as long as there is room for
     so many tokens. Made in a thread, one picture after the other; everything else is the core's thread's."""
 
-    def __init__(self, tower: Tower, max_tokens: int) -> None:
+    def __init__(self, tower: RowMaker, max_tokens: int) -> None:
         self._tower, self._max_tokens = tower, max_tokens
         self._entries: OrderedDict[bytes, tuple[int, Future[Rows]]] = OrderedDict()  # the latest used last
         self._thread = ThreadPoolExecutor(1, "octavo-tower")

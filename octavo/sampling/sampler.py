@@ -22,6 +22,7 @@ from octavo.sampling.grammar_masks import TokenMask
 from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
 from octavo.sampling.processors import process_logits
 from octavo.sampling.random import uniform
+from octavo.sampling.speech import follow_rules
 
 NOTHING_TO_CHOOSE = (
     "no token could be chosen: allowed_token_ids, bad_words, min_tokens, structured_outputs and logits_processors "
@@ -79,6 +80,8 @@ def sample_tokens(
     sampled = SampledTokens(best, mask_errors)
     num_logprobs = batch.settings["num_logprobs"]
     wanted = np.flatnonzero(num_logprobs >= 0)
+    if batch.special and follow_rules(ops, logits, batch.special):
+        best = ops.argmax(logits)
     raw = ops.rows_of(logits, wanted) if len(wanted) else None  # before penalties, as the model said
     if batch.beams:
         score_beams(ops, logits, batch.beams)

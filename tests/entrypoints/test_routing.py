@@ -42,7 +42,7 @@ def test_a_method_that_a_route_lacks_is_refused_before_the_body(http: httpx.Clie
 
 
 def test_known_routes_that_are_not_built_say_so(http: httpx.Client) -> None:
-    answer = http.post("/v1/audio/transcriptions", json={})
+    answer = http.post("/v1/audio/speech", json={})
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_built"
     assert "not built yet" in answer.json()["error"]["message"]
     error = http.post("/sleep").json()["error"]

@@ -1,4 +1,5 @@
-"""Block tables of groups that keep a window or a state: what is given back, what is found again, what is copied."""
+"""Block tables of groups that keep a window, a state or another network's output: what is given back, what is found
+again, what is copied."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ SIZE = 4
 FULL = LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8)
 WINDOW = LayerCacheSpec("window", num_kv_heads=1, key_size=8, value_size=8, window=6)
 STATE = LayerCacheSpec("state", num_bytes=64)
+CROSS = LayerCacheSpec("cross", num_kv_heads=1, key_size=8, value_size=8, num_tokens=10)
 
 
 def manager(*groups: tuple[LayerCacheSpec, int], num_blocks: list[int], num_host_blocks: int = 0) -> KVCacheManager:
@@ -181,3 +183,35 @@ def test_rolling_back_frees_the_blocks_behind_the_last_computed_token() -> None:
     seq.token_ids += [7, 8]
     assert [(group, position) for group, position, _ in cache.grow(seq, 9) or []] == [(0, 2), (1, 2)]
     cache.check([seq])
+
+
+def test_another_networks_output_has_its_blocks_at_once_and_is_shared_but_never_copied_or_found() -> None:
+    cache = manager((FULL, 0), (CROSS, 0), num_blocks=[9], num_host_blocks=9)
+    assert cache.most_blocks(6, num_step_tokens=64) == [2 + 3]
+    assert cache.capacity(num_step_tokens=64) == (9 - 3) * SIZE
+    seq = sequence(6)
+    assert begin(cache, seq) == 0
+    compute(cache, seq, 1)
+    assert [len(table) for table in seq.block_tables] == [1, 3]
+    heard = list(seq.block_tables[1])
+    compute(cache, seq, 6)
+    fork = seq.fork(1)
+    cache.share_all(seq, fork)
+    seq.token_ids.append(9)
+    compute(cache, seq, 7)  # the block that both would write is copied
+    assert seq.block_tables[1] == fork.block_tables[1] == heard and seq.block_tables[0] != fork.block_tables[0]
+    cache.check([seq, fork])
+    other = sequence(9)
+    assert not cache.share_prefix(other, cache.find_prefix(other), 64), "3 blocks are left, and it needs 6"
+    cache.release(fork)
+    assert cache.swap_out(seq) and cache.pools[0].num_used == 0
+    [moves] = cache.take_moves()
+    assert len(moves.swap_out) == 2 + 3
+    assert cache.swap_in(seq, 64)
+    cache.take_moves()
+    assert [len(table) for table in seq.block_tables] == [2, 3]
+    cache.check([seq])
+    cache.release(seq)
+    again = sequence(9)
+    assert begin(cache, again) == 0, "tokens do not say what is heard"
+    assert cache.pools[0].num_used == 0

@@ -38,7 +38,9 @@ def test_blocks_of_another_form_have_a_pool_of_their_own() -> None:
     assert [pool for _, _, pool in grouped(FULL, other_heads, wide_values, STATE, WINDOW)] == [0, 1, 2, 3, 0]
 
 
-@pytest.mark.parametrize("sizes", [{"kind": "full", "window": 3}, {"kind": "window"}, {"kind": "state"}])
+@pytest.mark.parametrize(
+    "sizes", [{"kind": "full", "window": 3}, {"kind": "window"}, {"kind": "state"}, {"kind": "cross"}]
+)
 def test_a_spec_says_what_its_kind_needs(sizes: dict[str, int]) -> None:
     with pytest.raises(AssertionError):
         LayerCacheSpec(**sizes)  # type: ignore[arg-type]

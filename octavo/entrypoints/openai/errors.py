@@ -25,7 +25,7 @@ logger = logging.getLogger("octavo.server")
 RETRY_AFTER_S = 5
 # Routes of OpenAI's and vLLM's servers that none of ours answers.
 NOT_BUILT = frozenset((
-    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
+    "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
     "/v1/moderations", "/v1/conversations", "/v1/fine_tuning/jobs", "/v1/uploads", "/v1/vector_stores",
     "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact", "/v1/responses/input_tokens",
     "/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/generate", "/invocations", "/load",

@@ -32,6 +32,8 @@ OPEN_PATHS |= {f"/docs/{name}" for name in PAGE_FILES}
 MAX_BODIES_HELD = 64  # times the longest body: as much memory may bodies take that have not arrived whole
 _LIGHT_BEGINNINGS = ("/v1/chat/completions/", "/v1/files", "/v1/batches")
 UPLOAD_PATH = "/v1/files"
+AUDIO_PATHS = {"/v1/audio/transcriptions", "/v1/audio/translations"}
+_FORM_BYTES = 1 << 20  # of a form beside its file
 WITHIN = "octavo.within"  # where a scope holds the body of a request from within the server: no client can set it
 _CLOSE = {"Connection": "close"}
 # POST, but nothing waits in the engine's queue
@@ -52,6 +54,9 @@ class Gate:
         self._root_path = state.args.root_path.rstrip("/")
         self._files = BodyReader(state.args.max_file_bytes, state.args.body_timeout)
         self._bodies = BodyReader(state.args.max_body_bytes, state.args.body_timeout)
+        sound = state.engine.config.sound
+        max_sound = state.args.max_body_bytes if sound is None else sound.max_bytes + _FORM_BYTES
+        self._sounds = BodyReader(max_sound, state.args.body_timeout, "--max-audio-bytes")
         self._key_digests = [_digest(key.encode()) for key in state.args.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,6 +83,8 @@ class Gate:
         try:
             if answer is None and method == "POST" and path == UPLOAD_PATH:
                 receive = self._files.limited(receive)  # the route stores it as it comes
+            elif answer is None and method == "POST" and path in AUDIO_PATHS:
+                receive = self._sounds.limited(receive)
             elif answer is None and method == "POST":
                 answer = await self._bodies.read(headers, receive)
                 if isinstance(answer, bytes) and is_queued:
@@ -135,7 +142,7 @@ class Gate:
         if path in WITH_DEV_MODE and headers.get("content-length", "0") == "0":
             return None  # without a body, which needs no type
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if path == UPLOAD_PATH:
+        if path == UPLOAD_PATH or path in AUDIO_PATHS:
             if content_type == "multipart/form-data":
                 return None
             return error_response("A file must be sent as Content-Type: multipart/form-data.", 415)
@@ -185,8 +192,9 @@ class ClientGoneError(Exception):
 class BodyReader:
     """Reads the bodies of one server."""
 
-    def __init__(self, max_bytes: int, timeout_s: float) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int, timeout_s: float, file_flag: str = "--max-file-bytes") -> None:
+        """`file_flag` is what bounds files that are sent."""
+        self._max_bytes, self._file_flag = max_bytes, file_flag
         self._timeout_s = timeout_s
         self._num_held_bytes = 0  # of bodies that have not arrived whole
 
@@ -249,7 +257,7 @@ class BodyReader:
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
                 raise RequestError(
-                    f"The file is longer than {self._max_bytes} bytes (--max-file-bytes).",
+                    f"The file is longer than {self._max_bytes} bytes ({self._file_flag}).",
                     status=413,
                     code="request_too_large",
                 )

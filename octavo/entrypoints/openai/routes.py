@@ -161,6 +161,11 @@ def _parse(body: bytes, kind: type[BaseModel], unknown: UnknownFields) -> BaseMo
         raise RequestError("The body is nested too deeply.") from None
     except ValueError:
         raise RequestError("The body is not valid JSON: a number has too many digits.") from None
+    return validated(parsed, kind, unknown)
+
+
+def validated(parsed: Any, kind: type[BaseModel], unknown: UnknownFields) -> BaseModel:
+    """A body of its class. Raises `RequestError`."""
     for _ in range(_MAX_ROUNDS):
         try:
             return kind.model_validate(parsed)

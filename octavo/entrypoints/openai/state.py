@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import math
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.server")
 
 MAX_RETRY_AFTER_S = 120
+MAX_SOUNDS_HELD = 16  # that are being heard at once; others wait as files
 ID_HEADER = "X-Request-Id"
 
 
@@ -101,6 +103,9 @@ class ServerState:
             engine.metrics.others.append(self.http_metrics)
             if engine.inputs.pictures is not None:
                 engine.metrics.others.append(engine.inputs.pictures.metrics)
+            if engine.inputs.listener is not None:
+                engine.metrics.others.append(engine.inputs.listener.metrics)
+        self.sounds_held = asyncio.Semaphore(MAX_SOUNDS_HELD)
         self.is_stopping = False
         self.num_in_flight = 0  # requests whose answers are not complete
         self.num_queued = 0  # those of them that are whole, and that the engine answers

@@ -1,0 +1,49 @@
+"""The flags of sound, checked: `SoundConfig`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from octavo.config.engine_args import EngineArgs
+from octavo.config.engine_config import SoundConfig
+from octavo.errors import ConfigError
+from octavo.loading.checkpoint import Checkpoint
+from octavo.models.description import ModelDescription
+
+_EXTRACTOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_MODULES = ("torch", "transformers", "soundfile", "soxr")
+
+
+def sound_config(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, device: str, *, pools: bool
+) -> SoundConfig | None:
+    """None for a model that hears nothing. Raises `ConfigError` for what cannot be honoured."""
+    num_rows = description.num_cross_tokens
+    if not num_rows:
+        return None
+    for what, is_so in {
+        "on GPUs": device != "cpu",
+        "for pooling": pools,
+        "with --tensor-parallel-size": args.tensor_parallel_size > 1,
+        "with --enable-lora": args.enable_lora,
+        "with speculation": bool(args.speculative_config or args.speculative_model),
+        "with quantized checkpoints": bool(checkpoint.config.get("quantization_config")),
+        "with --load-format dummy": checkpoint.format == "dummy",
+    }.items():
+        if is_so:
+            raise ConfigError(f"models that hear are not built yet {what}.")
+    missing = [module for module in _MODULES if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"{checkpoint.name} hears by {', '.join(missing)}, which is not installed: pip install 'octavo[audio]'."
+        )
+    if not any((Path(checkpoint.path) / name).is_file() for name in _EXTRACTOR_FILES):
+        raise ConfigError(f"{checkpoint.name} has no {' or '.join(_EXTRACTOR_FILES)}, which says how it hears.")
+    return SoundConfig(
+        folder=checkpoint.path,
+        num_rows=num_rows,
+        max_bytes=args.max_audio_bytes,
+        max_seconds=args.max_audio_seconds,
+        cache_tokens=max(args.media_cache_tokens, num_rows),
+    )

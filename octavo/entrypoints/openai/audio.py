@@ -1,0 +1,278 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations: a file of sound in, what is said in it out, as text, JSON
+or subtitles, at once or as it is heard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.engine.off_loop import run_off_loop
+from octavo.entrypoints.openai.fields import Int, RequestBody, Text, described
+from octavo.entrypoints.openai.responses import Body
+from octavo.entrypoints.openai.routes import Router, validated
+from octavo.entrypoints.openai.state import ServerState, state_of
+from octavo.entrypoints.openai.streaming import EventStream, encode_json, run_until_disconnect
+from octavo.entrypoints.transcriber import Said, Transcriber, Wish, measures
+from octavo.errors import RequestError
+from octavo.multimodal.listening import Listener, Spectrum
+from octavo.multimodal.transcript import as_srt, as_vtt
+
+router = Router(tags=["OpenAI"])
+
+_NOT_BUILT = (
+    "chunking_strategy",
+    "include",
+    "keywords",
+    "known_speaker_names",
+    "known_speaker_references",
+    "languages",
+)
+_Format = Literal["json", "text", "srt", "vtt", "verbose_json"]
+
+
+class AudioRequest(RequestBody):
+    """Fields of the form of POST /v1/audio/transcriptions, beside the file."""
+
+    model: Text | None = described("The served model; it may be left out.")
+    prompt: Text | None = described("What was said before: it shows style and spelling.")
+    response_format: _Format = Field("json", description="json, text, srt, vtt or verbose_json.")
+    temperature: float = Field(0.0, ge=0, le=1, description="0 writes down what is likeliest.")
+    seed: Int | None = described("Makes an answer with a temperature repeatable.")
+    stream: bool = Field(False, description="Events as it is heard, of json and text.")
+    language: Text | None = described("Of the sound, such as en; left out, it is detected.")
+    timestamp_granularities: list[Literal["segment", "word"]] | None = described("segment; word is not built yet.")
+    request_id: Text | None = described("Names the request in the log.")
+
+
+class Usage(Body):
+    type: Literal["duration"] = "duration"
+    seconds: int
+
+
+class Transcription(Body):
+    """What is said in the sound."""
+
+    text: str
+    usage: Usage
+
+
+class TranscriptionSegment(Body):
+    id: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    seek: int
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+class VerboseTranscription(Body):
+    """What is said in the sound, and when."""
+
+    task: str
+    language: str
+    duration: float
+    text: str
+    segments: list[TranscriptionSegment]
+    usage: Usage
+
+
+def _form(*names: str) -> dict[str, Any]:
+    fields = {"file": {"type": "string", "format": "binary"}}
+    fields |= {name: {"type": "string"} for name in names}
+    schema = {"type": "object", "required": ["file"], "properties": fields}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
+
+
+_COMMON = ("model", "prompt", "response_format", "temperature", "seed", "stream")
+
+
+@router.post(
+    "/v1/audio/transcriptions", openapi_extra=_form(*_COMMON, "language", "timestamp_granularities[]"),
+    response_model=Transcription,
+)  # fmt: skip
+async def create_transcription(raw: Request) -> Response:
+    """Write down what is said in a file of sound."""
+    return await _answer(raw, "transcribe")
+
+
+@router.post("/v1/audio/translations", openapi_extra=_form(*_COMMON), response_model=Transcription)
+async def create_translation(raw: Request) -> Response:
+    """Write down in English what is said in a file of sound."""
+    return await _answer(raw, "translate")
+
+
+async def _answer(raw: Request, task: str) -> Response:
+    state = state_of(raw)
+    listener = state.engine.inputs.listener
+    if listener is None:
+        raise RequestError(
+            f"{state.model_names[0]} hears nothing; {raw.url.path} needs a server of a Whisper.", code="model_is_deaf"
+        )
+    async with raw.form(max_files=1, max_fields=32) as form:
+        upload = form.get("file")
+        if not isinstance(upload, UploadFile):
+            raise RequestError("file is required, as an uploaded file.", param="file")
+        body = _body_of(form, task, state)
+        job = _Job(state, listener, body, raw, task)
+        if body.stream:
+            # The form's file is gone when this returns, and so it is heard now.
+            await state.sounds_held.acquire()
+            try:
+                spectrum = await job.hear(upload)
+            except BaseException:
+                state.sounds_held.release()
+                raise
+            return _HeldStream(job.events(spectrum), job.headers)
+        found = await run_until_disconnect(job.whole(upload), raw.receive)
+    return Response(status_code=499) if found is None else found
+
+
+class _HeldStream(EventStream):
+    """Of one of the sounds that are held."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            scope["app"].state.octavo.sounds_held.release()
+
+
+def _body_of(form: FormData, task: str, state: ServerState) -> AudioRequest:
+    fields: dict[str, Any] = {}
+    for name in dict.fromkeys(form):
+        values = [value for value in form.getlist(name) if isinstance(value, str)]
+        plain = name.removesuffix("[]")
+        if plain in _NOT_BUILT or (task == "translate" and plain in ("language", "timestamp_granularities")):
+            if any(values):
+                raise RequestError(f"{plain} is not built here; leave it out.", param=plain)
+        elif plain == "timestamp_granularities":
+            fields[plain] = fields.get(plain, []) + values
+        elif name != "file":
+            fields[name] = values[-1] if values else ""
+    for name, read in (("temperature", float), ("seed", int)):
+        if name in fields:
+            try:
+                fields[name] = read(fields[name])
+            except ValueError:
+                raise RequestError(f"{name} must be a number, got {fields[name]!r:.40}.", param=name) from None
+    if (stream := fields.get("stream")) is not None:
+        if stream.lower() not in ("true", "false", "1", "0"):
+            raise RequestError(f"stream must be true or false, got {stream!r:.40}.", param="stream")
+        fields["stream"] = stream.lower() in ("true", "1")
+    if not fields.get("language", "-"):
+        del fields["language"]  # some clients send an empty field for none
+    body = validated(fields, AudioRequest, state.args.unknown_fields)
+    assert isinstance(body, AudioRequest)
+    if body.timestamp_granularities:
+        if "word" in body.timestamp_granularities:
+            raise RequestError("times of words are not built yet; segment is.", param="timestamp_granularities")
+        if body.response_format != "verbose_json":
+            raise RequestError("timestamp_granularities needs response_format verbose_json.", param="response_format")
+    if body.stream and body.response_format not in ("json", "text"):
+        raise RequestError(f"a stream has no {body.response_format}; json and text have one.", param="response_format")
+    return body
+
+
+class _Job:
+    """One sound on its way to its answer."""
+
+    def __init__(self, state: ServerState, listener: Listener, body: AudioRequest, raw: Request, task: str) -> None:
+        self._state, self._listener, self._body = state, listener, body
+        state.resolve_model(body.model)
+        self._name, self.headers = state.response_id("audio", body, raw)
+        self._transcriber = Transcriber(state.engine)
+        is_verbose = body.response_format == "verbose_json"
+        has_times = is_verbose or body.response_format in ("srt", "vtt")
+        language = None if body.language is None else self._transcriber.language_of(body.language)
+        self._wish = Wish(task, language, body.prompt, body.temperature, body.seed, has_times, is_verbose)
+        self._transcriber.check(self._wish)
+
+    async def whole(self, upload: UploadFile) -> Response:
+        """The answer at once."""
+        async with self._state.sounds_held:
+            spectrum = await self.hear(upload)
+            language = await self._language(spectrum)
+            heard = [said async for said in self._transcriber.listen(spectrum, self._wish, language, self._name)]
+        text, kind = "".join(said.text for said in heard).strip(), self._body.response_format
+        if kind == "text":
+            return PlainTextResponse(text + "\n", headers=self.headers)
+        usage = Usage(seconds=math.ceil(spectrum.seconds))
+        if kind == "json":
+            return self._json(Transcription(text=text, usage=usage))
+        segments = self._segments(heard, spectrum.seconds)
+        if kind == "verbose_json":
+            return self._json(
+                VerboseTranscription(
+                    task=self._wish.task, language=self._transcriber.name_of(language), duration=spectrum.seconds,
+                    text=text, segments=segments, usage=usage,
+                )
+            )  # fmt: skip
+        cues = [(one.start, one.end, one.text) for one in segments if one.text.strip()]
+        made = as_srt(cues) if kind == "srt" else as_vtt(cues)
+        return PlainTextResponse(made, headers=self.headers)
+
+    async def hear(self, upload: UploadFile) -> Spectrum:
+        """The sound of a file. Raises `RequestError`."""
+
+        def work() -> Spectrum:
+            # Read here, so that no more files are in memory than are decoded at once.
+            return self._listener.hear(self._listener.decode(upload.file.read(self._listener.config.max_bytes + 1)))
+
+        return await run_off_loop(work, length=0, has_media=True)
+
+    async def events(self, spectrum: Spectrum) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes."""
+        whole, num_input, num_output = "", 0, 0
+        language = await self._language(spectrum)
+        async for said in self._transcriber.listen(spectrum, self._wish, language, self._name):
+            text = said.text if whole else said.text.lstrip()
+            if text:
+                whole += text
+                yield _event({"type": "transcript.text.delta", "delta": text})
+            num_input, num_output = self._count(said, num_input, num_output)
+        usage = {"type": "tokens", "input_tokens": num_input, "output_tokens": num_output}
+        usage["total_tokens"] = num_input + num_output
+        yield _event({"type": "transcript.text.done", "text": whole, "usage": usage})
+
+    def _count(self, said: Said, num_input: int, num_output: int) -> tuple[int, int]:
+        heard = said.num_prompt_tokens + self._listener.config.num_rows
+        if said.segments:  # a window of several
+            return num_input + heard, num_output + said.num_tokens
+        return heard, said.num_tokens
+
+    async def _language(self, spectrum: Spectrum) -> str:
+        return self._wish.language or await self._transcriber.detect(spectrum, self._name)
+
+    def _segments(self, heard: list[Said], seconds: float) -> list[TranscriptionSegment]:
+        found: list[TranscriptionSegment] = []
+        for said in heard:
+            for segment in said.segments:
+                text = self._transcriber.text(segment)
+                # Silence is heard behind a short sound's end.
+                start, end = (round(min(time, seconds), 2) for time in (segment.start, segment.end))
+                more = measures(said, text, self._wish.temperature)
+                found.append(
+                    TranscriptionSegment(
+                        id=len(found), start=start, end=end, text=text, tokens=segment.tokens, **more
+                    )
+                )  # fmt: skip
+        return found
+
+    def _json(self, body: Body) -> Response:
+        return Response(body.model_dump_json(), headers=self.headers, media_type="application/json")
+
+
+def _event(event: Mapping[str, Any]) -> bytes:
+    return b"data: " + encode_json(event) + b"\n\n"

@@ -1,0 +1,231 @@
+"""A sound written down by an engine, window by window: what a Whisper is asked of each, and where the next begins.
+
+The way is that of transformers' `generate`: a sound of up to thirty seconds whose times nobody asks for is one answer;
+otherwise the model says when its segments begin and end, and the next window begins where the last whole one ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
+from octavo.errors import RequestError
+from octavo.multimodal.transcript import Segment, compression_ratio, split
+from octavo.outputs import CompletionOutput
+from octavo.sampling_params import RequestOutputKind, SamplingParams, SpeechRules
+
+if TYPE_CHECKING:
+    from octavo.engine.async_engine import AsyncLLMEngine
+    from octavo.multimodal.listening import Spectrum
+
+_LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+_LEAST_WINDOWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is wanted of a sound."""
+
+    task: str  # "transcribe" or "translate"
+    language: str | None = None  # its code; None: it is detected
+    prompt: str | None = None  # what came before, in the style that is wanted
+    temperature: float = 0.0
+    seed: int | None = None
+    has_times: bool = False  # whether segments' times are wanted
+    is_measured: bool = False  # whether log-probabilities are
+
+
+@dataclass(slots=True)
+class Said:
+    """What a window adds."""
+
+    text: str
+    segments: list[Segment]
+    seek: int  # frame of the sound where the window begins
+    avg_logprob: float = 0.0
+    no_speech_prob: float = 0.0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+
+
+class SpeechTokens:
+    """The tokens by which a Whisper is told what to do. Raises `RequestError` where a checkpoint lacks them."""
+
+    def __init__(self, engine: AsyncLLMEngine) -> None:
+        self._vocabulary = vocabulary = engine.tokenizer.vocab
+        settings: dict[str, Any] = engine.config.model.checkpoint.generation_config
+        self.start = settings.get("decoder_start_token_id") or self._of("<|startoftranscript|>")
+        self.end = self._of("<|endoftext|>")
+        self.previous, self.no_timestamps = self._of("<|startofprev|>"), self._of("<|notimestamps|>")
+        self.first_timestamp = self.no_timestamps + 1
+        self.no_speech = self.no_timestamps - 1
+        found = settings.get("lang_to_id") or {name: token for name, token in vocabulary.items() if token > self.start}
+        self.languages = {match[1]: token for name, token in found.items() if (match := _LANGUAGE.fullmatch(name))}
+        if not settings.get("is_multilingual", True):
+            self.languages = {}
+        self._suppressed = list(settings.get("suppress_tokens") or ())
+        self._suppressed_first = list(settings.get("begin_suppress_tokens") or ())
+        self._last_initial = settings.get("max_initial_timestamp_index")
+
+    def task(self, name: str) -> int:
+        """The token of "transcribe" or "translate"."""
+        return self._of(f"<|{name}|>")
+
+    def rules(self, has_times: bool) -> SpeechRules:
+        """What may be said."""
+        last = None if self._last_initial is None else self.first_timestamp + self._last_initial
+        suppressed = self._suppressed, self._suppressed_first
+        return SpeechRules(*suppressed, self.end, self.first_timestamp, has_times, last)
+
+    def _of(self, name: str) -> int:
+        found = self._vocabulary.get(name)
+        if found is None:
+            raise RequestError(f"The model's tokenizer has no {name}, and so it cannot be told what to write down.")
+        return int(found)
+
+
+class Transcriber:
+    """Of one engine."""
+
+    def __init__(self, engine: AsyncLLMEngine) -> None:
+        self._engine = engine
+
+    @cached_property
+    def tokens(self) -> SpeechTokens:
+        """Raises `RequestError` where the model has none."""
+        return SpeechTokens(self._engine)
+
+    def language_of(self, name: str) -> str:
+        """The code of a language that is given by its code or its English name. Raises `RequestError`."""
+        from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+        code = str(TO_LANGUAGE_CODE.get(name.lower(), name.lower()))
+        if code not in (self.tokens.languages or ("en",)):
+            raise RequestError(f"The model does not write down the language {name!r:.40}.", param="language")
+        return code
+
+    def name_of(self, code: str) -> str:
+        """The English name of a language."""
+        from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+        return str(LANGUAGES.get(code, code))
+
+    def check(self, wish: Wish) -> None:
+        """Raise `RequestError` for what the model cannot do."""
+        if wish.task != "transcribe" and not self.tokens.languages:
+            raise RequestError("The model knows English only, and translates nothing.", param="model")
+
+    async def detect(self, spectrum: Spectrum, name: str) -> str:
+        """The code of the language that is spoken in the first window. `name` is what requests are shown as."""
+        languages = self.tokens.languages
+        if not languages:
+            return "en"
+        params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=list(languages.values()))
+        [token] = (await self._answer([self.tokens.start], spectrum.window(0, self._frames), params, name)).token_ids
+        return next(code for code, language in languages.items() if language == token)
+
+    async def listen(self, spectrum: Spectrum, wish: Wish, language: str, name: str) -> AsyncGenerator[Said, None]:
+        """What is said, as it comes: window by window, or where no times are wanted of a short sound token by token."""
+        prompt = self._prompt(wish, language, with_times := wish.has_times or spectrum.num_frames > self._frames)
+        params = SamplingParams(
+            temperature=wish.temperature, seed=wish.seed, max_tokens=None, detokenize=False,
+            logprobs=0 if wish.is_measured else None, speech=self.tokens.rules(with_times),
+            output_kind=RequestOutputKind.FINAL_ONLY if with_times else RequestOutputKind.DELTA,
+        )  # fmt: skip
+        if not with_times:
+            async for said in self._listen_once(spectrum, prompt, params, name):
+                yield said
+            return
+        seek = num_windows = 0
+        # Segments that end soon after they begin would have a sound heard many times over.
+        max_windows = max(_LEAST_WINDOWS, 8 * math.ceil(spectrum.num_frames / self._frames))
+        while seek < spectrum.num_frames:
+            window, num_frames = spectrum.window(seek, self._frames), min(self._frames, spectrum.num_frames - seek)
+            answer = await self._answer(prompt, window, params, name)
+            tokens = answer.token_ids
+            tokens = tokens[:-1] if tokens[-1:] == [self.tokens.end] else tokens
+            segments, step = split(tokens, self.tokens.first_timestamp, seek, num_frames)
+            said = Said("".join(map(self.text, segments)), segments, seek, num_prompt_tokens=len(prompt))
+            said.num_tokens = len(answer.token_ids)
+            if wish.is_measured:
+                said.avg_logprob = (answer.cumulative_logprob or 0.0) / max(1, len(answer.token_ids))
+                said.no_speech_prob = await self._no_speech_prob(window, name)
+            yield said
+            num_windows += 1
+            seek += step if step > 0 and num_windows < max_windows else num_frames
+
+    def text(self, segment: Segment) -> str:
+        """Of its tokens, without timestamps and marks."""
+        words = [token for token in segment.tokens if token < self.tokens.end]
+        return str(self._engine.tokenizer.decode(words))
+
+    async def _listen_once(
+        self, spectrum: Spectrum, prompt: list[int], params: SamplingParams, name: str
+    ) -> AsyncGenerator[Said, None]:
+        tokens: list[int] = []
+        shown = ""
+        async with contextlib.aclosing(self._outputs(prompt, spectrum, params, name)) as outputs:
+            async for output in outputs:
+                tokens += output.token_ids
+                text = self.text(Segment(0, 0, tokens))
+                if not output.finished and text.endswith("\N{REPLACEMENT CHARACTER}"):
+                    continue  # a character that is not whole yet
+                new, shown = text[len(shown) :], text
+                if new or output.finished:
+                    yield Said(new, [], 0, num_prompt_tokens=len(prompt), num_tokens=len(tokens))
+
+    def _prompt(self, wish: Wish, language: str, has_times: bool) -> list[int]:
+        tokens, longest = self.tokens, self._engine.config.model.max_model_len // 2 - 1
+        found = []
+        if wish.prompt is not None and wish.prompt.strip():
+            before = self._engine.inputs.encode(" " + wish.prompt.strip(), add_special_tokens=False)
+            found = [tokens.previous, *before[-longest:]]
+        found.append(tokens.start)
+        if tokens.languages:
+            found += [tokens.languages[language], tokens.task(wish.task)]
+        return found if has_times else [*found, tokens.no_timestamps]
+
+    async def _no_speech_prob(self, window: Spectrum, name: str) -> float:
+        """What the model gives to nothing being said, where the language would come."""
+        token = self.tokens.no_speech
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, allowed_token_ids=[token])
+        return math.exp((await self._answer([self.tokens.start], window, params, name)).cumulative_logprob or 0.0)
+
+    async def _answer(self, prompt: list[int], window: Spectrum, params: SamplingParams, name: str) -> CompletionOutput:
+        async with contextlib.aclosing(self._outputs(prompt, window, params, name)) as outputs:
+            found = [output async for output in outputs]
+        return found[-1]
+
+    async def _outputs(
+        self, prompt: list[int], window: Spectrum, params: SamplingParams, name: str
+    ) -> AsyncGenerator[CompletionOutput, None]:
+        given = {"prompt_token_ids": prompt, "multi_modal_data": {"audio": window}}
+        inputs = self._engine.inputs
+        request = await run_off_loop(lambda: inputs.process(given, params), length=MAX_INLINE_LENGTH + 1)
+        outputs = self._engine.generate_from(request, f"{name}-{request.request_id}")
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output.outputs[0]
+
+    @property
+    def _frames(self) -> int:
+        listener = self._engine.inputs.listener
+        assert listener is not None
+        return listener.window_frames
+
+
+def measures(said: Said, text: str, temperature: float) -> dict[str, Any]:
+    """What verbose answers tell of a segment beside its text and times."""
+    return {
+        "seek": said.seek,
+        "temperature": temperature,
+        "avg_logprob": said.avg_logprob,
+        "compression_ratio": compression_ratio(text),
+        "no_speech_prob": said.no_speech_prob,
+    }

@@ -1,0 +1,106 @@
+"""Files of sound as they come, and samples as models hear them: one channel of float32 at 16 kHz.
+
+What strangers send is decoded in a process of its own, which has bounds on its memory and its time and may die of a
+file without harm to anybody else. Whoever asks for a sound is told what is wrong with it, and nothing of the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import RequestError
+from octavo.multimodal import sound_decoder
+from octavo.multimodal.sound_decoder import MAX_CHANNELS, RATE, RATES
+
+_MEMORY_BYTES = 1 << 30  # of the decoding process, beside the samples
+_DECODE_S = 60.0
+
+Samples = NDArray[np.float32]  # [n], 16,000 a second
+
+
+def from_bytes(data: bytes, max_bytes: int, max_seconds: float) -> Samples:
+    """The sound of a file. Raises `RequestError`."""
+    if len(data) > max_bytes:
+        raise too_many_bytes(max_bytes)
+    limits = {"max_seconds": max_seconds, "memory_bytes": _MEMORY_BYTES + int(max_seconds * RATE * 8)}
+    # Not -m, which would import the package's parents; isolated from the environment and the working directory.
+    command = [sys.executable, "-I", str(sound_decoder.__file__), json.dumps({"path": sys.path, **limits})]
+    try:
+        done = subprocess.run(
+            command, input=data, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_DECODE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        refuse(f"it cannot be decoded within {_DECODE_S:g} s.")
+    if done.returncode == 3:  # it says what is wrong
+        refuse(done.stdout.decode(errors="replace").strip()[-300:])
+    if done.returncode:
+        refuse("it is not a readable file of sound.")
+    return checked(np.frombuffer(done.stdout, np.float32), max_seconds)
+
+
+def from_array(given: Any, max_seconds: float) -> Samples:
+    """The sound of a caller in the same process: samples at 16 kHz [n], or a pair of samples [n] or [n, channels] and
+    their rate. Raises `RequestError`."""
+    rate: Any = RATE
+    if isinstance(given, tuple) and len(given) == 2:
+        given, rate = given
+    try:
+        samples = np.asarray(given, np.float32)
+    except (TypeError, ValueError):
+        refuse("it must be an array of samples, or such an array and its rate.")
+    if samples.ndim == 2 and samples.shape[1] <= MAX_CHANNELS:
+        samples = samples.mean(1, dtype=np.float32)
+    if samples.ndim != 1:
+        refuse(f"its samples must be [n], or [n, channels] of up to {MAX_CHANNELS}, got the shape {samples.shape}.")
+    if isinstance(rate, bool) or not isinstance(rate, int) or not RATES[0] <= rate <= RATES[1]:
+        refuse(f"its rate must be {RATES[0]} to {RATES[1]} samples a second, got {rate!r:.40}.")
+    if len(samples) > max_seconds * rate:
+        too_long(max_seconds)
+    if rate != RATE and len(samples):
+        import soxr
+
+        samples = soxr.resample(samples, rate, RATE)
+    return checked(samples, max_seconds)
+
+
+def checked(samples: Samples, max_seconds: float) -> Samples:
+    """Samples that a model may hear. Raises `RequestError`."""
+    if not len(samples):
+        refuse("it has no samples.")
+    if len(samples) > max_seconds * RATE + 1:
+        too_long(max_seconds)
+    if not np.isfinite(samples).all():
+        refuse("some of its samples are not finite numbers.")
+    return np.clip(samples, -1.0, 1.0)
+
+
+def content_hash(features: NDArray[np.float32], salt: str | None) -> bytes:
+    """SHA-256 over all that an encoder's output depends on, and the salt that keeps tenants apart."""
+    digest = hashlib.sha256(repr((salt or "", features.shape, features.dtype.name)).encode())
+    digest.update(np.ascontiguousarray(features).data)
+    return digest.digest()
+
+
+def too_many_bytes(max_bytes: int) -> RequestError:
+    """What a sound's file is refused with that is too large."""
+    return refusal(f"it has more than {max_bytes} bytes (--max-audio-bytes).")
+
+
+def too_long(max_seconds: float) -> NoReturn:
+    refuse(f"it is longer than {max_seconds:g} s (--max-audio-seconds).")
+
+
+def refuse(reason: str) -> NoReturn:
+    raise refusal(reason)
+
+
+def refusal(reason: str) -> RequestError:
+    """What a sound is refused with."""
+    return RequestError(f"A sound is refused: {reason}", param="file", code="invalid_audio")

@@ -1,0 +1,234 @@
+"""A real server of a small Whisper, by OpenAI's client."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+import soundfile
+import torch
+import transformers
+
+from octavo.entrypoints.transcriber import Transcriber, Wish
+from octavo.errors import RequestError
+from tests.e2e.server import Server, running_server
+from tests.speech.conftest import features, marks, sound
+from tests.speech.test_sounds import CASES, encoded
+
+pytestmark = pytest.mark.slow
+
+FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "400", "--max-num-seqs", "3")
+SHORT = encoded("FLAC", 44_100, 1.5, 2)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, whisper: Path) -> Iterator[Server]:
+    with running_server(
+        tmp_path_factory.mktemp("server"), "--model", str(whisper), "--served-model-name", "whisper-1", *FLAGS,
+        "--max-audio-bytes", "6000000", "--max-audio-seconds", "75",
+    ) as server:  # fmt: skip
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, data: bytes = SHORT, **more: Any) -> Any:
+    return client.audio.transcriptions.create(file=("sound.flac", data), model="whisper-1", **more)
+
+
+def clock(seconds: float, point: str) -> str:
+    return f"00:00:{int(seconds):02}{point}{round(seconds % 1 * 1000):03}"
+
+
+def test_a_sound_is_written_down_in_all_forms(client: openai.OpenAI) -> None:
+    plain = ask(client, language="en")
+    assert plain.text and plain.usage.seconds == 2 and plain.usage.type == "duration"
+    assert ask(client, language="english", response_format="text").strip() == plain.text.strip()
+    verbose = ask(client, language="de", response_format="verbose_json", timestamp_granularities=["segment"])
+    assert (verbose.task, verbose.language, verbose.duration) == ("transcribe", "german", pytest.approx(1.5, abs=0.01))
+    assert "".join(segment.text for segment in verbose.segments).strip() == verbose.text
+    for number, segment in enumerate(verbose.segments):
+        assert segment.id == number and 0 <= segment.start <= segment.end <= 1.51
+        assert segment.avg_logprob < 0 < segment.no_speech_prob < 1 and segment.tokens
+    shown = [segment for segment in verbose.segments if segment.text.strip()]
+    for form, point in (("srt", ","), ("vtt", ".")):
+        subtitles = ask(client, language="de", response_format=form)
+        assert subtitles.startswith("WEBVTT\n\n") == (form == "vtt") and subtitles.count(" --> ") == len(shown)
+        times = [f"{clock(segment.start, point)} --> {clock(segment.end, point)}\n" for segment in shown]
+        assert [line for line in subtitles.splitlines(True) if " --> " in line] == times
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    for data in (SHORT, exact(sound(3, 35))):  # one window, and several
+        *deltas, done = list(ask(client, data, stream=True, language="en"))
+        assert all(event.type == "transcript.text.delta" for event in deltas) and len(deltas) > 1
+        assert "".join(event.delta for event in deltas) == done.text and done.type == "transcript.text.done"
+        assert done.text.strip() == ask(client, data, language="en").text
+        assert done.usage.total_tokens == done.usage.input_tokens + done.usage.output_tokens > 1500
+
+
+# Name -> seconds of sound, and what is asked of it.
+AS_TRANSFORMERS: dict[str, tuple[float, dict[str, str]]] = {
+    "times": (5, {"language": "en"}),
+    "times, detected, after a prompt": (4, {"prompt": "before"}),
+    "a long sound": (70, {"language": "de"}),
+    "a long sound after a prompt": (41, {"prompt": "Mr. X"}),
+}
+
+
+def test_segments_and_their_times_are_those_of_transformers(client: openai.OpenAI, whisper: Path, theirs: Any) -> None:
+    num_segments = 0
+    for number, (name, (seconds, asked)) in enumerate(AS_TRANSFORMERS.items()):
+        samples = sound(number, seconds)
+        found = ask(client, exact(samples), response_format="verbose_json", **asked)
+        expected = in_transformers(whisper, theirs, samples, asked, return_timestamps=True, return_segments=True)
+        segments = expected["segments"][0]
+        assert [one.tokens for one in found.segments] == [one["tokens"].tolist() for one in segments], name
+        times = [min(float(one[end]), seconds) for one in segments for end in ("start", "end")]
+        assert [time for one in found.segments for time in (one.start, one.end)] == pytest.approx(times), name
+        num_segments += len(segments)
+        assert found.text, name
+    assert num_segments > 3 * len(AS_TRANSFORMERS)
+
+
+def test_short_sounds_are_written_down_as_transformers_does(client: openai.OpenAI, whisper: Path, theirs: Any) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(whisper)
+    for number, (task, asked) in enumerate([("transcribe", {"language": "fr"}), ("translate", {"prompt": "So"})]):
+        samples = sound(number)
+        route = client.audio.transcriptions if task == "transcribe" else client.audio.translations
+        text = route.create(file=("a.wav", exact(samples)), model="whisper-1", **asked).text  # type: ignore[attr-defined]
+        first = marks(whisper, "0.00")[0]  # a trained model writes no timestamps where it is told not to
+        suppressed = [*theirs.generation_config.suppress_tokens, *range(first, first + 1501)]
+        tokens = in_transformers(whisper, theirs, samples, asked, task, suppress_tokens=suppressed)[0]
+        assert text == tokenizer.decode(tokens, skip_special_tokens=True).strip() != "", task
+    detected = ask(client, exact(samples), response_format="verbose_json").language
+    [token] = theirs.detect_language(features(whisper, samples))
+    assert detected == {"<|en|>": "english", "<|de|>": "german", "<|fr|>": "french"}[tokenizer.decode(token)]
+
+
+def exact(samples: Any) -> bytes:
+    """A file that is decoded to these samples."""
+    out = io.BytesIO()
+    soundfile.write(out, samples, 16_000, format="WAV", subtype="FLOAT")
+    return out.getvalue()
+
+
+def in_transformers(
+    folder: Path, theirs: Any, samples: Any, asked: dict[str, str], task: str = "transcribe", **more: Any
+) -> Any:
+    if "prompt" in asked:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        before = tokenizer.encode(" " + asked["prompt"], add_special_tokens=False)
+        more["prompt_ids"] = torch.tensor([*marks(folder, "startofprev"), *before])
+    return theirs.generate(
+        features(folder, samples), task=task, language=asked.get("language"), do_sample=False, **more
+    )
+
+
+def test_models_of_english_alone_are_told_of_no_language() -> None:
+    names = ["startoftranscript", "en", "transcribe", "startofprev", "nospeech", "notimestamps", "endoftext"]
+    checkpoint = SimpleNamespace(generation_config={"is_multilingual": False})
+    engine: Any = SimpleNamespace(
+        tokenizer=SimpleNamespace(vocab={f"<|{name}|>": number for number, name in enumerate(names)}),
+        inputs=SimpleNamespace(encode=lambda text, add_special_tokens: list(range(100))),
+        config=SimpleNamespace(model=SimpleNamespace(checkpoint=checkpoint, max_model_len=40)),
+    )
+    scribe = Transcriber(engine)
+    assert scribe._prompt(Wish("transcribe"), "en", has_times=False) == [0, 5]
+    assert scribe._prompt(Wish("transcribe", prompt="x"), "en", has_times=True) == [3, *range(81, 100), 0]
+    with pytest.raises(RequestError, match="English only"):
+        scribe.check(Wish("translate"))
+    checkpoint.generation_config = {}
+    assert Transcriber(engine)._prompt(Wish("transcribe"), "en", has_times=True) == [0, 1, 2]
+    del engine.tokenizer.vocab["<|notimestamps|>"]
+    with pytest.raises(RequestError, match=r"no <\|notimestamps"):
+        Transcriber(engine).check(Wish("translate"))
+
+
+def test_temperatures_draw_by_the_seed(client: openai.OpenAI) -> None:
+    drawn = [ask(client, language="en", temperature=1.0, extra_body={"seed": seed}).text for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "words": ({"response_format": "verbose_json", "timestamp_granularities": ["word"]}, "words are not built"),
+    "granularities alone": ({"timestamp_granularities": ["segment"]}, "needs response_format verbose_json"),
+    "a language": ({"language": "xx"}, "language 'xx'"),
+    "another of Whisper's": ({"language": "it"}, "language 'it'"),
+    "a form": ({"response_format": "diarized_json"}, "response_format"),
+    "a temperature": ({"temperature": 2}, "temperature"),
+    "no temperature": ({"extra_body": {"temperature": "hot"}}, "temperature must be a number"),
+    "a stream of subtitles": ({"stream": True, "response_format": "srt"}, "stream has no srt"),
+    "log-probabilities": ({"include": ["logprobs"]}, "include is not built"),
+    "chunks": ({"chunking_strategy": "auto"}, "chunking_strategy is not built"),
+    "no field": ({"extra_body": {"nothing": "1"}}, "nothing"),
+    "a model": ({"extra_body": {"model": "other"}}, "other"),
+}
+
+
+def test_what_is_not_built_is_refused(client: openai.OpenAI, server: Server) -> None:
+    for name, (more, message) in REFUSED.items():
+        with pytest.raises(openai.APIStatusError, match=message) as refused:
+            ask(client, **more)
+        assert refused.value.status_code in (400, 404), name
+    with pytest.raises(openai.BadRequestError, match="file is required"):
+        client.post("/audio/transcriptions", body={"model": "whisper-1"}, files={"other": b"x"}, cast_to=object,
+                    options={"headers": {"Content-Type": "multipart/form-data"}})  # fmt: skip
+    messages: Any = [{"role": "user", "content": "Hello"}]
+    for call in (
+        lambda: client.chat.completions.create(model="whisper-1", messages=messages),
+        lambda: client.completions.create(model="whisper-1", prompt="Hello"),
+    ):
+        with pytest.raises(openai.BadRequestError):
+            call()
+    server.wait_until_idle()
+
+
+def test_hostile_sounds_are_refused_beside_others(client: openai.OpenAI, server: Server) -> None:
+    alone = ask(client, language="en").text
+    refused: list[int] = []
+    # In the server's bounds some of them are sounds.
+    names = [name for name in CASES if name not in ("too long", "too many bytes", "a bomb")]
+
+    def attack(share: list[str]) -> None:
+        for name in share:
+            try:
+                ask(client, CASES[name][0](), language="en")
+            except openai.APIStatusError as error:
+                refused.append(error.status_code)
+
+    threads = [threading.Thread(target=attack, args=(names[i::3],)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    assert [ask(client, language="en").text for _ in range(3)] == [alone] * 3
+    for thread in threads:
+        thread.join()
+    assert refused == [400] * len(names)
+    with pytest.raises(openai.APIStatusError, match="--max-audio-bytes") as too_large:
+        ask(client, bytes(8_000_000))
+    assert too_large.value.status_code == 413
+    server.wait_until_idle()
+    assert server.count('octavo:media_total{kind="audio",outcome="refused"}') >= len(names)
+    assert server.count('octavo:media_total{kind="audio",outcome="taken"}') >= 4
+
+
+def test_clients_that_leave_free_what_they_had(client: openai.OpenAI, server: Server) -> None:
+    data = encoded("FLAC", 16_000, 35)
+    for _ in range(20):  # more than may be held at once
+        with ask(client, data, stream=True, language="en") as stream:
+            assert list(itertools.islice(stream, 1))  # an event
+    assert ask(client, language="en").text
+    server.wait_until_idle()
