@@ -53,7 +53,9 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     pooling, checkpoint = pooling_of(args, checkpoint, description, device)
     if args.tensor_parallel_size > 1:
         check_shared(args, description, pooling)
-    enable_chunked_prefill = args.enable_chunked_prefill and not (pooling and pooling.whole_prompts)
+    # Tokens of a prompt that see later ones are computed in one step, and are not those of another prompt.
+    whole_prompts = pooling.whole_prompts if pooling is not None else description.sees_ahead == "prompt"
+    enable_chunked_prefill = args.enable_chunked_prefill and not whole_prompts
     if args.kv_cache_memory_bytes is not None and pooling is not None and pooling.whole_prompts:
         raise ConfigError(f"{checkpoint.name} keeps no KV cache; leave --kv-cache-memory-bytes out.")
     max_model_len = _max_model_len(args, checkpoint, description, pooling)
@@ -90,7 +92,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
             memory_bytes=args.kv_cache_memory_bytes,
             swap_space_bytes=int(args.swap_space * GIB),
             enable_prefix_caching=args.enable_prefix_caching
-            and not (pooling and pooling.whole_prompts)
+            and not whole_prompts
             and not description.num_cross_tokens,  # what tokens are depends on what is heard
             is_scratch=pooling is not None and pooling.whole_prompts,
             dtype=cache_dtype(args, dtype, device),

@@ -101,6 +101,7 @@ class MediaConfig:
     max_bytes: int  # of a picture's file
     max_pixels: int
     cache_tokens: int
+    frames_prompts: bool = False  # marks behind the last picture and at the end of a prompt of text
     counts_pictures: bool = False  # a picture alone in its prompt is processed in another way than one of several
     allowed_folder: str | None = None  # of file: URLs, without links in it; None: none are
     allowed_domains: list[str] = field(default_factory=list)  # in lower case; none: all are

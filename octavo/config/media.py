@@ -41,6 +41,8 @@ def media_config(
                 raise ConfigError(f"--{name.replace('_', '-')} is for models that see; {checkpoint.name} does not.")
         return None
     if args.language_model_only:
+        if description.sees_ahead == "prompt":
+            raise ConfigError(f"{checkpoint.name} is no language model without pictures; drop --language-model-only.")
         return None
     for what, is_so in {
         "on GPUs": device != "cpu",
@@ -68,6 +70,7 @@ def media_config(
         folder=checkpoint.path,
         token_id=image_token(checkpoint.config, description.architecture),
         counts_pictures=family.counts_pictures,
+        frames_prompts=family.frames_prompts,
         row_multiplier=description.embedding_multiplier if family.multiplies_rows else 1.0,
         max_images=max_images,
         max_bytes=args.max_image_bytes,

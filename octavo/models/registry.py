@@ -21,7 +21,7 @@ from octavo.models.families import FAMILIES
 from octavo.models.pooling import decoder_of, with_pooling
 from octavo.models.readers import read
 from octavo.models.speech import WHISPER, read_whisper
-from octavo.models.vision import NOT_BUILT, VISION_FAMILIES, read_vision
+from octavo.models.vision import VISION_FAMILIES, read_vision
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.pooling_params import PoolingConfig
 
@@ -112,12 +112,7 @@ def describe(
     given = _named(config)
     name = decoder_of(given)
     if by_transformers(config, impl):
-        try:
-            return _describe_by_transformers(name, config, code_folder)
-        except LoadError:
-            if name not in NOT_BUILT:
-                raise
-            raise LoadError(f"{name}: pictures are not built in which {NOT_BUILT[name]}.") from None
+        return _describe_by_transformers(name, config, code_folder)
     if name not in _ARCHITECTURES:
         raise LoadError(
             f"architecture {name} is not built; `octavo models` lists those that are, and --model-impl transformers "

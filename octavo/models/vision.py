@@ -65,6 +65,14 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000,
         "rope_theta": 500000.0,
     }),
+    "gemma": ("GemmaForCausalLM", {  # as PaliGemma has it
+        "vocab_size": 257152, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,
+        "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 8192,
+    }),
+    "gemma2": ("Gemma2ForCausalLM", {
+        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+    }),
     "glm4v_text": ("Glm4ForCausalLM", {
         "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
         "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": None, "max_position_embeddings": 32768,
@@ -92,7 +100,9 @@ class VisionFamily:
     sections: tuple[int, int, int] | None = None
     interleaves: bool = False  # pairs of the three take turns, until those of height and width are used up
     stacked_layers: tuple[int, ...] = ()  # of the tower, whose rows are added after the decoder's first layers
-    sees_ahead: Literal["", "picture"] = ""  # of `ModelDescription`
+    sees_ahead: Literal["", "picture", "prompt"] = ""  # of `ModelDescription`
+    frames_prompts: bool = False  # the processor puts marks behind the last picture and at the end of the text
+    other_decoders: tuple[str, ...] = ()  # that models of the class may have
     multiplies_rows: bool = True  # where the decoder multiplies embeddings, rows of pictures too
 
 
@@ -121,13 +131,13 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "Gemma3ForConditionalGeneration": VisionFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
     ),
+    "PaliGemmaForConditionalGeneration": VisionFamily(
+        "gemma", 256000, sees_ahead="prompt", multiplies_rows=False, frames_prompts=True, other_decoders=("gemma2",)
+    ),
     "Gemma4ForConditionalGeneration": VisionFamily("gemma4_text", 258880, sees=False),
 }  # fmt: skip
 # Classes whose pictures are not built, and what is special about them.
-NOT_BUILT = {
-    "Gemma4ForConditionalGeneration": "each layer has an embedding of its own",
-    "PaliGemmaForConditionalGeneration": "tokens of the prompt attend to later ones of it",
-}
+NOT_BUILT = {"Gemma4ForConditionalGeneration": "each layer has an embedding of its own"}
 # Prefixes of what is not the decoder's.
 _TOWERS = tuple(
     at + name
@@ -187,6 +197,8 @@ def _text_config(family: VisionFamily, config: Mapping[str, Any]) -> dict[str, A
     """That of the decoder, which earlier files have beside everything else (Qwen2-VL)."""
     text = dict(config["text_config"]) if "text_config" in config else {**config, "model_type": family.decoder}
     text.setdefault("model_type", family.decoder)
+    if family.sees_ahead == "prompt":
+        text.pop("use_bidirectional_attention", None)  # which is that
     for name in ("rope_scaling", "rope_parameters"):
         scaling = text.get(name) or {}
         if "mrope" in (scaling.get("rope_type"), scaling.get("type")):  # what else turns is not stretched
@@ -211,8 +223,8 @@ def _with_axes(layer: LayerDescription, family: VisionFamily, text: Mapping[str,
 
 def decoders_of(name: str) -> list[str]:
     """The types of decoders that models of the class `name` may have."""
-    own = VISION_FAMILIES[name].decoder
-    return list(_ANY_FAMILY) if own in _ANY_FAMILY else [own]
+    family = VISION_FAMILIES[name]
+    return list(_ANY_FAMILY) if family.decoder in _ANY_FAMILY else [family.decoder, *family.other_decoders]
 
 
 def image_token(config: Mapping[str, Any], name: str) -> int:

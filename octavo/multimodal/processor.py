@@ -112,6 +112,8 @@ class PictureProcessor:
         """
         if isinstance(prompt, str):
             texts = prompt.split(self.placeholder)
+            if self.config.frames_prompts:
+                texts[-1] = f"{self._processor.tokenizer.bos_token}{texts[-1]}\n"
             pictures = self._processed(images, len(texts) - 1, salt)
             more = (text for one, part in zip(pictures, texts[1:], strict=True) for text in (one.text, part))
             token_ids = encode("".join([texts[0], *more]))

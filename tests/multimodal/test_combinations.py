@@ -35,8 +35,9 @@ def rewritten(llava: Path, folder: Path, tensors: dict[str, Any], **config: Any)
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("awq", {}), ("w4a16", {"ignore": ["re:.*vision_tower.*", "lm_head"]}),
-        ("fp8", {"modules_to_not_convert": ["vision_tower", "lm_head"]}),
+        ("awq", {}),
+        pytest.param("w4a16", {"ignore": ["re:.*vision_tower.*", "lm_head"]}, marks=pytest.mark.long),
+        pytest.param("fp8", {"modules_to_not_convert": ["vision_tower", "lm_head"]}, marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_quantized_decoders_see(tmp_path: Path, llava: Path, name: str, more: dict[str, Any]) -> None:
