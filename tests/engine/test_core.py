@@ -52,6 +52,7 @@ def core() -> tuple[EngineCore, dict[str, Future[None]]]:
         draft=None,
         lora=None,
         media=None,
+        sound=None,
     )
     executor = StubExecutor()
     return EngineCore(cast(Any, config), cast(Any, executor)), executor.grammars
