@@ -105,7 +105,7 @@ def make_core(runs_ahead: bool = False, max_loras: int = 2, max_cpu_loras: int =
     lora = SimpleNamespace(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
     config = SimpleNamespace(
         scheduler=scheduler, cache=cache, model=SimpleNamespace(seed=0), device="cpu", lora=lora, speculative=None,
-        draft=None, media=None,
+        draft=None, media=None, sound=None,
     )  # fmt: skip
     device = AdapterDevice(runs_ahead)
     return EngineCore(cast(Any, config), cast(Any, device)), device
