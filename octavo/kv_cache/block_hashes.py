@@ -10,16 +10,21 @@ from octavo.sequence import Sequence
 
 
 def extend_block_hashes(seq: Sequence, block_size: int) -> None:
-    """Chain the hashes of the full blocks of `seq`: each over its parent's hash, its tokens, and the media that some
-    of them stand for. The first one's parent is a hash of the cache salt and the adapter.
+    """Chain the hashes of the full blocks of `seq`; see `extend_hashes`."""
+    extend_hashes(seq.block_hashes, seq.request.prompt, seq.token_ids, block_size)
 
-    BLAKE2b with 16 bytes: prompts come from strangers, so a collision must not be something one can construct.
+
+def extend_hashes(hashes: list[bytes], prompt: Prompt, token_ids: list[int], block_size: int) -> None:
+    """Append to `hashes` those of the full blocks of `token_ids` that it lacks. `token_ids` begin with the prompt's.
+
+    Each is over its parent's hash, its tokens, and the media that some of them stand for. The first one's parent is a
+    hash of the cache salt and the adapter. BLAKE2b with 16 bytes: prompts come from strangers, so a collision must not
+    be something one can construct.
     """
-    hashes, prompt = seq.block_hashes, seq.request.prompt
-    while (len(hashes) + 1) * block_size <= len(seq.token_ids):
+    while (len(hashes) + 1) * block_size <= len(token_ids):
         start = len(hashes) * block_size
         parent = hashes[-1] if hashes else _digest(repr((prompt.cache_salt or "", prompt.adapter or "")).encode())
-        content = array("i", seq.token_ids[start : start + block_size]).tobytes()
+        content = array("i", token_ids[start : start + block_size]).tobytes()
         if prompt.media:
             content += _media_key(prompt, start, start + block_size)
         hashes.append(_digest(content, parent))

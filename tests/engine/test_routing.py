@@ -1,0 +1,60 @@
+"""Requests go where their prefix is, unless that replica has more to do than the prefix saves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from octavo.engine.routing import PrefixIndex, Router
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling_params import SamplingParams
+
+SIZE = 4
+
+
+def request(name: str, tokens: list[int], max_tokens: int = 1, **prompt: Any) -> EngineRequest:
+    return EngineRequest(name, Prompt(tokens, **prompt), SamplingParams(), [0], max_tokens, 0.0)
+
+
+def test_a_prefix_attracts_its_own_kind_only_and_less_than_a_load_repels() -> None:
+    router = Router(2, SIZE, 100)
+    assert router.route(request("a", list(range(40))), [0, 1]) == 0
+    router.end("a", list(range(40, 49)))
+    assert router.route(request("b", list(range(48))), [0, 1]) == 0  # prompt and answer are known there
+    assert router.load(0) == 1 + 1
+    router.end("b", [])
+    assert router.route(request("salted", list(range(48)), cache_salt="s"), [0, 1]) == 1
+    router.end("salted", [])
+    router.route(request("long", [7] * 80, max_tokens=60), [0])
+    assert router.route(request("c", list(range(48))), [0, 1]) == 1
+    assert router.route(request("d", [9]), [0]) == 0
+    with pytest.raises(ValueError, match="empty"):
+        router.route(request("e", [9]), [])
+
+
+def test_a_dead_replica_has_neither_load_nor_prefixes() -> None:
+    router = Router(2, SIZE, 100)
+    router.route(request("a", list(range(40))), [1])
+    router.forget(1)
+    router.end("a", [1, 2, 3])
+    assert [router.load(0), router.load(1)] == [0, 0]
+    router.route(request("b", list(range(40))), [1])
+    assert router.load(1) == 40 + 1
+
+
+def test_an_index_is_bounded_and_forgets_the_ends_of_old_prefixes_first() -> None:
+    index = PrefixIndex(3)
+    index.add([b"a", b"b", b"c"])
+    index.add([b"x"])
+    assert (len(index), index.num_found([b"a", b"b", b"c"]), index.num_found([b"x"])) == (3, 2, 1)
+
+
+def test_random_loads_are_even() -> None:
+    router, rng = Router(4, SIZE, 1000), random.Random(0)
+    for i in range(400):
+        tokens = [rng.randrange(1000) for _ in range(rng.randint(1, 100))]
+        router.route(request(str(i), tokens, rng.randint(1, 100)), range(4))
+    loads = [router.load(i) for i in range(4)]
+    assert max(loads) < 1.2 * sum(loads) / 4
