@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from octavo.engine.routing import PrefixIndex, Router
+from benchmarks.routing import simulate
+from octavo.engine.routing import PrefixIndex, Router, block_hashes
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 
@@ -18,29 +20,33 @@ def request(name: str, tokens: list[int], max_tokens: int = 1, **prompt: Any) ->
     return EngineRequest(name, Prompt(tokens, **prompt), SamplingParams(), [0], max_tokens, 0.0)
 
 
+def route(router: Router, one: EngineRequest, available: Iterable[int]) -> int:
+    return router.route(one, block_hashes(one.prompt, SIZE), available)
+
+
 def test_a_prefix_attracts_its_own_kind_only_and_less_than_a_load_repels() -> None:
     router = Router(2, SIZE, 100)
-    assert router.route(request("a", list(range(40))), [0, 1]) == 0
+    assert route(router, request("a", list(range(40))), [0, 1]) == 0
     router.end("a", list(range(40, 49)))
-    assert router.route(request("b", list(range(48))), [0, 1]) == 0  # prompt and answer are known there
+    assert route(router, request("b", list(range(48))), [0, 1]) == 0  # prompt and answer are known there
     assert router.load(0) == 1 + 1
     router.end("b", [])
-    assert router.route(request("salted", list(range(48)), cache_salt="s"), [0, 1]) == 1
+    assert route(router, request("salted", list(range(48)), cache_salt="s"), [0, 1]) == 1
     router.end("salted", [])
-    router.route(request("long", [7] * 80, max_tokens=60), [0])
-    assert router.route(request("c", list(range(48))), [0, 1]) == 1
-    assert router.route(request("d", [9]), [0]) == 0
+    route(router, request("long", [7] * 80, max_tokens=60), [0])
+    assert route(router, request("c", list(range(48))), [0, 1]) == 1
+    assert route(router, request("d", [9]), [0]) == 0
     with pytest.raises(ValueError, match="empty"):
-        router.route(request("e", [9]), [])
+        route(router, request("e", [9]), [])
 
 
 def test_a_dead_replica_has_neither_load_nor_prefixes() -> None:
     router = Router(2, SIZE, 100)
-    router.route(request("a", list(range(40))), [1])
+    route(router, request("a", list(range(40))), [1])
     router.forget(1)
     router.end("a", [1, 2, 3])
     assert [router.load(0), router.load(1)] == [0, 0]
-    router.route(request("b", list(range(40))), [1])
+    route(router, request("b", list(range(40))), [1])
     assert router.load(1) == 40 + 1
 
 
@@ -55,6 +61,25 @@ def test_random_loads_are_even() -> None:
     router, rng = Router(4, SIZE, 1000), random.Random(0)
     for i in range(400):
         tokens = [rng.randrange(1000) for _ in range(rng.randint(1, 100))]
-        router.route(request(str(i), tokens, rng.randint(1, 100)), range(4))
+        route(router, request(str(i), tokens, rng.randint(1, 100)), range(4))
     loads = [router.load(i) for i in range(4)]
     assert max(loads) < 1.2 * sum(loads) / 4
+
+
+def test_answers_count_as_long_as_they_have_been_and_not_as_long_as_they_may_be() -> None:
+    router = Router(1, SIZE, 100)
+    for i in range(200):
+        route(router, request(str(i), [i], max_tokens=100_000), [0])
+        router.end(str(i), [1] * 10)
+    route(router, request("last", [0], max_tokens=100_000), [0])
+    assert router.load(0) == 1 + 10
+    route(router, request("short", [0], max_tokens=3), [0])
+    assert router.load(0) == 1 + 10 + 1 + 3
+
+
+def test_conversations_find_their_prefixes_again_and_replicas_work_alike() -> None:
+    num_replicas, num_conversations, num_turns, num_blocks = 4, 8, 12, 1000
+    alone = simulate(1, num_conversations, num_turns, num_replicas * num_blocks)
+    replicated = simulate(num_replicas, num_conversations, num_turns, num_blocks)
+    assert replicated.num_hits >= 0.95 * alone.num_hits
+    assert replicated.largest_share < 1.2

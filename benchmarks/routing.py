@@ -1,0 +1,164 @@
+"""Prints how well a router over replicas does beside one large cache: hits, and how even the replicas' work is.
+
+    python benchmarks/routing.py [--replicas 4,64] [--conversations-each 2] [--turns 12]
+
+Each replica is a real scheduler with its KV cache and an executor that computes nothing. Conversations grow by a
+message and an answer a turn and begin at times of their own; one turn follows the other after a pause. A step takes as
+long as its tokens do, on a clock that all replicas share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+from octavo.config import SchedulerConfig
+from octavo.engine.core import EngineCore
+from octavo.engine.routing import Router, block_hashes
+from octavo.kv_cache.groups import LayerCacheSpec, group_layers
+from octavo.plan import StepPlan, StepResult
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling_params import SamplingParams
+
+BLOCK_SIZE = 16
+STEP_S, TOKEN_S = 0.01, 0.0001  # a step's time: so much, and so much for each token
+MAX_TOKENS = 4096  # which callers allow; answers are far shorter
+
+
+class NoExecutor:
+    """Samples the token 7 everywhere."""
+
+    runs_ahead = False
+    cache_groups = group_layers([LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8)])
+    weight_bytes = cache_bytes = 1 << 20
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks, self.num_host_blocks = [num_blocks], [0]
+        self.num_tokens = 0  # that it was given to compute
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        self.num_tokens += sum(row.num_tokens for row in plan.rows)
+        done: Future[StepResult] = Future()
+        done.set_result(StepResult([7] * sum(row.num_samples for row in plan.rows)))
+        return done
+
+
+class Replica:
+    """A core, and what it has done."""
+
+    def __init__(self, num_blocks: int) -> None:
+        scheduler = SchedulerConfig(
+            max_num_seqs=64, max_num_batched_tokens=512, enable_chunked_prefill=True, policy="fcfs",
+            preemption_mode="recompute", check_invariants=False,
+        )  # fmt: skip
+        config = SimpleNamespace(
+            scheduler=scheduler, cache=SimpleNamespace(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+            model=SimpleNamespace(seed=0), device="cpu", speculative=None, draft=None, lora=None, media=None,
+            sound=None,
+        )  # fmt: skip
+        self.executor = NoExecutor(num_blocks)
+        self.core = EngineCore(cast(Any, config), cast(Any, self.executor))
+        self.num_hits = 0
+        self.is_stepping = False
+
+
+@dataclass
+class Conversation:
+    """Its tokens so far, and those of the answer that is being made."""
+
+    tokens: list[int]
+    turns_left: int
+    answer: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Figures:
+    num_hits: int  # prompt tokens found in the caches
+    num_tokens: list[int]  # that each replica computed
+
+    @property
+    def largest_share(self) -> float:
+        """The work of the replica that had most, over the mean."""
+        return max(self.num_tokens) * len(self.num_tokens) / sum(self.num_tokens)
+
+
+def simulate(num_replicas: int, num_conversations: int, num_turns: int, num_blocks: int, seed: int = 0) -> Figures:
+    """`num_blocks` are each replica's. The same `seed` gives the same conversations to any number of replicas."""
+    rng = random.Random(seed)
+    replicas = [Replica(num_blocks) for _ in range(num_replicas)]
+    router = Router(num_replicas, BLOCK_SIZE, num_blocks)
+    talks = [
+        Conversation([rng.randrange(1000) for _ in range(rng.randint(200, 800))], num_turns)
+        for _ in range(num_conversations)
+    ]
+    # What happens when: (time, order, kind, number). Messages and pauses are drawn per turn beforehand, so that they do
+    # not depend on who answers.
+    drawn = [
+        [(rng.expovariate(1 / 2), rng.randint(20, 300), rng.randint(20, 200)) for _ in range(num_turns)] for _ in talks
+    ]
+    events = [(drawn[i][0][0], i, "turn", i) for i in range(num_conversations)]
+    heapq.heapify(events)
+    order = num_conversations
+    while events:
+        now, _, kind, number = heapq.heappop(events)
+        if kind == "turn":
+            talk = talks[number]
+            _, num_message, num_answer = drawn[number][-talk.turns_left]
+            message = random.Random(f"{seed} {number} {talk.turns_left}")
+            talk.tokens += [message.randrange(1000) for _ in range(num_message)]
+            params = SamplingParams(max_tokens=num_answer, ignore_eos=True)
+            request = EngineRequest(
+                f"{number}-{talk.turns_left}", Prompt(list(talk.tokens)), params, [], num_answer, now
+            )
+            # The router knows what is allowed, not what the answer will be.
+            allowed = EngineRequest(request.request_id, request.prompt, params, [], MAX_TOKENS, now)
+            chosen = router.route(allowed, block_hashes(request.prompt, BLOCK_SIZE), range(num_replicas))
+            replicas[chosen].core.add(request)
+            if not replicas[chosen].is_stepping:
+                replicas[chosen].is_stepping = True
+                heapq.heappush(events, (now, order := order + 1, "step", chosen))
+            continue
+        replica = replicas[number]
+        num_before = replica.executor.num_tokens
+        outputs = replica.core.step()
+        replica.num_hits += outputs.stats.num_prefix_hits
+        later = now + STEP_S + TOKEN_S * (replica.executor.num_tokens - num_before)
+        for output in outputs.outputs:
+            i = int(output.request_id.partition("-")[0])
+            talks[i].answer += output.token_ids
+            if output.finish_reason is not None:
+                router.end(output.request_id, talks[i].answer)
+                talks[i].tokens += talks[i].answer
+                talks[i].answer = []
+                talks[i].turns_left -= 1
+                if talks[i].turns_left:
+                    pause_s = drawn[i][-talks[i].turns_left][0]
+                    heapq.heappush(events, (later + pause_s, order := order + 1, "turn", i))
+        replica.is_stepping = replica.core.has_work
+        if replica.is_stepping:
+            heapq.heappush(events, (later, order := order + 1, "step", number))
+    return Figures(sum(replica.num_hits for replica in replicas), [r.executor.num_tokens for r in replicas])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", default="4,64")
+    parser.add_argument("--conversations-each", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=12)
+    args = parser.parse_args()
+    for num in map(int, args.replicas.split(",")):
+        num_talks = num * args.conversations_each
+        one = simulate(1, num_talks, args.turns, num * 1000)
+        many = simulate(num, num_talks, args.turns, 1000)
+        share = many.num_hits / one.num_hits
+        print(f"{num} replicas, {num_talks} conversations: {share:.1%} of one cache's hits, "
+              f"largest load {many.largest_share:.2f} of the mean")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
