@@ -111,6 +111,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         enforce_eager=args.enforce_eager,
         attention_backend=args.attention_backend,
         tensor_parallel_size=args.tensor_parallel_size,
+        data_parallel_size=args.data_parallel_size,
         cpu_threads=args.cpu_threads,
         cpus=_cpus(args),
         allow_additional_properties=args.allow_additional_properties,

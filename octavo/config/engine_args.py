@@ -175,7 +175,15 @@ class EngineArgs(Flags):
         positive=True,
     )  # fmt: skip
     pipeline_parallel_size: int = flag(1, "Devices that share the layers.", built=False, short="-pp")
-    data_parallel_size: int = flag(1, "Copies of the model.", built=False, short="-dp")
+    data_parallel_size: int = flag(
+        1, "Engines behind one server, each with the model and a cache of its own, which share the processors and the "
+        "memory for the cache. A request goes where most of its prompt is cached, unless that one has more to do.",
+        short="-dp", positive=True,
+    )  # fmt: skip
+    data_parallel_size_local: int | None = flag(
+        None, "Those of them on this host: all, as several hosts are not built."
+    )
+    data_parallel_backend: str = flag("mp", "How they are run: mp, processes of this host.")
     distributed_executor_backend: str | None = flag(None, "How workers are run: mp, processes of this host.")
     enable_lora: bool = flag(False, "Serve LoRA adapters beside the model.")
     lora_modules: list[str] = flag(

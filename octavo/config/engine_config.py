@@ -133,6 +133,8 @@ class EngineConfig:
     enforce_eager: bool = False  # nothing is captured, call by call
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1  # workers that share each layer
+    data_parallel_size: int = 1  # engines behind one server
+    data_parallel_rank: int = 0  # of this one
     cpu_threads: int | None = None  # None: as many as fit
     cpus: list[int] | None = None  # one for each thread
     speculative: SpeculativeConfig | None = None
@@ -141,6 +143,22 @@ class EngineConfig:
     lora: LoRAConfig | None = None  # None: no adapters are served
     media: MediaConfig | None = None  # None: no pictures are taken
     sound: SoundConfig | None = None  # None: no sound is
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that run at once at most, in all engines."""
+        return self.scheduler.max_num_seqs * self.data_parallel_size
+
+    def replica(self, rank: int) -> EngineConfig:
+        """That of one of the engines behind a server, with its share of the memory."""
+        size, cache = self.data_parallel_size, self.cache
+        own = replace(
+            cache,
+            cpu_memory_utilization=cache.cpu_memory_utilization / size,
+            memory_bytes=None if cache.memory_bytes is None else cache.memory_bytes // size,
+            swap_space_bytes=cache.swap_space_bytes // size,
+        )
+        return replace(self, data_parallel_rank=rank, cache=own)
 
     def with_max_model_len(self, length: int) -> EngineConfig:
         return replace(self, model=replace(self.model, max_model_len=length))

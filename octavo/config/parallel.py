@@ -14,10 +14,25 @@ if TYPE_CHECKING:
 
 def check_parallel(args: EngineArgs, device: str) -> None:
     """Raises `ConfigError` for what does not go together with several workers, or not yet."""
-    size = args.tensor_parallel_size
-    backend = args.distributed_executor_backend
-    if backend not in (None, "mp"):
-        raise ConfigError(f"--distributed-executor-backend {backend} is not built yet; mp is, processes of one host.")
+    size, replicas = args.tensor_parallel_size, args.data_parallel_size
+    for flag, backend in (
+        ("distributed-executor-backend", args.distributed_executor_backend),
+        ("data-parallel-backend", args.data_parallel_backend),
+    ):
+        if backend not in (None, "mp"):
+            raise ConfigError(f"--{flag} {backend} is not built yet; mp is, processes of one host.")
+    if args.data_parallel_size_local not in (None, replicas):
+        raise ConfigError(
+            f"--data-parallel-size-local {args.data_parallel_size_local} of --data-parallel-size {replicas}: several "
+            "hosts are not built yet; leave it out."
+        )
+    if replicas > 1 and device != "cpu":
+        raise ConfigError(f"--data-parallel-size {replicas} is not built yet on GPUs; start a server for each.")
+    if args.cpu_threads is not None and args.cpu_threads < replicas * size:
+        raise ConfigError(
+            f"--cpu-threads {args.cpu_threads} is the number of all workers' threads: less than the {replicas * size} "
+            "workers of --tensor-parallel-size and --data-parallel-size."
+        )
     if size == 1:
         return
     draws_otherwise = (args.speculative_config or {}).get("synthetic_acceptance_rates") is not None
@@ -30,11 +45,6 @@ def check_parallel(args: EngineArgs, device: str) -> None:
     }.items():
         if is_asked:
             raise ConfigError(f"--tensor-parallel-size {size} is not built yet {name}; leave one of them out.")
-    if args.cpu_threads is not None and args.cpu_threads < size:
-        raise ConfigError(
-            f"--cpu-threads {args.cpu_threads} is the number of all workers' threads: less than --tensor-parallel-size "
-            f"{size}."
-        )
 
 
 def check_shared(args: EngineArgs, description: ModelDescription, pooling: PoolingConfig | None) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +26,7 @@ from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.request_log import log_request
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, StepOutputs
-from octavo.errors import EngineStoppingError, OctavoError, RequestError
+from octavo.errors import ConfigError, EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.lora.request import LoRARequest
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -78,9 +78,12 @@ class AsyncLLMEngine:
         ready_timeout_s: float | None = None,
         logs_requests: bool = False,
         max_log_len: int | None = None,
+        inputs: InputProcessor | None = None,
+        on_loss: Callable[[], None] | None = None,
     ) -> None:
-        """See `Supervisor` for restarts and timeouts."""
-        self.metrics = metrics
+        """See `Supervisor` for restarts and timeouts. Engines of one server share their `inputs`; `on_loss` is called
+        when all that the core was to do, and its cache, are lost."""
+        self.metrics, self._on_loss = metrics, on_loss
         self.stats = EngineStats()  # of the core's last step
         self.forecast = FirstTokenForecast()
         if metrics is not None and config.lora is not None:
@@ -90,13 +93,15 @@ class AsyncLLMEngine:
             config, core, handle=self._handle, lose=self._lose, is_busy=self._is_busy, max_restarts=max_restarts,
             step_timeout_s=step_timeout_s, ready_timeout_s=ready_timeout_s,
         )  # fmt: skip
-        try:
-            # The core loads its model meanwhile.
-            self.tokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
-        except BaseException:
-            self._supervisor.core.close()
-            raise
-        self.inputs = InputProcessor(config, self.tokenizer)
+        if inputs is None:
+            try:
+                # The core loads its model meanwhile.
+                tokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
+            except BaseException:
+                self._supervisor.core.close()
+                raise
+            inputs = InputProcessor(config, tokenizer)
+        self.inputs, self.tokenizer = inputs, inputs.tokenizer
         self._outputs = OutputProcessor(self.tokenizer, metrics)
         self._streams: dict[str, _Stream] = {}
         self._control = EngineControl(self._supervisor, lambda: not self._outputs.requests, self._abort_all)
@@ -112,11 +117,21 @@ class AsyncLLMEngine:
             log: Any = {"logs_requests": args.logs_requests, "max_log_len": args.max_log_len}
         else:
             log = {}
-        return cls(args.create_engine_config(), metrics=metrics, **log)
+        config = args.create_engine_config()
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"--data-parallel-size {config.data_parallel_size}: this is one engine; octavo serve runs several."
+            )
+        return cls(config, metrics=metrics, **log)
 
     @property
     def config(self) -> EngineConfig:
         return self._supervisor.config
+
+    @property
+    def error(self) -> OctavoError | None:
+        """Why no request can be taken now, if that is so."""
+        return self._supervisor.error
 
     @property
     def has_died(self) -> bool:
@@ -135,8 +150,8 @@ class AsyncLLMEngine:
 
     async def check_health(self) -> None:
         """Raise `EngineDeadError`, or the error that kept the core from starting, if it is not running."""
-        if (error := self._supervisor.error) is not None:
-            raise error
+        if self.error is not None:
+            raise self.error
 
     async def wait_failed(self) -> None:
         """Return when the engine has died and will not come back."""
@@ -167,6 +182,20 @@ class AsyncLLMEngine:
         Raises `RequestError` for a request that cannot run, `EngineDeadError` when the core has gone. Closing the
         generator, or cancelling the task that iterates it, aborts the request and frees its blocks.
         """
+        request = await self.prepare(prompt, sampling_params, request_id, lora_request, priority)
+        async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def prepare(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        lora_request: LoRARequest | None,
+        priority: int,
+    ) -> EngineRequest:
+        """What `generate` is asked for, for `generate_from`. Raises `RequestError`."""
         if not isinstance(request_id, str) or not is_unicode(request_id):
             raise RequestError(f"the request id {request_id!r} is not valid Unicode text.", param="request_id")
         arrival_time = time.monotonic()
@@ -181,9 +210,7 @@ class AsyncLLMEngine:
         )
         if self._logs_requests:
             log_request(logger, request_id, request.prompt, request.params, self._max_log_len)
-        async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
-            async for output in outputs:
-                yield output
+        return request
 
     async def generate_from(
         self, request: EngineRequest, shown_id: str | None = None
@@ -405,6 +432,8 @@ class AsyncLLMEngine:
         """The core has ended, with all requests under way."""
         self._control.lose()
         self._adapters.lose(error)
+        if self._on_loss is not None:
+            self._on_loss()
         self.stats = EngineStats()  # nothing runs, waits or holds a block any more
         if self.metrics is not None:
             self.metrics.num_restarts = self._supervisor.num_restarts

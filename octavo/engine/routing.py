@@ -124,6 +124,11 @@ class Router:
         replica.num_recent_tokens = min(one.num_recent_tokens for one in self._replicas)
         replica.index.clear()
 
+    def forget_caches(self) -> None:
+        """Nobody has anything cached any more; what is to do stays."""
+        for replica in self._replicas:
+            replica.index.clear()
+
     def load(self, number: int) -> int:
         """Tokens that a replica is expected to have still to compute."""
         return self._replicas[number].num_tokens

@@ -21,7 +21,7 @@ from octavo.outputs import CompletionOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams, SpeechRules
 
 if TYPE_CHECKING:
-    from octavo.engine.async_engine import AsyncLLMEngine
+    from octavo.engine.client import EngineClient
     from octavo.multimodal.listening import Spectrum
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
@@ -57,7 +57,7 @@ class Said:
 class SpeechTokens:
     """The tokens by which a Whisper is told what to do. Raises `RequestError` where a checkpoint lacks them."""
 
-    def __init__(self, engine: AsyncLLMEngine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._vocabulary = vocabulary = engine.tokenizer.vocab
         settings: dict[str, Any] = engine.config.model.checkpoint.generation_config
         self.start = settings.get("decoder_start_token_id") or self._of("<|startoftranscript|>")
@@ -93,7 +93,7 @@ class SpeechTokens:
 class Transcriber:
     """Of one engine."""
 
-    def __init__(self, engine: AsyncLLMEngine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
 
     @cached_property

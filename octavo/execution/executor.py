@@ -15,6 +15,7 @@ from octavo.execution.device import Device
 from octavo.execution.team import ALONE, Leader, Team
 from octavo.execution.worker import Worker
 from octavo.kv_cache.groups import CacheGroup
+from octavo.layers.share import Share
 from octavo.models.registry import describe
 from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases
@@ -165,13 +166,16 @@ def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
         return CudaDevice(), load_cuda()
     from octavo.execution.cpu_device import CpuDevice
 
-    if team.share.is_whole:
+    share, num_replicas = team.share, config.data_parallel_size
+    if share.is_whole and num_replicas == 1:
         return CpuDevice(), load(config.cpu_threads, config.cpus)
     from octavo.ops import cpu
 
-    share, num_threads = team.share, config.cpu_threads or cpu.num_threads()
-    own = share.cut(num_threads)
+    # Of all workers of all engines behind a server.
+    of_threads = Share(config.data_parallel_rank * share.size + share.rank, num_replicas * share.size)
+    own = of_threads.cut(config.cpu_threads or cpu.num_threads())
     cpus = None if config.cpus is None else [config.cpus[i] for i in own]
     ops = load(max(1, len(own)), cpus or None)
-    cpu.join_group(share.rank, share.size, team.memory, team.memory_bytes, team.connections)
+    if not share.is_whole:
+        cpu.join_group(share.rank, share.size, team.memory, team.memory_bytes, team.connections)
     return CpuDevice(), ops

@@ -16,8 +16,8 @@ INTERVAL_S = 10.0
 class LogLine:
     """Measures what `metrics` has counted from one call of `sample` to the next."""
 
-    def __init__(self, metrics: EngineMetrics, now: float) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: EngineMetrics, now: float, prefix: str = "") -> None:
+        self._metrics, self._prefix = metrics, prefix
         self._seen = _counts(metrics, now)
         self._was_active = False
 
@@ -37,7 +37,8 @@ class LogLine:
         if not shown:
             return None
         line = (
-            f"prompt {metrics.prompt_tokens_per_s:.1f} tok/s, generation {metrics.generation_tokens_per_s:.1f} tok/s, "
+            f"{self._prefix}prompt {metrics.prompt_tokens_per_s:.1f} tok/s, "
+            f"generation {metrics.generation_tokens_per_s:.1f} tok/s, "
             f"running {last.num_running}, waiting {last.num_waiting}, swapped {last.num_swapped}, "
             f"KV usage {_percent(last.num_blocks_used, last.num_blocks)}, "
             f"KV waste {_percent(last.num_slots_allocated - last.num_slots_filled, last.num_slots_allocated)}, "

@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo.outputs import RequestMetrics
 from octavo.sampling_params import SamplingParams
@@ -39,7 +39,6 @@ ERROR_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # fmt: on
 PARAMS_N_BOUNDS = (1, 2, 5, 10, 20)
-ENGINE = "0"  # its number among those of a server, as vLLM labels it
 FINISH_REASONS = ("stop", "length", "abort", "error")
 # Fields of `EngineStats` that are added up, with the names and the help of their metrics.
 _COUNTERS = {
@@ -99,8 +98,19 @@ class Histogram:
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
+class _Family(NamedTuple):
+    """A metric of one engine, which has a value for each of the values of `labels`."""
+
+    kind: str  # "counter", "gauge" or "histogram"
+    name: str
+    help: str
+    values: Mapping[Any, Any]  # by labels: numbers, or `Histogram`s
+    labels: tuple[str, ...] = ()
+
+
 class EngineMetrics:
-    """All metrics of one engine. Times are differences of `time.monotonic`, in seconds."""
+    """All metrics of one engine, and what a server shows with those of its others. Times are differences of
+    `time.monotonic`, in seconds."""
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.model_name = model_name
@@ -115,6 +125,8 @@ class EngineMetrics:
         self.cache_config: dict[str, object] = {}  # labels of `vllm:cache_config_info`, known when the core is ready
         self.startup_s: dict[tuple[str, str], float] = {}  # by process and phase, in order
         self.memory_bytes: dict[str, int] = {}  # what the core holds for as long as it lives, by kind
+        # Of all engines behind the server, this first: their places are vLLM's label `engine`.
+        self.of_engines: list[EngineMetrics] = [self]
         self.others: list[Any] = []  # collectors whose metrics are shown with these
         self.num_restarts = 0  # of the core, after it has died
         self.max_loras = 0  # adapters that a step may have
@@ -145,6 +157,11 @@ class EngineMetrics:
             "predicted": Histogram(STEP_BOUNDS_S, "step_time_predicted", "Seconds that it was expected to take."),
             "error": Histogram(ERROR_BOUNDS, "step_time_error", "Difference of both, as a share of what it took."),
         }
+
+    @property
+    def all_requests_per_s(self) -> float:
+        """Of all engines behind the server."""
+        return sum(metrics.requests_per_s for metrics in self.of_engines)
 
     def record_startup(self, process: str, seconds: dict[str, float]) -> None:
         """How long the phases of a process's start took, in order."""
@@ -206,52 +223,59 @@ class EngineMetrics:
         from prometheus_client import ProcessCollector
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        def family(kind: Any, name: str, help: str, values: Mapping[Any, float], *labels: str) -> Metric:
-            """A metric that has a value for each of the values of `labels`."""
-            found: Metric = kind(name, help, labels=["model_name", "engine", *labels])
-            for of_labels, value in values.items():
-                kind.add_metric(found, [self.model_name, ENGINE, *of_labels], value)
-            return found
+        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+        found: dict[str, Any] = {}
+        for engine, metrics in enumerate(self.of_engines):
+            for family in metrics._families():
+                if family.name not in found:
+                    labels = ["model_name", "engine", *family.labels]
+                    found[family.name] = kinds[family.kind](family.name, family.help, labels=labels)
+                for of_labels, value in family.values.items():
+                    labels = [self.model_name, str(engine), *of_labels]
+                    if isinstance(value, Histogram):
+                        found[family.name].add_metric(labels, value.cumulative(), value.sum)
+                    else:
+                        found[family.name].add_metric(labels, value)
+        yield from found.values()
+        for collector in (ProcessCollector(registry=None), *self.others):
+            yield from collector.collect()
 
+    def _families(self) -> Iterator[_Family]:
         for name, help, number in self._gauges():
-            yield family(GaugeMetricFamily, f"vllm:{name}", help, {(): number})
+            yield _Family("gauge", f"vllm:{name}", help, {(): number})
         for name, help, number in self._counters():
-            yield family(CounterMetricFamily, f"vllm:{name}", help, {(): number})
+            yield _Family("counter", f"vllm:{name}", help, {(): number})
         accepted = {(str(position),): number for position, number in enumerate(self.accepted_by_position)}
         help = "Guessed tokens that the model sampled too, by their place in the guess."
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        yield family(CounterMetricFamily, name, help, accepted or {("0",): 0}, "position")
+        yield _Family("counter", name, help, accepted or {("0",): 0}, ("position",))
         finished = {(reason,): number for reason, number in self.num_finished.items()}
         help = "Requests that ended, by reason."
-        yield family(CounterMetricFamily, "vllm:request_success", help, finished, "finished_reason")
+        yield _Family("counter", "vllm:request_success", help, finished, ("finished_reason",))
         for name, help, values in self._histograms():
-            histogram = HistogramMetricFamily(name, help, labels=["model_name", "engine"])
-            histogram.add_metric([self.model_name, ENGINE], values.cumulative(), values.sum)
-            yield histogram
+            yield _Family("histogram", name, help, {(): values})
         if self.cache_config:
             config = {tuple(map(str, self.cache_config.values())): 1}
             help = "The KV cache's configuration."
-            yield family(GaugeMetricFamily, "vllm:cache_config_info", help, config, *self.cache_config)
+            yield _Family("gauge", "vllm:cache_config_info", help, config, tuple(self.cache_config))
         help = "Adapters of the requests that run and wait, as labels; the value is the time."
         running, waiting = (",".join(names) for names in (self.last.running_adapters, self.last.waiting_adapters))
         adapters = {(str(self.max_loras), running, waiting): time.time()}
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-        yield family(GaugeMetricFamily, "vllm:lora_requests_info", help, adapters, *labels)
+        yield _Family("gauge", "vllm:lora_requests_info", help, adapters, labels)
         # What vLLM has no names for.
         help = "Time of the phases of the start."
-        yield family(GaugeMetricFamily, "octavo:startup_seconds", help, self.startup_s, "process", "phase")
+        yield _Family("gauge", "octavo:startup_seconds", help, self.startup_s, ("process", "phase"))
         help = "Packed weights and KV cache, used or not."
         num_bytes = {(kind,): number for kind, number in self.memory_bytes.items()}
-        yield family(GaugeMetricFamily, "octavo:memory_bytes", help, num_bytes, "kind")
+        yield _Family("gauge", "octavo:memory_bytes", help, num_bytes, ("kind",))
         for field, (name, help) in _OWN_COUNTERS.items():
-            yield family(CounterMetricFamily, f"octavo:{name}", help, {(): self.totals[field]})
+            yield _Family("counter", f"octavo:{name}", help, {(): self.totals[field]})
         help = "Adapters that are held, by place."
         held = {("host",): self.last.num_adapters_on_host, ("device",): self.last.num_adapters_on_device}
-        yield family(GaugeMetricFamily, "octavo:adapters", help, held, "place")
+        yield _Family("gauge", "octavo:adapters", help, held, ("place",))
         help = "Times that the engine core died and was started again."
-        yield family(CounterMetricFamily, "octavo:engine_restarts", help, {(): self.num_restarts})
-        for collector in (ProcessCollector(registry=None), *self.others):
-            yield from collector.collect()
+        yield _Family("counter", "octavo:engine_restarts", help, {(): self.num_restarts})
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         last = self.last

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.engine import core_client, supervisor
-from octavo.engine.async_engine import AsyncLLMEngine
+from octavo.engine.client import make_engine
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.metrics.prometheus import EngineMetrics
@@ -65,9 +66,9 @@ def with_engine(
         log_stats=False,
     )
 
-    def run(use: Use, **options: object) -> EngineMetrics:
+    def run(use: Use, replicas: int = 1, **options: object) -> EngineMetrics:
         metrics = EngineMetrics("stub", 64)
-        engine = AsyncLLMEngine(config, metrics=metrics, **options)  # type: ignore[arg-type]
+        engine: Any = make_engine(replace(config, data_parallel_size=replicas), metrics=metrics, **options)
         try:
             asyncio.run(asyncio.wait_for(use(engine), 60))
         finally:

@@ -125,7 +125,7 @@ def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.Monk
     [
         ({"tensor_parallel_size": 3}, "cannot share out 4 attention heads; these sizes could: 1, 2, 4"),
         ({"tensor_parallel_size": 2, "quantization": "int8"}, "columns 0 to 48 of a INT8 matrix .* lie together by 32"),
-        ({"tensor_parallel_size": 2, "cpu_threads": 1}, "less than --tensor-parallel-size 2"),
+        ({"tensor_parallel_size": 2, "cpu_threads": 1}, "less than the 2 workers of"),
         ({"tensor_parallel_size": 2, "enable_lora": True}, "not built yet with --enable-lora"),
         ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray is not built yet; mp is"),

@@ -67,11 +67,11 @@ def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, 
 async def _run(engine_args: AsyncEngineArgs, args: ServerArgs, files: BatchFiles) -> None:
     from tqdm import tqdm
 
-    from octavo.engine.async_engine import AsyncLLMEngine
+    from octavo.engine.client import make_engine
     from octavo.entrypoints.batch.runner import BatchStopped
     from octavo.entrypoints.openai.app import build_app
 
-    engine = AsyncLLMEngine(
+    engine = make_engine(
         engine_args.create_engine_config(),
         max_restarts=args.max_engine_restarts,
         step_timeout_s=args.engine_step_timeout or None,
@@ -79,7 +79,7 @@ async def _run(engine_args: AsyncEngineArgs, args: ServerArgs, files: BatchFiles
     )
     try:
         await engine.wait_ready()
-        at_once = 2 * engine.config.scheduler.max_num_seqs  # so that the engine never waits for us
+        at_once = 2 * engine.config.num_slots  # so that the engine never waits for us
         num_done = files.num_done
         with tqdm(total=files.num_lines, initial=num_done, unit=" requests", smoothing=0.05) as progress:
             await files.run(build_app(engine, args), at_once=at_once, progress=progress)

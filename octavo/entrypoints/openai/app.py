@@ -38,7 +38,7 @@ from octavo.entrypoints.openai.streaming import SERVER_SEND
 from octavo.metrics.http import HttpMetrics
 
 if TYPE_CHECKING:
-    from octavo.engine.async_engine import AsyncLLMEngine
+    from octavo.engine.client import EngineClient
 
 
 ROUTERS = [
@@ -139,7 +139,7 @@ def _add_id(answer: MutableHeaders, request: Headers) -> None:
         answer[ID_HEADER] = given if given is not None and re.match(ID_PATTERN, given) else uuid.uuid4().hex
 
 
-def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> Starlette:
+def build_app(engine: EngineClient, args: ServerArgs) -> Starlette:
     """The application of a server that answers with `engine`, which need not be ready yet."""
     state = ServerState(engine, args)
     routers = [*ROUTERS, control.router] if args.is_dev_mode else ROUTERS

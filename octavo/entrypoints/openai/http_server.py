@@ -28,7 +28,7 @@ from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.entrypoints.openai.state import ServerState
 
 if TYPE_CHECKING:
-    from octavo.engine.async_engine import AsyncLLMEngine
+    from octavo.engine.client import EngineClient
 
 logger = logging.getLogger("octavo.server")
 
@@ -41,7 +41,7 @@ FLUSH_TIMEOUT_S = 1.0  # for answers that were cut off to reach their clients, a
 class HttpServer(uvicorn.Server):
     """`serve` returns when the server has been stopped by a signal or by `should_exit`."""
 
-    def __init__(self, engine: AsyncLLMEngine, args: ServerArgs) -> None:
+    def __init__(self, engine: EngineClient, args: ServerArgs) -> None:
         app = build_app(engine, args)
         self._engine = engine
         self._state: ServerState = app.state.octavo

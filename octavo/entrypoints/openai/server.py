@@ -33,7 +33,7 @@ from octavo.processes import allow_files, event_loop_factory
 from octavo.version import __version__
 
 if TYPE_CHECKING:
-    from octavo.engine.async_engine import AsyncLLMEngine
+    from octavo.engine.client import EngineClient
 
 logger = logging.getLogger("octavo.server")
 
@@ -78,10 +78,10 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
         if registry is not None:
             registry.register(metrics)
         phases.end("configuration")
-        from octavo.engine.async_engine import AsyncLLMEngine
+        from octavo.engine.client import make_engine
         from octavo.entrypoints.chat_template import compile_chat_template
 
-        engine = AsyncLLMEngine(
+        engine = make_engine(
             config,
             metrics=metrics,
             core=core,
@@ -99,7 +99,7 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
 
 
 async def _serve(
-    engine: AsyncLLMEngine, metrics: EngineMetrics, args: ServerArgs, sock: socket.socket, phases: Phases
+    engine: EngineClient, metrics: EngineMetrics, args: ServerArgs, sock: socket.socket, phases: Phases
 ) -> None:
     from octavo.entrypoints.openai.http_server import HttpServer
 
@@ -116,11 +116,19 @@ async def _serve(
         phases.end("wait for core")
         metrics.record_startup("server", phases.seconds)
         _show_banner(engine.config, ready, args, sock, phases.total)
-        log_line = asyncio.create_task(LogLine(metrics, time.monotonic()).run(log=engine.config.log_stats))
+        log_lines = [
+            asyncio.create_task(
+                LogLine(one, time.monotonic(), f"engine {number}: " if len(metrics.of_engines) > 1 else "").run(
+                    log=engine.config.log_stats
+                )
+            )
+            for number, one in enumerate(metrics.of_engines)
+        ]
         try:
             await engine.wait_failed()
         finally:
-            log_line.cancel()
+            for log_line in log_lines:
+                log_line.cancel()
         raise OctavoError("the engine has died and the server gives up; the log says how.")
 
     def end(_: asyncio.Task[None]) -> None:

@@ -39,7 +39,7 @@ from octavo.version import __version__
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from octavo.engine.async_engine import AsyncLLMEngine
+    from octavo.engine.client import EngineClient
     from octavo.entrypoints.background import Background
     from octavo.entrypoints.store import Store
     from octavo.lora.names import AdapterNames
@@ -82,7 +82,7 @@ ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)  # of 
 class ServerState:
     """One server's engine and settings; `state_of(request)` finds it from a route."""
 
-    def __init__(self, engine: AsyncLLMEngine, args: ServerArgs) -> None:
+    def __init__(self, engine: EngineClient, args: ServerArgs) -> None:
         self.engine = engine
         self.args = args
         self.created = int(time.time())
@@ -200,11 +200,11 @@ class ServerState:
             return None
         stats = self.engine.stats
         # The core's count is a step old; what has come since then is bounded by the slots.
-        num_beyond_slots = self.num_queued - self.engine.config.scheduler.max_num_seqs
+        num_beyond_slots = self.num_queued - self.engine.config.num_slots
         num_waiting = max(stats.num_waiting + stats.num_swapped, num_beyond_slots)
         if num_waiting < max(limit, 1) and num_beyond_slots < limit:
             return None
-        rate = 0.0 if self.engine.metrics is None else self.engine.metrics.requests_per_s
+        rate = 0.0 if self.engine.metrics is None else self.engine.metrics.all_requests_per_s
         return min(max(math.ceil(num_waiting / rate), 1), MAX_RETRY_AFTER_S) if rate > 0 else RETRY_AFTER_S
 
     def check_first_token(self, num_tokens: int, wanted_s: float | None = None) -> None:
@@ -215,8 +215,8 @@ class ServerState:
             return
         limit_s, forecast, stats = min(limits_s), self.engine.forecast, self.engine.stats
         predicted_s = forecast.seconds(num_tokens)
-        rate = 0.0 if self.engine.metrics is None else self.engine.metrics.requests_per_s
-        if stats.num_running >= self.engine.config.scheduler.max_num_seqs and rate > 0:  # others must end before it
+        rate = 0.0 if self.engine.metrics is None else self.engine.metrics.all_requests_per_s
+        if stats.num_running >= self.engine.config.num_slots and rate > 0:  # others must end before it
             predicted_s = max(predicted_s, (stats.num_waiting + stats.num_swapped + 1) / rate)
         if predicted_s <= limit_s:
             return

@@ -8,6 +8,7 @@ change with it; dashboards read /metrics.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Re
 from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import state_of
 from octavo.errors import EngineDeadError
-from octavo.metrics.prometheus import Histogram
+from octavo.metrics.prometheus import EngineMetrics, Histogram
 
 router = Router(include_in_schema=False)
 
@@ -68,27 +69,34 @@ async def stats(request: Request) -> Response:
         blocks = await engine.block_map()
     except EngineDeadError:
         blocks = None
-    last = metrics.last
+    engines = metrics.of_engines
+
+    def total(name: str) -> float:
+        return sum(one.totals[name] for one in engines)
+
+    def count_and_sum(find: Callable[[EngineMetrics], Histogram]) -> list[float]:
+        return [sum(sum(find(one).counts) for one in engines), sum(find(one).sum for one in engines)]
+
     body: dict[str, Any] = {
         "model": state.model_names[0],
         "max_model_len": engine.config.model.max_model_len,
         "block_size": engine.config.cache.block_size,
         "time_s": time.monotonic(),
-        "running": last.num_running,
-        "waiting": last.num_waiting,
-        "swapped": last.num_swapped,
-        "prompt_tokens": metrics.totals["num_prompt_tokens"],
-        "generation_tokens": metrics.totals["num_generation_tokens"],
-        "preemptions": metrics.totals["num_preemptions"],
-        "prefix_queries": metrics.totals["num_prefix_queries"],
-        "prefix_hits": metrics.totals["num_prefix_hits"],
-        "guessed": metrics.totals["num_draft_tokens"],
-        "accepted": metrics.totals["num_accepted_tokens"],
-        "finished": metrics.num_finished,
-        "ttft": _count_and_sum(metrics.ttft_s),
-        "itl": _count_and_sum(metrics.inter_token_latency_s),
-        "step": _count_and_sum(metrics.step_times["taken"]),
-        "predicted_step": _count_and_sum(metrics.step_times["predicted"]),
+        "running": sum(one.last.num_running for one in engines),
+        "waiting": sum(one.last.num_waiting for one in engines),
+        "swapped": sum(one.last.num_swapped for one in engines),
+        "prompt_tokens": total("num_prompt_tokens"),
+        "generation_tokens": total("num_generation_tokens"),
+        "preemptions": total("num_preemptions"),
+        "prefix_queries": total("num_prefix_queries"),
+        "prefix_hits": total("num_prefix_hits"),
+        "guessed": total("num_draft_tokens"),
+        "accepted": total("num_accepted_tokens"),
+        "finished": {reason: sum(one.num_finished[reason] for one in engines) for reason in metrics.num_finished},
+        "ttft": count_and_sum(lambda one: one.ttft_s),
+        "itl": count_and_sum(lambda one: one.inter_token_latency_s),
+        "step": count_and_sum(lambda one: one.step_times["taken"]),
+        "predicted_step": count_and_sum(lambda one: one.step_times["predicted"]),
         "blocks": None if blocks is None else _runs(blocks.states),
     }
     return JSONResponse(body, headers={"Cache-Control": "no-store"})
@@ -108,7 +116,3 @@ def _file(name: str) -> Response:
 def _runs(states: bytes) -> list[list[int]]:
     """Runs of equal blocks, [state, length] one after the other: most maps are a few runs."""
     return [[state, sum(1 for _ in run)] for state, run in groupby(states)]
-
-
-def _count_and_sum(histogram: Histogram) -> list[float]:
-    return [sum(histogram.counts), histogram.sum]

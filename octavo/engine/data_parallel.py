@@ -1,0 +1,255 @@
+"""Several engines behind one name (data parallelism): each has the model, a core and a cache of its own, on a share of
+the machine. A request goes to the one that has the least to compute with it (`Router`), and stays there.
+
+An engine that dies loses its own requests alone; new ones go to the others while it is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.engine.async_engine import AsyncLLMEngine
+from octavo.engine.core_client import CoreProcess
+from octavo.engine.forecast import FirstTokenForecast
+from octavo.engine.input_processor import PromptInput
+from octavo.engine.off_loop import run_off_loop
+from octavo.engine.routing import Router, block_hashes
+from octavo.engine.wire import BlockMap, Ready
+from octavo.errors import EngineDeadError, RequestError
+from octavo.lora.request import LoRARequest
+from octavo.metrics.prometheus import EngineMetrics
+from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from octavo.request import AdapterSource, EngineRequest
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.stats import EngineStats
+
+T = TypeVar("T")
+_MAX_BLOCKS = 1 << 16  # that are known of an engine before it has said how many it has
+
+
+class _Forecasts:
+    """Of the engine that would have the first token soonest."""
+
+    def __init__(self, of_engines: Callable[[], list[FirstTokenForecast]]) -> None:
+        self._of_engines = of_engines
+
+    def seconds(self, num_tokens: int) -> float:
+        return min(one.seconds(num_tokens) for one in self._of_engines())
+
+    def seconds_alone(self, num_tokens: int) -> float:
+        return min(one.seconds_alone(num_tokens) for one in self._of_engines())
+
+
+class DataParallelEngine:
+    """What `AsyncLLMEngine` does, over several. See there what each method does, and raises."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        metrics: EngineMetrics | None = None,
+        core: CoreProcess | None = None,
+        **options: Any,
+    ) -> None:
+        """`core` and `metrics` are those of the first engine, the `options` of all."""
+        size = config.data_parallel_size
+        self._router = Router(size, config.cache.block_size, _MAX_BLOCKS)
+        self.metrics = metrics
+        if metrics is not None:
+            metrics.of_engines += [
+                EngineMetrics(metrics.model_name, config.model.max_model_len) for _ in range(1, size)
+            ]
+        self._engines: list[AsyncLLMEngine] = []
+        try:
+            for rank in range(size):
+                self._engines.append(
+                    AsyncLLMEngine(
+                        config.replica(rank),
+                        metrics=None if metrics is None else metrics.of_engines[rank],
+                        core=core if rank == 0 else None,
+                        inputs=self._engines[0].inputs if rank else None,
+                        on_loss=lambda rank=rank: self._router.forget(rank),  # type: ignore[misc]
+                        **options,
+                    )
+                )
+        except BaseException:
+            self.shutdown()
+            raise
+        first = self._engines[0]
+        self.inputs, self.tokenizer = first.inputs, first.tokenizer
+        self.forecast = _Forecasts(lambda: [engine.forecast for engine in self._ready or self._engines])
+        self._shown_ids: set[str] = set()
+        self._has_started = False
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._engines[0].config
+
+    @property
+    def stats(self) -> EngineStats:
+        """Of all engines, added up."""
+        total = EngineStats()
+        for engine in self._engines:
+            for name in msgspec.structs.fields(EngineStats):
+                value = getattr(total, name.name) + getattr(engine.stats, name.name)
+                setattr(total, name.name, value)
+        return total
+
+    @property
+    def _ready(self) -> list[AsyncLLMEngine]:
+        return [engine for engine in self._engines if engine.is_ready]
+
+    @property
+    def has_died(self) -> bool:
+        return all(engine.has_died for engine in self._engines)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether one of them takes requests, after all of them once did."""
+        num_ready = len(self._ready)
+        self._has_started = self._has_started or num_ready == len(self._engines)
+        return self._has_started and num_ready > 0
+
+    async def wait_ready(self) -> Ready:
+        """Return when all of them have become ready once, with what one has."""
+        ready = await self._all(lambda engine: engine.wait_ready())
+        self._has_started = True
+        return ready[0]
+
+    async def check_health(self) -> None:
+        errors = [engine.error for engine in self._engines]
+        if all(errors) and errors[0] is not None:
+            raise errors[0]
+
+    async def wait_failed(self) -> None:
+        """Return when none is left."""
+        await self._all(lambda engine: engine.wait_failed())
+
+    def stop_restarting(self) -> None:
+        for engine in self._engines:
+            engine.stop_restarting()
+
+    async def generate(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        request = await self._engines[0].prepare(prompt, sampling_params, request_id, lora_request, priority)
+        async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def generate_from(
+        self, request: EngineRequest, shown_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        answer: list[int] = []  # of the first sequence, as its engine has it cached then
+        async with (
+            self._routed(request, shown_id, answer) as engine,
+            contextlib.aclosing(engine.generate_from(request, shown_id)) as outputs,
+        ):
+            async for output in outputs:
+                tokens = list(output.outputs[0].token_ids) if output.outputs else []
+                answer[:] = answer + tokens if request.params.output_kind is RequestOutputKind.DELTA else tokens
+                yield output
+
+    async def pool(self, request: EngineRequest) -> PoolingRequestOutput[PoolingOutput]:
+        async with self._routed(request, None, []) as engine:
+            return await engine.pool(request)
+
+    @contextlib.asynccontextmanager
+    async def _routed(
+        self, request: EngineRequest, shown_id: str | None, answer: list[int]
+    ) -> AsyncGenerator[AsyncLLMEngine, None]:
+        """The engine that is to serve the request, whose load it is meanwhile."""
+        shown_id = shown_id or request.request_id
+        if shown_id in self._shown_ids:
+            raise RequestError(f"request id {shown_id!r} is in use.", param="request_id")
+        self._shown_ids.add(shown_id)
+        try:
+            size = self.config.cache.block_size
+            length = len(request.prompt.token_ids)
+            hashes = await run_off_loop(lambda: block_hashes(request.prompt, size), length=length)
+            # While none is ready a request waits for the one that it would go to; those that are given up get none.
+            available = [i for i, engine in enumerate(self._engines) if engine.is_ready]
+            available = available or [i for i, engine in enumerate(self._engines) if not engine.has_died]
+            if not available:
+                await self.check_health()
+                raise EngineDeadError("no engine is left.")
+            yield self._engines[self._router.route(request, hashes, available)]
+        finally:
+            self._router.end(request.request_id, answer)
+            self._shown_ids.discard(shown_id)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await self._all(lambda engine: engine.abort(ids))
+
+    async def end_all(self) -> None:
+        await self._all(lambda engine: engine.end_all())
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        return all(await self._all(lambda engine: engine.add_lora(lora_request)))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return any(await self._all(lambda engine: engine.remove_lora(lora_id)))
+
+    async def list_loras(self) -> set[int]:
+        return set[int]().union(*await self._all(lambda engine: engine.list_loras()))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        return all(await self._all(lambda engine: engine.pin_lora(lora_id)))
+
+    async def load_adapter(self, source: AdapterSource) -> None:
+        await self._all(lambda engine: engine.load_adapter(source))
+
+    def unload_adapter(self, identity: str) -> None:
+        for engine in self._engines:
+            engine.unload_adapter(identity)
+
+    async def block_map(self) -> BlockMap | None:
+        """Of the first that is ready."""
+        return await (self._ready or self._engines)[0].block_map()
+
+    @property
+    def is_paused(self) -> bool:
+        return any(engine.is_paused for engine in self._engines)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return any(engine.is_sleeping for engine in self._engines)
+
+    async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        await self._all(lambda engine: engine.pause_generation(mode, clear_cache=clear_cache))
+
+    async def resume_generation(self) -> None:
+        await self._all(lambda engine: engine.resume_generation())
+
+    async def reset_prefix_cache(self) -> bool:
+        self._router.forget_caches()
+        return all(await self._all(lambda engine: engine.reset_prefix_cache()))
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        await self._all(lambda engine: engine.sleep(level, mode))
+        self._router.forget_caches()
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        wanted = None if tags is None else list(tags)
+        await self._all(lambda engine: engine.wake_up(wanted))
+
+    def shutdown(self) -> None:
+        for engine in self._engines:
+            engine.shutdown()
+
+    async def _all(self, ask: Callable[[AsyncLLMEngine], Awaitable[T]]) -> list[T]:
+        """What each of them answers, in order. Raises what the first of them raises."""
+        return await asyncio.gather(*(ask(engine) for engine in self._engines))

@@ -1,0 +1,66 @@
+"""A real server of two engines, one of which is killed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from tests.e2e.server import MODEL, Server, running_server
+
+pytestmark = pytest.mark.slow
+
+
+def cores(server: Server) -> list[psutil.Process]:
+    children = psutil.Process(server.process.pid).children()
+    return [child for child in children if "core_process" in " ".join(child.cmdline())]
+
+
+def ask(client: openai.OpenAI, prompt: str) -> str:
+    return client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0).choices[0].text
+
+
+def test_two_engines_answer_alike_and_one_that_is_killed_takes_its_own_streams_only(tmp_path: Path) -> None:
+    flags = ("-dp", "2", "--max-model-len", "1024", "--max-engine-restarts", "3")
+    with running_server(tmp_path, *flags) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+        first = cores(server)
+        assert len(first) == 2
+        prompts = [f"The {number} of the house is" for number in ("colour", "roof", "door", "owner")]
+        answers = [ask(client, prompt) for prompt in prompts]
+        counted = server.get("/metrics")[1]
+        for engine in (0, 1):
+            served = f'vllm:request_success_total{{engine="{engine}",finished_reason="length",model_name="{MODEL}"}} '
+            assert served in counted and f"{served}0.0" not in counted
+
+        streams = [
+            client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=400, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            )
+            for prompt in prompts[:2]
+        ]
+        for stream in streams:
+            next(stream)
+        first[0].kill()
+        ends = []
+        for stream in streams:
+            try:
+                ends.append(str([chunk.choices[0].finish_reason for chunk in stream][-1]))
+            except openai.APIError as error:
+                ends.append(str(error))
+            assert server.get("/health")[0] == 200
+        lost, whole = sorted(ends, key=len, reverse=True)
+        assert "the request is lost" in lost and whole == "length"
+        assert [ask(client, prompt) for prompt in prompts] == answers
+        deadline = time.monotonic() + 120
+        while len(cores(server)) < 2 or "takes requests again" not in server.log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert [ask(client, prompt) for prompt in prompts] == answers
+        last = cores(server)
+        assert server.stop() == 0
+        assert not any(core.is_running() and core.status() != "zombie" for core in last)
+        assert "Traceback" not in server.log.read_text()
