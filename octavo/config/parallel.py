@@ -39,7 +39,6 @@ def check_parallel(args: EngineArgs, device: str) -> None:
     guesses_by_model = "model" in (args.speculative_config or {}) or args.speculative_model not in (None, "[ngram]")
     for name, is_asked in {
         "on GPUs": device != "cpu",
-        "with --enable-lora": args.enable_lora,
         "with a model that guesses": guesses_by_model,
         "with synthetic_acceptance_rates": draws_otherwise,
     }.items():

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from octavo.config import EngineConfig, LoRAConfig
 from octavo.errors import LoadError, RequestError
 from octavo.execution.device import Device
+from octavo.execution.team import ALONE, AdapterPages, Team
 from octavo.layers.parameters import Module, NamedMatrix
 from octavo.loading.file_weights import open_weights
 from octavo.lora.files import AdapterFiles, digest
@@ -63,10 +64,13 @@ def place(sizes: Sequence[int], page_bytes: int) -> tuple[int, list[tuple[int, i
 class AdapterStore:
     """Tables of factors for the products of a model, the pages behind them, and adapters on the host."""
 
-    def __init__(self, matrices: Sequence[NamedMatrix], ops: AdaptedOps, config: EngineConfig, device: Device) -> None:
+    def __init__(
+        self, matrices: Sequence[NamedMatrix], ops: AdaptedOps, config: EngineConfig, device: Device, team: Team = ALONE
+    ) -> None:
         """Raises `LoadError` if the model has no product that adapters may change."""
         assert config.lora is not None
         self._config, self._lora, self._device = config, config.lora, device
+        lora = config.lora
         adaptable = [matrix for matrix in matrices if not ops.is_stacked(matrix.weight)]
         self._map = ModuleMap(adaptable, self._lora.target_modules)
         if not any(self._map.is_open(module.name) for matrix in adaptable for module in matrix.modules):
@@ -75,9 +79,14 @@ class AdapterStore:
         dtype = self._lora.dtype
         shapes = [_shape(matrix, self._lora) for matrix in adaptable]
         sizing = [backend.adapter_table(shape, 1, dtype) for shape in shapes]
-        self.page_bytes = -(-max(table.least_page_bytes() for table in sizing) // _PAGE_UNIT) * _PAGE_UNIT
-        pieces = [size for table in sizing for size in table.largest(self.page_bytes)]
-        self.num_pages = self._lora.max_loras * place(pieces, self.page_bytes)[0]
+
+        def choose() -> AdapterPages:
+            page_bytes = -(-max(table.least_page_bytes() for table in sizing) // _PAGE_UNIT) * _PAGE_UNIT
+            pieces = [size for table in sizing for size in table.largest(page_bytes)]
+            return AdapterPages(page_bytes, lora.max_loras * place(pieces, page_bytes)[0])
+
+        # The first worker's share is as large as any, and plans are about its pages.
+        self.page_bytes, self.num_pages = team.agree(choose)
         self.num_slots = min(self.num_pages, _MAX_SLOTS)
         self._arena: Array = backend.allocate_arena(self.num_pages * self.page_bytes)
         self._tables = [backend.adapter_table(shape, self.num_slots, dtype) for shape in shapes]
@@ -107,7 +116,7 @@ class AdapterStore:
 
     def _copy(self, load: AdapterLoad) -> None:
         adapter, size = self._on_host[load.identity], self.page_bytes
-        for page, image in zip(load.pages, adapter.pages, strict=True):
+        for page, image in zip(load.pages, adapter.pages, strict=False):  # another worker's share may take more
             self._device.copy(image, self._arena[page * size : page * size + len(image)])
         for table in self._tables:
             table.clear(load.slot)
@@ -162,7 +171,8 @@ class AdapterStore:
             raise LoadError("DoRA needs to read the base weights again, and dummy weights without a --seed differ.")
         weights = open_weights(model.checkpoint, model.dtype, model.seed, model.quantization, True)
         try:
-            shape = (matrix.num_in, module.num_out) if module.is_transposed else (module.num_out, matrix.num_in)
+            num_in = matrix.num_in * matrix.part[1]
+            shape = (num_in, module.num_stored) if module.is_transposed else (module.num_stored, num_in)
             stored = weights.take_matrix(f"{module.name}.weight", shape, is_transposed=module.is_transposed)
             return np.array(dequantize(stored, "float32"))
         finally:

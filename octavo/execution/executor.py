@@ -149,6 +149,13 @@ class TeamExecutor(LocalExecutor):
         self.team.tell_plan(plan)
         return super().submit(plan)
 
+    def prepare_adapter(self, source: AdapterSource) -> Future[int]:
+        return self.team.prepare_adapter(source, super().prepare_adapter(source))
+
+    def forget_adapter(self, identity: str) -> None:
+        self.team.forget_adapter(identity)
+        super().forget_adapter(identity)
+
     def release_cache(self) -> None:
         self.team.release_cache()
         super().release_cache()

@@ -13,7 +13,16 @@ from multiprocessing.connection import Connection
 
 from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.execution.executor import LocalExecutor
-from octavo.execution.team import Follower, Orders, PictureRows, ReleaseCache, Sizes, has_hung_up
+from octavo.execution.team import (
+    Follower,
+    ForgetAdapter,
+    Orders,
+    PictureRows,
+    PrepareAdapter,
+    ReleaseCache,
+    Sizes,
+    has_hung_up,
+)
 from octavo.logs import configure_logging
 from octavo.plan import StepPlan
 from octavo.processes import ignore_stop_signals
@@ -53,6 +62,10 @@ def _run(leader: Connection) -> None:
                 executor.submit(message).result()
             case PictureRows(rows):
                 executor.worker.take_rows(rows)
+            case PrepareAdapter(source):
+                executor.prepare_adapter(source).add_done_callback(team.tell_read)
+            case ForgetAdapter(identity):
+                executor.forget_adapter(identity)
             case ReleaseCache():
                 executor.release_cache()
             case Sizes():

@@ -7,6 +7,7 @@ whoever ends closes his, which the others notice even in the middle of a step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -16,15 +17,16 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, LoadError, OctavoError
+from octavo.errors import ConfigError, LoadError, OctavoError, RequestError
 from octavo.layers.share import WHOLE, Share
 from octavo.logs import current_format
 from octavo.models.description import ModelDescription
@@ -32,11 +34,15 @@ from octavo.ops import Array
 from octavo.ops.cpu_collectives import check_is_in_no_group, group_bytes, leave_group
 from octavo.plan import Admission, StepPlan
 from octavo.processes import python_command
+from octavo.request import AdapterSource
 from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0
+_CLOSED_CHECK_S = 0.2
+
+_Agreed = TypeVar("_Agreed", bound=tuple[Any, ...])
 
 
 class Sizes(NamedTuple):
@@ -45,6 +51,13 @@ class Sizes(NamedTuple):
     num_blocks: list[int]  # by pool
     num_host_blocks: list[int]
     max_model_len: int
+
+
+class AdapterPages(NamedTuple):
+    """Memory for adapters, which all workers divide alike."""
+
+    page_bytes: int
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,26 @@ class PictureRows(NamedTuple):
     rows: dict[bytes, NDArray[np.float32]]
 
 
+class PrepareAdapter(NamedTuple):
+    """An adapter is read; `AdapterRead` answers, in the order of the questions."""
+
+    source: AdapterSource
+
+
+class AdapterRead(NamedTuple):
+    """How many pages it takes, or why it cannot be served: said to the client if it is the request's fault."""
+
+    num_pages: int
+    error: str | None = None
+    is_of_request: bool = True
+
+
+class ForgetAdapter(NamedTuple):
+    """No plan loads it any more."""
+
+    identity: str
+
+
 class Team:
     """One worker's view of it. This one is alone."""
 
@@ -81,7 +114,7 @@ class Team:
         """Sockets to the other workers, as far as there are some."""
         return []
 
-    def agree(self, choose: Callable[[], Sizes]) -> Sizes:
+    def agree(self, choose: Callable[[], _Agreed]) -> _Agreed:
         """What the first worker chooses."""
         return choose()
 
@@ -120,6 +153,7 @@ class Leader(Team):
             level = logging.getLogger("octavo").getEffectiveLevel()
             orders = Orders(config, Share(rank, size), self.memory, self.memory_bytes, level, current_format())
             follower.send(orders)
+        self._listener = ThreadPoolExecutor(1, "others' adapters")  # to what followers answer
         # Also when nobody refers to the team any more.
         self.close = weakref.finalize(self, _end, self._followers, self.processes, self.memory)
 
@@ -127,10 +161,10 @@ class Leader(Team):
     def connections(self) -> list[int]:
         return [follower.fileno() for follower in self._followers]
 
-    def agree(self, choose: Callable[[], Sizes]) -> Sizes:
-        sizes = choose()
-        self._tell(sizes)
-        return sizes
+    def agree(self, choose: Callable[[], _Agreed]) -> _Agreed:
+        chosen = choose()
+        self._tell(chosen)
+        return chosen
 
     def wait_until_ready(self) -> None:
         """Raises what a follower could not start for."""
@@ -153,6 +187,34 @@ class Leader(Team):
         tokens = draw()
         self._tell(np.array(tokens))
         return tokens
+
+    def prepare_adapter(self, source: AdapterSource, own: Future[int]) -> Future[int]:
+        """Have the others read an adapter too, as the first worker does by its `own` future. The result is the largest
+        number of pages that a worker takes."""
+        self._tell(PrepareAdapter(source))
+        return self._listener.submit(self._all_read, own)
+
+    def _all_read(self, own: Future[int]) -> int:
+        """The others' answers come in the order of the questions, so each is awaited though the own reading failed."""
+        answers = [self._answer(rank) for rank in range(1, self.share.size)]
+        num_pages = own.result()
+        for answer in answers:
+            if answer.error is not None:
+                raise (RequestError(answer.error, param="model") if answer.is_of_request else LoadError(answer.error))
+        return max(num_pages, *(answer.num_pages for answer in answers))
+
+    def _answer(self, rank: int) -> AdapterRead:
+        follower = self._followers[rank - 1]
+        try:
+            while not follower.poll(_CLOSED_CHECK_S):  # which raises once the team is closed
+                pass
+            answer: AdapterRead = follower.recv()
+        except (EOFError, OSError):
+            raise LoadError(f"worker {rank} of {self.share.size} has ended.") from None
+        return answer
+
+    def forget_adapter(self, identity: str) -> None:
+        self._tell(ForgetAdapter(identity))
 
     def release_cache(self) -> None:
         self._tell(ReleaseCache())
@@ -188,10 +250,22 @@ class Follower(Team):
     def connections(self) -> list[int]:
         return [self._leader.fileno()]
 
-    def agree(self, choose: Callable[[], Sizes]) -> Sizes:
-        sizes = self._leader.recv()
-        assert isinstance(sizes, Sizes)
-        return sizes
+    def agree(self, choose: Callable[[], _Agreed]) -> _Agreed:
+        chosen: _Agreed = self._leader.recv()
+        return chosen
+
+    def tell_read(self, read: Future[int]) -> None:
+        """Answer `PrepareAdapter`, from whichever thread has read it."""
+        error = read.exception()
+        if error is None:
+            answer = AdapterRead(read.result())
+        elif isinstance(error, RequestError):
+            answer = AdapterRead(0, str(error))
+        else:
+            logger.error("an adapter could not be read", exc_info=error)
+            answer = AdapterRead(0, type(error).__name__, is_of_request=False)
+        with contextlib.suppress(OSError):  # the first worker has gone, which the main thread notices
+            self._leader.send(answer)
 
     def sample(self, draw: Callable[[], Array]) -> Array:
         tokens: Array = self._leader.recv()

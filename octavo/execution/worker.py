@@ -88,7 +88,7 @@ class Worker:
         if adapted is not None:
             from octavo.execution.adapter_store import AdapterStore
 
-            self.adapters = AdapterStore(model.matrices, adapted, config, device)
+            self.adapters = AdapterStore(model.matrices, adapted, config, device, team)
             runner_adapters = RunnerAdapters(adapted, self.adapters)
             phases.end("adapter memory")
         self.media: TowerCache | None = None

@@ -26,11 +26,16 @@ class Module:
     """One of the checkpoint's modules in a packed matrix: what becomes of its rows, in this order."""
 
     name: str
-    num_out: int
-    scales: NDArray[np.float32] | None  # [num_out] that they are multiplied with
-    order: NDArray[np.intp] | None  # [num_out] in which they are taken
+    num_stored: int  # rows in the checkpoint
+    scales: NDArray[np.float32] | None  # [num_stored] that they are multiplied with
+    order: NDArray[np.intp] | None  # [num_out] rows that are taken, in this order; None: all as they are
     bias: NDArray[np.float32] | None  # [num_out] as it is packed
     is_transposed: bool = False  # it is stored [inputs, outputs]
+
+    @property
+    def num_out(self) -> int:
+        """Rows in the packed matrix."""
+        return self.num_stored if self.order is None else len(self.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,12 @@ class NamedMatrix:
     num_in: int
     gated: bool
     modules: tuple[Module, ...]
+    part: tuple[int, int] = (0, 1)  # of the inputs that the checkpoint's matrices read: which of how many
+
+    @property
+    def columns(self) -> slice:
+        """Its inputs among theirs."""
+        return slice(self.part[0] * self.num_in, (self.part[0] + 1) * self.num_in)
 
 
 class Parameters:
@@ -93,7 +104,7 @@ class Parameters:
             shares = list(pairwise(bounds))
             if own is not None:
                 shares = [(first + own.start, first + own.stop) for first, _ in shares]
-            held.append(np.concatenate([np.arange(*share) for share in shares]))
+            held.append(np.concatenate([np.arange(*share) for share in (reversed(shares) if is_reversed else shares)]))
             for share in shares:
                 all_in = num_in * part[1]
                 shape = (all_in, size) if is_transposed else (size, all_in)
@@ -129,9 +140,11 @@ class Parameters:
             rows = [np.full(size, scale, np.float32) for size, scale in zip(sizes, scales, strict=True)]
             row_scales = [*rows] if len(names) == len(sizes) else [np.concatenate(rows)]
         own_orders = [None] * len(names) if orders is None else orders
+        if orders is None and (own is not None or is_reversed):
+            own_orders = held
         what = zip(names, stored_sizes, row_scales, own_orders, own_biases, strict=True)
         self.matrices.append(
-            NamedMatrix(packed, num_in, gated, tuple(Module(*module, is_transposed) for module in what))
+            NamedMatrix(packed, num_in, gated, tuple(Module(*module, is_transposed) for module in what), part)
         )
         return packed
 

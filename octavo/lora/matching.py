@@ -34,10 +34,11 @@ class ModuleMap:
         """`suffixes` are ends of the names of the modules that may be changed; None: all."""
         self.matrices = matrices
         self._suffixes = suffixes
-        self._places: dict[str, tuple[int, int]] = {}  # matrix, module of it
+        # Matrix, module of it: several where each reads a part of the inputs.
+        self._places: dict[str, list[tuple[int, int]]] = {}
         for i, matrix in enumerate(matrices):
             for j, module in enumerate(matrix.modules):
-                self._places[plain_name(module.name)] = i, j
+                self._places.setdefault(plain_name(module.name), []).append((i, j))
 
     def is_open(self, name: str) -> bool:
         """Whether --lora-target-modules lets adapters change a module."""
@@ -48,8 +49,8 @@ class ModuleMap:
         found: dict[int, list[ModuleAdapter | None]] = {}
         for name, adapter in modules.items():
             tensor = next(iter(adapter.tensors.values()))
-            place = self._places.get(plain_name(name))
-            if place is None:
+            places = self._places.get(plain_name(name), [])
+            if not places:
                 raise LoadError(
                     f"{path}: tensor {tensor} is of module {name}, which is no product of this model that adapters "
                     f"may change; those are {self._examples()}."
@@ -59,9 +60,10 @@ class ModuleMap:
                     f"{path}: tensor {tensor} is of module {name}, and --lora-target-modules lets adapters change "
                     f"{', '.join(self._suffixes or ())}."
                 )
-            matrix = self.matrices[place[0]]
-            _check_shapes(path, adapter, matrix.modules[place[1]], matrix.num_in)
-            found.setdefault(place[0], [None] * len(matrix.modules))[place[1]] = adapter
+            for i, j in places:
+                matrix = self.matrices[i]
+                _check_shapes(path, adapter, matrix.modules[j], matrix.num_in * matrix.part[1])
+                found.setdefault(i, [None] * len(matrix.modules))[j] = adapter
         return {number: _factors(self.matrices[number], adapters, base_weights) for number, adapters in found.items()}
 
     def _examples(self) -> str:
@@ -70,9 +72,10 @@ class ModuleMap:
 
 
 def _check_shapes(path: str, adapter: ModuleAdapter, module: Module, num_in: int) -> None:
+    """`num_in` are the inputs of the checkpoint's matrix."""
     wanted = {
-        "a": (None, num_in), "b": (module.num_out, None), "b_bias": (module.num_out,), "bias": (module.num_out,),
-        "magnitude": (module.num_out,),
+        "a": (None, num_in), "b": (module.num_stored, None), "b_bias": (module.num_stored,),
+        "bias": (module.num_stored,), "magnitude": (module.num_stored,),
     }  # fmt: skip
     for part, tensor in adapter.tensors.items():
         values: NDArray[np.float32] = getattr(adapter, "added" if part == "b_bias" else part)
@@ -92,21 +95,22 @@ def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base
         found = adapter or ModuleAdapter()
         low_rank = None
         if found.a is not None and found.b is not None:
-            low_rank = LowRank(found.a, _ordered(found.b, module))
+            low_rank = LowRank(found.a[:, matrix.columns], _ordered(found.b, module))
         projections.append(low_rank)
-        scale = np.ones(module.num_out, np.float32)
+        scale = np.ones(module.num_stored, np.float32)
         if found.magnitude is not None:
             assert found.a is not None and found.b is not None
             whole = base_weights(matrix, module) + found.b @ found.a
             scale = found.magnitude / np.linalg.norm(whole, axis=1)
-            scale = scale if module.order is None else scale[module.order]
+        scale = scale if module.order is None else scale[module.order]
         scales.append(scale)
         bias = np.zeros(module.num_out, np.float32)
-        if found.bias is not None:
+        is_first = matrix.part[0] == 0  # of summands one adds what is added once
+        if found.bias is not None and is_first:
             own = 0 if module.bias is None else module.bias
             # The base's own is added by its product, in the model's order.
             bias = (found.bias if module.order is None else found.bias[module.order]) - own
-        if found.added is not None:
+        if found.added is not None and is_first:
             bias = bias + _ordered(found.added, module) * scale
         biases.append(bias)
     scale_all, bias_all = np.concatenate(scales), np.concatenate(biases)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol, cast
 
+import numpy as np
+
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.attention import Attention, AttentionDescription
@@ -297,9 +299,11 @@ class Decoder:
             self._stream_dtype = "float32"
         self._num_weight_bytes = parameters.num_matrix_bytes
         # An embedding is no product, but where it is the output matrix too.
-        self.matrices = tuple(matrix for matrix in parameters.matrices if matrix.weight is not self._embedding)
+        tied = (self._embedding, self._output) if is_tied else (self._embedding,)
+        self.matrices = tuple(matrix for matrix in parameters.matrices if not any(matrix.weight is one for one in tied))
         if is_tied:
-            output = Module(description.output_name, vocab_size, None, None, None)
+            own_rows = None if share.is_whole else np.array(self._own_vocab)
+            output = Module(description.output_name, vocab_size, None, own_rows, None)
             self.matrices += (NamedMatrix(self._output, hidden_size, False, (output,)),)
         # Told of each layer's number and what enters it [T, H], in order: heads that guess tokens look on.
         self.watch: Callable[[int, Array], None] | None = None

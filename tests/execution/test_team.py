@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from octavo.execution.executor import TeamExecutor
+from octavo.lora.files import source
 from octavo.request import SequenceOutput
 from tests.execution.test_guesses import guessed_requests
-from tests.execution.test_runner import config_of, model, requests, run, told
+from tests.execution.test_runner import VOCAB, config_of, model, requests, run, told
+from tests.lora.random_adapters import write_adapter_of
 
 __all__ = ["model"]
 
@@ -88,6 +92,52 @@ def test_bits_are_the_same_in_every_run_and_company(start: Callable[..., EngineC
     assert run(alone, asked[:1])
 
 
+SIZES = {
+    f"model.layers.{layer}.{name}": size
+    for layer in range(2)
+    for name, size in {
+        "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
+        "self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
+    }.items()
+} | {"lm_head": (VOCAB, 64)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "is_tied"), [(2, False), pytest.param(4, True, marks=pytest.mark.long)])
+def test_each_worker_has_its_share_of_adapters(
+    model: Path, start: Callable[..., EngineCore], tmp_path: Path, size: int, is_tied: bool
+) -> None:
+    """Of every product, with ranks, magnitudes and biases, more adapters than there is memory for; one whose files are
+    broken fails its own requests, and is served once they are mended."""
+    flags: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+    model_flags = {"hf_overrides": {"tie_word_embeddings": is_tied}}
+    flags |= model_flags
+    folders = [write_adapter_of(tmp_path / f"a{i}", i, 3 + i, SIZES, 0.05, magnitudes=i % 2 == 1) for i in range(4)]
+    config = folders[3] / "adapter_config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"r": 5}))
+
+    def outputs(core: EngineCore) -> Outputs:
+        asked = requests(1, 12)
+        for i, request in enumerate(asked):
+            if i % 5 < 4:
+                request.adapter = source(f"a{i % 5}", str(folders[i % 5]))
+                request.prompt = msgspec.structs.replace(request.prompt, adapter=request.adapter.identity)
+        return run(core, asked)
+
+    alone, team = EngineCore(config_of(model, **flags)), start(tensor_parallel_size=size, **flags)
+    expected, found = outputs(alone), outputs(team)
+    base = run(EngineCore(config_of(model, **model_flags)), requests(1, 12))
+    assert [told(base[f"r{i}", 0]) == told(expected[f"r{i}", 0]) for i in range(5)] == [False] * 4 + [True]
+    refused = {key for key, parts in expected.items() if parts[-1].error is not None}
+    assert len(refused) == 2
+    for key in refused:
+        assert "has rank 6, and the configuration says 5" in str(found.pop(key)[-1].error)
+        del expected[key]
+    assert_near(found, expected)
+    config.write_text(json.dumps(settings))
+    assert_near(outputs(team), outputs(alone))
+
+
 def told_exactly(outputs: list[SequenceOutput]) -> list[tuple[int, list[float]]]:
     entries = [entry for output in outputs for entry in output.logprobs or [] if entry is not None]
     tokens = [token for output in outputs for token in output.token_ids]
@@ -126,7 +176,6 @@ def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.Monk
         ({"tensor_parallel_size": 3}, "cannot share out 4 attention heads; these sizes could: 1, 2, 4"),
         ({"tensor_parallel_size": 2, "quantization": "int8"}, "columns 0 to 48 of a INT8 matrix .* lie together by 32"),
         ({"tensor_parallel_size": 2, "cpu_threads": 1}, "less than the 2 workers of"),
-        ({"tensor_parallel_size": 2, "enable_lora": True}, "not built yet with --enable-lora"),
         ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray is not built yet; mp is"),
         ({"tensor_parallel_size": 0}, "must be greater than 0"),

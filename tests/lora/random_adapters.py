@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,19 +25,33 @@ def write_random_adapter(
     strength: float = 0.3,
 ) -> Path:
     """Strong enough to change what is said at once."""
+    sizes = {f"model.layers.{layer}.{module}": SIZES[module] for layer in layers for module in modules}
+    return write_adapter_of(folder, seed, rank, sizes, strength)
+
+
+def write_adapter_of(
+    folder: Path,
+    seed: int,
+    rank: int,
+    sizes: Mapping[str, tuple[int, int]],
+    strength: float = 0.3,
+    magnitudes: bool = False,
+) -> Path:
+    """Of modules with these outputs and inputs; with `magnitudes`, DoRA's, they have biases too."""
     generator = np.random.default_rng(seed)
     tensors = {}
-    for layer in layers:
-        for module in modules:
-            num_out, num_in = SIZES[module]
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            a = generator.standard_normal((rank, num_in), np.float32) / num_in**0.5
-            tensors[f"{name}.lora_A.weight"] = a
-            tensors[f"{name}.lora_B.weight"] = generator.standard_normal((num_out, rank), np.float32) * np.float32(
-                strength
-            )
+    for module, (num_out, num_in) in sizes.items():
+        name = f"base_model.model.{module}"
+        a = generator.standard_normal((rank, num_in), np.float32) / num_in**0.5
+        tensors[f"{name}.lora_A.weight"] = a
+        tensors[f"{name}.lora_B.weight"] = generator.standard_normal((num_out, rank), np.float32) * np.float32(strength)
+        if magnitudes:
+            tensors[f"{name}.lora_magnitude_vector"] = generator.uniform(0.1, 0.3, num_out).astype(np.float32)
+            tensors[f"{name}.lora_B.bias"] = generator.standard_normal(num_out, np.float32) * np.float32(strength)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(modules)}
+    targets = sorted({module.rsplit(".", 1)[-1] for module in sizes})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    config |= {"use_dora": magnitudes, "lora_bias": magnitudes}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
