@@ -170,16 +170,18 @@ def test_a_layout_gives_each_array_bytes_of_its_own_and_pads_what_lies_behind_a_
     layout = StepLayout(shape)
     buffer = np.full(layout.num_bytes, 0xA5, np.uint8)
     found = layout.on_host(buffer)
-    for i, field in enumerate(fields(StepArrays)):
-        getattr(found, field.name)[...] = i
-    for i, field in enumerate(fields(StepArrays)):
-        assert (getattr(found, field.name) == i).all(), f"{field.name} shares bytes with another array"
+    values = {field.name: 10 + i for i, field in enumerate(fields(StepArrays))}
+    for name, value in values.items():
+        getattr(found, name)[...] = value
+    for name, value in values.items():
+        assert (getattr(found, name) == value).all(), f"{name} shares bytes with another array"
     on_device = layout.on_device(torch.from_numpy(buffer), lambda array, dtype: array.view(getattr(torch, dtype)))
-    for i, field in enumerate(fields(StepArrays)):
-        assert (getattr(on_device, field.name) == i).all()
+    for name, value in values.items():
+        assert (getattr(on_device, name) == value).all()
     pad(found, StepShape(3, 2, 1, 0, groups=2), Padding(num_tokens=3, no_row=9, no_place=99))
-    assert found.slot_mapping.tolist() == [[2, 2, 2, -1, -1, -1, -1]] * 2
-    assert found.query_start_loc.tolist() == [3, 3, 3, 3, 3, 3]
-    assert found.seq_owners.tolist() == [8, 8, 9, 9, 9]
+    slot, owner = values["slot_mapping"], values["seq_owners"]
+    assert found.slot_mapping.tolist() == [[slot, slot, slot, -1, -1, -1, -1]] * 2
+    assert found.query_start_loc[3:].tolist() == [3, 3, 3]
+    assert found.seq_owners.tolist() == [owner, owner, 9, 9, 9]
     assert found.sample_owners[1:].tolist() == [9] * 5
     assert found.block_places.tolist() == [99] * 4

@@ -88,7 +88,7 @@ _GEMMA_4: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": [MIXED[1], MIXED[0], *MIXED], "sliding_window": 20, "head_dim": 8,
     "global_head_dim": 16, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": SIZES["vocab_size"],
 }  # fmt: skip
-EXPERT_MODELS |= {
+GEMMA_4_MODELS = {
     "gemma 4": _model("Gemma4", final_logit_softcapping=3.0, **_GEMMA_4),
     "gemma 4, shared keys": _model("Gemma4", num_kv_shared_layers=2, use_double_wide_mlp=True, **_GEMMA_4),
     "gemma 4, experts": _model(
@@ -96,4 +96,4 @@ EXPERT_MODELS |= {
         num_experts=6, **_MOE, **_GEMMA_4 | {"hidden_size_per_layer_input": 0},
     ),
 }  # fmt: skip
-ALL_MODELS = MODELS | EXPERT_MODELS
+ALL_MODELS = MODELS | EXPERT_MODELS | GEMMA_4_MODELS
