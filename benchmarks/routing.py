@@ -33,7 +33,7 @@ MAX_TOKENS = 4096  # which callers allow; answers are far shorter
 class NoExecutor:
     """Samples the token 7 everywhere."""
 
-    runs_ahead = False
+    runs_ahead, num_stages = False, 1
     cache_groups = group_layers([LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8)])
     weight_bytes = cache_bytes = 1 << 20
 

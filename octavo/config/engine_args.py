@@ -174,7 +174,11 @@ class EngineArgs(Flags):
         1, "Workers that share each layer, a process each, which share the processors or --cpu-threads.", short="-tp",
         positive=True,
     )  # fmt: skip
-    pipeline_parallel_size: int = flag(1, "Devices that share the layers.", built=False, short="-pp")
+    pipeline_parallel_size: int = flag(
+        1, "Stages that share the layers out, as many workers each as share a layer. As many steps are under way, of "
+        "different requests.", short="-pp", positive=True,
+    )  # fmt: skip
+    pipeline_layer_partition: str | None = flag(None, "Layers of each stage, such as 10,12,8; default equal parts.")
     data_parallel_size: int = flag(
         1, "Engines behind one server, each with the model and a cache of its own, which share the processors and the "
         "memory for the cache. A request goes where most of its prompt is cached, unless that one has more to do.",

@@ -133,6 +133,8 @@ class EngineConfig:
     enforce_eager: bool = False  # nothing is captured, call by call
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1  # workers that share each layer
+    pipeline_parallel_size: int = 1  # stages that share the layers out, of so many workers each
+    pipeline_layer_partition: list[int] | None = None  # layers of each stage
     data_parallel_size: int = 1  # engines behind one server
     data_parallel_rank: int = 0  # of this one
     cpu_threads: int | None = None  # None: as many as fit
@@ -148,6 +150,12 @@ class EngineConfig:
     def num_slots(self) -> int:
         """Requests that run at once at most, in all engines."""
         return self.scheduler.max_num_seqs * self.data_parallel_size
+
+    def stages(self, num_layers: int) -> list[range]:
+        """The layers of each stage. Raises `ConfigError`."""
+        from octavo.models.sharing import stage_layers
+
+        return stage_layers(num_layers, self.pipeline_parallel_size, self.pipeline_layer_partition)
 
     def replica(self, rank: int) -> EngineConfig:
         """That of one of the engines behind a server, with its share of the memory."""

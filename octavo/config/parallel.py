@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def check_parallel(args: EngineArgs, device: str) -> None:
     """Raises `ConfigError` for what does not go together with several workers, or not yet."""
-    size, replicas = args.tensor_parallel_size, args.data_parallel_size
+    size, num_stages, replicas = args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size
     for flag, backend in (
         ("distributed-executor-backend", args.distributed_executor_backend),
         ("data-parallel-backend", args.data_parallel_backend),
@@ -28,13 +28,16 @@ def check_parallel(args: EngineArgs, device: str) -> None:
         )
     if replicas > 1 and device != "cpu":
         raise ConfigError(f"--data-parallel-size {replicas} is not built yet on GPUs; start a server for each.")
-    if args.cpu_threads is not None and args.cpu_threads < replicas * size:
+    if args.cpu_threads is not None and args.cpu_threads < replicas * size * num_stages:
         raise ConfigError(
-            f"--cpu-threads {args.cpu_threads} is the number of all workers' threads: less than the {replicas * size} "
-            "workers of --tensor-parallel-size and --data-parallel-size."
+            f"--cpu-threads {args.cpu_threads} is the number of all workers' threads: less than the "
+            f"{replicas * size * num_stages} workers of --tensor-parallel-size, --pipeline-parallel-size and "
+            "--data-parallel-size."
         )
-    if size == 1:
+    layer_partition(args)
+    if size * num_stages == 1:
         return
+    asked = f"--tensor-parallel-size {size}" if num_stages == 1 else f"--pipeline-parallel-size {num_stages}"
     draws_otherwise = (args.speculative_config or {}).get("synthetic_acceptance_rates") is not None
     guesses_by_model = "model" in (args.speculative_config or {}) or args.speculative_model not in (None, "[ngram]")
     for name, is_asked in {
@@ -43,15 +46,34 @@ def check_parallel(args: EngineArgs, device: str) -> None:
         "with synthetic_acceptance_rates": draws_otherwise,
     }.items():
         if is_asked:
-            raise ConfigError(f"--tensor-parallel-size {size} is not built yet {name}; leave one of them out.")
+            raise ConfigError(f"{asked} is not built yet {name}; leave one of them out.")
+
+
+def layer_partition(args: EngineArgs) -> list[int] | None:
+    """Layers of each stage, where that is given. Raises `ConfigError`."""
+    given = args.pipeline_layer_partition
+    if given is None:
+        return None
+    counts = given.split(",")
+    if args.pipeline_parallel_size == 1 or not all(count.strip().isdecimal() for count in counts):
+        raise ConfigError(
+            f"--pipeline-layer-partition {given} must be numbers with commas between, one for each of the stages of "
+            f"--pipeline-parallel-size, which is {args.pipeline_parallel_size}."
+        )
+    return [int(count) for count in counts]
 
 
 def check_shared(args: EngineArgs, description: ModelDescription, pooling: PoolingConfig | None) -> None:
     """Raises `ConfigError` for a model that so many workers cannot share, or not yet."""
+    size, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
+    if size * num_stages == 1:
+        return
     from octavo.layers.share import Share
-    from octavo.models.sharing import with_share
+    from octavo.models.sharing import stage_layers, with_share, with_stage
 
-    size = args.tensor_parallel_size
     if pooling is not None:
-        raise ConfigError(f"--tensor-parallel-size {size} is not built yet for models that pool; leave it out.")
-    with_share(description, Share(0, size))
+        name = "tensor" if num_stages == 1 else "pipeline"
+        raise ConfigError(f"--{name}-parallel-size is not built yet for models that pool; leave it out.")
+    shared = with_share(description, Share(0, size))
+    for layers in stage_layers(len(description.layers), num_stages, layer_partition(args)):
+        with_stage(shared, layers)

@@ -25,7 +25,7 @@ def sound_config(
     for what, is_so in {
         "on GPUs": device != "cpu",
         "for pooling": pools,
-        "with --tensor-parallel-size": args.tensor_parallel_size > 1,
+        "with several workers": args.tensor_parallel_size * args.pipeline_parallel_size > 1,
         "with --enable-lora": args.enable_lora,
         "with speculation": bool(args.speculative_config or args.speculative_model),
         "with quantized checkpoints": bool(checkpoint.config.get("quantization_config")),

@@ -84,7 +84,7 @@ class EngineCore:
             self.adapters = AdapterLibrary(executor, pool, config.lora.max_cpu_loras)
         self.scheduler = Scheduler(
             config.scheduler, cache, config.model.seed, executor.runs_ahead, speculation, self.cost,
-            None if self.adapters is None else self.adapters.pool,
+            None if self.adapters is None else self.adapters.pool, executor.num_stages,
         )  # fmt: skip
         self._takes_media = config.media is not None or config.sound is not None
         self.is_paused = False  # nothing is computed
@@ -148,12 +148,13 @@ class EngineCore:
         outputs, self._refused = self._refused, []
         begin = time.monotonic()
         plan = self.scheduler.schedule()
-        num_ahead = 0
+        # Where nothing can be planned, somebody waits for what is under way.
+        num_ahead = max(0, len(self._under_way) - 1)
         if plan.rows:
             predicted_s = self.cost.seconds(plan.work)
             try:
                 self._under_way.append(_UnderWay(plan, self.executor.submit(plan), begin, predicted_s))
-                num_ahead = 1 if plan.runs_ahead else 0
+                num_ahead = max(1, self.executor.num_stages - 1) if plan.runs_ahead else 0
             except DeviceMemoryError as e:
                 outputs += self.scheduler.withdraw(plan, str(e))
         step_s = predicted_step_s = 0.0

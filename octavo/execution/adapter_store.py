@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from octavo.config import EngineConfig, LoRAConfig
 from octavo.errors import LoadError, RequestError
 from octavo.execution.device import Device
-from octavo.execution.team import ALONE, AdapterPages, Team
+from octavo.execution.team import ALONE, Team
 from octavo.layers.parameters import Module, NamedMatrix
 from octavo.loading.file_weights import open_weights
 from octavo.lora.files import AdapterFiles, digest
@@ -65,28 +65,34 @@ class AdapterStore:
     """Tables of factors for the products of a model, the pages behind them, and adapters on the host."""
 
     def __init__(
-        self, matrices: Sequence[NamedMatrix], ops: AdaptedOps, config: EngineConfig, device: Device, team: Team = ALONE
+        self,
+        matrices: Sequence[NamedMatrix],
+        ops: AdaptedOps,
+        config: EngineConfig,
+        device: Device,
+        team: Team = ALONE,
+        others: Collection[str] = (),
     ) -> None:
-        """Raises `LoadError` if the model has no product that adapters may change."""
+        """`others` are names of modules of other stages. Raises `LoadError` if the model has no product that adapters
+        may change."""
         assert config.lora is not None
         self._config, self._lora, self._device = config, config.lora, device
         lora = config.lora
         adaptable = [matrix for matrix in matrices if not ops.is_stacked(matrix.weight)]
-        self._map = ModuleMap(adaptable, self._lora.target_modules)
-        if not any(self._map.is_open(module.name) for matrix in adaptable for module in matrix.modules):
+        self._map = ModuleMap(adaptable, self._lora.target_modules, others)
+        names = [*others, *(module.name for matrix in adaptable for module in matrix.modules)]
+        if not any(map(self._map.is_open, names)):
             raise LoadError(f"--lora-target-modules {' '.join(self._lora.target_modules or [])}: there are none such.")
         backend = ops.backend
         dtype = self._lora.dtype
         shapes = [_shape(matrix, self._lora) for matrix in adaptable]
         sizing = [backend.adapter_table(shape, 1, dtype) for shape in shapes]
 
-        def choose() -> AdapterPages:
-            page_bytes = -(-max(table.least_page_bytes() for table in sizing) // _PAGE_UNIT) * _PAGE_UNIT
-            pieces = [size for table in sizing for size in table.largest(page_bytes)]
-            return AdapterPages(page_bytes, lora.max_loras * place(pieces, page_bytes)[0])
-
-        # The first worker's share is as large as any, and plans are about its pages.
-        self.page_bytes, self.num_pages = team.agree(choose)
+        # Plans are about pages that all workers have.
+        least = team.largest(max((table.least_page_bytes() for table in sizing), default=1))
+        self.page_bytes = -(-least // _PAGE_UNIT) * _PAGE_UNIT
+        pieces = [size for table in sizing for size in table.largest(self.page_bytes)]
+        self.num_pages = team.largest(lora.max_loras * place(pieces, self.page_bytes)[0])
         self.num_slots = min(self.num_pages, _MAX_SLOTS)
         self._arena: Array = backend.allocate_arena(self.num_pages * self.page_bytes)
         self._tables = [backend.adapter_table(shape, self.num_slots, dtype) for shape in shapes]

@@ -54,7 +54,7 @@ class _PoolMover:
         self._ops, self._device, self._caches = ops, device, caches
         self._stages: list[_Stage] = []
         self.host_arrays: list[Any] = []  # that hold swapped blocks
-        if num_host_blocks:
+        if num_host_blocks and caches:  # a stage may have no layer that uses a pool
             num_bytes = sum(block_bytes(cache) for cache in caches)
             self._host = device.pinned([num_host_blocks, num_bytes], "uint8")
             self.host_arrays = [self._host]
@@ -64,14 +64,14 @@ class _PoolMover:
     def move(self, moves: BlockMoves) -> None:
         for pairs in self._staged(moves.swap_out):
             self._swap_out(pairs)
-        if moves.copy:
+        if moves.copy and self._caches:
             self._device.compute.run(lambda: self._ops.copy_blocks(moves.copy, self._caches))
         for pairs in self._staged(moves.swap_in):
             self._swap_in(pairs)
 
     def _staged(self, pairs: Pairs) -> Iterator[Pairs]:
         """As many at a time as a stage holds."""
-        if pairs:
+        if pairs and self._stages:
             size = len(self._stages[0].blocks)
             yield from (pairs[at : at + size] for at in range(0, len(pairs), size))
 

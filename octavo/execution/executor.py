@@ -6,8 +6,9 @@ first of these: it sends the plan on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 from octavo.config import EngineConfig
@@ -35,6 +36,7 @@ class Executor(Protocol):
     """What the engine core needs of whatever runs the model."""
 
     runs_ahead: bool  # a step may be submitted before the tokens of the last one are known
+    num_stages: int  # of the model: so many steps may be under way, each of other sequences
     cache_groups: tuple[CacheGroup, ...]
     max_model_len: int  # the configuration's, or less with --max-model-len auto
     num_blocks: list[int]  # by pool
@@ -92,7 +94,7 @@ class LocalExecutor:
             device, ops = _open_device(config, team)
         phases.end("kernels")
         self.worker = worker = Worker(config, device, ops, phases, team)
-        self.runs_ahead = device.runs_ahead
+        self.runs_ahead, self.num_stages = device.runs_ahead, team.seat.num_stages
         self.cache_groups = worker.groups
         self.max_model_len = worker.max_model_len
         self.num_blocks, self.num_host_blocks = worker.num_blocks, worker.num_host_blocks
@@ -147,7 +149,7 @@ class TeamExecutor(LocalExecutor):
         if media is not None and hashes:
             self.team.tell_rows({content_hash: media.rows(content_hash) for content_hash in hashes})
         self.team.tell_plan(plan)
-        return super().submit(plan)
+        return super().submit(plan) if self.num_stages == 1 else _LastStage(partial(super().submit, plan))
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
         return self.team.prepare_adapter(source, super().prepare_adapter(source))
@@ -161,9 +163,20 @@ class TeamExecutor(LocalExecutor):
         super().release_cache()
 
 
+class _LastStage:
+    """A step that the stages before are given, and that the last one computes when its result is wanted."""
+
+    def __init__(self, submit: Callable[[], PendingStep]) -> None:
+        self._submit = submit
+
+    def result(self) -> StepResult:
+        return self._submit().result()
+
+
 def make_executor(config: EngineConfig) -> LocalExecutor:
     """As many workers as the configuration says. Raises as `LocalExecutor` does."""
-    return LocalExecutor(config) if config.tensor_parallel_size == 1 else TeamExecutor(config)
+    num_workers = config.tensor_parallel_size * config.pipeline_parallel_size
+    return LocalExecutor(config) if num_workers == 1 else TeamExecutor(config)
 
 
 def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
@@ -173,13 +186,13 @@ def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
         return CudaDevice(), load_cuda()
     from octavo.execution.cpu_device import CpuDevice
 
-    share, num_replicas = team.share, config.data_parallel_size
-    if share.is_whole and num_replicas == 1:
+    share, num_workers = team.share, team.seat.num_workers * config.data_parallel_size
+    if num_workers == 1:
         return CpuDevice(), load(config.cpu_threads, config.cpus)
     from octavo.ops import cpu
 
     # Of all workers of all engines behind a server.
-    of_threads = Share(config.data_parallel_rank * share.size + share.rank, num_replicas * share.size)
+    of_threads = Share(config.data_parallel_rank * team.seat.num_workers + team.seat.number, num_workers)
     own = of_threads.cut(config.cpu_threads or cpu.num_threads())
     cpus = None if config.cpus is None else [config.cpus[i] for i in own]
     ops = load(max(1, len(own)), cpus or None)

@@ -9,10 +9,12 @@ import gc
 import logging
 import os
 import sys
+from collections import deque
 from multiprocessing.connection import Connection
 
 from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.execution.executor import LocalExecutor
+from octavo.execution.runner import SubmittedStep
 from octavo.execution.team import (
     Follower,
     ForgetAdapter,
@@ -20,6 +22,7 @@ from octavo.execution.team import (
     PictureRows,
     PrepareAdapter,
     ReleaseCache,
+    SampledTokens,
     Sizes,
     has_hung_up,
 )
@@ -29,6 +32,8 @@ from octavo.processes import ignore_stop_signals
 
 logger = logging.getLogger(__name__)
 
+_GRACE_S = 10.0
+
 
 def main() -> None:
     ignore_stop_signals()
@@ -36,7 +41,9 @@ def main() -> None:
     try:
         _run(leader)
     except (EOFError, OSError):
-        os._exit(0)  # the first worker has gone
+        # The first worker has gone, or is about to, as one of another stage has: it must see who was the first to go.
+        has_hung_up(leader, _GRACE_S)
+        os._exit(0)
     except Exception:
         if has_hung_up(leader):  # in the middle of a step
             os._exit(0)
@@ -46,7 +53,7 @@ def main() -> None:
 
 def _run(leader: Connection) -> None:
     orders: Orders = leader.recv()
-    configure_logging(f"worker {orders.share.rank}", orders.log_level, log_format=orders.log_format)
+    configure_logging(f"worker {orders.seat.number}", orders.log_level, log_format=orders.log_format)
     team = Follower(leader, orders)
     try:
         executor = LocalExecutor(orders.config, team=team)
@@ -55,11 +62,20 @@ def _run(leader: Connection) -> None:
         return
     leader.send(None)
     gc.freeze()
+    steps: deque[SubmittedStep] = deque()  # whose tokens are not known yet
     while True:
         message = leader.recv()
         match message:
             case StepPlan():
-                executor.submit(message).result()
+                step = executor.worker.runner.submit(message)
+                if len(step.samples.rows):
+                    steps.append(step)
+                else:
+                    step.result()
+            case SampledTokens(tokens):
+                step = steps.popleft()
+                step.take_tokens(tokens)
+                step.result()
             case PictureRows(rows):
                 executor.worker.take_rows(rows)
             case PrepareAdapter(source):

@@ -27,7 +27,7 @@ from octavo.execution.pooling_table import PoolingTable
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.execution.team import ALONE, Team
-from octavo.models.registry import CrossModel, Model, PoolingModel
+from octavo.models.registry import CrossModel, Model, PoolingModel, StageModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
 from octavo.plan import StepPlan, StepResult
 from octavo.sampling.batch import Samples, SamplingBatch, SamplingTable
@@ -105,6 +105,12 @@ class SubmittedStep:
         """Wait until the device has computed the step."""
         return self._runner.collect(self)
 
+    def take_tokens(self, tokens: NDArray[np.int64]) -> None:
+        """What the first worker of the team has sampled, [N]."""
+        sampled: Any = self.stage.tokens[: len(tokens)]
+        sampled[:] = tokens
+        self.sampled = SampledTokens(sampled)
+
 
 class Runner:
     """One model on one device, its KV cache, and the tables of the running sequences."""
@@ -127,6 +133,7 @@ class Runner:
         `cross` of one with cross attention."""
         self.model, self.ops, self.device = model, ops, device
         self._adapters, self._team = adapters, team
+        self._links = team.links
         self.table, self.max_num_tokens = table, max_num_tokens
         self.caches: Sequence[LayerKVCache]
         self._mover: BlockMover
@@ -150,6 +157,11 @@ class Runner:
         )  # fmt: skip
         if media is not None:
             self._largest = replace(self._largest, media=max_num_tokens, **media.extents)
+        if self._links.before is not None:
+            of_stage = cast(StageModel, model)
+            self._stream_dtype = of_stage.stream_dtype
+            item_bytes = 4 if self._stream_dtype == "float32" else 2
+            self._largest = replace(self._largest, entering_bytes=of_stage.hidden_size * item_bytes)
         num_bytes = StepLayout(self._largest).num_bytes
         self._stages = [
             _Stage(i, device.pinned([num_bytes], "uint8"), device.pinned([self._largest.samples], "int64"))
@@ -176,6 +188,8 @@ class Runner:
 
     def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
         """`StepModel.logits`."""
+        if self._links.behind is not None:
+            return hidden, hidden  # which nobody reads
         if self.pooling is not None:
             vectors = cast(PoolingModel, self.model).pool(hidden, inputs.pool_starts, inputs.sample_rows)
             return vectors, vectors
@@ -353,7 +367,8 @@ class Runner:
 
     def _start(self, plan: StepPlan, stage: _Stage) -> SubmittedStep:
         updates = None if self._tables is None else self._tables.updates(plan, self.table.blocks, self._stale)
-        prompts = self._prompt_parts(plan) if self._wants_prompt_logprobs else []
+        has_logits = self._links.behind is None
+        prompts = self._prompt_parts(plan) if self._wants_prompt_logprobs and has_logits else []
         used = self._shape_of(plan, 0 if updates is None else len(updates[0]))
         captured = self._captured_for(used)
         if captured is None:
@@ -378,6 +393,8 @@ class Runner:
             settings = self.sampling.build(samples, self.table.tokens)
             if settings is not None:
                 write_settings(arrays, settings)
+        if self._links.before is not None:
+            self._links.before.receive(arrays.entering[: used.tokens])
         self._upload(stage, layout.num_bytes)
         step = SubmittedStep(self, plan, stage, samples)
         if captured is not None:
@@ -389,7 +406,10 @@ class Runner:
                 step.features = outputs.features[: used.tokens]
             if self.pooling is not None:
                 step.vectors = outputs.logits[:num_samples]
-            elif num_samples:
+            elif self._links.behind is not None:
+                hidden: Any = outputs.hidden[: used.tokens]
+                self._links.behind.send(hidden.view(np.uint8))
+            elif num_samples and self._team.is_leader:
                 step.sampled = self._sample(outputs, num_samples, inputs, settings)
                 if self.target_ids is not None:
                     known: Any = step.sampled.tokens
@@ -416,22 +436,16 @@ class Runner:
         self, outputs: StepOutputs, num_samples: int, inputs: StepArrays[Array], settings: SamplingBatch | None
     ) -> SampledTokens:
         """What the first worker of the team samples; the others get its tokens, and nothing else."""
-        sampled: SampledTokens | None = None
-
-        def draw() -> Array:
-            nonlocal sampled
-            sampled = sample_tokens(
-                self.ops, outputs.logits[:num_samples], outputs.best[:num_samples], inputs, settings,
-                self.device.shares_memory,
-            )  # fmt: skip
-            return sampled.tokens
-
-        tokens = self._team.sample(draw)
-        return SampledTokens(tokens) if sampled is None else sampled
+        sampled = sample_tokens(
+            self.ops, outputs.logits[:num_samples], outputs.best[:num_samples], inputs, settings,
+            self.device.shares_memory,
+        )  # fmt: skip
+        self._team.tell_tokens(sampled.tokens)
+        return sampled
 
     def _run(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:
         hidden, features = self.hidden(inputs)
-        if not num_samples:
+        if not num_samples or self._links.behind is not None:
             return StepOutputs(hidden, features, hidden[:0], hidden[:0])
         return StepOutputs(hidden, features, *self.logits(inputs, hidden))
 
@@ -452,6 +466,7 @@ class Runner:
             media_indices=None if self._media is None else inputs.media_indices,
             cross_lens=inputs.cross_lens,
             token_types=inputs.token_types,
+            entering=self.device.view(inputs.entering, self._stream_dtype) if self._largest.entering_bytes else None,
             axis_positions=inputs.axis_positions if self._largest.axes else None,
             key_ends=inputs.key_ends if self._largest.sees_ahead else None,
         )
@@ -466,7 +481,10 @@ class Runner:
         num_samples = num_seqs
         if num_positions.count(1) < num_seqs or num_forks.count(1) < num_seqs:
             num_samples = sum([planned.num_samples for planned in plan.rows])
-        used = StepShape(sum(num_tokens), num_seqs, num_samples, num_updates, largest.groups, largest.blocks)
+        used = StepShape(
+            sum(num_tokens), num_seqs, num_samples, num_updates, largest.groups, largest.blocks,
+            entering_bytes=largest.entering_bytes,
+        )  # fmt: skip
         if self._media is None:
             return used
         return replace(used, media=self._media.num_rows(plan), **self._media.extents)

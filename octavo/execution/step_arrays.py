@@ -38,6 +38,7 @@ class StepShape:
     media_parts: int = 1  # rows that such a token has: others are for layers
     axes: int = 0  # positions of a token beside that in its sequence
     sees_ahead: bool = False  # whether tokens may see later ones
+    entering_bytes: int = 0  # of a token, which the stage before sends
 
     def extent(self, name: str) -> int:
         if name == "bounds":
@@ -46,13 +47,16 @@ class StepShape:
             return self.tokens if self.media_width else 0
         if name == "tokens_ahead":
             return self.tokens if self.sees_ahead else 0
+        if name == "tokens_entering":
+            return self.tokens if self.entering_bytes else 0
         return int(getattr(self, name))
 
 
 def array_of(*dims: str, dtype: type[np.generic], padding: int | str = 0) -> Any:
     """A field of `StepArrays`: what its dimensions are, named by `StepShape`'s fields ("bounds" is one more than the
     sequences, "media_tokens" the tokens of models that take media, "tokens_ahead" those of models where tokens see
-    later ones), its type, and what lies behind the entries of a step: a number, or the name of a `Padding`."""
+    later ones, "tokens_entering" those of stages that are not the first), its type, and what lies behind the entries of
+    a step: a number, or the name of a `Padding`."""
     return field(metadata={"dims": dims, "dtype": np.dtype(dtype), "padding": padding})
 
 
@@ -104,6 +108,7 @@ class StepArrays(Generic[_A]):
     media_rows: _A = array_of("media_parts", "media", "media_width", dtype=np.float32)
     axis_positions: _A = array_of("axes", "tokens", dtype=np.int64)
     key_ends: _A = array_of("tokens_ahead", dtype=np.int32)
+    entering: _A = array_of("tokens_entering", "entering_bytes", dtype=np.uint8)
 
 
 _FIELDS = tuple((f.name, f.metadata["dims"], f.metadata["dtype"], f.metadata["padding"]) for f in fields(StepArrays))

@@ -3,6 +3,9 @@
 A follower is told each plan as the first worker gets it, and the tokens that the first one samples; logits and layers'
 sums they exchange themselves, within the step (`octavo.ops.cpu_collectives`). The connection is a pair of sockets:
 whoever ends closes his, which the others notice even in the middle of a step.
+
+Workers that share every layer are a stage; stages that follow each other share the layers out. The first worker is of
+the last stage, where tokens are sampled.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, LoadError, OctavoError, RequestError
-from octavo.layers.share import WHOLE, Share
+from octavo.errors import LoadError, OctavoError, RequestError
+from octavo.execution.stage_links import NO_LINKS, LinkEnds, Seat, Way, ends_of, shared_memory
+from octavo.layers.share import Share
 from octavo.logs import current_format
 from octavo.models.description import ModelDescription
 from octavo.ops import Array
@@ -53,21 +57,15 @@ class Sizes(NamedTuple):
     max_model_len: int
 
 
-class AdapterPages(NamedTuple):
-    """Memory for adapters, which all workers divide alike."""
-
-    page_bytes: int
-    num_pages: int
-
-
 @dataclass(frozen=True, slots=True)
 class Orders:
     """What a follower is started with."""
 
     config: EngineConfig
-    share: Share
-    memory: int  # the file that rows are exchanged through
+    seat: Seat
+    memory: int  # the file that rows are exchanged through within the stage
     memory_bytes: int
+    ends: LinkEnds
     log_level: int
     log_format: str
 
@@ -80,6 +78,12 @@ class PictureRows(NamedTuple):
     """What the tower has made of the pictures that the next plan's admissions have, by content."""
 
     rows: dict[bytes, NDArray[np.float32]]
+
+
+class SampledTokens(NamedTuple):
+    """Of the oldest step of which they are not known yet, [N]."""
+
+    tokens: NDArray[np.int64]
 
 
 class PrepareAdapter(NamedTuple):
@@ -105,9 +109,15 @@ class ForgetAdapter(NamedTuple):
 class Team:
     """One worker's view of it. This one is alone."""
 
-    share = WHOLE
+    seat = Seat()
+    is_leader = True  # the first worker, which samples
+    links = NO_LINKS
     memory = -1
     memory_bytes = 0
+
+    @property
+    def share(self) -> Share:
+        return self.seat.share
 
     @property
     def connections(self) -> list[int]:
@@ -118,9 +128,12 @@ class Team:
         """What the first worker chooses."""
         return choose()
 
-    def sample(self, draw: Callable[[], Array]) -> Array:
-        """The tokens [N] that the first worker draws."""
-        return draw()
+    def largest(self, own: int) -> int:
+        """The largest number that a worker says."""
+        return own
+
+    def tell_tokens(self, tokens: Array) -> None:
+        """What the first worker has sampled, [N]."""
 
 
 ALONE = Team()
@@ -132,27 +145,35 @@ class Leader(Team):
     def __init__(self, config: EngineConfig, description: ModelDescription) -> None:
         """Raises `ConfigError` in a process that has a team."""
         check_is_in_no_group()
-        size, limits = config.tensor_parallel_size, config.scheduler
-        self.share = Share(0, size)
+        size, num_stages, limits = config.tensor_parallel_size, config.pipeline_parallel_size, config.scheduler
         num_samples = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         most = max(size * limits.max_num_batched_tokens * description.hidden_size, num_samples * description.vocab_size)
         self.memory_bytes = group_bytes(size, most)
-        self.memory = _shared_memory(self.memory_bytes)
+        memories = [shared_memory(self.memory_bytes) for _ in range(num_stages)]
+        slot_bytes = limits.max_num_batched_tokens * description.hidden_size * 4
+        ways = [[Way(num_stages + 1, slot_bytes) for _ in range(size)] for _ in range(1, num_stages)]
+        seats = [Seat(stage, num_stages, Share(rank, size)) for stage in range(num_stages) for rank in range(size)]
+        self.seat, self.memory = Seat(num_stages - 1, num_stages, Share(0, size)), memories[-1]
+        self._seats = [seat for seat in seats if seat != self.seat]
         self.processes: list[subprocess.Popen[bytes]] = []
         self._followers: list[Connection] = []
-        for rank in range(1, size):
+        level = logging.getLogger("octavo").getEffectiveLevel()
+        for seat in self._seats:
             own, theirs = socket.socketpair()
             os.set_inheritable(theirs.fileno(), True)
             command = python_command("octavo.execution.follower", str(theirs.fileno()))
-            self.processes.append(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), self.memory])
-            )
+            memory, ends = memories[seat.stage], ends_of(ways, seat)
+            passed = [theirs.fileno(), memory, *ends.descriptors]
+            self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed))
             theirs.close()
             follower = Connection(own.detach())
             self._followers.append(follower)
-            level = logging.getLogger("octavo").getEffectiveLevel()
-            orders = Orders(config, Share(rank, size), self.memory, self.memory_bytes, level, current_format())
-            follower.send(orders)
+            follower.send(Orders(config, seat, memory, self.memory_bytes, ends, level, current_format()))
+        self.links = ends_of(ways, self.seat).open(self.connections)
+        for way in (way for of_stage in ways for way in of_stage):
+            way.let_go(keeps_end=way is ways[-1][0])
+        for memory in memories[:-1]:
+            os.close(memory)
         self._listener = ThreadPoolExecutor(1, "others' adapters")  # to what followers answer
         # Also when nobody refers to the team any more.
         self.close = weakref.finalize(self, _end, self._followers, self.processes, self.memory)
@@ -166,15 +187,26 @@ class Leader(Team):
         self._tell(chosen)
         return chosen
 
+    def largest(self, own: int) -> int:
+        found: int = max([own, *self._hear_all()])
+        self._tell(found)
+        return found
+
     def wait_until_ready(self) -> None:
         """Raises what a follower could not start for."""
-        for rank, follower in enumerate(self._followers, 1):
+        self._hear_all()
+
+    def _hear_all(self) -> list[Any]:
+        """What each follower says. Raises what one could not start for."""
+        found = []
+        for seat, follower in zip(self._seats, self._followers, strict=True):
             try:
-                error: OctavoError | None = follower.recv()
+                found.append(follower.recv())
             except (EOFError, OSError):
-                raise LoadError(f"worker {rank} of {self.share.size} ended before it was ready.") from None
-            if error is not None:
-                raise error
+                raise LoadError(f"{seat} ended before it was ready.") from None
+            if isinstance(found[-1], OctavoError):
+                raise found[-1]
+        return found
 
     def tell_rows(self, rows: dict[bytes, NDArray[np.float32]]) -> None:
         self._tell(PictureRows(rows))
@@ -183,10 +215,8 @@ class Leader(Team):
         """Others need not know how tokens are sampled."""
         self._tell(replace(plan, admissions=[_without_sampling(admission) for admission in plan.admissions]))
 
-    def sample(self, draw: Callable[[], Array]) -> Array:
-        tokens = draw()
-        self._tell(np.array(tokens))
-        return tokens
+    def tell_tokens(self, tokens: Array) -> None:
+        self._tell(SampledTokens(np.array(tokens)))
 
     def prepare_adapter(self, source: AdapterSource, own: Future[int]) -> Future[int]:
         """Have the others read an adapter too, as the first worker does by its `own` future. The result is the largest
@@ -196,21 +226,20 @@ class Leader(Team):
 
     def _all_read(self, own: Future[int]) -> int:
         """The others' answers come in the order of the questions, so each is awaited though the own reading failed."""
-        answers = [self._answer(rank) for rank in range(1, self.share.size)]
+        answers = [self._answer(*one) for one in zip(self._seats, self._followers, strict=True)]
         num_pages = own.result()
         for answer in answers:
             if answer.error is not None:
                 raise (RequestError(answer.error, param="model") if answer.is_of_request else LoadError(answer.error))
         return max(num_pages, *(answer.num_pages for answer in answers))
 
-    def _answer(self, rank: int) -> AdapterRead:
-        follower = self._followers[rank - 1]
+    def _answer(self, seat: Seat, follower: Connection) -> AdapterRead:
         try:
             while not follower.poll(_CLOSED_CHECK_S):  # which raises once the team is closed
                 pass
             answer: AdapterRead = follower.recv()
         except (EOFError, OSError):
-            raise LoadError(f"worker {rank} of {self.share.size} has ended.") from None
+            raise LoadError(f"{seat} has ended.") from None
         return answer
 
     def forget_adapter(self, identity: str) -> None:
@@ -222,29 +251,32 @@ class Leader(Team):
     def on_death(self, act: Callable[[str], None]) -> None:
         """Have a thread call `act`, with what has happened, when a follower ends before the team is closed."""
 
-        def watch(rank: int, process: subprocess.Popen[bytes]) -> None:
+        def watch(seat: Seat, process: subprocess.Popen[bytes]) -> None:
             status = process.wait()
             if self.close.alive:
-                act(f"worker {rank} of {self.share.size} ended with status {status}")
+                act(f"{seat} ended with status {status}")
 
-        for rank, process in enumerate(self.processes, 1):
-            threading.Thread(target=watch, args=(rank, process), name=f"worker {rank}", daemon=True).start()
+        for seat, process in zip(self._seats, self.processes, strict=True):
+            threading.Thread(target=watch, args=(seat, process), name=str(seat), daemon=True).start()
 
     def _tell(self, message: Any) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for rank, follower in enumerate(self._followers, 1):
+        for seat, follower in zip(self._seats, self._followers, strict=True):
             try:
                 follower.send_bytes(data)
             except OSError:
-                raise RuntimeError(f"worker {rank} of {self.share.size} has ended.") from None
+                raise RuntimeError(f"{seat} has ended.") from None
 
 
 class Follower(Team):
     """Another worker's team: what it hears of the first."""
 
+    is_leader = False
+
     def __init__(self, leader: Connection, orders: Orders) -> None:
-        self.share, self.memory, self.memory_bytes = orders.share, orders.memory, orders.memory_bytes
+        self.seat, self.memory, self.memory_bytes = orders.seat, orders.memory, orders.memory_bytes
         self._leader = leader
+        self.links = orders.ends.open(self.connections)
 
     @property
     def connections(self) -> list[int]:
@@ -267,32 +299,22 @@ class Follower(Team):
         with contextlib.suppress(OSError):  # the first worker has gone, which the main thread notices
             self._leader.send(answer)
 
-    def sample(self, draw: Callable[[], Array]) -> Array:
-        tokens: Array = self._leader.recv()
-        return tokens
+    def largest(self, own: int) -> int:
+        self._leader.send(own)
+        found: int = self._leader.recv()
+        return found
 
 
-def has_hung_up(other: Connection) -> bool:
-    """Whether the process at the other end has gone."""
+def has_hung_up(other: Connection, timeout_s: float = 0.0) -> bool:
+    """Whether the process at the other end has gone, or goes within so many seconds."""
     poll = select.poll()
-    poll.register(other.fileno(), select.POLLHUP)
-    return any(events & select.POLLHUP for _, events in poll.poll(0))
+    poll.register(other.fileno(), 0)  # whatever there is still to be read
+    return any(events & select.POLLHUP for _, events in poll.poll(timeout_s * 1000))
 
 
 def _without_sampling(admission: Admission) -> Admission:
     params = SamplingParams(temperature=0.0, prompt_logprobs=admission.params.prompt_logprobs)
     return replace(admission, params=params, stop_token_ids=[])
-
-
-def _shared_memory(num_bytes: int) -> int:
-    """A file of zeros that takes memory only where it is written, and is gone with the last process that has it. Not
-    in /dev/shm, of which containers have 64 MB."""
-    if not hasattr(os, "memfd_create"):
-        raise ConfigError("--tensor-parallel-size above 1 needs Linux.")
-    memory = os.memfd_create("octavo")
-    os.set_inheritable(memory, True)
-    os.ftruncate(memory, num_bytes)
-    return memory
 
 
 def _end(followers: list[Connection], processes: list[subprocess.Popen[bytes]], memory: int) -> None:

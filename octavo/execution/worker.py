@@ -34,9 +34,9 @@ from octavo.loading.memory import check_fits
 from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
-from octavo.models.inventory import record
-from octavo.models.registry import Model, build, describe
-from octavo.models.sharing import with_share
+from octavo.models.inventory import adaptable_modules, record
+from octavo.models.registry import Model, StageModel, build, describe
+from octavo.models.sharing import with_share, with_stage
 from octavo.ops import AdapterOps, DeviceOps, LayerKVCache, Ops
 from octavo.phases import Phases
 from octavo.plan import StepPlan
@@ -76,19 +76,23 @@ class Worker:
         )
         weights.check_all_taken()
         weights.close()
+        if team.seat.num_stages > 1:
+            _agree_on_stream(cast(StageModel, model), model_config.dtype, team)
         phases.end("weights packed")
         if compiling is not None:
             compiling.join()
             phases.end("kernels compiled")
         self.weight_bytes = model.num_weight_bytes()
         self.groups = group_layers(model.layer_caches)
+        self._description, self._own_layers = description, description.caches_of(description.stage)
         self.grammars = GrammarCompiler(checkpoint, model.vocab_size)
         self.adapters: AdapterStore | None = None
         runner_adapters = None
         if adapted is not None:
             from octavo.execution.adapter_store import AdapterStore
 
-            self.adapters = AdapterStore(model.matrices, adapted, config, device, team)
+            others = set() if team.seat.num_stages == 1 else adaptable_modules(description)
+            self.adapters = AdapterStore(model.matrices, adapted, config, device, team, others)
             runner_adapters = RunnerAdapters(adapted, self.adapters)
             phases.end("adapter memory")
         self.media: TowerCache | None = None
@@ -98,7 +102,7 @@ class Worker:
             from octavo.multimodal.tower import ReceivedRows, Tower, TowerCache
 
             rows: MediaRows
-            if team.share.is_first:
+            if team.is_leader:
                 rows = self.media = TowerCache(Tower(media.folder, media.row_multiplier), media.cache_tokens)
             else:
                 rows = self._received = ReceivedRows()
@@ -130,7 +134,8 @@ class Worker:
         phases.end("program")
         logger.info(
             "%s on %s: %d layers, %s, %.2f GiB of weights, loaded in %.2f s",
-            checkpoint.name, device.name, len(set(description.layer_numbers)), model_config.dtype,
+            checkpoint.name, device.name, len({description.layer_numbers[i] for i in description.stage}),
+            model_config.dtype,
             self.weight_bytes / _GIB, phases.seconds["weights opened"] + phases.seconds["weights packed"],
         )  # fmt: skip
 
@@ -138,7 +143,9 @@ class Worker:
         """A model that fits: what it is, its weights, and the operations that it computes with."""
         checkpoint = config.checkpoint
         description = describe(checkpoint.config, config.impl, config.code_folder, config.pooling)
-        description = with_share(description, self._team.share)
+        seat = self._team.seat
+        description = with_share(description, seat.share)
+        description = with_stage(description, self._config.stages(len(description.layers))[seat.stage])
         ops = self._with_attention(description, config.dtype, phases)
         weights = open_weights(
             checkpoint, config.dtype, config.seed, config.quantization, description.tie_word_embeddings
@@ -189,7 +196,7 @@ class Worker:
         recorded = RecordingWeights(dtype, weights)
         record(description, recorded)
         needed, kinds = recorded.packed_bytes()
-        free = self._device.free_bytes() // self._team.share.size
+        free = self._device.free_bytes() // self._team.seat.num_workers
         logger.debug("device %s: %.1f GiB free", self._device.name, free / _GIB)
         check_fits(needed, kinds, free)
 
@@ -247,7 +254,8 @@ class Worker:
         """Size the cache and allocate it."""
         config, device = self._config, self._device
         small = self._caches([1] * capacity.num_pools(self.groups))
-        sizes = [sum(block_bytes(cache) for cache in of_pool) for of_pool in small]
+        own_sizes = [sum(map(block_bytes, of_pool)) for of_pool in small]
+        sizes = own_sizes if self._team.seat.num_stages == 1 else self._largest_blocks()
         self._use(small, [0] * len(small))
         captured_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
         del small
@@ -261,7 +269,7 @@ class Worker:
             return Sizes(num_blocks, num_host_blocks, fitting.model.max_model_len)
 
         self.num_blocks, self.num_host_blocks, self.max_model_len = self._team.agree(choose)
-        self.cache_bytes = sum(map(mul, self.num_blocks, sizes))
+        self.cache_bytes = sum(map(mul, self.num_blocks, own_sizes))
         config = config.with_max_model_len(self.max_model_len)
         self._use(self._caches(self.num_blocks), self.num_host_blocks)
         phases.end("KV cache")
@@ -274,7 +282,7 @@ class Worker:
 
     def _cache_budget(self, captured_bytes: int) -> tuple[int, str]:
         """Bytes for the cache of this worker, and what grants them. All of a team take theirs from the same memory."""
-        config, device, size = self._config.cache, self._device, self._team.share.size
+        config, device, size = self._config.cache, self._device, self._team.seat.num_workers
         wanted = config.memory_bytes
         if wanted is None:
             budget, source = device.cache_bytes(config, self._run_largest_step, captured_bytes)
@@ -287,18 +295,33 @@ class Worker:
         return wanted, f"--kv-cache-memory-bytes {wanted}"
 
     def _caches(self, num_blocks: Sequence[int]) -> list[list[LayerKVCache]]:
-        """By pool: memory for as many layers as its largest group has, which the layers of its groups share (where it
-        is scratch, all of them the memory of one), and then for those of a draft model that keeps what it keeps in the
-        same blocks."""
+        """By pool: memory for as many layers as its largest group has of this stage, which the layers of its groups
+        share (where it is scratch, all of them the memory of one), and then for those of a draft model that keeps what
+        it keeps in the same blocks."""
         caches = []
         for pool, count in enumerate(num_blocks):
-            groups = [group for group in self.groups if group.pool == pool]
-            num_layers = 1 if self._config.cache.is_scratch else max(len(group.layers) for group in groups)
-            caches.append([self._layer_cache(groups[0].spec, count) for _ in range(num_layers)])
+            spec = next(group.spec for group in self.groups if group.pool == pool)
+            caches.append([self._layer_cache(spec, count) for _ in self._places_in(pool, self._own_layers)])
         if (draft := self._draft) is not None:
             dtype, count = self._cache_dtype(draft.dtype), num_blocks[draft.pool]
             caches[draft.pool] += [self._layer_cache(spec, count, dtype) for spec in draft.layer_caches]
         return caches
+
+    def _places_in(self, pool: int, layers: range) -> list[int]:
+        """Which of a pool's memories, one for each layer of its largest group, `layers` of the groups use."""
+        groups = [group for group in self.groups if group.pool == pool]
+        found = {place for group in groups for place, layer in enumerate(group.layers) if layer in layers}
+        return sorted(found)[:1] if self._config.cache.is_scratch else sorted(found)
+
+    def _largest_blocks(self) -> list[int]:
+        """By pool, the bytes of a block in that stage where it has the most."""
+        description, stages = self._description, self._config.stages(len(self._description.layers))
+        found = []
+        for pool in range(capacity.num_pools(self.groups)):
+            spec = next(group.spec for group in self.groups if group.pool == pool)
+            most = max(len(self._places_in(pool, description.caches_of(layers))) for layers in stages)
+            found.append(most * block_bytes(self._layer_cache(spec, 1)))
+        return found
 
     def take_rows(self, rows: Mapping[bytes, NDArray[np.float32]]) -> None:
         """Of pictures by content, from the first worker of the team."""
@@ -322,9 +345,13 @@ class Worker:
 
     def _use(self, caches: list[list[LayerKVCache]], num_host_blocks: Sequence[int]) -> None:
         by_layer: dict[int, LayerKVCache] = {}
+        own = self._own_layers
         for group in self.groups:
-            of_pool = caches[group.pool]
-            by_layer.update(zip(group.layers, of_pool * (len(group.layers) // len(of_pool) or 1), strict=False))
+            of_pool, places = caches[group.pool], self._places_in(group.pool, own)
+            is_scratch = self._config.cache.is_scratch
+            for place, layer in enumerate(group.layers):
+                if layer in own:
+                    by_layer[layer] = of_pool[0 if is_scratch else places.index(place)]
         for pool, of_pool in enumerate(caches):  # what masked attention reads of the null block must be numbers
             if any(group.pool == pool and group.spec.kind == "window" for group in self.groups):
                 zeros = self._device.zeros([1, sum(block_bytes(cache) for cache in of_pool)], "uint8")
@@ -339,3 +366,9 @@ class Worker:
             of_draft = in_pool[len(in_pool) - len(draft.layer_caches) :]
             drafter = draft.use_caches(of_draft, in_pool[0].num_blocks, num_host_blocks[draft.pool])
             self.submit = DraftingRunner(self.runner, drafter).submit
+
+
+def _agree_on_stream(model: StageModel, dtype: str, team: Team) -> None:
+    """All stages must pass on hidden states of one type: float32 where each of them can have that, or the model's."""
+    if team.largest(model.stream_dtype != "float32"):
+        model.stream_dtype = dtype

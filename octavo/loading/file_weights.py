@@ -149,7 +149,9 @@ class FileWeights(Weights):
         return self._tensors[stored]
 
     def pass_over(self, prefix: str) -> None:
-        for name in [name for name in self._left if name.startswith(prefix)]:
+        short = prefix.partition(".")[2]  # as in `_stored_name`
+        prefixes = (prefix, short) if short else (prefix,)
+        for name in [name for name in self._left if name.startswith(prefixes)]:
             del self._left[name]
 
     def check_all_taken(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,14 @@ def plain_name(name: str) -> str:
 class ModuleMap:
     """The modules of a model that adapters may change, by name."""
 
-    def __init__(self, matrices: Sequence[NamedMatrix], suffixes: Sequence[str] | None) -> None:
-        """`suffixes` are ends of the names of the modules that may be changed; None: all."""
+    def __init__(
+        self, matrices: Sequence[NamedMatrix], suffixes: Sequence[str] | None, others: Collection[str] = ()
+    ) -> None:
+        """`suffixes` are ends of the names of the modules that may be changed; None: all. `others` are modules that may
+        be changed too, by other workers."""
         self.matrices = matrices
         self._suffixes = suffixes
+        self._others = {plain_name(name) for name in others}
         # Matrix, module of it: several where each reads a part of the inputs.
         self._places: dict[str, list[tuple[int, int]]] = {}
         for i, matrix in enumerate(matrices):
@@ -50,6 +54,8 @@ class ModuleMap:
         for name, adapter in modules.items():
             tensor = next(iter(adapter.tensors.values()))
             places = self._places.get(plain_name(name), [])
+            if not places and plain_name(name) in self._others:
+                continue
             if not places:
                 raise LoadError(
                     f"{path}: tensor {tensor} is of module {name}, which is no product of this model that adapters "

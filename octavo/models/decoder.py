@@ -78,6 +78,7 @@ FEED_FORWARDS: dict[type, Callable[[Any, int, Parameters, str], FeedForwardLike]
 
 
 Place = tuple[GroupTables, LayerKVCache]  # where a mixer keeps what it keeps
+_NO_PLACE: Place = cast(Any, (None, None))  # of a layer that keeps nothing, and does not look
 
 
 class Block:
@@ -209,75 +210,82 @@ class Decoder:
     ) -> None:
         self.description, self._ops, self._dtype = description, ops, dtype
         self.vocab_size, self.layer_caches = description.vocab_size, description.layer_caches
+        self.hidden_size = description.hidden_size
         parameters = Parameters(weights, ops, max_positions, dtype)
         vocab_size, hidden_size = description.vocab_size, description.hidden_size
         share = description.share
         self._own_vocab = share.cut(vocab_size)
+        is_first, is_last = description.is_first_stage, description.is_last_stage
         has_output_bias = description.output_bias and description.pooling is None
         output_bias = f"{description.output_name}.bias" if has_output_bias else False
         is_tied, embedding_size = description.tie_word_embeddings, description.embedding_size or hidden_size
-        self._embedding = parameters.linear(
-            [description.embedding_name], [vocab_size], embedding_size,
-            output_bias if is_tied and share.is_whole else False,
-        )  # fmt: skip
+        has_output = description.pooling is None and is_last
+        self._embedding: LinearWeight | None = None
+        if is_first or (is_tied and has_output and share.is_whole):
+            self._embedding = parameters.linear(
+                [description.embedding_name], [vocab_size], embedding_size,
+                output_bias if is_tied and is_last and share.is_whole else False,
+            )  # fmt: skip
         self._projection: LinearWeight | None = None
-        if description.embedding_size is not None:
+        if description.embedding_size is not None and is_first:
             name, has_bias = description.embedding_projection_name, description.projects_last
             self._projection = parameters.linear([name], [hidden_size], embedding_size, has_bias)
         width = embedding_size if description.projects_last else hidden_size
         self._embedding_norm: Norm | None = None
-        if description.embedding_norm is not None:
+        if description.embedding_norm is not None and is_first:
             self._embedding_norm = Norm(description.embedding_norm, parameters, description.embedding_norm_name, width)
         self._positions: Array | None = None
-        if description.positions is not None:
+        if description.positions is not None and is_first:
             self._positions = position_table(description.positions, parameters, width)
         self._token_types: Array | None = None
-        if description.token_types:
+        if description.token_types and is_first:
             self._token_types = parameters.array(description.token_types_name, (description.token_types, width))
-        self._blocks = [
-            block(layer, hidden_size, parameters, f"{description.layer_prefix}{number}.")
-            for layer, number in zip(description.layers, description.layer_numbers, strict=True)
-        ]
-        for i in range(description.num_unused_layers):
-            weights.pass_over(f"{description.layer_prefix}{len(self._blocks) + i}.")
+        numbers, own = description.layer_numbers, description.stage
+        self._blocks = {
+            i: block(description.layers[i], hidden_size, parameters, f"{description.layer_prefix}{numbers[i]}.")
+            for i in own
+        }
+        others = [number for i, number in enumerate(numbers) if i not in own]
+        for number in (*others, *range(len(numbers), len(numbers) + description.num_unused_layers)):
+            weights.pass_over(f"{description.layer_prefix}{number}.")
+        for prefix in description.other_stages:
+            weights.pass_over(prefix)
         for prefix in description.unused:
             weights.pass_over(prefix)
         self._token_inputs: TokenInputs | None = None
         if description.token_inputs is not None:
             self._token_inputs = TokenInputs(
-                description.token_inputs, len(self._blocks), hidden_size, parameters, description.layer_prefix
+                description.token_inputs, len(numbers), hidden_size, parameters, description.layer_prefix
             )
         # What the residual stream is multiplied with after each layer.
-        self._stream_scales = [
-            1.0 if layer.stream_scale is None
-            else float(weights.take(f"{description.layer_prefix}{i}.{layer.stream_scale}", (1,))[0])
-            for i, layer in enumerate(description.layers)
-        ]  # fmt: skip
+        self._stream_scales = {
+            i: 1.0 if name is None else float(weights.take(f"{description.layer_prefix}{numbers[i]}.{name}", (1,))[0])
+            for i in own
+            for name in (description.layers[i].stream_scale,)
+        }
         self._group_of_cache = {
             cache: number for number, group in enumerate(group_layers(self.layer_caches)) for cache in group.layers
         }
-        # The numbers of each layer's caches; one that has none is given its neighbour's and does not read it.
+        # The numbers of each layer's caches.
         ends = list(accumulate(len(layer.keepers) for layer in description.layers))
         self._caches_of_layer = [
-            range(end - len(layer.keepers), end) or range(end - 1, end)
-            for layer, end in zip(description.layers, ends, strict=True)
+            range(end - len(layer.keepers), end) for layer, end in zip(description.layers, ends, strict=True)
         ]
         for i, layer in enumerate(description.layers):
             if isinstance(layer.attention, AttentionDescription) and layer.attention.reads_layer is not None:
                 self._caches_of_layer[i] = self._caches_of_layer[layer.attention.reads_layer]
         # Granite divides its logits: the norm before the output matrix may as well.
         self._norm: Norm | None = None
-        if description.norm is not None:
+        if description.norm is not None and is_last:
             divisor = description.logits_divisor
             self._norm = Norm(description.norm, parameters, description.norm_name, hidden_size, divisor=divisor)
         self._pooler: Pooler | None = None
-        if description.pooling is not None:
+        if description.pooling is not None and is_last:
             self._pooler = Pooler(description.pooling, hidden_size, vocab_size, parameters)
-        has_output = self._pooler is None
         self._head: Head | None = None
         if description.head is not None and has_output:
             self._head = Head(description.head, hidden_size, parameters)
-        self._output = self._embedding
+        self._output = self._embedding if is_last else None
         if not is_tied and has_output:
             size = hidden_size if description.head is None else description.head.size
             self._output = parameters.linear(
@@ -291,17 +299,18 @@ class Decoder:
             names, bias = [description.embedding_name], output_bias
             self._output = parameters.linear(names, [vocab_size], embedding_size, bias, own=self._own_vocab)
         # Sums of many layers in bfloat16 lose what quantized products can use (docs/performance.md).
-        self._stream_dtype = dtype
+        self.stream_dtype = dtype
         # Poolers take both types of what the last norm returns.
         ends_float32 = self._norm is not None if self._pooler is not None else _quantizes(self._norm, self._output)
         has_other_readers = self._head is not None or self._token_inputs is not None
-        if not has_other_readers and ends_float32 and all(b.reads_float32 for b in self._blocks):
-            self._stream_dtype = "float32"
+        blocks_read_float32 = all(b.reads_float32 for b in self._blocks.values())
+        if not has_other_readers and (ends_float32 or not is_last) and blocks_read_float32:
+            self.stream_dtype = "float32"
         self._num_weight_bytes = parameters.num_matrix_bytes
         # An embedding is no product, but where it is the output matrix too.
         tied = (self._embedding, self._output) if is_tied else (self._embedding,)
         self.matrices = tuple(matrix for matrix in parameters.matrices if not any(matrix.weight is one for one in tied))
-        if is_tied:
+        if is_tied and self._output is not None:
             own_rows = None if share.is_whole else np.array(self._own_vocab)
             output = Module(description.output_name, vocab_size, None, own_rows, None)
             self.matrices += (NamedMatrix(self._output, hidden_size, False, (output,)),)
@@ -313,10 +322,31 @@ class Decoder:
         return self._num_weight_bytes
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
-        """-> hidden [T, H] before the final norm, or after it in a model that pools. Caches are those of
-        `layer_caches`."""
+        """-> hidden [T, H] before the final norm, or after it in a model that pools, or that of this stage's last
+        layer, of type `stream_dtype`. Caches are those of `layer_caches`
+        that this stage's layers have."""
+        description = self.description
+        residual = self._start(batch) if batch.entering is None else batch.entering
+        inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, residual)
+        numbers = description.caches_of(description.stage)
+        places = {i: (batch.groups[self._group_of_cache[i]], cache) for i, cache in zip(numbers, caches, strict=True)}
+        for number, block in self._blocks.items():
+            if self.watch is not None:
+                self.watch(number, residual)
+            (tables, cache), *beside = [places[i] for i in self._caches_of_layer[number]] or [_NO_PLACE]
+            residual = block.forward(residual, batch, tables, cache, *beside)
+            if number < description.num_media_layers and batch.media_rows is not None:
+                self._ops.add_rows(residual, batch.media_rows[number + 1], batch.media_indices)
+            if self._token_inputs is not None and inputs is not None:
+                self._token_inputs.add_to(residual, number, inputs)
+            if (scale := self._stream_scales[number]) != 1.0:
+                self._ops.add(residual, residual, scale - 1.0)
+        return residual if self._pooler is None else _normed(self._norm, residual, None)
+
+    def _start(self, batch: StepBatch) -> Array:
+        """[T, H]: what enters the first layer."""
         ops, description = self._ops, self.description
-        residual = self.embed(batch.token_ids, self._stream_dtype)
+        residual = self.embed(batch.token_ids, self.stream_dtype)
         if batch.media_rows is not None:
             ops.replace_rows(residual, batch.media_rows[0], batch.media_indices)
         if self._positions is not None:
@@ -325,26 +355,13 @@ class Decoder:
             ops.add(residual, ops.take_rows(self._token_types, batch.token_types))
         residual = _normed(self._embedding_norm, residual, None)
         if self._projection is not None and description.projects_last:
-            residual = ops.linear(residual, self._projection, self._stream_dtype)
-        inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, residual)
-        places = [(batch.groups[self._group_of_cache[i]], cache) for i, cache in enumerate(caches)]
-        for number, (block, numbers) in enumerate(zip(self._blocks, self._caches_of_layer, strict=True)):
-            if self.watch is not None:
-                self.watch(number, residual)
-            (tables, cache), *beside = (places[i] for i in numbers)
-            residual = block.forward(residual, batch, tables, cache, *beside)
-            if number < description.num_media_layers and batch.media_rows is not None:
-                ops.add_rows(residual, batch.media_rows[number + 1], batch.media_indices)
-            if self._token_inputs is not None and inputs is not None:
-                self._token_inputs.add_to(residual, number, inputs)
-            if (scale := self._stream_scales[number]) != 1.0:
-                ops.add(residual, residual, scale - 1.0)
-        return residual if self._pooler is None else _normed(self._norm, residual, None)
+            residual = ops.linear(residual, self._projection, self.stream_dtype)
+        return residual
 
     def keep_output(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Have cross attention keep what it reads of a sequence: of rows [N, H] of another network's output, in `slots`
         [N] int64 of its group; `positions` [N] int64 are any. Caches are those of `layer_caches`."""
-        for block, numbers in zip(self._blocks, self._caches_of_layer, strict=True):
+        for block, numbers in zip(self._blocks.values(), self._caches_of_layer, strict=True):
             if isinstance(block, Block) and block.cross_attention is not None:
                 block.cross_attention.write(rows, positions, slots, caches[numbers[0]])
 
@@ -360,6 +377,7 @@ class Decoder:
     def embed(self, token_ids: Array, dtype: str | None = None) -> Array:
         """[T] int32 -> [T, H]: the tokens alone, without their positions. The default `dtype` is the model's."""
         ops, multiplier = self._ops, self.description.embedding_multiplier
+        assert self._embedding is not None, "the first stage embeds"
         if self._projection is None:
             return ops.embedding(token_ids, self._embedding, dtype or self._dtype, multiplier)
         embedded = ops.embedding(token_ids, self._embedding, self._dtype, multiplier)
@@ -374,6 +392,7 @@ class Decoder:
     def output(self, hidden: Array) -> Array:
         """hidden [N, H] after the final norm -> [N, vocab_size] float32."""
         ops = self._ops
+        assert self._output is not None, "the last stage makes logits"
         if self._head is not None:
             hidden = self._head.forward(hidden, self._output)
         logits = ops.linear(hidden, self._output, "float32")

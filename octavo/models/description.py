@@ -118,6 +118,40 @@ class ModelDescription:
     sees_ahead: Literal["", "picture", "prompt"] = ""
     unused: tuple[str, ...] = ()  # prefixes of tensors that checkpoints have and the model has no use for
     share: Share = WHOLE  # of the output matrix, and of the layers' matrices: `octavo.models.sharing`
+    # Of a stage of several, which layers it computes; the first one embeds, and the last one makes logits.
+    own_layers: range | None = None
+
+    @property
+    def stage(self) -> range:
+        """The layers that are computed here."""
+        return range(len(self.layers)) if self.own_layers is None else self.own_layers
+
+    def caches_of(self, layers: range) -> range:
+        """Which of `layer_caches` are those of some layers that follow each other."""
+        counts = [len(layer.keepers) for layer in self.layers]
+        return range(sum(counts[: layers.start]), sum(counts[: layers.stop]))
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage.start == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage.stop == len(self.layers)
+
+    @property
+    def other_stages(self) -> tuple[str, ...]:
+        """Prefixes of the tensors outside of layers that other stages have."""
+        start = [self.embedding_norm_name, self.embedding_projection_name, self.token_types_name]
+        if self.positions is not None and self.positions.name is not None:
+            start.append(self.positions.name.removesuffix(".weight"))
+        if not (self.is_last_stage and self.tie_word_embeddings):
+            start.append(self.embedding_name)
+        others = [] if self.is_first_stage else start
+        if not self.is_last_stage:
+            others += [self.norm_name, self.output_name]
+            others += [] if self.head is None else [self.head.name, self.head.norm_name]
+        return tuple(f"{name}." for name in others if name)
 
     @property
     def is_bidirectional(self) -> bool:

@@ -5,6 +5,7 @@ notes, so that it is stated once.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 from octavo.loading.recording import RecordedTensor, RecordingWeights
@@ -16,6 +17,13 @@ from octavo.ops import Ops
 def record(description: ModelDescription, weights: RecordingWeights, builder: Builder = build) -> None:
     """Let the model's constructor take what it needs from `weights`."""
     builder(description, weights, cast(Ops, _NoOps()), 1, "float32")
+
+
+def adaptable_modules(description: ModelDescription) -> set[str]:
+    """Names of the checkpoint's modules whose products adapters may add to, of all stages."""
+    whole = replace(description, own_layers=None)
+    model = build(whole, RecordingWeights("float32"), cast(Ops, _NoOps()), 1, "float32")
+    return {module.name for matrix in model.matrices for module in matrix.modules}
 
 
 def required_tensors(description: ModelDescription, builder: Builder = build) -> list[RecordedTensor]:
@@ -34,7 +42,7 @@ class _NoOps:
         return array
 
     def pack_linear(self, *_: Any) -> _NoOps:
-        return self
+        return _NoOps()  # another for each matrix
 
     def stack_experts(self, experts: Iterable[Any], num_experts: int) -> _NoOps:
         for _ in experts:

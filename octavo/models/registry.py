@@ -61,6 +61,15 @@ class PoolingModel(Model, Protocol):
         """hidden [T, H], rows starts[n] .. ends[n] of which are pooled ([N] int64) -> vectors [N, size] float32."""
 
 
+class StageModel(Model, Protocol):
+    """One of which other processes compute the layers before, or behind."""
+
+    stream_dtype: str  # of hidden states between layers, which all stages must have alike
+
+    @property
+    def hidden_size(self) -> int: ...
+
+
 class CrossModel(Model, Protocol):
     """One that attends to another network's output."""
 

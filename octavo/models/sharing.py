@@ -1,8 +1,11 @@
-"""A model of which several workers hold a share each: what is built of that, and what is refused."""
+"""A model of which several workers hold a share each, of its layers or of each layer: what is built of that, and what
+is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from octavo.errors import ConfigError
 from octavo.layers.attention import AttentionDescription
@@ -23,6 +26,51 @@ def with_share(description: ModelDescription, share: Share) -> ModelDescription:
             )
     layers = tuple(_with_share(layer, share) for layer in description.layers)
     return replace(description, layers=layers, share=share)
+
+
+def stage_layers(num_layers: int, num_stages: int, partition: Sequence[int] | None = None) -> list[range]:
+    """The layers of each stage: as many as `partition` says, or as equally as can be. The first and the last one, which
+    embed and make logits, have no more than others. Raises `ConfigError` for what does not add up."""
+    if partition is not None:
+        if len(partition) != num_stages or sum(partition) != num_layers or min(partition) < 1:
+            given = ",".join(map(str, partition))
+            raise ConfigError(
+                f"--pipeline-layer-partition {given} must be {num_stages} numbers above 0 that add up to the model's "
+                f"{num_layers} layers."
+            )
+        counts = list(partition)
+    else:
+        if num_stages > num_layers:
+            raise ConfigError(f"--pipeline-parallel-size {num_stages} is more than the model's {num_layers} layers.")
+        each, left = divmod(num_layers, num_stages)
+        first = max(0, min(1, num_stages - 1 - left))  # that gets one more
+        counts = [each + (first <= stage < first + left) for stage in range(num_stages)]
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def with_stage(description: ModelDescription, layers: range) -> ModelDescription:
+    """The model as the workers build it that compute `layers`. Raises `ConfigError` for what cannot be cut there, or
+    not yet."""
+    if len(layers) == len(description.layers):
+        return description
+    attentions = [layer.attention for layer in description.layers]
+    refused = {
+        "models that transformers computes": description.impl != "octavo",
+        "pooling": description.pooling is not None,
+        "inputs of tokens to every layer": description.token_inputs is not None,
+        "keys of another layer": any(
+            isinstance(a, AttentionDescription) and a.reads_layer is not None for a in attentions
+        ),
+        "another network's output": description.num_cross_tokens > 0,
+    }
+    for name, has in refused.items():
+        if has:
+            raise ConfigError(
+                f"--pipeline-parallel-size is not built yet for {name}, which {description.architecture} has; leave it "
+                "out."
+            )
+    return replace(description, own_layers=layers)
 
 
 def _not_built(description: ModelDescription) -> dict[str, bool]:

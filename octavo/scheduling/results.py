@@ -36,6 +36,8 @@ def take_standing(
     live: LiveSequences, seq: Sequence, count: int, tokens: list[int], logprobs: Logprobs
 ) -> SequenceOutput:
     """Add the first `count` tokens, which stand, and undo what was computed of wrong guesses."""
+    if seq.row is None:  # it was preempted meanwhile, and none of it is left
+        return extend(live, seq, tokens[:count], logprobs)
     seq.num_computed_tokens += count - 1  # guesses that were right; the last token that stands was not computed
     output = extend(live, seq, tokens[:count], logprobs)
     if not seq.has_ended:

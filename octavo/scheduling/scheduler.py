@@ -5,6 +5,9 @@ decode, many for a prompt, fewer after a prefix hit. Guessed tokens are computed
 result says that they stand. When blocks run out, the sequence that comes last in the order gives its blocks back and
 waits again at its old place.
 
+Stages that share a model's layers out work on a step each. A step has its part of the sequences then, and a sequence
+whose token is awaited has no part in any.
+
 A device that is fed ahead gets its next step before the tokens of the last one are known: a sequence then has a token
 that is awaited, which counts like any other. What turns out to have been its last token makes one row of the step
 under way pointless; that row's result is dropped.
@@ -53,13 +56,14 @@ class Scheduler:
         speculation: Speculation | None = None,
         cost: StepCost | None = None,
         adapters: AdapterPool | None = None,
+        num_stages: int = 1,
     ) -> None:
         """Without a `cost` steps are bounded by tokens alone, and there are no deadlines."""
         self.config = config
         self.cache = cache
         self._under_way: deque[Step] = deque()
         self._arrivals = 0
-        self._runs_ahead = runs_ahead
+        self._runs_ahead, self._num_stages = runs_ahead, num_stages
         # What wrong guesses do to a state cannot be undone.
         self._speculation = None if cache.states else speculation
         on_end = None if self._speculation is None else self._speculation.end
@@ -103,8 +107,11 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Decide the next step. The plan may be empty of rows only if nothing can run."""
-        limit = time_limit(self._cost, self.config.target_step_s, self.live.running, bool(self.live.waiting))
-        step = Step(self.config.max_num_batched_tokens, limit)
+        running = self.live.running
+        if self._num_stages > 1:
+            running = [seq for seq in running if not seq.num_awaited_tokens]
+        limit = time_limit(self._cost, self.config.target_step_s, running, bool(self.live.waiting))
+        step = Step(self.config.max_num_batched_tokens, limit, most_sequences=self._most_sequences())
         if self._schedule_running(step):
             self._add_guesses(step)
             self._schedule_waiting(step)
@@ -125,7 +132,7 @@ class Scheduler:
             plan.drafts_prompts = self._speculation is not None and self._speculation.is_guessing
             if plan.work.num_chunks and self._cost is not None and not all(row.is_decode for row in plan.rows):
                 self._prompt_token_s = prompt_token_s(self._cost, plan, self.config.max_num_batched_tokens, limit)
-            step.set_off(self._runs_ahead and not self._must_wait(step))
+            step.set_off(self._runs_ahead and not self._must_wait(step), of_stages=self._num_stages > 1)
             self._under_way.append(step)
         return plan
 
@@ -134,9 +141,11 @@ class Scheduler:
         running = self.live.running
         has_preempted = False
         i = 0
-        while i < len(running) and step.budget > 0:
+        while i < len(running) and step.budget > 0 and len(step.sequences) < step.most_sequences:
             seq = running[i]
             i += 1
+            if self._num_stages > 1 and seq.num_awaited_tokens:
+                continue  # what comes next is known when the last stage has sampled
             num_tokens = seq.num_lacking_tokens
             if num_tokens == 0 or (seq.num_awaited_tokens and seq.num_remaining_tokens <= 0):
                 continue  # it is held; or its last token is under way
@@ -187,6 +196,13 @@ class Scheduler:
                 self._speculation.took(fork, fork.token_ids[-1:], None)
         elif not seq.has_ended:
             self._speculation.took(seq, tokens, drafts)
+
+    def _most_sequences(self) -> int:
+        """Of a step: stages have equally many of the sequences that run, and of those that wait and could."""
+        if self._num_stages == 1:
+            return self.config.max_num_seqs
+        num_waiting = min(len(self.live.waiting), self.live.num_rows_left)
+        return max(1, -(-(len(self.live.running) + num_waiting) // self._num_stages))
 
     def _must_wait(self, step: Step) -> bool:
         """Whether guesses are to follow the tokens of this step, which must be known then."""
@@ -364,7 +380,8 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
         self._stats.num_preemptions += 1
-        self.live.preempt(seq, may_swap and self.config.preemption_mode == "swap")
+        has_guesses = seq.num_awaited_tokens > 1  # which may be wrong
+        self.live.preempt(seq, may_swap and not has_guesses and self.config.preemption_mode == "swap")
 
 
 def _may_be_guessed(seq: Sequence, planned: PlannedRow) -> bool:

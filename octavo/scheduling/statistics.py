@@ -29,16 +29,17 @@ def set_gauges(stats: EngineStats, live: LiveSequences, cache: KVCacheManager) -
 
 
 def _num_unfilled_slots(running: list[Sequence], has_forks: bool, cache: KVCacheManager) -> int:
-    """Slots of referenced blocks that hold no token: those at the end of each block table."""
-    size = cache.block_size
-    unfilled = len(cache.attention) * sum([-seq.num_computed_tokens % size for seq in running])
-    if has_forks:  # they may still share the block that they write to next
-        for group in [attention.group for attention in cache.attention]:
+    """Slots of referenced blocks that hold no token: those at the end of each block table, where guesses under way may
+    have blocks of their own."""
+    size, unfilled = cache.block_size, 0
+    for group in [attention.group for attention in cache.attention]:
+        unfilled += sum([len(seq.block_tables[group]) * size - seq.num_computed_tokens for seq in running])
+        if has_forks:  # they may still share the block that they write to next
             seen: set[int] = set()
             for seq in running:
                 num_unfilled = -seq.num_computed_tokens % size
                 if num_unfilled:
-                    block = seq.block_tables[group][-1]
+                    block = seq.block_tables[group][seq.num_computed_tokens // size]
                     unfilled -= num_unfilled if block in seen else 0
                     seen.add(block)
     return unfilled

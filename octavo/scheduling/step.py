@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 from octavo.kv_cache.manager import Changes
@@ -14,13 +15,16 @@ from octavo.sequence import Sequence
 class Step:
     budget: int  # tokens that may still be added
     limit: TimeLimit | None = None  # where streams wait for it
+    most_sequences: int = sys.maxsize
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)  # parallel to plan.rows
 
     @property
     def has_room(self) -> bool:
         """Whether more of a prompt may be added than the least."""
-        return self.budget > 0 and not (self.limit is not None and self.limit.is_spent)
+        if self.budget <= 0 or len(self.sequences) >= self.most_sequences:
+            return False
+        return self.limit is None or not self.limit.is_spent
 
     def add(self, seq: Sequence, num_tokens: int, changed: Changes) -> None:
         """Compute the next tokens of a sequence; `changed` are the entries of its block tables that are new."""
@@ -60,13 +64,16 @@ class Step:
         self.sequences = [self.sequences[i] for i in order]
         self.plan.rows = [self.plan.rows[i] for i in order]
 
-    def set_off(self, may_run_ahead: bool) -> None:
+    def set_off(self, may_run_ahead: bool, of_stages: bool = False) -> None:
         """From here on the tokens count as computed, guesses apart, and what is sampled as awaited if the step runs
-        ahead."""
+        ahead. Those `of_stages` do whatever they sample, as no sequence goes on before that is known."""
         plan = self.plan
-        plan.runs_ahead = may_run_ahead and not any(
-            planned.num_positions and (planned.guesses or seq.needs_its_tokens)
-            for seq, planned in zip(self.sequences, plan.rows, strict=True)
+        plan.runs_ahead = of_stages or (
+            may_run_ahead
+            and not any(
+                planned.num_positions and (planned.guesses or seq.needs_its_tokens)
+                for seq, planned in zip(self.sequences, plan.rows, strict=True)
+            )
         )
         for seq, (_, _, num_tokens, num_positions, _, guesses) in zip(self.sequences, plan.rows, strict=True):
             seq.num_computed_tokens += num_tokens - len(guesses)

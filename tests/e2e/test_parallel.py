@@ -1,4 +1,4 @@
-"""A real server whose model three processes share, on however few processors."""
+"""A real server whose model six processes share, two stages of three workers each, on however few processors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running_server(
-        tmp_path_factory.mktemp("parallel"), "-tp", "3", "--distributed-executor-backend", "mp", "--max-model-len",
-        "2048", "--max-engine-restarts", "3",
+        tmp_path_factory.mktemp("parallel"), "-tp", "3", "-pp", "2", "--distributed-executor-backend", "mp",
+        "--max-model-len", "2048", "--max-engine-restarts", "3",
     ) as server:  # fmt: skip
         yield server
         workers = followers(server)
@@ -43,8 +43,8 @@ def ask(client: openai.OpenAI) -> str:
     return answer.choices[0].message.content or ""
 
 
-def test_three_processes_answer(server: Server, client: openai.OpenAI) -> None:
-    assert len(followers(server)) == 2
+def test_six_processes_answer(server: Server, client: openai.OpenAI) -> None:
+    assert len(followers(server)) == 5
     assert "Paris" in ask(client)
     streamed = client.completions.create(
         model=MODEL, prompt="One, two, three,", max_tokens=8, temperature=0, stream=True
@@ -56,11 +56,11 @@ def test_a_worker_that_dies_while_nothing_runs_is_replaced_with_the_others(
     server: Server, client: openai.OpenAI
 ) -> None:
     before = followers(server)
-    before[0].kill()
+    before[1].kill()
     deadline = time.monotonic() + 120
     while any(p.is_running() for p in before) or server.get("/health")[0] != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert len(followers(server)) == 2
+    assert len(followers(server)) == 5
     assert "Paris" in ask(client)
-    assert "worker 1 of 3 ended with status -9; the engine core ends" in server.log.read_text()
+    assert "worker 1 of 3 of stage 0 of 2 ended with status -9; the engine core ends" in server.log.read_text()

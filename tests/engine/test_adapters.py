@@ -45,7 +45,7 @@ class AdapterDevice:
     cache_groups = group_layers([LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8)])
 
     def __init__(self, runs_ahead: bool) -> None:
-        self.runs_ahead = runs_ahead
+        self.runs_ahead, self.num_stages = runs_ahead, 1
         self.num_blocks, self.num_host_blocks = [30], [0]
         self.weight_bytes = self.cache_bytes = 1 << 20
         self.adapter_pages = (NUM_PAGES, NUM_PAGES)

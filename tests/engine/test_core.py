@@ -20,7 +20,7 @@ from octavo.sampling_params import SamplingParams
 class StubExecutor:
     """Samples the token 7 everywhere. What becomes of a grammar is in `grammars`."""
 
-    runs_ahead = False
+    runs_ahead, num_stages = False, 1
     cache_groups = group_layers([LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8)])
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from octavo.execution.executor import TeamExecutor
 from octavo.lora.files import source
+from octavo.plan import StepPlan
 from octavo.request import SequenceOutput
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import VOCAB, config_of, model, requests, run, told
@@ -66,6 +68,59 @@ def test_answers_are_those_of_one_worker(
     assert_near(run(start(tensor_parallel_size=size, **flags), requests(1), 1), expected)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [
+        ((1, 2), {"num_gpu_blocks_override": 16}),
+        ((1, 2), {"num_gpu_blocks_override": 16, "preemption_mode": "swap", "pipeline_layer_partition": "3,1"}),
+        ((1, 2), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+        pytest.param((1, 4), {"dtype": "bfloat16", "quantization": "int8"}, marks=pytest.mark.long),
+        pytest.param((1, 3), {"dtype": "bfloat16", "enforce_eager": True}, marks=pytest.mark.long),
+        pytest.param((2, 2), {"scheduling_policy": "deadline"}, marks=pytest.mark.long),
+    ],
+)
+def test_stages_answer_as_one_worker(
+    model: Path, start: Callable[..., EngineCore], sizes: tuple[int, int], flags: dict[str, Any]
+) -> None:
+    """The same bits, where each layer is one worker's."""
+    flags = flags | {"hf_overrides": {"num_hidden_layers": 4, "tie_word_embeddings": "dtype" in flags}}
+    expected = run(EngineCore(config_of(model, **without_partition(flags))), guessed_requests(1), 1)
+    size, num_stages = sizes
+    found = run(start(tensor_parallel_size=size, pipeline_parallel_size=num_stages, **flags), guessed_requests(1), 1)
+    if size == 1:
+        assert {key: told(outputs) for key, outputs in found.items()} == {
+            key: told(outputs) for key, outputs in expected.items()
+        }
+    else:
+        assert_near(found, expected)
+
+
+def without_partition(flags: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if name != "pipeline_layer_partition"}
+
+
+def test_as_many_steps_are_under_way_as_there_are_stages(
+    start: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with its part of the sequences."""
+    core = start(pipeline_parallel_size=2)
+    plans, most = [], 0
+    submit = core.executor.submit
+
+    def counted(plan: StepPlan) -> Any:
+        plans.append([row.row for row in plan.rows if row.is_decode])
+        return submit(plan)
+
+    monkeypatch.setattr(core.executor, "submit", counted)
+    for request in requests(2, 4, ignore_eos=True):
+        core.add(request)
+    while core.has_work:
+        core.step()
+        most = max(most, len(core._under_way))
+    assert most == 1, "the one before has not been waited for when a step ends"
+    assert any(len(one) == len(other) == 2 and not {*one} & {*other} for one, other in pairwise(plans))
+
+
 def test_guesses_are_verified_by_all(model: Path, start: Callable[..., EngineCore]) -> None:
     flags: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     expected = run(EngineCore(config_of(model, **flags)), guessed_requests(1), 1)
@@ -102,9 +157,11 @@ SIZES = {
 } | {"lm_head": (VOCAB, 64)}  # fmt: skip
 
 
-@pytest.mark.parametrize(("size", "is_tied"), [(2, False), pytest.param(4, True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("size", "num_stages", "is_tied"), [(2, 1, False), (1, 2, True), pytest.param(4, 2, True, marks=pytest.mark.long)]
+)
 def test_each_worker_has_its_share_of_adapters(
-    model: Path, start: Callable[..., EngineCore], tmp_path: Path, size: int, is_tied: bool
+    model: Path, start: Callable[..., EngineCore], tmp_path: Path, size: int, num_stages: int, is_tied: bool
 ) -> None:
     """Of every product, with ranks, magnitudes and biases, more adapters than there is memory for; one whose files are
     broken fails its own requests, and is served once they are mended."""
@@ -124,7 +181,8 @@ def test_each_worker_has_its_share_of_adapters(
                 request.prompt = msgspec.structs.replace(request.prompt, adapter=request.adapter.identity)
         return run(core, asked)
 
-    alone, team = EngineCore(config_of(model, **flags)), start(tensor_parallel_size=size, **flags)
+    alone = EngineCore(config_of(model, **flags))
+    team = start(tensor_parallel_size=size, pipeline_parallel_size=num_stages, **flags)
     expected, found = outputs(alone), outputs(team)
     base = run(EngineCore(config_of(model, **model_flags)), requests(1, 12))
     assert [told(base[f"r{i}", 0]) == told(expected[f"r{i}", 0]) for i in range(5)] == [False] * 4 + [True]
@@ -144,8 +202,17 @@ def told_exactly(outputs: list[SequenceOutput]) -> list[tuple[int, list[float]]]
     return [(token, list(entry.logprobs)) for token, entry in zip(tokens, entries, strict=True)]
 
 
-def test_a_worker_that_dies_ends_the_step_and_the_others(start: Callable[..., EngineCore]) -> None:
-    core = start(tensor_parallel_size=4)
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ({"tensor_parallel_size": 4}, "worker 2 of 4"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "worker 1 of 2 of stage 0 of 2"),
+    ],
+)
+def test_a_worker_that_dies_ends_the_step_and_the_others(
+    start: Callable[..., EngineCore], flags: dict[str, int], name: str
+) -> None:
+    core = start(**flags)
     assert isinstance(core.executor, TeamExecutor)
     team = core.executor.team
     told: list[str] = []
@@ -156,11 +223,14 @@ def test_a_worker_that_dies_ends_the_step_and_the_others(start: Callable[..., En
     processes = team.processes
     processes[1].kill()
     processes[1].wait(60)
-    with pytest.raises(RuntimeError, match=r"another worker of this model has ended|worker 2 of 4 has ended"):
+    with pytest.raises(
+        (RuntimeError, ConnectionError),
+        match=r"another worker of this model has ended|of another stage has|of . has ended",
+    ):
         run(core, [])
     team.close()
     assert [process.wait(60) for process in processes] == [0, -9, 0]
-    assert all(message == "worker 2 of 4 ended with status -9" for message in told)
+    assert all(message == f"{name} ended with status -9" for message in told)
 
 
 def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +249,11 @@ def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.Monk
         ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray is not built yet; mp is"),
         ({"tensor_parallel_size": 0}, "must be greater than 0"),
+        ({"pipeline_parallel_size": 3}, "--pipeline-parallel-size 3 is more than the model's 2 layers"),
+        ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "2"}, "must be 2 numbers above 0 that add up to"),
+        ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "1;1"}, "must be numbers with commas between"),
+        ({"pipeline_layer_partition": "2"}, "one for each of the stages of --pipeline-parallel-size, which is 1"),
+        ({"pipeline_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(model: Path, flags: dict[str, Any], message: str) -> None:

@@ -1,4 +1,5 @@
-"""A model shared out among workers gives the logits of the whole one, for every architecture's settings.
+"""A model shared out among workers gives the logits of the whole one, for every architecture's settings; one whose
+layers are, in stages, gives its bits.
 
 The workers are threads here, and what they exchange goes from one to the other; `tests.execution.test_team` has real
 ones.
@@ -7,7 +8,9 @@ ones.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -16,15 +19,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from octavo.batch import StepBatch
 from octavo.errors import ConfigError
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.share import Share
 from octavo.models.description import ModelDescription
 from octavo.models.registry import build, describe
-from octavo.models.sharing import with_share
-from octavo.ops import Ops
+from octavo.models.sharing import stage_layers, with_share, with_stage
+from octavo.ops import LayerKVCache, Ops
 from tests.models.driving import ArrayWeights, all_logits
+from tests.models.small_experts import ALL_MODELS
+from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import MODELS, VOCAB
+from tests.models.small_recurrent import RECURRENT_MODELS
 
 # What is refused, and the reason.
 REFUSED = {
@@ -34,6 +41,17 @@ REFUSED = {
     "opt, projections, norms after": "a network before the output matrix",
     "modernbert decoder": "a network before the output matrix",
     "llama ratio 3, head 64, tied": "cannot share out 3 attention heads; these sizes could: 1, 3",
+}  # fmt: skip
+
+
+EVERY = ALL_MODELS | RECURRENT_MODELS | LATENT_MODELS
+NOT_STAGED = {
+    "gemma 4": "inputs of tokens to every layer", "gemma 4, shared keys": "inputs of tokens to every layer",
+}  # fmt: skip
+# A tied and an untied one, learned positions, a projection of embeddings, windows, experts, states, latent attention.
+QUICK = {
+    "llama ratio 3, head 64, tied", "llama, all biases", "gpt 2", "opt, projections, norms after", "gemma 3", "gpt-oss",
+    "jamba", "deepseek v3", "gemma 4",
 }  # fmt: skip
 
 
@@ -82,6 +100,66 @@ def shared_logits(
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size)))
+
+
+class Staged:
+    """A model in stages, the hidden states of each of which enter the next."""
+
+    def __init__(self, description: ModelDescription, arrays: dict[str, Any], ops: Ops, counts: list[int]) -> None:
+        stages = stage_layers(len(description.layers), len(counts), counts)
+        self._stages: list[Any] = []
+        self.layer_caches = description.layer_caches
+        self._own = [description.caches_of(layers) for layers in stages]
+        for layers in stages:
+            weights = PassingWeights(arrays)
+            self._stages.append(build(with_stage(description, layers), weights, ops, 128, "float32"))
+            weights.check_all_taken()
+
+    def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> torch.Tensor:
+        for stage, own in zip(self._stages, self._own, strict=True):
+            batch = replace(batch, entering=stage.forward(batch, caches[own.start : own.stop]))
+        return batch.entering
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._stages[-1].logits(hidden)
+
+
+class PassingWeights(ArrayWeights):
+    def pass_over(self, prefix: str) -> None:
+        self.left = {name for name in self.left if not name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in EVERY])
+def test_a_model_in_stages_gives_the_bits_of_the_whole(name: str, ops: Ops, tmp_path: Path) -> None:
+    model = EVERY[name]
+    model.save(model.reference(seed=1), tmp_path)
+    description = describe(json.loads((tmp_path / "config.json").read_text()))
+    num_layers = len(description.layers)
+    if name in NOT_STAGED:
+        with pytest.raises(ConfigError, match=f"not built yet for {NOT_STAGED[name]}"):
+            with_stage(description, range(1))
+        return
+    arrays = {n: tensor.numpy() for n, tensor in load_file(tmp_path / "model.safetensors").items()}
+    sequences = [torch.randint(3, VOCAB, (length,)).tolist() for length in (1, 9, 33)]
+    whole: Any = build(description, PassingWeights(arrays), ops, 128, "float32")
+    staged: Any = Staged(description, arrays, ops, [1, num_layers - 1])
+    for found, expected in zip(all_logits(staged, ops, sequences), all_logits(whole, ops, sequences), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_layers_are_shared_out_among_stages() -> None:
+    def counts(num_layers: int, num_stages: int) -> list[int]:
+        return [len(layers) for layers in stage_layers(num_layers, num_stages)]
+
+    assert counts(30, 4) == [7, 8, 8, 7]
+    assert counts(31, 4) == [8, 8, 8, 7]  # the last one makes logits
+    assert counts(5, 2) == [3, 2]
+    assert stage_layers(5, 3, [1, 1, 3]) == [range(1), range(1, 2), range(2, 5)]
+    for partition in ([1, 1], [1, 1, 4], [0, 1, 4]):
+        with pytest.raises(ConfigError, match="must be 3 numbers above 0 that add up to the model's 5 layers"):
+            stage_layers(5, 3, partition)
+    with pytest.raises(ConfigError, match="is more than the model's 2 layers"):
+        stage_layers(2, 3)
 
 
 @pytest.mark.parametrize("name", MODELS)

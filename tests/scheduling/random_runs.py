@@ -21,6 +21,7 @@ def run(
     num_wanted: int,
     model: str = "full",
     guesses: str = "none",
+    staged: bool = False,
 ) -> None:
     rng = random.Random(f"{policy} {preemption_mode} {chunked} {caching}")
     num_operations = 0
@@ -28,6 +29,7 @@ def run(
     wanted = wanted_of(policy, preemption_mode, chunked, caching, ahead, model, guesses)
     while num_operations < num_wanted or (num_operations < MOST_OPERATIONS and unseen(seen, wanted)):
         max_num_seqs = rng.choice([1, 3, 5, 8, 12])
+        num_stages = rng.choice([2, 3, 4]) if staged else 1
         setup = Setup(
             num_blocks=rng.choice([6, 10, 16, 24, 40]),
             block_size=rng.choice([1, 3, 4, 4, 8]),
@@ -38,7 +40,8 @@ def run(
             preemption_mode=preemption_mode,
             enable_chunked_prefill=chunked,
             enable_prefix_caching=caching,
-            runs_ahead=ahead,
+            runs_ahead=ahead and num_stages == 1,
+            num_stages=num_stages,
             memory_failures=rng.choice([0, 0, 2]),
             model=model,
             guesses=guesses,

@@ -49,7 +49,9 @@ class Simulation:
             target_step_s=setup.target_step_s,
         )
         speculation = None if setup.guesses == "none" else guessing(self._propose)
-        self.scheduler = Scheduler(config, self.cache, None, setup.runs_ahead, speculation, STEP_COST)
+        self.scheduler = Scheduler(
+            config, self.cache, None, setup.runs_ahead, speculation, STEP_COST, num_stages=setup.num_stages
+        )
         self.device = Device(self)
         self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
         self._failures = random.Random(5)
@@ -100,8 +102,12 @@ class Simulation:
         """Nobody who comes from now on goes before it. The first sequence in the order computes at least one token in
         each step, so that this is the longest it can take."""
         if not self.setup.memory_failures:  # each is a step for nothing
-            watched.deadline = self.num_steps + 2 * self.setup.runs_ahead
-            watched.deadline += sum(other.num_most_steps for other in self.requests.values())
+            watched.deadline = self.num_steps + self._most_steps()
+
+    def _most_steps(self) -> int:
+        """In which all requests end. What a stage computes comes back when the others have had it."""
+        most = sum(watched.num_most_steps for watched in self.requests.values())
+        return most * self.setup.num_stages + 2 * max(self.setup.runs_ahead, self.setup.num_stages - 1)
 
     def abort(self, request_id: str) -> None:
         watched = self.requests.pop(request_id)
@@ -132,7 +138,8 @@ class Simulation:
         """Schedule, compute and account, and check everything that must hold of a step."""
         running_before = [
             seq for seq in self.scheduler.live.running
-            if not seq.is_held and not (seq.num_awaited_tokens and seq.num_remaining_tokens <= 0)
+            if not seq.is_held
+            and not (seq.num_awaited_tokens and (seq.num_remaining_tokens <= 0 or self.setup.num_stages > 1))
         ]  # fmt: skip
         held_before = [seq for seq in self.scheduler.live if seq.is_held]
         waiting_before = [seq for seq in self.scheduler.live.waiting if not seq.is_held]
@@ -143,6 +150,9 @@ class Simulation:
         self._check_plan(plan)
         rows = {planned.row for planned in plan.rows}
         passed_over = [seq for seq in running_before if seq.row is None or seq.row not in rows]
+        if self.setup.num_stages > 1:
+            passed_over = [] if rows else passed_over  # each stage has its part of the sequences
+        num_ahead = max(0, len(self.under_way) - 1)
         if not rows and self.under_way:
             passed_over = []  # nobody loses blocks before the results of the last step are known
         is_withdrawn = False
@@ -156,8 +166,9 @@ class Simulation:
         else:
             assert not self.scheduler.has_work or self.under_way, "requests wait and nothing runs"
             assert all(moves == BlockMoves() for moves in plan.moves)
-        num_ahead = 1 if plan.rows and plan.runs_ahead and not is_withdrawn else 0
-        self.seen["ahead"] += num_ahead
+        if plan.rows and not is_withdrawn:
+            num_ahead = max(1, self.setup.num_stages - 1) if plan.runs_ahead else 0
+        self.seen["ahead"] += bool(plan.rows and num_ahead)
         while len(self.under_way) > num_ahead:
             for output in self.scheduler.update(*self.under_way.popleft()):
                 self._take(output)
@@ -185,8 +196,7 @@ class Simulation:
 
     def drain(self) -> None:
         """Run until nothing is left, and see that nothing is."""
-        limit = self.num_steps + 2 * self.setup.runs_ahead
-        limit += sum(watched.num_most_steps for watched in self.requests.values())
+        limit = self.num_steps + self._most_steps()
         while self.scheduler.has_work or self.under_way:
             assert self.setup.memory_failures or self.num_steps <= limit, "the requests do not come to an end"
             self.step()
@@ -289,7 +299,8 @@ class Simulation:
         assert sum(planned.num_tokens for planned in plan.rows) <= self.setup.max_num_batched_tokens
         assert len(plan.rows) == len({planned.row for planned in plan.rows}) <= self.setup.max_num_seqs
         assert sum(seq.num_rows for seq in self.scheduler.live.running) <= self.setup.max_num_seqs
-        assert not (plan.runs_ahead and any(planned.guesses for planned in plan.rows))
+        if self.setup.num_stages == 1:
+            assert not (plan.runs_ahead and any(planned.guesses for planned in plan.rows))
         scheduled = {seq.row: seq for seq in self.scheduler.live.running}
         for planned in plan.rows:
             seq = scheduled[planned.row]

@@ -36,6 +36,13 @@ def test_every_answer_is_that_of_a_standalone_run_and_nothing_is_lost(
     run(policy, preemption_mode, chunked, caching, ahead, OPERATIONS_EACH)
 
 
+@pytest.mark.parametrize("guesses", ["none", "random"])
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+def test_stages_share_the_sequences_out_and_change_nothing(preemption_mode: str, guesses: str) -> None:
+    policy = "priority" if guesses == "none" else "fcfs"
+    run(policy, preemption_mode, True, True, True, OPERATIONS_EACH, guesses=guesses, staged=True)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """The same operations chosen by hypothesis, which shrinks whatever fails to a few lines."""
 
@@ -56,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_chunked_prefill=st.booleans(),
             enable_prefix_caching=st.booleans(),
             runs_ahead=st.booleans(),
+            num_stages=st.sampled_from([1, 1, 2, 4]),
             memory_failures=st.sampled_from([0, 0, 10]),
             model=st.sampled_from(list(MODELS)),
             guesses=st.sampled_from(["none", "right", "wrong", "random"]),

@@ -50,6 +50,7 @@ class Setup:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     runs_ahead: bool = False  # steps are planned before the results of the last one are known
+    num_stages: int = 1  # so many steps are under way, each of other sequences
     memory_failures: int = 0  # percent of the steps that the device has no memory for
     model: str = "full"
     target_step_s: float = 0.0  # that steps take where streams wait, at what `STEP_COST` says
