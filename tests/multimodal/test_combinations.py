@@ -104,9 +104,12 @@ def write_adapter(folder: Path, seed: int, module: str) -> Path:
     return folder
 
 
-def test_several_workers_see(llava: Path) -> None:
+@pytest.mark.parametrize(
+    "sizes", [{"pipeline_parallel_size": 2}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.long)]
+)
+def test_several_workers_see(llava: Path, sizes: dict[str, int]) -> None:
     """The first has the tower, and sends its rows; bits are the same in company."""
-    llm = engine(llava, tensor_parallel_size=2, num_gpu_blocks_override=20)
+    llm = engine(llava, num_gpu_blocks_override=20, **sizes)
     names = ["one", "two of different sizes", "the same twice", "none"]
     alone = []
     for name in names:
