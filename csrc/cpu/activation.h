@@ -59,8 +59,12 @@ void multiply(const void* args, int64_t task) {
             const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
             const T* y = static_cast<const T*>(a.y) + row * a.y_stride;
             write_row(a.out, a.out_dtype, row, a.width, [&](int64_t i, int lanes) {
-                const Vec v = load_some(y + i, lanes);
-                const Vec scaled = a.kind == kIdentity ? v : gated_by(a.kind == kSilu ? v : set1(1.0f), v);
+                T repeated[kLanes] = {};
+                for (int lane = 0; a.shared > 1 && lane < lanes; ++lane) repeated[lane] = y[(i + lane) / a.shared];
+                const Vec v = a.shared > 1 ? load(repeated) : load_some(y + i, lanes);
+                const Vec scaled = a.kind == kIdentity   ? v
+                                   : a.kind == kSoftplus ? softplus(v)
+                                                         : gated_by(a.kind == kSilu ? v : set1(1.0f), v);
                 return mul(load_some(x + i, lanes), scaled);
             });
         });
@@ -69,10 +73,14 @@ void multiply(const void* args, int64_t task) {
 
 void add_rows(const void* args, int64_t task) {
     const AddArgs& a = *static_cast<const AddArgs*>(args);
-    const Vec scale = set1(a.scale);
     with_element(a.dtype, [&](auto element) {
         with_element(a.out_dtype, [&](auto out_element) {
             for_rows(a, task, a.rows, [&](int64_t row) {
+                float of_row = a.ids ? 0.0f : a.scale;
+                for (int64_t j = row * a.top_k; j < (row + 1) * a.top_k; ++j) {
+                    if (a.ids[j] >= a.first_id) of_row += a.weights[j];
+                }
+                const Vec scale = set1(of_row);
                 const auto* x = static_cast<const typename decltype(element)::T*>(a.x) + row * a.x_stride;
                 auto* out = static_cast<typename decltype(out_element)::T*>(a.out) + row * a.out_stride;
                 // As a product's epilogue does it, so that both have the same bits.

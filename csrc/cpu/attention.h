@@ -118,19 +118,19 @@ void write_rows(const AttentionArgs& a, const AttentionTask& task, int kv_head, 
         const int index = task.row_begin + r;
         const int64_t token = task.first_token + index / ratio;
         const int64_t head = static_cast<int64_t>(kv_head) * ratio + index % ratio;
-        typename E::T* out = static_cast<typename E::T*>(a.out) + (token * a.query_heads + head) * a.head_size;
+        typename E::T* out = static_cast<typename E::T*>(a.out) + (token * a.query_heads + head) * a.value_size;
         const float* row = total.out + r * rows.padded;
         float weights = total.sum[r];
         if (a.sinks) weights += exp(a.sinks[head] - total.max[r] * (rows.adjusts ? 1.0f : a.scale));
         const Vec sum = set1(weights);
-        for_vectors(a.head_size, [&](int64_t i, int lanes) { store_some(out + i, div(load(row + i), sum), lanes); });
+        for_vectors(a.value_size, [&](int64_t i, int lanes) { store_some(out + i, div(load(row + i), sum), lanes); });
     }
 }
 
 template <class E>
 Head<E> find_head(const AttentionArgs& a, const AttentionTask& task, int kv_head) {
     using Cached = typename E::Cached;
-    const int64_t padded = padded_size(a.head_size);
+    const int64_t padded = padded_size(a.value_size);
     Head<E> h;
     const int64_t key_size = a.rotated_query ? a.rotated_size : a.head_size;
     h.steps = static_cast<int32_t>(key_size / E::kStep);

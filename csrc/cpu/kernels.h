@@ -101,7 +101,8 @@ enum ActivationKind : int32_t {
     kSoftcap = 7,
     kClip = 8,
     kClamped = 9,
-    kLogistic = 10
+    kLogistic = 10,
+    kSoftplus = 11
 };
 // Of kClamped, which gates alone have: gate sigmoid(slope gate) (up + 1), gate at most the limit, up within it
 // (gpt-oss).
@@ -272,20 +273,25 @@ struct ActivationArgs : RowWiseArgs {
     float parameter0, parameter1, parameter2, parameter3;  // of the kinds that have some
 };
 
-// out[r, :] += scale * x[r, :], in float32, rounded once.
+// out[r, :] += scale * x[r, :], in float32, rounded once. With `ids` the scale of a row is the sum of those of its
+// weights[r, top_k] whose ids[r, top_k] are `first_id` at least.
 struct AddArgs : RowWiseArgs {
     const void* x;
     void* out;
     int64_t x_stride, out_stride, width;
     float scale;
     int32_t dtype, out_dtype;
+    const int32_t* ids;  // or null
+    const float* weights;
+    int32_t top_k, first_id;
 };
 
-// out[r, :] = x[r, :] * f(y[r, :]), where f is kIdentity, kSilu or kLogistic; outputs are as those of ActivationArgs.
+// out[r, i] = x[r, i] * f(y[r, i / shared]), where f is kIdentity, kSilu, kLogistic or kSoftplus; outputs are as those
+// of ActivationArgs.
 struct MultiplyArgs : RowWiseArgs {
     const void *x, *y;
     void* out;
-    int64_t x_stride, y_stride, width;
+    int64_t x_stride, y_stride, width, shared;
     int32_t dtype, out_dtype, kind;
 };
 
@@ -333,8 +339,8 @@ struct DeltaArgs : StateArgs {
     void* out;
     int64_t query_stride, key_stride, value_stride, decay_stride, beta_stride, key_heads, value_heads, key_size,
         value_size;
-    float beta_scale;
-    int32_t dtype;
+    float beta_scale, lowest;
+    int32_t dtype, by_element;  // of the key: decays and their biases
 };
 
 // See octavo.ops.Ops.gated_recurrence. The state is one number a channel.
@@ -394,7 +400,8 @@ struct AttentionArgs : RowArgs {
     const int32_t *block_tables, *query_start, *seq_lens;
     void* out;
     int64_t query_stride, table_stride, max_blocks;
-    int32_t num_seqs, query_heads, kv_heads, head_size, block_size, window, bidirectional, dtype, cache_dtype;
+    int32_t num_seqs, query_heads, kv_heads, head_size, value_size, block_size, window, bidirectional, dtype,
+        cache_dtype;
     float scale, softcap;         // of the scores; a cap of 0 is none
     const float *slopes, *sinks;  // by query head, or null; see octavo.ops.Ops.paged_attention
     const int32_t* key_ends;      // by token, or null: likewise

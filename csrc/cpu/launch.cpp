@@ -301,8 +301,8 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
     splits_.clear();
     cost_ns_ = 0;
     const int64_t ratio = args.query_heads / args.kv_heads;
-    const double bytes_per_key = static_cast<double>(2 * args.head_size * size_of(args.cache_dtype));
-    const double flops_per_row = static_cast<double>(4 * args.head_size);
+    const double bytes_per_key = static_cast<double>((args.head_size + args.value_size) * size_of(args.cache_dtype));
+    const double flops_per_row = static_cast<double>(2 * (args.head_size + args.value_size));
     const double flops_per_ns = args.dtype == kF32 ? kF32FlopsPerNs : kBf16FlopsPerNs;
     for (int32_t s = 0; s < args.num_seqs; ++s) {
         const int64_t num_queries = args.query_start[s + 1] - args.query_start[s];
@@ -366,7 +366,7 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
 
 // Cuts tasks that would keep a thread busy while others have run out of work: the long rows of few sequences.
 void AttentionPlan::share_out(const AttentionArgs& args, int threads) {
-    const int64_t padded = ceil_div(args.head_size, kValuePad) * kValuePad;
+    const int64_t padded = ceil_div(args.value_size, kValuePad) * kValuePad;
     const double wanted_ns = std::max(cost_ns_ / (kTasksPerThread * threads), kLeastAttentionNs);
     // Equal pieces come out even if the threads divide their number.
     const int64_t unit = threads / std::gcd<int64_t>(threads, args.kv_heads);

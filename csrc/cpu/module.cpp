@@ -262,6 +262,9 @@ void define_operations(nb::module_& m) {
            &ActivationArgs::parameter3, &ActivationArgs::order>(m, "activation");
     define<AddArgs, &AddArgs::x, &AddArgs::x_stride, &AddArgs::dtype, &AddArgs::out, &AddArgs::out_stride,
            &AddArgs::out_dtype, &AddArgs::rows, &AddArgs::width, &AddArgs::scale>(m, "add");
+    define<AddArgs, &AddArgs::x, &AddArgs::x_stride, &AddArgs::dtype, &AddArgs::out, &AddArgs::out_stride,
+           &AddArgs::out_dtype, &AddArgs::rows, &AddArgs::width, &AddArgs::ids, &AddArgs::weights, &AddArgs::top_k,
+           &AddArgs::first_id>(m, "add_chosen");
     define<R, &R::query, &R::query_stride, &R::key, &R::key_stride, &R::value, &R::value_stride, &R::positions,
            &R::cos_sin, &R::max_positions, &R::rotary_size, &R::key_cache, &R::value_cache, &R::num_slots, &R::slots,
            &R::rows, &R::query_heads, &R::kv_heads, &R::head_size, &R::key_size, &R::value_size, &R::block_size,
@@ -269,11 +272,12 @@ void define_operations(nb::module_& m) {
     define<A, &A::query, &A::rows, &A::query_stride, &A::key_cache, &A::value_cache, &A::block_tables, &A::table_stride,
            &A::max_blocks, &A::query_start, &A::seq_lens, &A::num_seqs, &A::query_heads, &A::kv_heads, &A::head_size,
            &A::block_size, &A::window, &A::scale, &A::dtype, &A::cache_dtype, &A::out, &A::softcap, &A::slopes,
-           &A::sinks, &A::bidirectional, &A::biases, &A::bias_reach, &A::key_ends>(m, "paged_attention");
+           &A::sinks, &A::bidirectional, &A::biases, &A::bias_reach, &A::key_ends, &A::value_size>(m,
+                                                                                                   "paged_attention");
     define<A, &A::query, &A::rows, &A::query_stride, &A::rotated_query, &A::rotated_stride, &A::rotated_head_stride,
            &A::rotated_size, &A::key_cache, &A::value_cache, &A::block_tables, &A::table_stride, &A::max_blocks,
            &A::query_start, &A::seq_lens, &A::num_seqs, &A::query_heads, &A::kv_heads, &A::head_size, &A::block_size,
-           &A::scale, &A::dtype, &A::cache_dtype, &A::out>(m, "latent_attention");
+           &A::scale, &A::dtype, &A::cache_dtype, &A::out, &A::value_size>(m, "latent_attention");
     define<ArgmaxArgs, &ArgmaxArgs::x, &ArgmaxArgs::stride, &ArgmaxArgs::rows, &ArgmaxArgs::width, &ArgmaxArgs::out>(
         m, "argmax");
     define<SampleArgs, &SampleArgs::logits, &SampleArgs::stride, &SampleArgs::rows, &SampleArgs::width,
@@ -292,7 +296,7 @@ void define_operations(nb::module_& m) {
     m.def("experts", &experts);
     m.def("linear_by_head", &linear_by_head);
     define<M, &M::x, &M::x_stride, &M::y, &M::y_stride, &M::rows, &M::width, &M::dtype, &M::out, &M::out_dtype,
-           &M::kind>(m, "multiply");
+           &M::kind, &M::shared>(m, "multiply");
     define<C, &C::states, &C::state_stride, &C::num_blocks, &C::block_tables, &C::table_stride, &C::query_start,
            &C::seq_lens, &C::num_seqs, &C::rows, &C::dtype, &C::out, &C::x, &C::x_stride, &C::weight, &C::bias,
            &C::width, &C::kernel, &C::kind>(m, "causal_conv");
@@ -303,8 +307,8 @@ void define_operations(nb::module_& m) {
     define<D, &D::states, &D::state_stride, &D::num_blocks, &D::block_tables, &D::table_stride, &D::query_start,
            &D::seq_lens, &D::num_seqs, &D::rows, &D::dtype, &D::out, &D::query, &D::query_stride, &D::key,
            &D::key_stride, &D::value, &D::value_stride, &D::decay, &D::decay_stride, &D::beta, &D::beta_stride, &D::a,
-           &D::decay_bias, &D::beta_scale, &D::key_heads, &D::value_heads, &D::key_size, &D::value_size>(m,
-                                                                                                         "gated_delta");
+           &D::decay_bias, &D::beta_scale, &D::key_heads, &D::value_heads, &D::key_size, &D::value_size, &D::by_element,
+           &D::lowest>(m, "gated_delta");
     define<G, &G::states, &G::state_stride, &G::num_blocks, &G::block_tables, &G::table_stride, &G::query_start,
            &G::seq_lens, &G::num_seqs, &G::rows, &G::dtype, &G::out, &G::x, &G::x_stride, &G::input, &G::input_stride,
            &G::decay, &G::decay_stride, &G::a, &G::input_bias, &G::decay_bias, &G::width>(m, "gated_recurrence");
@@ -346,8 +350,8 @@ NB_MODULE(_cpu, m) {
     m.attr("STORE") = static_cast<int>(octavo::kStore);
     m.attr("ADD") = static_cast<int>(octavo::kAdd);
     m.attr("GATED") = static_cast<int>(octavo::kGated);
-    m.attr("ACTIVATIONS") = numbered(
-        {"silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "xielu", "softcap", "clip", "clamped", "sigmoid"});
+    m.attr("ACTIVATIONS") = numbered({"silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "xielu", "softcap",
+                                      "clip", "clamped", "sigmoid", "softplus"});
     m.attr("POOLINGS") = numbered({"mean", "max", "mean_sqrt", "weighted_mean"});
     m.attr("SCORINGS") = numbered({"softmax", "sigmoid", "sparsemixer"});
     m.attr("STATE_TILE") = octavo::kStateTile;

@@ -53,9 +53,9 @@ const char* name_of(const Program::Args& args) {
 bool are_planned_alike(const AttentionArgs& a, const AttentionArgs& b) {
     return a.query_start == b.query_start && a.seq_lens == b.seq_lens && a.max_blocks == b.max_blocks &&
            a.query_heads == b.query_heads && a.kv_heads == b.kv_heads && a.head_size == b.head_size &&
-           a.block_size == b.block_size && a.window == b.window && a.bidirectional == b.bidirectional &&
-           a.dtype == b.dtype && a.cache_dtype == b.cache_dtype && a.bias_reach == b.bias_reach &&
-           a.key_ends == b.key_ends;
+           a.value_size == b.value_size && a.block_size == b.block_size && a.window == b.window &&
+           a.bidirectional == b.bidirectional && a.dtype == b.dtype && a.cache_dtype == b.cache_dtype &&
+           a.bias_reach == b.bias_reach && a.key_ends == b.key_ends;
 }
 
 }  // namespace

@@ -131,7 +131,12 @@ inline float widened(const T* x) {
     return lanes[0];
 }
 
-template <class T>
+// log(g), by which a state decays: of what a head's rate is, and the token's decay with its bias.
+inline Vec decay_exponent(const DeltaArgs& a, Vec rate, Vec raw) {
+    return a.lowest != 0.0f ? gated_by(set1(a.lowest), mul(negated(rate), raw)) : mul(rate, softplus(raw));
+}
+
+template <class T, bool kByElement>
 void delta_tile(const DeltaArgs& a, int64_t tile, float* state, int64_t begin, int64_t end, bool fresh) {
     const int64_t n = a.key_size;
     const int64_t head = tile / tiles_of(a.value_size);
@@ -141,12 +146,25 @@ void delta_tile(const DeltaArgs& a, int64_t tile, float* state, int64_t begin, i
     state += tile * n * kStateTile;
     if (fresh) memset(state, 0, static_cast<size_t>(n * kStateTile) * sizeof(float));
     alignas(64) float query[kMaxStateSize + kStateTile], key[kMaxStateSize + kStateTile];
+    // By element, and the keys that meet what has not decayed yet.
+    alignas(64) float decays[kMaxStateSize + kStateTile], decayed[kMaxStateSize + kStateTile];
     const Vec rate = set1(a.a[head]);
     for (int64_t t = begin; t < end; ++t) {
         widen(static_cast<const T*>(a.query) + t * a.query_stride + key_head * n, n, query);
         widen(static_cast<const T*>(a.key) + t * a.key_stride + key_head * n, n, key);
-        const Vec raw = set1(widened(static_cast<const T*>(a.decay) + t * a.decay_stride + head) + a.decay_bias[head]);
-        const Vec decay = exp(mul(rate, softplus(raw)));
+        const T* of_token = static_cast<const T*>(a.decay) + t * a.decay_stride;
+        Vec decay = zero();
+        if (kByElement) {
+            for_vectors(n, [&](int64_t i, int lanes) {
+                const Vec raw =
+                    add(load_some(of_token + head * n + i, lanes), load_some(a.decay_bias + head * n + i, lanes));
+                const Vec kept = exp(decay_exponent(a, rate, raw));
+                store(decays + i, kept);
+                store(decayed + i, mul(kept, load(key + i)));
+            });
+        } else {
+            decay = exp(decay_exponent(a, rate, set1(widened(of_token + head) + a.decay_bias[head])));
+        }
         const Vec beta =
             gated_by(set1(a.beta_scale), set1(widened(static_cast<const T*>(a.beta) + t * a.beta_stride + head)));
         const T* value = static_cast<const T*>(a.value) + t * a.value_stride + head * a.value_size + first;
@@ -154,14 +172,17 @@ void delta_tile(const DeltaArgs& a, int64_t tile, float* state, int64_t begin, i
         for_vectors(count, [&](int64_t i, int lanes) {
             Vec found[4] = {zero(), zero(), zero(), zero()};
             for (int64_t k = 0; k < n; ++k) {
-                found[k % 4] = fma(load(state + k * kStateTile + i), set1(key[k]), found[k % 4]);
+                const float met = kByElement ? decayed[k] : key[k];
+                found[k % 4] = fma(load(state + k * kStateTile + i), set1(met), found[k % 4]);
             }
-            const Vec known = mul(decay, add(add(found[0], found[1]), add(found[2], found[3])));
+            const Vec sum = add(add(found[0], found[1]), add(found[2], found[3]));
+            const Vec known = kByElement ? sum : mul(decay, sum);
             const Vec change = mul(beta, sub(load_some(value + i, lanes), known));
             Vec sums[4] = {zero(), zero(), zero(), zero()};
             float* h = state + i;
             for (int64_t k = 0; k < n; ++k, h += kStateTile) {
-                const Vec next = fma(set1(key[k]), change, mul(load(h), decay));
+                const Vec kept = kByElement ? set1(decays[k]) : decay;
+                const Vec next = fma(set1(key[k]), change, mul(load(h), kept));
                 store(h, next);
                 sums[k % 4] = fma(next, set1(query[k]), sums[k % 4]);
             }
@@ -175,7 +196,9 @@ void delta(const void* args, int64_t task) {
     const int64_t tiles = a.value_heads * tiles_of(a.value_size);
     for_units(a, task, tiles, [&](int64_t tile, float* state, int64_t begin, int64_t end, bool fresh) {
         with_element(a.dtype, [&](auto element) {
-            delta_tile<typename decltype(element)::T>(a, tile, state, begin, end, fresh);
+            using T = typename decltype(element)::T;
+            a.by_element ? delta_tile<T, true>(a, tile, state, begin, end, fresh)
+                         : delta_tile<T, false>(a, tile, state, begin, end, fresh);
         });
     });
 }

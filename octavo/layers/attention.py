@@ -13,9 +13,19 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand, product
-from octavo.layers.rotary import RopeConfig, alibi_slopes
+from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes
 from octavo.layers.share import WHOLE, Share
 from octavo.ops import Array, LayerKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class GateDescription:
+    """What attended values are multiplied with: an activation of one more product of the layer's input."""
+
+    name: str | None  # of its matrix; None: that of queries has a gate of equal size behind each head
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    by_head: bool = False  # one number for all values of a head
+    bias: str | None = None  # tensor [heads], added for all values of a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,7 @@ class AttentionDescription:
     head_size: int
     scale: float  # of the scores
     rope: RopeConfig | None  # None: queries and keys are not rotated
+    head_value_size: int | None = None  # None: the head size
     window: int = 0  # how many positions a token sees, its own included; 0 is all
     softcap: float = 0.0  # of the scores; 0 is none
     alibi_max: float = 0.0  # scores fall with the distance, by 2^-this at least (Press et al. 2022); 0 is not
@@ -39,8 +50,7 @@ class AttentionDescription:
     bidirectional: bool = False  # a token sees those after it too; a window counts to both sides
     # Tensor [buckets, heads] of what is added to scores by the bucket of the distance: its name, and how many buckets.
     distance_biases: tuple[str, int] | None = None
-    # (b, n) or (b, n, first): queries times 1 + b * log(1 + (position + first) // n)
-    query_growth: tuple[float, int] | tuple[float, int, int] | None = None
+    query_growth: QueryGrowth | None = None
     qkv_clip: float = 0.0  # queries, keys and values lie between this and its negative; 0 is none
     qk_norm: NormDescription | None = None
     qk_norm_scope: Literal["head", "heads", "all"] = "head"  # each head; with weights of its own; all heads together
@@ -49,9 +59,7 @@ class AttentionDescription:
     keys_are_values: bool = False  # values are what keys are before their norm and rotation: two `qkv_names`
     reads_layer: int | None = None  # whose keys and values are this layer's too: it has queries alone, one `qkv_names`
     output_norm: NormDescription | None = None  # of what the output matrix gets
-    # The query matrix has a gate of equal size behind each head: the attended values are multiplied with its sigmoid.
-    has_gate: bool = False
-    gate_name: str | None = None  # of a matrix of such a gate alone
+    gate: GateDescription | None = None
     qkv_bias: bool = False
     keys_have_bias: bool = True  # where queries and values have one
     output_bias: bool | str = False  # or the tensor's name
@@ -74,6 +82,11 @@ class AttentionDescription:
         return self.share.of_few(self.num_kv_heads, "key and value heads")
 
     @property
+    def value_size(self) -> int:
+        """Of a head."""
+        return self.head_size if self.head_value_size is None else self.head_value_size
+
+    @property
     def cache(self) -> LayerCacheSpec:
         """What the layer keeps of each token. What attends both ways keeps it for a step only, whole texts."""
         window = 0 if self.bidirectional else self.window
@@ -81,7 +94,7 @@ class AttentionDescription:
             kind="window" if window else "full",
             num_kv_heads=len(self.own_kv_heads),
             key_size=self.head_size,
-            value_size=self.head_size,
+            value_size=self.value_size,
             window=window,
         )
 
@@ -90,13 +103,16 @@ class AttentionDescription:
         """What becomes of scores beyond their scale and the window: not every kernel does that."""
         found = {
             "a soft cap": self.softcap, "ALiBi": self.alibi_max, "sinks": self.sinks,
-            "attention both ways": self.bidirectional,
+            "attention both ways": self.bidirectional, "values of another size": self.value_size != self.head_size,
         }  # fmt: skip
         return tuple(name for name, value in found.items() if value)
 
     @property
-    def is_gated(self) -> bool:
-        return self.has_gate or self.gate_name is not None
+    def gate_size(self) -> int:
+        """Of all our heads; 0 is none."""
+        if self.gate is None:
+            return 0
+        return len(self.own_heads) * (1 if self.gate.by_head else self.value_size)
 
     @property
     def element_order(self) -> NDArray[np.intp]:
@@ -110,20 +126,22 @@ class AttentionDescription:
     def row_orders(self) -> list[NDArray[np.intp]] | None:
         """For each matrix of `qkv_names` the rows of our heads in our order; None if it is all, as they are."""
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        sizes = {"q": self.head_size, "k": self.head_size, "v": self.value_size}
         own = np.arange(self.head_size)
-        if self.has_gate:
+        if self.gate is not None and self.gate.name is None:
             assert len(self.qkv_names) == 3 and np.array_equal(self.element_order, own)
             pairs = np.arange(2 * self.num_heads * self.head_size).reshape(self.num_heads, 2, self.head_size)
             keys = np.arange(self.num_kv_heads * self.head_size)
             return [pairs.transpose(1, 0, 2).reshape(-1), keys, keys]
-        within = {"q": self.element_order, "k": self.element_order, "v": own}
+        within = {"q": self.element_order, "k": self.element_order, "v": np.arange(self.value_size)}
         if self.keys_are_values or self.reads_layer is not None:
             assert self.share.is_whole and np.array_equal(self.element_order, own)
             return None
         first = {}  # the first row of each head, [heads]
         if len(self.qkv_names) == 3:
-            first = {part: np.arange(count) * self.head_size for part, count in heads.items()}
+            first = {part: np.arange(count) * sizes[part] for part, count in heads.items()}
         else:
+            assert self.value_size == self.head_size
             in_block = {part: count // self.qkv_blocks for part, count in heads.items()}
             block_heads, begin = sum(in_block.values()), 0
             for part in self.qkv_order:
@@ -146,26 +164,37 @@ class Attention:
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
         head_size, num_heads, share = description.head_size, description.num_heads, description.share
-        self._query_size = query_size = len(description.own_heads) * head_size
-        self._kv_size = len(description.own_kv_heads) * head_size
+        self._query_size = len(description.own_heads) * head_size
+        self._key_size = len(description.own_kv_heads) * head_size
+        value_size = len(description.own_heads) * description.value_size
+        gate = description.gate
         names, orders = [f"{prefix}{name}" for name in description.qkv_names], description.row_orders()
-        kv_size = description.num_kv_heads * head_size
-        sizes = [num_heads * head_size * (1 + description.has_gate), kv_size, kv_size]
+        kv_heads, has_gates = description.num_kv_heads, gate is not None and gate.name is None
+        sizes = [num_heads * head_size * (1 + has_gates), kv_heads * head_size, kv_heads * description.value_size]
         if description.reads_layer is not None:
             sizes = sizes[:1]
         elif description.keys_are_values:
             sizes = sizes[:2]
-        if description.gate_name is not None:
-            assert len(names) == 3 and not description.has_gate
-            names.insert(1, f"{prefix}{description.gate_name}")
-            sizes.insert(1, query_size)
+        without_bias = () if description.keys_have_bias else names[1:2]
+        qkv_bias: bool | NDArray[Any] = description.qkv_bias
+        if gate is not None and gate.name is not None:
+            assert len(names) == 3
+            names.insert(1, f"{prefix}{gate.name}")
+            sizes.insert(1, description.gate_size)
+            without_bias = (*without_bias, names[1])
             if orders is not None:
-                orders.insert(1, np.arange(query_size))
+                orders.insert(1, np.arange(description.gate_size))
+            if gate.bias is not None:
+                assert not (qkv_bias or gate.by_head)
+                of_heads = parameters.weights.take(f"{prefix}{gate.bias}", (num_heads,))
+                of_parts = [np.zeros(size, of_heads.dtype) for size in sizes]
+                of_parts[1] = of_heads.repeat(description.value_size)
+                qkv_bias = np.concatenate(of_parts)
         self._qkv_of_inputs = [
             parameters.linear(
-                names, sizes, hidden_size, description.qkv_bias and number == 0, orders=orders,
+                names, sizes, hidden_size, qkv_bias if number == 0 else False, orders=orders,
                 is_transposed=description.is_transposed, part=(number, description.num_inputs),
-                without_bias=() if description.keys_have_bias else names[1:2],
+                without_bias=without_bias,
             )
             for number in range(description.num_inputs)
         ]  # fmt: skip
@@ -173,7 +202,7 @@ class Attention:
         bias = description.output_bias
         bias = f"{prefix}{bias}" if isinstance(bias, str) else bias
         self._output = parameters.ending(
-            f"{prefix}{description.output_name}", hidden_size, query_size, bias, share,
+            f"{prefix}{description.output_name}", hidden_size, value_size, bias, share,
             is_transposed=description.is_transposed,
         )  # fmt: skip
         self.consumer = self._qkv  # the only matrix that reads the layer's input
@@ -199,12 +228,12 @@ class Attention:
         self._value_norm: Norm | None = None
         if description.value_norm is not None:
             assert not description.value_norm.has_weight
-            self._value_norm = Norm(description.value_norm, parameters, "", head_size)
+            self._value_norm = Norm(description.value_norm, parameters, "", description.value_size)
         self._output_norm: Norm | None = None
         if description.output_norm is not None:
             name = f"{prefix}{description.output_norm_name}"
-            self._output_norm = Norm(description.output_norm, parameters, name, query_size)
-        self._slopes = self._sinks = self._growth = None
+            self._output_norm = Norm(description.output_norm, parameters, name, value_size)
+        self._slopes = self._sinks = None
         if description.alibi_max:
             slopes = alibi_slopes(num_heads, description.alibi_max) * np.float32(description.alibi_scale)
             self._slopes = self._ops.place(slopes[description.own_heads])
@@ -214,8 +243,7 @@ class Attention:
         self._biases = None
         if description.distance_biases is not None:
             self._biases = parameters.distance_biases(*description.distance_biases, num_heads)
-        if description.query_growth is not None:
-            self._growth = parameters.query_growth(*description.query_growth)
+        self._growth = parameters.query_growth(description.query_growth)
 
     def forward(
         self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, *others: Array
@@ -231,7 +259,7 @@ class Attention:
         if description.reads_layer is None:
             query = self._write_cache(qkv, batch, tables, cache)
         else:
-            query = self._heads(qkv)
+            query = self._heads(qkv, description.head_size)
             query = self._qk_norms[0].forward(query) if self._qk_norms else query
             ops.rotate(query, batch.positions, self._rotary)
         further: dict[str, Any] = {}
@@ -239,6 +267,8 @@ class Attention:
             further = {"bidirectional": True, "distance_biases": self._biases}
         elif batch.key_ends is not None:
             further = {"key_ends": batch.key_ends}
+        if description.value_size != description.head_size:
+            further["value_size"] = description.value_size
         attended = ops.paged_attention(
             query,
             cache,
@@ -252,9 +282,9 @@ class Attention:
             self._sinks,
             **further,
         )
-        if description.is_gated:
-            gate = qkv[:, self._query_size : 2 * self._query_size]
-            attended = ops.multiply(attended, gate, "sigmoid", self._output)
+        if description.gate is not None:
+            gate = qkv[:, self._query_size : self._query_size + description.gate_size]
+            attended = ops.multiply(attended, gate, description.gate.activation, self._output)
         if self._output_norm is not None:
             attended = self._output_norm.forward(attended, self._output)
         return product(ops, attended, self._output, description.share)
@@ -262,16 +292,16 @@ class Attention:
     def _write_cache(self, qkv: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         """Keys and values of the step's tokens, out of [T, outputs of the product] -> queries [T, heads, D]."""
         description, ops = self.description, self._ops
-        first_key = self._query_size * (1 + description.is_gated)
-        both = first_key + self._kv_size
+        size, first_key = description.head_size, self._query_size + description.gate_size
+        both = first_key + self._key_size
         query, key = qkv[:, : self._query_size], qkv[:, first_key:both]
         if description.norms_after_rotation:
-            assert not description.is_gated
-            ops.rotate(self._heads(qkv[:, :both]), batch.positions, self._rotary)
-        value = self._heads(key if description.keys_are_values else qkv[:, both:])
+            assert description.gate is None
+            ops.rotate(self._heads(qkv[:, :both], size), batch.positions, self._rotary)
+        value = self._heads(key if description.keys_are_values else qkv[:, both:], description.value_size)
         if description.qk_norm_scope == "all":
             query, key = self._normed(query, key)
-        query, key = self._heads(query), self._heads(key)
+        query, key = self._heads(query, size), self._heads(key, size)
         if description.qk_norm_scope != "all":
             query, key = self._normed(query, key)
         if self._value_norm is not None:
@@ -286,9 +316,10 @@ class Attention:
             )
         return query
 
-    def _heads(self, x: Array) -> Array:
-        """[T, heads * D] -> [T, heads, D]"""
-        return x.reshape(x.shape[0], -1, self.description.head_size)
+    @staticmethod
+    def _heads(x: Array, size: int) -> Array:
+        """[T, heads * size] -> [T, heads, size]"""
+        return x.reshape(x.shape[0], -1, size)
 
     def _normed(self, query: Array, key: Array) -> tuple[Array, Array]:
         if not self._qk_norms:

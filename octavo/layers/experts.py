@@ -91,18 +91,24 @@ class ExpertsDescription:
     names: tuple[ExpertNames, ...] = EXPERT_NAMES
     shared_gate_name: str | None = None
     weight_scales: str | None = None  # tensor [experts] that the weights of chosen experts are multiplied with
+    num_identities: int = 0  # experts behind the others, without weights, that return what they see
     part_norms: PartNorms | None = None  # None: all see what one norm has made of the layer's input
 
     def __post_init__(self) -> None:
         if self.clamp is None and self.activation not in ACTIVATIONS:
             raise LoadError(f"activation {self.activation!r} of experts is not built; {', '.join(ACTIVATIONS)} are.")
         top_k, routing = self.routing.top_k, self.routing
-        available = self.num_experts // max(1, routing.num_groups) * routing.kept_groups
-        if not 0 < top_k <= available or self.num_experts % routing.num_groups:
+        available = self.num_choices // max(1, routing.num_groups) * routing.kept_groups
+        if not 0 < top_k <= available or self.num_choices % routing.num_groups:
             raise LoadError(
-                f"{top_k} of {self.num_experts} experts, out of {routing.kept_groups} of {routing.num_groups} groups, "
+                f"{top_k} of {self.num_choices} experts, out of {routing.kept_groups} of {routing.num_groups} groups, "
                 "cannot be chosen."
             )
+
+    @property
+    def num_choices(self) -> int:
+        """Of the router."""
+        return self.num_experts + self.num_identities
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,7 @@ class Experts:
 
     def __init__(self, description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
         self.description, self._ops = description, parameters.ops
-        weights, num = parameters.weights, description.num_experts
+        weights, num = parameters.weights, description.num_choices
         router = _first(weights, prefix, description.router_names, ".weight")
         # The choice hangs on small differences: a router stays in floats where other matrices are quantized at load.
         bias = weights.take(f"{router}.bias", (num,)) if description.router_bias else None
@@ -173,10 +179,13 @@ class Experts:
         ops, description = self._ops, self.description
         logits = ops.linear(routed, self._router, "float32")
         ids, weights = ops.route(logits, description.routing, self._correction, self._weight_scales)
-        return ops.experts(
+        out = ops.experts(
             hidden, ids, weights, self._gate_up, self._down, description.activation, description.clamp,
             description.scales_inputs,
         )  # fmt: skip
+        if description.num_identities:
+            ops.add_chosen(out, hidden, ids, weights, description.num_experts)
+        return out
 
 
 class _Parts:

@@ -19,7 +19,7 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Product
-from octavo.layers.rotary import RopeConfig
+from octavo.layers.rotary import QueryGrowth, RopeConfig
 from octavo.loading.weights import floats
 from octavo.ops import Array, ExpertsWeight, LayerKVCache
 
@@ -43,9 +43,11 @@ class LatentDescription:
     norm: NormDescription  # of what is compressed
     query_scale: float = 1.0  # of compressed queries after their norm
     latent_scale: float = 1.0  # of compressed keys and values likewise
-    query_growth: tuple[float, int] | tuple[float, int, int] | None = None  # see `AttentionDescription`
+    query_growth: QueryGrowth | None = None
+    gate_name: str | None = None  # of a matrix to a number for each head, whose sigmoid its values are multiplied with
     bias: bool = False  # of the matrices that compress, and of the last
     name: str = "self_attn"
+    output_name: str = "o_proj"
 
     @property
     def cache(self) -> LayerCacheSpec:
@@ -83,10 +85,13 @@ class Latent:
         self._first_size = all_queries
         if d.query_rank is not None:
             first, first_order, self._first_size = f"{prefix}q_a_proj", np.arange(d.query_rank), d.query_rank
-        self.consumer = parameters.linear(
-            [first, f"{prefix}kv_a_proj_with_mqa"], [self._first_size, latent], hidden_size, d.bias,
-            orders=[first_order, d.latent_order()],
-        )  # fmt: skip
+        names, sizes = [first, f"{prefix}kv_a_proj_with_mqa"], [self._first_size, latent]
+        orders = [first_order, d.latent_order()]
+        if d.gate_name is not None:
+            assert not d.bias
+            names, sizes = [*names, f"{prefix}{d.gate_name}"], [*sizes, d.num_heads]
+            orders.append(np.arange(d.num_heads))
+        self.consumer = parameters.linear(names, sizes, hidden_size, d.bias, orders=orders)
         self._query_norm: Norm | None = None
         if d.query_rank is not None:
             self._query_norm = Norm(
@@ -99,9 +104,11 @@ class Latent:
             d.norm, parameters, f"{prefix}kv_a_layernorm", d.latent_size, divisor=1 / d.latent_scale
         )
         self._keys, self._values = self._stacks(parameters, prefix)
-        self._output = parameters.linear([f"{prefix}o_proj"], [hidden_size], d.num_heads * d.value_size, d.bias)
+        self._output = parameters.linear(
+            [f"{prefix}{d.output_name}"], [hidden_size], d.num_heads * d.value_size, d.bias
+        )
         self._rotary = parameters.rotary(d.rope, d.rotated_size)
-        self._growth = None if d.query_growth is None else parameters.query_growth(*d.query_growth)
+        self._growth = parameters.query_growth(d.query_growth)
 
     def _stacks(self, parameters: Parameters, prefix: str) -> list[ExpertsWeight]:
         """For each head the matrix from a query to the compressed vectors, and from these to a value. They are floats,
@@ -127,12 +134,13 @@ class Latent:
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
         first = ops.linear(hidden, self.consumer, self._dtype)
         queries, end = first[:, : self._first_size], self._first_size + d.latent_size
+        gates = end + d.rotated_size
         if self._query_norm is not None:
             queries = ops.linear(self._query_norm.forward(queries, self._query), self._query, self._dtype)
         queries = queries.reshape(num_tokens, d.num_heads, d.query_size)
         latent = self._latent_norm.forward(first[:, self._first_size : end])
         ops.rotary_and_cache(
-            queries, first[:, end:].reshape(num_tokens, 1, d.rotated_size),
+            queries, first[:, end:gates].reshape(num_tokens, 1, d.rotated_size),
             latent.reshape(num_tokens, 1, d.latent_size), batch.positions, self._rotary, cache, tables.slot_mapping,
             self._growth,
         )  # fmt: skip
@@ -141,4 +149,6 @@ class Latent:
             tables.block_tables, batch.query_start_loc, batch.seq_lens, d.scale,
         )  # fmt: skip
         attended = ops.linear_by_head(gathered, self._values).reshape(num_tokens, -1)
+        if d.gate_name is not None:
+            attended = ops.multiply(attended, first[:, gates:], "sigmoid", self._output)
         return Product(ops, attended, self._output)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.layers.rotary import RopeConfig, distance_buckets, identity_table, query_growth, rotary_table
+from octavo.layers.rotary import QueryGrowth, RopeConfig, distance_buckets, identity_table, rotary_table
 from octavo.layers.share import Share
 from octavo.loading.weights import Weights
 from octavo.ops import BIAS_PADDING, Array, LinearWeight, Ops
@@ -72,7 +72,7 @@ class Parameters:
         names: Sequence[str],
         sizes: Sequence[int],
         num_in: int,
-        bias: bool | str = False,
+        bias: bool | str | NDArray[Any] = False,
         gated: bool = False,
         *,
         orders: Sequence[NDArray[np.intp]] | None = None,
@@ -87,11 +87,11 @@ class Parameters:
 
         `names` are those of the checkpoint's modules: one a projection, or a single one that has them stacked, or that
         GGUF files have in parts, NAME.0, NAME.1 and so on. `orders` are, of each, its rows in the order that is wanted;
-        stored `is_transposed` they are columns. `bias` may be the name of the tensor. Projections, without their
-        biases, may be multiplied with `scales`. Gate and up that are stacked the other way round are `is_reversed`. The
-        input may be a `part` (number, of how many) of what the checkpoint's matrices read, each of `num_in`. Of each
-        projection only the rows that are `own` may be wanted. Some of the modules may be `without_bias` where the
-        others have one.
+        stored `is_transposed` they are columns. `bias` may be the name of the tensor, or the biases themselves.
+        Projections, without their biases, may be multiplied with `scales`. Gate and up that are stacked the other way
+        round are `is_reversed`. The input may be a `part` (number, of how many) of what the checkpoint's matrices read,
+        each of `num_in`. Of each projection only the rows that are `own` may be wanted. Some of the modules may be
+        `without_bias` where the others have one.
         """
         in_parts = len(names) < len(sizes) and f"{names[0]}.weight" not in self.weights
         if in_parts and f"{names[0]}.0.weight" in self.weights:
@@ -113,7 +113,7 @@ class Parameters:
                     self.weights.take_matrix(f"{name}.weight", shape, share, columns, is_transposed=is_transposed)
                 )
         if is_reversed:
-            assert gated and not bias and len(names) == 1
+            assert gated and bias is False and len(names) == 1
             parts.reverse()
         if any(scale != 1.0 for scale in scales):
             if len(parts) != len(sizes):
@@ -123,7 +123,11 @@ class Parameters:
             parts = [take_rows(part, order) for part, order in zip(parts, orders, strict=True)]
         biases: NDArray[Any] | None = None
         own_biases: list[NDArray[np.float32] | None] = [None] * len(names)
-        if bias:
+        if isinstance(bias, np.ndarray):
+            assert own is None and orders is None
+            biases = bias
+            own_biases = [*np.split(np.asarray(bias, np.float32), np.cumsum(stored_sizes)[:-1])]
+        elif bias:
             bias_names = [bias] if isinstance(bias, str) else [f"{name}.bias" for name in names]
             taken = [
                 np.zeros(size, self.dtype) if name in without_bias else self.weights.take(n, (size,))
@@ -165,9 +169,9 @@ class Parameters:
             lambda: identity_table(head_size, positions) if rope is None else rotary_table(rope, positions),
         )
 
-    def query_growth(self, beta: float, length: int, first: int = 0) -> Array:
+    def query_growth(self, growth: QueryGrowth | None) -> Array | None:
         """What queries are multiplied with, [max_positions] float32."""
-        return self._table((beta, length, first), lambda: query_growth(beta, length, self.max_positions, first))
+        return None if growth is None else self._table((growth,), lambda: growth.table(self.max_positions))
 
     def distance_biases(self, name: str, num_buckets: int, num_heads: int) -> Array:
         """What scores of attention get by the key's distance, [num_heads, 2 * max_positions + BIAS_PADDING] float32."""

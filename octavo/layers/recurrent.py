@@ -190,7 +190,10 @@ class GatedDeltaDescription:
 
     `in_names` are of the matrices of query, key, value, gate, beta and decay, in this order: each its own; the first
     three stacked; or two, where each key head's rows lie together: its query, key, values and gates, and its betas and
-    decays. GGUF files have the first of those two as query, key and value of all heads, and gates: those are three."""
+    decays. GGUF files have the first of those two as query, key and value of all heads, and gates: those are three.
+
+    Where it `decays_by_element` each element of a head's key has a decay (Kimi Team 2025). With a `rank` gates and
+    decays are made by two matrices each, with so many numbers between; the second ones are `inner_names`."""
 
     num_key_heads: int
     num_value_heads: int
@@ -199,6 +202,12 @@ class GatedDeltaDescription:
     kernel: int
     norm: NormDescription  # of each head's output
     beta_scale: float = 1.0
+    decays_by_element: bool = False
+    lowest: float = 0.0  # see `Ops.gated_delta`
+    rank: int = 0
+    gate_activation: str = "silu"
+    inner_names: tuple[str, str] = ("g_b_proj", "f_b_proj")
+    rates_shape: tuple[int, ...] = ()  # as stored; none: [heads]
     in_names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
     conv_names: tuple[str, ...] = ("conv1d",)  # or of query, key and value
     norm_name: str = "norm"
@@ -213,6 +222,10 @@ class GatedDeltaDescription:
     def cache(self) -> LayerCacheSpec:
         heads = self.num_value_heads
         return _state(self.kernel, self.conv_width, heads * self.value_size, heads, self.key_size)
+
+    @property
+    def num_decays(self) -> int:
+        return self.num_value_heads * (self.key_size if self.decays_by_element else 1)
 
     def row_orders(self, num_matrices: int) -> list[NDArray[np.intp]] | None:
         """For each matrix its rows in our order; None if it is the checkpoint's."""
@@ -237,6 +250,7 @@ class GatedDelta:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
         d, prefix = description, f"{prefix}{description.name}."
         heads, values, keys = d.num_value_heads, d.num_value_heads * d.value_size, d.num_key_heads * d.key_size
+        gates, decays = (d.rank, d.rank) if d.rank else (values, d.num_decays)
         names = [f"{prefix}{name}" for name in d.in_names]
         if len(names) == 2 and f"{names[0]}.weight" not in parameters.weights:
             names = [f"{prefix}{name}" for name in ("in_proj_qkv", "in_proj_z", d.in_names[1])]
@@ -244,14 +258,20 @@ class GatedDelta:
             2: (2 * keys + 2 * values, 2 * heads),
             3: (d.conv_width, values, 2 * heads),
             4: (d.conv_width, values, heads, heads),
-            6: (keys, keys, values, values, heads, heads),
+            6: (keys, keys, values, gates, heads, decays),
         }[len(names)]
+        self._ends = d.conv_width + gates, d.conv_width + gates + heads  # of gates and betas in that product
         self.consumer = parameters.linear(names, sizes, hidden_size, orders=d.row_orders(len(names)))
         widths = (d.conv_width,) if len(d.conv_names) == 1 else (keys, keys, values)
         convolved = {f"{prefix}{name}": width for name, width in zip(d.conv_names, widths, strict=True)}
         self._conv = _Convolution(parameters, convolved, d.kernel, False, "silu")
-        self._rates = self._ops.place(_rates(parameters, f"{prefix}A_log", heads))
-        self._decay_bias = self._ops.place(parameters.weights.take(f"{prefix}dt_bias", (heads,), "float32"))
+        self._inner = [
+            parameters.linear([f"{prefix}{name}"], [size], d.rank)
+            for name, size in zip(d.inner_names, (values, d.num_decays), strict=True) if d.rank
+        ]  # fmt: skip
+        rates = _rates(parameters, f"{prefix}A_log", *d.rates_shape or (heads,))
+        self._rates = self._ops.place(rates.reshape(-1))
+        self._decay_bias = self._ops.place(parameters.weights.take(f"{prefix}dt_bias", (d.num_decays,), "float32"))
         # Queries and keys of length 1, and queries over the root of their size: norms with these weights.
         self._query_weight = self._ops.place(np.full(d.key_size, 1 / d.key_size, np.float32))
         self._key_weight = self._ops.place(np.full(d.key_size, d.key_size**-0.5, np.float32))
@@ -263,17 +283,24 @@ class GatedDelta:
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
         projected = ops.linear(hidden, self.consumer, self._dtype)
         heads, width, keys = d.num_value_heads, d.conv_width, d.num_key_heads * d.key_size
+        (end_gates, end_betas) = self._ends
+        gates, decays = projected[:, width:end_gates], projected[:, end_betas:]
+        if self._inner:
+            gates, decays = (
+                ops.linear(part, matrix, self._dtype)
+                for part, matrix in zip((gates, decays), self._inner, strict=True)
+            )  # fmt: skip
         mixed = self._conv.forward(projected[:, :width], batch, tables, cache)
         query, key = (x.reshape(num_tokens, -1, d.key_size) for x in (mixed[:, :keys], mixed[:, keys : 2 * keys]))
         eps = 1e-6 / d.key_size
         y = ops.gated_delta(
             ops.rms_norm(query, self._query_weight, eps), ops.rms_norm(key, self._key_weight, eps),
-            mixed[:, 2 * keys :].reshape(num_tokens, heads, d.value_size), projected[:, -heads:],
-            projected[:, -2 * heads : -heads], self._rates, self._decay_bias, d.beta_scale,
-            cache.key[:, self._conv.num_floats :], tables.block_tables, batch.query_start_loc, batch.seq_lens,
+            mixed[:, 2 * keys :].reshape(num_tokens, heads, d.value_size), decays,
+            projected[:, end_gates:end_betas], self._rates, self._decay_bias, d.beta_scale,
+            cache.key[:, self._conv.num_floats :], tables.block_tables, batch.query_start_loc, batch.seq_lens, d.lowest,
         )  # fmt: skip
         normed = self._norm.forward(y.reshape(num_tokens, heads, d.value_size)).reshape(num_tokens, -1)
-        gated = ops.multiply(normed, projected[:, width : -2 * heads], "silu", self._output)
+        gated = ops.multiply(normed, gates, d.gate_activation, self._output)
         return Product(ops, gated, self._output)
 
 

@@ -90,10 +90,22 @@ def alibi_slopes(num_heads: int, largest: float) -> NDArray[np.float32]:
     return np.array((slopes + between)[:num_heads], np.float32)
 
 
-def query_growth(beta: float, length: int, max_positions: int, first: int = 0) -> NDArray[np.float32]:
-    """[max_positions] float32: what queries are multiplied with to be as sharp among more keys (Nakanishi 2025).
-    The first position counts as `first`."""
-    return (1 + beta * np.log1p((np.arange(max_positions) + first) // length)).astype(np.float32)
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries are multiplied with 1 + rate * log(1 + p // length) to be as sharp among more keys (Nakanishi 2025), or
+    with (1 + p / length)^rate if it `is_power`. p is the position; the first one counts as `first`."""
+
+    rate: float
+    length: int
+    first: int = 0
+    is_power: bool = False
+
+    def table(self, max_positions: int) -> NDArray[np.float32]:
+        """[max_positions]"""
+        positions = np.arange(max_positions) + self.first
+        if self.is_power:
+            return ((1 + positions / self.length) ** self.rate).astype(np.float32)
+        return (1 + self.rate * np.log1p(positions // self.length)).astype(np.float32)
 
 
 def _frequencies(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:

@@ -64,6 +64,7 @@ def entries() -> list[Entry]:
         description = read(name, family, EXAMPLE_SIZES | _EXAMPLE_LAYERS.get(name, {}))
         formats = "safetensors, bin" + (", GGUF" if name in gguf_config.architectures() else "")
         notes = [*_notes(description), *(f"refused: {setting}" for setting in family.refuses)]
+        notes += [f"contexts up to {setting}" for setting in family.longest]
         if others := [head for head in _HEADS if name.removesuffix("Model") + head in FAMILIES]:
             notes.append(f"also {', '.join(others)}")
         found.append(Entry(name, "native", formats, "; ".join(notes)))
@@ -147,6 +148,9 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     lambda layer: layer.beside: "beside attention",
     lambda layer: isinstance(layer.attention, ShortConvDescription): "short convolution",
     lambda layer: isinstance(layer.attention, GatedDeltaDescription): "gated delta rule",
+    lambda layer: (
+        isinstance(layer.attention, GatedDeltaDescription) and layer.attention.decays_by_element
+    ): "decays by element of the key",
     lambda layer: isinstance(layer.attention, LightningDescription): "lightning attention",
     lambda layer: isinstance(layer.attention, GatedRecurrenceDescription): "gated recurrence",
     lambda layer: layer.is_parallel: "parallel block",
@@ -163,8 +167,11 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     _of_experts(lambda e: e.shared_gate_name): "shared expert behind a sigmoid",
     _of_experts(lambda e: e.part_norms): "each with its norms",
     _of_experts(lambda e: e.clamp): "clamped SwiGLU",
+    _of_experts(lambda e: e.num_identities): "experts that return what they see",
+    lambda layer: layer.added_after: "experts beside the next attention",
     _of_attention(lambda a: a.output_norm): "norms before the last matrices",
-    _of_attention(lambda a: a.gate_name): "gated attention",
+    _of_attention(lambda a: a.gate): "gated attention",
+    _of_attention(lambda a: a.value_size != a.head_size): "values of another size than keys",
     _of_attention(lambda a: a.window): "window",
     _of_attention(lambda a: a.rope is None): "no rotation",
     _of_attention(lambda a: a.rope and a.rope.interleaved): "interleaved rotation",

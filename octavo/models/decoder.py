@@ -104,6 +104,7 @@ class Block:
         if layer.beside is not None:
             self._beside = MIXERS[type(layer.beside)](layer.beside, hidden_size, parameters, prefix)
         self._feed_forward: FeedForwardLike | None = None
+        self._late: Array | None = None
         if (feed_forward := layer.feed_forward) is not None:
             self._feed_forward_norm = norm(layer.feed_forward_norm)
             self._feed_forward = FEED_FORWARDS[type(feed_forward)](feed_forward, hidden_size, parameters, prefix)
@@ -133,8 +134,16 @@ class Block:
             residual, hidden = self._before(self._feed_forward_norm, residual, self._feed_forward)
             fed = self._feed_forward.forward(hidden)
             self._multiply_stream(residual, 1)
+            if self._layer.added_after:
+                self._late = fed.value()
+                return residual
             residual = self._add(residual, fed, self._feed_forward_post_norm, self._layer.multipliers[2])
         return residual
+
+    def take_late(self) -> Array | None:
+        """What the last `forward` has made that a later layer's end adds to the residual stream: [T, H]."""
+        late, self._late = self._late, None
+        return late
 
     def _before(self, norm: Norm | None, residual: Array, layer: Mixer | FeedForwardLike) -> tuple[Array, Array]:
         """-> the residual stream, and what the layer gets: quantized if it alone reads that."""
@@ -330,11 +339,16 @@ class Decoder:
         inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, residual)
         numbers = description.caches_of(description.stage)
         places = {i: (batch.groups[self._group_of_cache[i]], cache) for i, cache in zip(numbers, caches, strict=True)}
+        late: dict[int, Array] = {}  # what is added at the end of the layer of that number
         for number, block in self._blocks.items():
             if self.watch is not None:
                 self.watch(number, residual)
             (tables, cache), *beside = [places[i] for i in self._caches_of_layer[number]] or [_NO_PLACE]
             residual = block.forward(residual, batch, tables, cache, *beside)
+            if isinstance(block, Block) and (made := block.take_late()) is not None:
+                late[number + description.layers[number].added_after] = made
+            if number in late:
+                self._ops.add(residual, late.pop(number))
             if number < description.num_media_layers and batch.media_rows is not None:
                 self._ops.add_rows(residual, batch.media_rows[number + 1], batch.media_indices)
             if self._token_inputs is not None and inputs is not None:

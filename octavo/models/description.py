@@ -68,6 +68,7 @@ class LayerDescription:
     multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
     residual_multiplier: float = 1.0  # of what is added to the residual stream
     stream_scale: str | None = None  # tensor [1] that the residual stream is multiplied with at the end
+    added_after: int = 0  # so many layers further on what the feed-forward returns is added to the residual stream
     number: int | None = None  # of the checkpoint's layer, where several of these are one of its
 
     @property

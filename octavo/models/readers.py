@@ -48,14 +48,17 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
     "intermediate_size": ("n_inner", "ffn_dim", "dff", "ffn_hidden_size", "hidden_dim"),
     "hidden_act": ("hidden_activation", "activation_function", "activation", "afn"),
-    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "model_max_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
     "rope_theta": ("rotary_emb_base", "global_rope_theta"),
     "partial_rotary_factor": ("rotary_pct",),
     "rope_local_base_freq": ("local_rope_theta",),
     "sliding_window": ("window_size", "attention_window_size"),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("moe_topk", "moe_k", "top_k_experts"),
+    "num_experts_per_tok": ("moe_topk", "moe_k", "top_k_experts", "num_experts_per_token"),
+    "moe_intermediate_size": ("expert_ffn_hidden_size",),
+    "norm_topk_prob": ("moe_renormalize",),
+    "n_group": ("num_expert_group",),
     "layer_types": ("layers_block_type",),
 }
 _ACTIVATIONS = {
@@ -95,6 +98,8 @@ class Family:
     slides: Setting | None = None
     window_switch: str | None = None  # a setting without which no layer has the window
     refuses: tuple[str, ...] = ()  # settings that are not built
+    longest: tuple[str, ...] = ()  # settings, beside the usual one, of how long a context may be
+    num_layers: Setting = lambda c, _: c["num_hidden_layers"]  # descriptions, of which a layer may have several
     pooling: Setting | None = None  # of a model that pools; None: it generates
 
 
@@ -104,11 +109,13 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
     for setting in family.refuses:
         if config.get(setting):
             raise LoadError(f"{setting} = {config[setting]!r} is not built yet.")
-    layers = tuple(_layer(family, config, i) for i in range(config["num_hidden_layers"]))
+    layers = tuple(_layer(family, config, i) for i in range(family.num_layers(config, 0)))
     described = {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
-        "max_position_embeddings": config["max_position_embeddings"],
+        "max_position_embeddings": min(
+            config[name] for name in ("max_position_embeddings", *family.longest) if config[name]
+        ),
         "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         "norm": family.norm(config, 0),
         "pooling": family.pooling(config, 0) if family.pooling is not None else None,

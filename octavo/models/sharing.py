@@ -63,6 +63,7 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
             isinstance(a, AttentionDescription) and a.reads_layer is not None for a in attentions
         ),
         "another network's output": description.num_cross_tokens > 0,
+        "experts beside the next attention": any(layer.added_after for layer in description.layers),
     }
     for name, has in refused.items():
         if has:
@@ -86,7 +87,7 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
         "mixers other than attention": len(attentions) < len(mixers),
         "experts": len(plain) < len(feed_forwards),
         "norms of all query or key heads": any(a.qk_norm is not None and a.qk_norm_scope != "head" for a in attentions),
-        "gated attention": any(a.is_gated for a in attentions),
+        "gated attention": any(a.gate is not None for a in attentions),
         "a norm before the output of attention": any(a.output_norm is not None for a in attentions),
         "attention of several inputs": any(a.num_inputs > 1 for a in attentions),
         "keys that are values too, or another layer's": any(

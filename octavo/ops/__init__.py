@@ -263,6 +263,11 @@ class OpsOver(Protocol[A]):
 
         With x = linear(..., "float32") it gives the bits of `linear_add`."""
 
+    def add_chosen(self, residual: A, x: A, ids: A, weights: A, first_id: int) -> None:
+        """residual[t] += x[t] times the sum of those weights[t, j] whose ids[t, j] are `first_id` at least, in place,
+        in float32, rounded once: what the experts add that only pass on what they see. residual, x [T, N]; ids [T, K]
+        int32 and weights [T, K] float32 of `route`."""
+
     def activation(
         self, x: A, kind: str, consumer: LinearWeight | None = None, parameters: tuple[float, ...] = ()
     ) -> A:
@@ -276,7 +281,8 @@ class OpsOver(Protocol[A]):
 
     def multiply(self, x: A, y: A, activation: str = "identity", consumer: LinearWeight | None = None) -> A:
         """x * f(y) of x, y [T, N], in float32, rounded once; quantized if the `consumer` multiplies quantized
-        activations. f is "identity", "silu" or "sigmoid"."""
+        activations. f is "identity", "silu", "sigmoid" or "softplus", log(1 + exp(y)). Of y [T, M] each element is for
+        N / M neighbours."""
 
     def causal_conv(
         self, x: A, weight: A, bias: A | None, activation: str, states: A, block_tables: A, query_start_loc: A,
@@ -306,14 +312,15 @@ class OpsOver(Protocol[A]):
 
     def gated_delta(
         self, query: A, key: A, value: A, decay: A, beta: A, a: A, decay_bias: A, beta_scale: float, states: A,
-        block_tables: A, query_start_loc: A, seq_lens: A,
+        block_tables: A, query_start_loc: A, seq_lens: A, lowest: float = 0.0,
     ) -> A:  # fmt: skip
         """The gated delta rule (Yang et al. 2025): the state S [Dk, Dv] of each value head becomes g * S + k (x) (e *
         (v - g * S^T k)), and y = S^T q: [T, V * Dv].
 
         query, key [T, K, Dk], each head of which serves V / K heads of value [T, V, Dv]; decay, beta [T, V];
         g = exp(a * log(1 + exp(decay + decay_bias))) with a, decay_bias [V] float32, e = beta_scale * sigmoid(beta).
-        States are as in `selective_scan`."""
+        Of decay [T, V * Dk] and decay_bias [V * Dk] each row of S has a g of its own (Kimi Team 2025). With a `lowest`
+        exponent L < 0 g is exp(L * sigmoid(-a * (decay + decay_bias))). States are as in `selective_scan`."""
 
     def gated_recurrence(
         self, x: A, input_gate: A, decay_gate: A, a: A, input_bias: A, decay_bias: A, states: A, block_tables: A,
@@ -380,8 +387,10 @@ class OpsOver(Protocol[A]):
         self, query: A, cache: LayerKVCache, block_tables: A, query_start_loc: A, seq_lens: A, scale: float,
         sliding_window: int = 0, softcap: float = 0.0, slopes: A | None = None, sinks: A | None = None,
         bidirectional: bool = False, distance_biases: A | None = None, key_ends: A | None = None,
+        value_size: int | None = None,
     ) -> A:  # fmt: skip
-        """Causal attention of query [T, Q, D] over the paged cache -> [T, Q * D] in the dtype of query.
+        """Causal attention of query [T, Q, D] over the paged cache -> [T, Q * value_size] in the dtype of query. Values
+        are of size D if nothing else is said.
 
         Sequence s owns rows query_start_loc[s] .. query_start_loc[s + 1] ([S + 1] int32), which are its last positions;
         its keys are positions 0 .. seq_lens[s] - 1 ([S] int32, this step's tokens included), found through

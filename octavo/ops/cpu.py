@@ -41,14 +41,13 @@ from octavo.ops.cpu_quantize import FLOAT_FORMATS, quantize
 from octavo.ops.cpu_recurrent import causal_conv, gated_delta, gated_recurrence, num_scan_floats, selective_scan
 
 __all__ = [
-    "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "add_rows", "all_gather",
-    "all_reduce", "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "copy_blocks", "embedding",
-    "experts", "gated_delta", "gated_recurrence", "gather_blocks", "join_group", "latent_attention", "layer_norm",
-    "linear", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
-    "normalize", "num_scan_floats", "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize",
-    "place", "pool", "process_row", "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route",
-    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
-    "use_threads",
+    "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "all_gather",
+    "all_reduce", "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "copy_blocks", "embedding", "experts",
+    "gated_delta", "gated_recurrence", "gather_blocks", "join_group", "latent_attention", "layer_norm", "linear",
+    "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize",
+    "num_scan_floats", "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize", "place", "pool",
+    "process_row", "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample",
+    "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens", "use_threads",
 ]  # fmt: skip
 
 
@@ -196,6 +195,20 @@ def add(residual: NDArray[Any], x: NDArray[Any], scale: float = 1.0) -> None:
     _cpu.add(x, stride(x), codes[0], residual, stride(residual), codes[1], rows, width, scale)
 
 
+def add_chosen(
+    residual: NDArray[Any], x: NDArray[Any], ids: NDArray[Any], weights: NDArray[Any], first_id: int
+) -> None:
+    (rows, width), top_k = x.shape, ids.shape[1]
+    assert residual.shape == x.shape and is_dense(x) and is_dense(residual)
+    assert ids.shape == weights.shape == (rows, top_k) and ids.flags.c_contiguous and weights.flags.c_contiguous
+    assert ids.dtype == INT32 and weights.dtype == FLOAT32
+    check_inputs("add_chosen", residual=residual, x=x, ids=ids, weights=weights)
+    codes = code_of("add_chosen", x), code_of("add_chosen", residual)
+    _cpu.add_chosen(
+        x, stride(x), codes[0], residual, stride(residual), codes[1], rows, width, ids, weights, top_k, first_id
+    )  # fmt: skip
+
+
 def activation(
     x: NDArray[Any], kind: str, consumer: LinearWeight | None = None, parameters: tuple[float, ...] = ()
 ) -> NDArray[Any]:
@@ -213,12 +226,14 @@ def activation(
 def multiply(
     x: NDArray[Any], y: NDArray[Any], activation: str = "identity", consumer: LinearWeight | None = None
 ) -> NDArray[Any]:
-    assert x.shape == y.shape and is_dense(x) and is_dense(y) and activation in ("identity", "silu", "sigmoid")
+    assert len(x) == len(y) and x.shape[1] % y.shape[1] == 0 and is_dense(x) and is_dense(y)
+    assert activation in ("identity", "silu", "sigmoid", "softplus")
     check_inputs("multiply", x=x, y=y)
     code = code_of("multiply", x, y)
     out, out_code = _output_for(consumer, x.shape, x.dtype)
     rows, width = x.shape
-    _cpu.multiply(x, stride(x), y, stride(y), rows, width, code, out, out_code, _cpu.ACTIVATIONS[activation])
+    kind, shared = _cpu.ACTIVATIONS[activation], width // y.shape[1]
+    _cpu.multiply(x, stride(x), y, stride(y), rows, width, code, out, out_code, kind, shared)
     return out
 
 
@@ -371,9 +386,11 @@ def paged_attention(
     query: NDArray[Any], cache: LayerKVCache, block_tables: NDArray[Any], query_start_loc: NDArray[Any],
     seq_lens: NDArray[Any], scale: float, sliding_window: int = 0, softcap: float = 0.0,
     slopes: NDArray[Any] | None = None, sinks: NDArray[Any] | None = None, bidirectional: bool = False,
-    distance_biases: NDArray[Any] | None = None, key_ends: NDArray[Any] | None = None,
+    distance_biases: NDArray[Any] | None = None, key_ends: NDArray[Any] | None = None, value_size: int | None = None,
 ) -> NDArray[Any]:  # fmt: skip
     tokens, query_heads, head_size = query.shape
+    value_size = head_size if value_size is None else value_size
+    assert cache.value.shape[3] - _cpu.VALUE_PAD < value_size <= cache.value.shape[3]
     kv_heads = cache.key.shape[1]
     assert query_heads % kv_heads == 0
     assert _has_dense_heads(query)
@@ -394,12 +411,12 @@ def paged_attention(
         reach = (distance_biases.shape[1] - BIAS_PADDING) // 2
         assert bidirectional and distance_biases.dtype == FLOAT32 and distance_biases.flags.c_contiguous
         assert distance_biases.shape == (query_heads, 2 * reach + BIAS_PADDING)
-    out = empty((tokens, query_heads * head_size), query.dtype)
+    out = empty((tokens, query_heads * value_size), query.dtype)
     _cpu.paged_attention(
         query, tokens, stride(query), cache.key, cache.value, block_tables, stride(block_tables), block_tables.shape[1],
         query_start_loc, seq_lens, seq_lens.shape[0], query_heads, kv_heads, head_size, cache.key.shape[3],
         sliding_window, scale, code_of("paged_attention", query), cache_code("paged_attention", cache, query), out,
         softcap, 0 if slopes is None else slopes, 0 if sinks is None else sinks, bidirectional,
-        0 if distance_biases is None else distance_biases, reach, 0 if key_ends is None else key_ends,
+        0 if distance_biases is None else distance_biases, reach, 0 if key_ends is None else key_ends, value_size,
     )  # fmt: skip
     return out

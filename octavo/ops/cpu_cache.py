@@ -32,7 +32,9 @@ def allocate_kv_cache(
         raise ConfigError(f"block size {block_size} is not supported by the CPU kernels; use 8, 16 or 32.")
     value_size = value_size or head_size
     if has_scales and value_size != head_size:
-        raise ConfigError(f"--kv-cache-dtype {dtype} is not built yet for latent attention on CPUs; use auto.")
+        raise ConfigError(
+            f"--kv-cache-dtype {dtype} is not built yet for keys and values of different sizes on CPUs; use auto."
+        )
     for size in (head_size, value_size):
         if not 0 < size <= _cpu.MAX_HEAD_SIZE or size % 2:
             raise ConfigError(f"head size {size} is not supported; it must be even and at most {_cpu.MAX_HEAD_SIZE}.")

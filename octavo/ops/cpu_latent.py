@@ -54,6 +54,6 @@ def latent_attention(
         query, tokens, stride(query), rotated, stride(rotated), stride(rotated, 1), rotated_size, cache.key,
         cache.value, block_tables, stride(block_tables), block_tables.shape[1], query_start_loc, seq_lens,
         seq_lens.shape[0], heads, 1, size, cache.key.shape[3], scale,
-        code, code, out,
+        code, code, out, size,
     )  # fmt: skip
     return out

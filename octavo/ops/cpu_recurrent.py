@@ -98,11 +98,13 @@ def selective_scan(
 def gated_delta(
     query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], decay: NDArray[Any], beta: NDArray[Any],
     a: NDArray[Any], decay_bias: NDArray[Any], beta_scale: float, states: NDArray[Any], block_tables: NDArray[Any],
-    query_start_loc: NDArray[Any], seq_lens: NDArray[Any],
+    query_start_loc: NDArray[Any], seq_lens: NDArray[Any], lowest: float = 0.0,
 ) -> NDArray[Any]:  # fmt: skip
     (rows, heads, width), (key_heads, size) = value.shape, key.shape[1:]
-    assert query.shape == key.shape and heads % key_heads == 0 and decay.shape == beta.shape == (rows, heads)
-    assert _is_constant(a, heads) and _is_constant(decay_bias, heads)
+    by_element = decay.shape[1] != heads
+    num_decays = heads * size if by_element else heads
+    assert query.shape == key.shape and heads % key_heads == 0 and beta.shape == (rows, heads)
+    assert decay.shape == (rows, num_decays) and _is_constant(a, heads) and _is_constant(decay_bias, num_decays)
     check_inputs("gated_delta", query=query, key=key, value=value, decay=decay, beta=beta)
     num_floats = num_scan_floats(heads * width, heads, size)
     sequences = _sequences("gated_delta", num_floats, states, block_tables, query_start_loc, seq_lens)
@@ -110,6 +112,7 @@ def gated_delta(
     _cpu.gated_delta(
         *sequences, rows, code_of("gated_delta", query, key, value, decay, beta), out, *_by_row(query), *_by_row(key),
         *_by_row(value), *_by_row(decay), *_by_row(beta), a, decay_bias, beta_scale, key_heads, heads, size, width,
+        by_element, lowest,
     )  # fmt: skip
     return out
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.ops.torch_arrays import upload
 from octavo.ops.torch_ops import (
     add_bias,
+    add_chosen,
     add_rows,
     gather_blocks,
     keep_tokens,
@@ -48,7 +49,8 @@ from octavo.ops.triton.sampling import argmax, sample
 from octavo.ops.triton.schedule import ROW_CLASSES
 
 __all__ = [
-    "activation", "add", "add_bias", "add_rows", "allocate_kv_cache", "argmax", "begin_step", "causal_conv",
+    "activation", "add", "add_bias", "add_chosen", "add_rows", "allocate_kv_cache", "argmax", "begin_step",
+    "causal_conv",
     "copy_blocks", "embedding", "experts", "gated_delta", "gated_recurrence", "gather_blocks", "keep_tokens",
     "latent_attention", "layer_norm", "linear", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs",
     "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize",

@@ -52,6 +52,14 @@ def replace_rows(x: Tensor, replacements: Tensor, indices: Tensor) -> None:
     x.copy_(torch.where(indices[:, None] >= 0, found, x))
 
 
+def add_chosen(residual: Tensor, x: Tensor, ids: Tensor, weights: Tensor, first_id: int) -> None:
+    passed = torch.where(ids >= first_id, weights, 0.0)
+    factor = torch.zeros_like(passed[:, :1])
+    for j in range(ids.shape[1]):  # one by one: sums of whole rows may be added up in another order for more of them
+        factor += passed[:, j : j + 1]
+    residual.copy_(residual.float() + factor * x.float())
+
+
 def add_rows(x: Tensor, summands: Tensor, indices: Tensor) -> None:
     if not len(summands):
         return

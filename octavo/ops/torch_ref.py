@@ -19,6 +19,7 @@ from octavo.ops.torch_adapters import TorchAdapterTable, adapter_table, allocate
 from octavo.ops.torch_arrays import DTYPES, to_torch
 from octavo.ops.torch_ops import (
     add_bias,
+    add_chosen,
     add_rows,
     gather_blocks,
     keep_tokens,
@@ -35,7 +36,7 @@ from octavo.ops.torch_ops import (
 from octavo.quantization import StoredWeight, dequantize
 
 __all__ = [
-    "DenseWeight", "activation", "adapter_table", "add", "add_bias", "add_rows", "allocate_arena",
+    "DenseWeight", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "allocate_arena",
     "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts",
     "fake_quantize", "gated_delta", "gated_recurrence", "gather_blocks", "keep_tokens", "latent_attention",
     "layer_norm", "linear", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens",
@@ -323,11 +324,13 @@ _FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "silu": torch.nn.functional.silu,
     "sigmoid": torch.sigmoid,
+    "softplus": torch.nn.functional.softplus,
 }
 
 
 def multiply(x: Tensor, y: Tensor, activation: str = "identity", consumer: LinearWeight | None = None) -> Tensor:
-    return _rounded(x.float() * _FACTORS[activation](y.float()), x.dtype, consumer)
+    factors = _FACTORS[activation](y.float()).repeat_interleave(x.shape[1] // y.shape[1], 1)
+    return _rounded(x.float() * factors, x.dtype, consumer)
 
 
 def _over_states(
@@ -386,16 +389,18 @@ def selective_scan(
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, a: Tensor, decay_bias: Tensor,
     beta_scale: float, states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    lowest: float = 0.0,
 ) -> Tensor:  # fmt: skip
     (num_tokens, heads, width), size = value.shape, key.shape[2]
     q, k = (part.float().repeat_interleave(heads // key.shape[1], 1) for part in (query, key))
     v, e = value.float(), beta_scale * beta.float().sigmoid()
-    g = torch.exp(a * torch.nn.functional.softplus(decay.float() + decay_bias))
+    raw, rates = (decay.float() + decay_bias).view(num_tokens, heads, -1), a[:, None]
+    g = torch.exp(lowest * (-rates * raw).sigmoid() if lowest else rates * torch.nn.functional.softplus(raw))
     y = torch.zeros(num_tokens, heads, width, device=value.device)
     for rows, state in _over_states(heads * size * width, states, block_tables, query_start_loc, seq_lens):
         memory = state.view(heads, size, width)
         for t in range(rows.start, rows.stop):
-            memory *= g[t, :, None, None]
+            memory *= g[t, :, :, None]
             change = e[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", memory, k[t]))
             memory += k[t, :, :, None] * change[:, None]
             y[t] = torch.einsum("hkv,hk->hv", memory, q[t])
@@ -491,10 +496,12 @@ def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
     bidirectional: bool = False, distance_biases: Tensor | None = None, key_ends: Tensor | None = None,
+    value_size: int | None = None,
 ) -> Tensor:  # fmt: skip
     num_tokens, num_heads, head_size = query.shape
+    assert cache.value.shape[3] == (value_size or head_size)
     group = num_heads // cache.key.shape[2]
-    out = torch.zeros_like(query)
+    out = query.new_zeros(num_tokens, num_heads, cache.value.shape[3])
     for s, seq_len in enumerate(seq_lens.tolist()):
         start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
         blocks = block_tables[s, : -(-seq_len // cache.key.shape[1])].long()
@@ -525,7 +532,7 @@ def paged_attention(
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, end - start, 1)], -1)
         weights = scores.softmax(-1)[..., :seq_len]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
-    return out.view(num_tokens, num_heads * head_size)
+    return out.view(num_tokens, -1)
 
 
 def linear_by_head(x: Tensor, weight: ExpertsWeight) -> Tensor:

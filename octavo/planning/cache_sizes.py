@@ -85,6 +85,6 @@ def _gpu_block_bytes(config: CacheConfig, spec: LayerCacheSpec) -> int:
         return spec.num_bytes
     element = _ELEMENT_BYTES.get(config.dtype, 1)
     if element == 1 and spec.key_size != spec.value_size:
-        raise ConfigError(f"a cache of {config.dtype} is not built for latent attention")
+        raise ConfigError(f"a cache of {config.dtype} is not built for keys and values of different sizes")
     head = (spec.key_size + spec.value_size) * element + (_SCALE_BYTES if element == 1 else 0)
     return int(np.prod((config.block_size, spec.num_kv_heads, head)))

@@ -11,6 +11,7 @@ _LOCAL: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 _MOE: dict[str, Any] = {"moe_intermediate_size": 24}
 _ROUTED: dict[str, Any] = _MOE | {"n_routed_experts": 8, "num_experts_per_tok": 3, "hidden_size": 64}
 _GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+_PARTIAL = ROPE | {"rope_type": "default", "partial_rotary_factor": 0.5}
 _SPARSE_LAST: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse"]}
 
 
@@ -74,6 +75,19 @@ EXPERT_MODELS: dict[str, SmallModel] = {
     "afmoe": _model(
         "Afmoe", mup_enabled=True, num_shared_experts=2, route_scale=1.5, num_dense_layers=1, sliding_window=20,
         layer_types=["sliding_attention", "full_attention"], **_MOE, **_EXPERTS,
+    ),
+    "mimo v2 flash": _model("MiMoV2Flash", v_head_dim=12, **_ROUTED, **NARROW, rope_parameters={
+        "full_attention": _PARTIAL, "sliding_attention": _PARTIAL | {"rope_theta": 500.0}}),
+    "laguna": _model(
+        "Laguna", shared_expert_intermediate_size=40, num_attention_heads_per_layer=[4, 6], attention_bias=True,
+        moe_routed_scaling_factor=1.5, moe_router_logit_softcapping=0.7, **_MOE, **_EXPERTS, **NARROW,
+    ),
+    "laguna, gates by element": _model(
+        "Laguna", shared_expert_intermediate_size=40, gating="per-element", **_MOE, **_EXPERTS
+    ),
+    "beam": _model(
+        "Beam", num_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, final_logit_softcapping=3.0, **_MOE,
+        **NARROW, **_SPARSE_LAST,
     ),
     "dbrx": SmallModel(
         "DbrxForCausalLM",

@@ -44,6 +44,19 @@ LATENT_MODELS: dict[str, SmallModel] = {
         "Mistral4", first_k_dense_replace=1, **_EXPERTS, **_GROUPS,
         rope_parameters=_YARN | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16},
     ),
+    "deepseek v3.2, as many keys as its index chooses": _model(
+        "DeepseekV32", first_k_dense_replace=1, index_n_heads=2, index_head_dim=16, **_EXPERTS, **_GROUPS
+    ),
+    "glm moe dsa, likewise": _model(
+        "GlmMoeDsa", first_k_dense_replace=1, index_n_heads=2, index_head_dim=16, **_EXPERTS, **_GROUPS
+    ),
+    "longcat flash": SmallModel(
+        "LongcatFlashForCausalLM", {
+            **{name: size for name, size in _SIZES.items() if name not in ("num_hidden_layers", "intermediate_size")},
+            **_LATENT, "num_layers": 2, "ffn_hidden_size": 56, "expert_ffn_hidden_size": 24, "n_routed_experts": 5,
+            "zero_expert_num": 3, "moe_topk": 3, "head_dim": 8,
+        },
+    ),
     "minicpm 3": _model("MiniCPM3", dim_model_base=32),
     "youtu": _model("Youtu", kv_lora_rank=32, qk_rope_head_dim=16),
 }  # fmt: skip

@@ -32,7 +32,19 @@ _NEMOTRON: dict[str, Any] = {name: size for name, size in SIZES.items() if name 
     "time_step_min": 0.4,
 }
 
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_group": 4, "topk_group": 2,
+    "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "hidden_size": 64,
+    "num_key_value_heads": 4, "layer_types": _MIXED,
+}  # fmt: skip
+
 RECURRENT_MODELS: dict[str, SmallModel] = {
+    # Of dense layers transformers writes other names than checkpoints have.
+    "kimi linear": _model(
+        "KimiLinear", linear_head_dim=8, linear_num_heads=6, mlp_layer_types=["sparse"] * 2, **_LATENT
+    ),
+    "bailing hybrid": _model("BailingHybrid", first_k_dense_replace=1, **_LATENT),
+    "bailing hybrid, decays without a bound": _model("BailingHybrid", kda_safe_gate=False, **_LATENT),
     "recurrent gemma": SmallModel(
         "RecurrentGemmaForCausalLM",
         {

@@ -37,13 +37,13 @@ NETWORKS = {name: MODELS[name] for name in ("gemma 2", "opt", "gpt bigcode", "gr
                  "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 8},
     ),
 }  # fmt: skip
-# What has been found to be described well enough with nothing of it built here: it is compared, so that what the
-# description cannot show (keys of other layers, values smaller than keys, gates) is seen in the logits.
+# What this path takes though it knows nothing of it: it is compared, so that what the description cannot show (keys of
+# other layers, values smaller than keys, gates) is seen in the logits.
 _SPARSE: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "layer_types": MIXED * 2, "sliding_window": 20,
     "num_hidden_layers": 4,
 }  # fmt: skip
-_NOT_NATIVE = {
+_UNKNOWN = {
     "beam": SmallModel(
         "BeamForCausalLM",
         SIZES | _SPARSE | {"num_experts": 4, "n_group": 2, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"] * 2},
@@ -57,7 +57,7 @@ _NOT_NATIVE = {
     "phi 4 multimodal": SmallModel("Phi4MultimodalForCausalLM", SIZES),
     **{name: ALL_MODELS[name] for name in ALL_MODELS if name.startswith("gemma 4")},
 }  # fmt: skip
-NETWORKS |= _NOT_NATIVE
+NETWORKS |= _UNKNOWN
 
 
 def config_of(architecture: str, **settings: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def config_of(architecture: str, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in _NOT_NATIVE else ()) for name in NETWORKS]
+    "name", [pytest.param(name, marks=pytest.mark.long if name in _UNKNOWN else ()) for name in NETWORKS]
 )
 def test_logits_are_those_of_transformers_alone(name: str, ops: Ops) -> None:
     reference = NETWORKS[name].reference(seed=1)

@@ -65,6 +65,7 @@ class Heads:
     kv_heads: int
     ratio: int
     head_size: int
+    value_size: int | None = None  # not larger; None: as large
 
     @property
     def query_heads(self) -> int:
@@ -72,9 +73,9 @@ class Heads:
 
 
 def split_qkv(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, (Q + 2G) * D] -> views query [T, Q, D], key [T, G, D], value [T, G, D]."""
+    """[T, (Q + 2G) * D] -> views query [T, Q, D], key [T, G, D], value [T, G, D], or the beginnings of values."""
     q, k, v = qkv.unflatten(1, (-1, heads.head_size)).split([heads.query_heads, heads.kv_heads, heads.kv_heads], 1)
-    return q, k, v
+    return q, k, v if heads.value_size is None else v[..., : heads.value_size].contiguous()
 
 
 def cos_sin(rotary_size: int) -> Tensor:
@@ -106,7 +107,7 @@ class PagedBatch:
         counts = [-(-s.length // block_size) for s in sequences]
         spare = 3
         self.cache: LayerKVCache = ops.allocate_kv_cache(
-            sum(counts) + spare, block_size, heads.kv_heads, heads.head_size, cache_dtype or dtype
+            sum(counts) + spare, block_size, heads.kv_heads, heads.head_size, cache_dtype or dtype, heads.value_size
         )
         for part in self.cache.arrays:
             # Of bytes any, but those that are the scale NaN.
@@ -126,6 +127,8 @@ class PagedBatch:
 
     def attend(self, ranges: list[tuple[int, int, int]], window: int = 0, **settings: Any) -> Tensor:
         """One call over (sequence, first position, end position) -> [T, Q * D]."""
+        if self.heads.value_size is not None:
+            settings["value_size"] = self.heads.value_size
         query = torch.cat([self.queries[s][begin:end] for s, begin, end in ranges])
         starts = torch.tensor([0] + [end - begin for _, begin, end in ranges]).cumsum(0).int()
         seq_lens = torch.tensor([end for _, _, end in ranges], dtype=torch.int32)

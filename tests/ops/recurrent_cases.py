@@ -35,11 +35,15 @@ def scan(heads: int, head_size: int, groups: int, size: int, wide: bool, dtype: 
     return "selective_scan", rows, others, (channels, groups, size)
 
 
-def delta(key_heads: int, heads: int, size: int, width: int, dtype: torch.dtype) -> Case:
+def delta(
+    key_heads: int, heads: int, size: int, width: int, dtype: torch.dtype, by_element: bool = False
+) -> Case:  # fmt: skip
     num = sum(LENGTHS)
     query, key = (torch.nn.functional.normalize(random(i, num, key_heads, size), dim=-1).to(dtype) for i in range(2))
     value, decay, beta = random(2, num, heads, width, dtype=dtype), *random(3, 2, num, heads, dtype=dtype)
-    others = [-random(4, heads).exp(), random(5, heads), 1.5]
+    if by_element:
+        decay = random(6, num, heads * size, dtype=dtype)
+    others = [-random(4, heads).exp(), random(5, decay.shape[1]), 1.5]
     return "gated_delta", [query, key, value, decay, beta], others, (heads * width, heads, size)
 
 
@@ -58,6 +62,7 @@ CASES: dict[str, Callable[[torch.dtype], Case]] = {
     "mamba 2, heads across tiles": lambda dtype: scan(6, 11, 3, 7, False, dtype),
     "gated delta": lambda dtype: delta(2, 4, 12, 20, dtype),
     "gated delta, whole tiles": lambda dtype: delta(2, 2, 16, 32, dtype),
+    "gated delta, decays by element": lambda dtype: delta(2, 4, 12, 20, dtype, by_element=True),
     "gated recurrence": lambda dtype: recurrence(37, dtype),
 }
 

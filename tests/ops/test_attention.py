@@ -55,12 +55,13 @@ ranges = st.lists(
     window=st.sampled_from([0, 0, 1, 17, 64, 100, 530]),
     partial_rotary=st.booleans(),
     scores=st.sets(st.sampled_from(SCORE_SETTINGS)),
+    value_size=st.sampled_from([None, None, 12, 32]),
 )
 def test_mixed_batches_match_the_reference_whatever_unused_slots_hold(
     isa: str, dtype: torch.dtype, cached: torch.dtype | None, lengths: list[tuple[int, int]], kv_heads: int, ratio: int,
-    head_size: int, block_size: int, window: int, partial_rotary: bool, scores: set[str],
+    head_size: int, block_size: int, window: int, partial_rotary: bool, scores: set[str], value_size: int | None,
 ) -> None:  # fmt: skip
-    heads = Heads(kv_heads, ratio, head_size)
+    heads = Heads(kv_heads, ratio, head_size, value_size if cached is None else None)
     rotary_size = head_size // 2 if partial_rotary else head_size
     sequences = [make_sequence(i, length, heads, dtype) for i, (length, _) in enumerate(lengths)]
     batch = [(i, max(length - queries, 0), length) for i, (length, queries) in enumerate(lengths)]

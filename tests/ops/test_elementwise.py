@@ -153,6 +153,18 @@ def test_add_adds_in_place_and_touches_nothing_else(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_what_chosen_experts_pass_on_is_added(isa: str, dtype: torch.dtype) -> None:
+    x, residual = random(0, 9, 37, dtype=dtype), random(1, 9, 37)
+    ids, weights = (random(3, 9, 5).abs() * 8).int(), random(2, 9, 5)
+    expected, alone = residual.clone(), residual[3:4].clone()
+    torch_ref.add_chosen(expected, x, ids, weights, 7)
+    cpu.add_chosen(alone, x[3:4], ids[3:4], weights[3:4], 7)
+    cpu.add_chosen(residual, x, ids, weights, 7)
+    assert_near(residual, expected)
+    assert_same_bits(residual[3:4], alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_add_gives_the_bits_of_linear_add(isa: str, dtype: torch.dtype) -> None:
     for k, n in [(64, 96), (130, 100), (7, 33)]:
         x, weight = random(0, 21, k, dtype=dtype), cpu.pack_linear([random(1, n, k, dtype=dtype)], random(2, n))

@@ -11,7 +11,7 @@ from octavo import _cpu
 from octavo.errors import LoadError
 from octavo.ops import cpu as native
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, random
-from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run
+from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run, delta
 from tests.ops.tensors import OverTensors, cpu, torch_ref
 
 
@@ -27,6 +27,18 @@ def test_chunks_of_any_size_give_the_reference_and_equal_bits(
         for found, other, reference in zip(Run(cpu, case).all(chunks), whole, expected, strict=True):
             assert_same_bits(found, other)
             assert_near(found, reference, bfloat16_atol=1e-3)
+
+
+@pytest.mark.parametrize("by_element", [False, True])
+def test_decays_with_a_bound(isa: str, by_element: bool) -> None:
+    _, rows, others, sizes = delta(2, 4, 12, 20, torch.float32, by_element)
+
+    def run(ops: OverTensors) -> Tensor:
+        states = torch.full((1, ops.num_scan_floats(*sizes)), float("nan"))
+        places = [torch.tensor(values, dtype=torch.int32) for values in ([[0]], [0, len(rows[0])], [len(rows[0])])]
+        return ops.gated_delta(*rows, *others, states, *places, -5.0)
+
+    assert_near(run(cpu), run(torch_ref))
 
 
 def test_a_scan_without_time_steps_is_linear_attention(isa: str) -> None:
@@ -52,9 +64,10 @@ def test_states_outside_the_cache_and_sizes_that_are_not_built_are_refused() -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["identity", "silu", "sigmoid"])
-def test_products_of_rows(isa: str, dtype: torch.dtype, activation: str) -> None:
-    x, y = random(0, 9, 90, dtype=dtype)[:, 13:80], random(1, 9, 67, dtype=dtype) * 3
+@pytest.mark.parametrize("activation", ["identity", "silu", "sigmoid", "softplus"])
+@pytest.mark.parametrize("shared", [1, 3, 22])
+def test_products_of_rows(isa: str, dtype: torch.dtype, activation: str, shared: int) -> None:
+    x, y = random(0, 9, 90, dtype=dtype)[:, 13:79], random(1, 9, 66 // shared, dtype=dtype) * 3
     found = cpu.multiply(x, y, activation)
     assert_near(found, torch_ref.multiply(x, y, activation))
     assert_same_bits(found[4:6], cpu.multiply(x[4:6], y[4:6], activation))

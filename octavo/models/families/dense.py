@@ -24,6 +24,7 @@ from octavo.models.families.settings import (
     all_but_every,
     defaults,
     late_layers_slide,
+    query_growth,
     rotates_unless_all_is_seen,
     slides_by,
 )
@@ -77,12 +78,6 @@ def _smollm3_rotates(config: Config, i: int) -> bool:
 
 
 _EVERY_4TH_FULL = all_but_every(4, "sliding_window_pattern")
-
-
-def _query_growth(config: Config, _: int) -> tuple[float, int] | None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    beta = rope.get("llama_4_scaling_beta")
-    return (beta, rope["original_max_position_embeddings"]) if beta else None
 
 
 def _gpt_neo_slides(config: Config, i: int) -> bool:
@@ -209,7 +204,7 @@ FAMILIES = {
                 "llama_4_scaling_beta": 0.1,
             },
         ),
-        attention={"query_growth": _query_growth}, slides=_all_slide,
+        attention={"query_growth": query_growth}, slides=_all_slide,
     ),
     "CwmForCausalLM": Family(
         defaults=defaults(

@@ -6,11 +6,14 @@ names where a model of either kind has been published.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from octavo.errors import LoadError
+from octavo.layers.attention import GateDescription
 from octavo.layers.experts import EXPERT_NAMES, ExpertNames, stacked
+from octavo.layers.rotary import QueryGrowth
 from octavo.models.families.settings import (
     AFTER,
     AROUND,
@@ -116,6 +119,51 @@ def _by_layer(setting: str) -> Setting:
     return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
 
 
+def _mimo_slides(_: Config, i: int) -> bool:
+    return i > 0 and (i + 1) % 6 != 0
+
+
+def _of_sliding(sliding: Any, other: Any) -> Setting:
+    return lambda c, i: sliding if slides_by(_mimo_slides)(c, i) else other
+
+
+def _mimo_kv_heads(config: Config, i: int) -> int:
+    return int(config["num_key_value_heads"] * (2 if slides_by(_mimo_slides)(config, i) else 1))
+
+
+def _mimo_window(config: Config, i: int) -> int:
+    """Beside itself a token sees as many as the setting of other engines says, which counts."""
+    before = config.get("sliding_window_size")
+    window = config["sliding_window"] if before is None else before + 1
+    return int(window) if slides_by(_mimo_slides)(config, i) else 0
+
+
+def _laguna_gate(config: Config, _: int) -> GateDescription:
+    return GateDescription("self_attn.g_proj", "softplus", by_head=config["gating"] in (True, "per-head"))
+
+
+def _beam_slides(config: Config, i: int) -> bool:
+    return (i + 1) % 6 != 0 and i + 1 != config["num_hidden_layers"]
+
+
+def _beam_rotates(config: Config, i: int) -> bool:
+    kind = "sliding_attention" if slides_by(_beam_slides)(config, i) else "full_attention"
+    return config["rope_parameters"].get(kind) is not None
+
+
+def _beam_depth(keeps_stream: bool) -> Setting:
+    """Of attention and feed-forward of a layer: they are added so that the stream stays as large as it is."""
+
+    def factor(added: int) -> float:
+        return math.sqrt((added - 1) / added if keeps_stream else 1 / added)
+
+    def find(_: Config, i: int) -> tuple[float, ...]:
+        of_attention, of_feed_forward = factor(2 * i + 2), factor(2 * i + 3)
+        return (of_attention, of_feed_forward) if keeps_stream else (of_attention, 1.0, of_feed_forward)
+
+    return find
+
+
 def _granite(more: Config | None = None, attention: Config | None = None, is_renamed: bool = True) -> Family:
     """With the names of before transformers 5, which `is_renamed`, or of it."""
     routers = ("block_sparse_moe.router.layer", "block_sparse_moe.router")
@@ -199,6 +247,61 @@ FAMILIES = {
             "num_experts": _by_layer("num_experts"), "routing": routing(top_k=_by_layer("num_experts_per_tok")),
             "router_names": ("mlp.gate.wg",), "shared": shared_expert(key("intermediate_size"), "mlp.shared_mlp"),
         },
+    ),
+    "MiMoV2FlashForCausalLM": Family(
+        defaults=GROUPS | defaults(
+            131072, eps=1e-5, kv_heads=4, head_size=192, v_head_dim=128, window=129, top_k=8, experts=256,
+            expert_size=2048, attention_value_scale=0.707, rope_parameters={
+                "full_attention": {"rope_theta": 5000000.0, "partial_rotary_factor": 0.334},
+                "sliding_attention": {"rope_theta": 10000.0, "partial_rotary_factor": 0.334},
+            },
+        ),
+        attention={
+            "qkv_bias": key("attention_bias"), "num_kv_heads": _mimo_kv_heads, "head_value_size": key("v_head_dim"),
+            "window": _mimo_window, "sinks": _of_sliding("self_attn.attention_sink_bias", None),
+        },
+        layer={"multipliers": lambda c, _: (c["attention_value_scale"] or 1.0, 1.0, 1.0)},  # of all values
+        experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=said_by_types(lambda _, i: i > 0),
+        slides=_mimo_slides,
+    ),
+    "LagunaForCausalLM": Family(
+        defaults=defaults(
+            131072, kv_heads=8, head_size=128, window=512, top_k=8, experts=256, expert_size=512,
+            shared_expert_intermediate_size=512, num_attention_heads_per_layer=None, gating=True,
+            moe_routed_scaling_factor=1.0, moe_router_logit_softcapping=0.0, rope_parameters={
+                "full_attention": {"rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_theta": 10000.0},
+            },
+        ),
+        attention=ATTENTION_BIAS | {
+            "num_heads": lambda c, i: (c["num_attention_heads_per_layer"] or [c["num_attention_heads"]] * (i + 1))[i],
+            "qk_norm": rms(), "gate": _laguna_gate,
+        },
+        experts={
+            "routing": routing(
+                scoring="sigmoid", normalize=True, scale=key("moe_routed_scaling_factor"),
+                softcap=key("moe_router_logit_softcapping"),
+            ),
+            "correction_names": ("mlp.experts.e_score_correction_bias", *CORRECTION_NAMES),
+            "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
+        },
+        is_sparse=said_by_types(lambda _, i: i > 0), slides=lambda *_: False,
+        refuses=("moe_apply_router_weight_on_input",),
+    ),
+    "BeamForCausalLM": Family(
+        defaults=defaults(
+            8192, kv_heads=8, head_size=128, window=512, top_k=8, experts=256, expert_size=2560, n_group=8,
+            topk_group=4, routed_scaling_factor=2.5, final_logit_softcapping=30.0,
+            rope_parameters={"sliding_attention": {"rope_theta": 10000.0}, "full_attention": None},
+        ),
+        attention={
+            "qk_norm": rms(), "gate": GateDescription("self_attn.gate_proj", bias="self_attn.gate_bias"),
+            "query_growth": lambda c, i: None if _beam_rotates(c, i) else QueryGrowth(0.1, 2048, 1, is_power=True),
+        },
+        layer=AROUND | {"stream_multipliers": _beam_depth(True), "multipliers": _beam_depth(False)},
+        experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=said_by_types(lambda _, i: i > 2),
+        slides=_beam_slides, rotates=_beam_rotates,
+        model={"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}, refuses=("attention_bias",),
     ),
     "DbrxForCausalLM": Family(
         defaults=defaults(2048, eps=1e-5, intermediate_size=None, experts=4, top_k=1),
@@ -331,7 +434,7 @@ FAMILIES = {
         attention=ATTENTION_BIAS | {
             "qk_norm": lambda c, i: rms(has_weight=False)(c, i)
             if c["use_qk_norm"] and _llama4_rotates(c, i) else None,
-            "query_growth": lambda c, i: (c["attn_scale"], c["floor_scale"], 1)
+            "query_growth": lambda c, i: QueryGrowth(c["attn_scale"], c["floor_scale"], 1)
             if c["attn_temperature_tuning"] and not _llama4_rotates(c, i) else None,
         },
         rope={"interleaved": True},
@@ -347,12 +450,7 @@ FAMILIES = {
             ),
             "shared": shared_expert(key("intermediate_size"), "feed_forward.shared_expert"),
         },
-        is_sparse=_llama4_sparse, rotates=_llama4_rotates,
-        model={
-            "max_position_embeddings": lambda c, _: min(
-                c["max_position_embeddings"], c["attention_chunk_size"] or c["max_position_embeddings"]
-            )
-        },
+        is_sparse=_llama4_sparse, rotates=_llama4_rotates, longest=("attention_chunk_size",),
     ),
     "Dots1ForCausalLM": Family(
         defaults=GROUPS | defaults(
@@ -455,7 +553,7 @@ FAMILIES = {
             16384, head_size=128, eps=1e-5, window=1024, global_attn_every_n_layers=4, expert_size=1408,
             num_dense_layers=1, experts=64, top_k=6, num_shared_experts=2, route_scale=1.0, mup_enabled=False,
         ),
-        attention={"qk_norm": rms(), "gate_name": "self_attn.gate_proj"},
+        attention={"qk_norm": rms(), "gate": GateDescription("self_attn.gate_proj")},
         layer=AROUND | {"feed_forward_norm": "pre_mlp_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"},
         experts={
             "routing": routing(scoring="sigmoid", normalize=True, scale=key("route_scale")),

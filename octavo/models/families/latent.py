@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from octavo.layers.experts import EXPERT_NAMES
@@ -12,6 +13,7 @@ from octavo.models.families.settings import (
     GROUPS,
     SIGMOID_GROUPS,
     defaults,
+    query_growth,
     routing,
     said_by_types,
     several,
@@ -21,7 +23,7 @@ from octavo.models.families.settings import (
 from octavo.models.readers import Config, Family, Setting, key, rms, rope_of
 
 
-def latent(**changes: Any) -> Setting:
+def latent(**changes: Any) -> Callable[[Config, int], LatentDescription]:
     """Latent attention by the usual settings; `changes` are values or settings."""
 
     def find(config: Config, i: int) -> LatentDescription:
@@ -49,18 +51,42 @@ def _sharper(config: Config) -> float:
     return 1.0 if kind == "default" or factor <= 1 else (0.1 * all_dim * math.log(factor) + 1.0) ** 2
 
 
-def _growth(config: Config, _: int) -> tuple[float, int] | None:
-    scaling = config.get("rope_scaling") or config["rope_parameters"]
-    if not scaling.get("llama_4_scaling_beta"):
-        return None
-    return float(scaling["llama_4_scaling_beta"]), int(scaling["original_max_position_embeddings"])
-
-
 def _group_limited(config: Config, _: int) -> bool:
     return bool(config["topk_method"] == "group_limited_greedy")
 
 
-_SIZES = {
+def _rank_scale(rank: str) -> Setting:
+    """What LongCat multiplies compressed vectors with, whose size the setting says."""
+    return lambda c, _: (c["hidden_size"] / c[rank]) ** 0.5
+
+
+def _longcat_mixer(config: Config, i: int) -> LatentDescription | None:
+    """Of a layer's three parts: attention and experts, a feed-forward, attention and a feed-forward."""
+    if i % 3 == 1:
+        return None
+    scales = {"query_scale": _rank_scale("q_lora_rank"), "latent_scale": _rank_scale("kv_lora_rank")}
+    return latent(**scales, name=f"self_attn.{i % 3 // 2}")(config, i)
+
+
+def _indexed(**changes: Any) -> Family:
+    """An index chooses the keys that a query sees: up to so many all of them."""
+    return Family(
+        defaults=SIZES | defaults(
+            163840, first_k_dense_replace=3, experts=256, n_shared_experts=1, top_k=8, routed_scaling_factor=2.5,
+            expert_size=2048, num_nextn_predict_layers=1, index_topk=2048,
+        ) | changes,
+        mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
+        is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
+        longest=("index_topk",),
+        model=_UNUSED | {
+            "unused": lambda c, _: tuple(
+                f"model.layers.{i}.self_attn.indexer." for i in range(c["num_hidden_layers"])
+            ),
+        },
+    )  # fmt: skip
+
+
+SIZES = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "rope_interleave": True,
 }  # fmt: skip
@@ -69,7 +95,7 @@ _SHARED = {"shared": shared_expert(several("n_shared_experts"))}
 
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(
-        defaults=_SIZES | defaults(
+        defaults=SIZES | defaults(
             2048, first_k_dense_replace=0, experts=64, n_shared_experts=2, routed_scaling_factor=1.0,
             topk_method="greedy", expert_size=1407, n_group=1, topk_group=1,
         ),
@@ -84,7 +110,7 @@ FAMILIES = {
         is_sparse=sparse_from("first_k_dense_replace"), refuses=("mlp_bias",),
     ),
     "DeepseekV3ForCausalLM": Family(
-        defaults=_SIZES | defaults(
+        defaults=SIZES | defaults(
             4096, first_k_dense_replace=3, experts=256, n_shared_experts=1, top_k=8, routed_scaling_factor=2.5,
             expert_size=2048, n_group=8, topk_group=4, num_nextn_predict_layers=1,
         ),
@@ -92,7 +118,7 @@ FAMILIES = {
         is_sparse=sparse_from("first_k_dense_replace"), model=_UNUSED,
     ),
     "Glm4MoeLiteForCausalLM": Family(
-        defaults=_SIZES | GROUPS | defaults(
+        defaults=SIZES | GROUPS | defaults(
             202752, eps=1e-5, q_lora_rank=768, v_head_dim=256, qk_nope_head_dim=192, experts=64, top_k=4,
             n_shared_experts=1, routed_scaling_factor=1.8, expert_size=1536, num_nextn_predict_layers=1,
         ),
@@ -100,7 +126,7 @@ FAMILIES = {
         is_sparse=said_by_types(lambda _, i: i > 0), model=_UNUSED,
     ),
     "AXK1ForCausalLM": Family(
-        defaults=_SIZES | defaults(
+        defaults=SIZES | defaults(
             32768, first_k_dense_replace=1, experts=192, n_shared_experts=1, top_k=8, routed_scaling_factor=2.5,
             expert_size=2048, n_group=8, topk_group=4, moe_layer_freq=1,
         ),
@@ -118,7 +144,7 @@ FAMILIES = {
         },
     ),
     "Mistral4ForCausalLM": Family(
-        defaults=_SIZES | defaults(
+        defaults=SIZES | defaults(
             1048576, q_lora_rank=1024, kv_lora_rank=256, qk_nope_head_dim=64, first_k_dense_replace=0, experts=128,
             n_shared_experts=1, top_k=4, routed_scaling_factor=1.0, expert_size=2048, n_group=1, topk_group=1,
             rope_parameters={
@@ -126,7 +152,7 @@ FAMILIES = {
                 "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
             },
         ),
-        mixer=latent(query_growth=_growth),
+        mixer=latent(query_growth=query_growth),
         experts=_SHARED | {
             "routing": routing(
                 scale=key("routed_scaling_factor"), num_groups=key("n_group"), kept_groups=key("topk_group"),
@@ -137,7 +163,7 @@ FAMILIES = {
         is_sparse=sparse_from("first_k_dense_replace"),
     ),
     "MiniCPM3ForCausalLM": Family(
-        defaults=_SIZES | defaults(
+        defaults=SIZES | defaults(
             32768, eps=1e-5, tied=True, kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64, qk_rope_head_dim=32,
             v_head_dim=None, rope_interleave=False, scale_emb=12, scale_depth=1.4, dim_model_base=256,
         ),
@@ -152,8 +178,40 @@ FAMILIES = {
         },
         refuses=("mlp_bias",),
     ),
+    "DeepseekV32ForCausalLM": _indexed(n_group=8, topk_group=4),
+    "GlmMoeDsaForCausalLM": _indexed(
+        n_group=1, topk_group=1, max_position_embeddings=202752, norm_eps=1e-5, q_lora_rank=2048, v_head_dim=256,
+        qk_nope_head_dim=192,
+    ),
+    "LongcatFlashForCausalLM": Family(
+        defaults=SIZES | defaults(
+            131072, eps=1e-5, theta=10000000.0, experts=512, top_k=12, zero_expert_num=256, expert_size=2048,
+            routed_scaling_factor=6.0, router_bias=False, norm_topk_prob=False,
+        ),
+        num_layers=lambda c, _: 3 * c["num_hidden_layers"], mixer=_longcat_mixer,
+        feed_forward={
+            "up_names": lambda _, i: (f"mlps.{i % 3 - 1}.gate_proj", f"mlps.{i % 3 - 1}.up_proj"),
+            "down_name": lambda _, i: f"mlps.{i % 3 - 1}.down_proj",
+        },
+        experts={
+            "routing": routing(scale=key("routed_scaling_factor")), "num_identities": lambda c, _:
+            c["zero_expert_num"] or 0, "router_names": ("mlp.router.classifier",), "router_bias": key("router_bias"),
+            "correction_names": ("mlp.router.e_score_correction_bias",),
+        },
+        is_sparse=lambda _, i: i % 3 == 0,
+        layer={
+            "number": lambda _, i: i // 3, "added_after": lambda _, i: 2 if i % 3 == 0 else 0,
+            "attention_norm": lambda _, i: f"input_layernorm.{i % 3 // 2}",
+            "feed_forward_norm": lambda _, i: f"post_attention_layernorm.{i % 3 // 2}",
+        },
+        # What guesses tokens, and what transformers writes of experts without weights.
+        model={"unused": lambda c, _: ("model.mtp.", *(
+            f"model.layers.{i}.mlp.experts.{c['num_experts'] + e}."
+            for i in range(c["num_hidden_layers"]) for e in range(c["zero_expert_num"] or 0)
+        ))},
+    ),
     "YoutuForCausalLM": Family(
-        defaults=_SIZES | defaults(131072, tied=True), mixer=latent()
+        defaults=SIZES | defaults(131072, tied=True), mixer=latent()
     ),
 }  # fmt: skip
 

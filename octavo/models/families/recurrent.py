@@ -6,8 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from octavo.layers.attention import GateDescription
 from octavo.layers.experts import ExpertNames, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.latent import LatentDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.recurrent import (
     GatedDeltaDescription,
@@ -16,8 +18,10 @@ from octavo.layers.recurrent import (
     MambaDescription,
     ShortConvDescription,
 )
+from octavo.models.families.latent import SIZES, latent
 from octavo.models.families.settings import (
     ATTENTION_BIAS,
+    CORRECTION_NAMES,
     MLP_BIAS,
     MULTIPLIERS,
     NO_MULTIPLIERS,
@@ -28,8 +32,11 @@ from octavo.models.families.settings import (
     defaults,
     granite_shared,
     routing,
+    said_by_types,
+    several,
     shared_expert,
     sparse_by_step,
+    sparse_from,
 )
 from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rms
 
@@ -220,6 +227,7 @@ def _delta(config: Config, i: int, **changes: Any) -> GatedDeltaDescription | st
 
 
 _SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_OLMO_CONVS = ("q_conv1d", "k_conv1d", "v_conv1d")
 _OLMO_NAMES = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 
 
@@ -231,7 +239,50 @@ def _olmo_mixer(config: Config, i: int) -> GatedDeltaDescription | str:
         config, i, num_key_heads=key_heads, num_value_heads=config["linear_num_value_heads"] or heads,
         key_size=key_size, value_size=config["linear_value_head_dim"] or 2 * key_size, in_names=_OLMO_NAMES,
         beta_scale=2.0 if config["linear_allow_neg_eigval"] else 1.0, norm=NormDescription(1e-5),
-        norm_name="o_norm", output_name="o_proj", conv_names=("q_conv1d", "k_conv1d", "v_conv1d"),
+        norm_name="o_norm", output_name="o_proj", conv_names=_OLMO_CONVS,
+    )  # fmt: skip
+
+
+def _kimi_attention(config: Config, i: int) -> bool:
+    types, listed = config["layer_types"], (config.get("linear_attn_config") or {}).get("full_attn_layers")
+    if types is not None:
+        return bool(types[i] != "linear_attention")
+    return i + 1 in listed if listed is not None else i > 0 and i % 4 == 0  # listed from one on
+
+
+def _delta_by_element(config: Config, heads: int, size: int, kernel: int, **changes: Any) -> GatedDeltaDescription:
+    """With a decay for each element of a key (Kimi Team 2025)."""
+    return GatedDeltaDescription(
+        heads, heads, size, size, kernel, NormDescription(config["norm_eps"]), decays_by_element=True,
+        gate_activation="sigmoid", conv_names=_OLMO_CONVS, norm_name="o_norm", **changes,
+    )  # fmt: skip
+
+
+def _kimi_mixer(config: Config, i: int) -> GatedDeltaDescription | LatentDescription:
+    if _kimi_attention(config, i):
+        return latent(rope=None)(config, i)
+    said: dict[str, Any] = {
+        "num_heads": config["linear_num_heads"], "head_dim": config["linear_head_dim"],
+        "short_conv_kernel_size": config["linear_conv_kernel_dim"],
+    } | (config.get("linear_attn_config") or {})  # fmt: skip
+    heads, size = said["num_heads"], said["head_dim"]
+    return _delta_by_element(
+        config, heads, size, said["short_conv_kernel_size"], rank=size, rates_shape=(1, 1, heads, 1), name="self_attn",
+        in_names=("q_proj", "k_proj", "v_proj", "g_a_proj", "b_proj", "f_a_proj"), output_name="o_proj",
+    )  # fmt: skip
+
+
+def _bailing_mixer(config: Config, i: int) -> GatedDeltaDescription | LatentDescription:
+    types = config["layer_types"]
+    names = {"name": "attention", "output_name": "dense"}
+    if (i + 1) % config["layer_group_size"] == 0 if types is None else types[i] != "linear_attention":
+        return latent(**names, gate_name="g_proj")(config, i)
+    # transformers gives head_dim another meaning as it writes.
+    size = config.get("linear_head_dim") or config["head_dim"]
+    return _delta_by_element(
+        config, config["num_attention_heads"], size, config["short_conv_kernel_size"],
+        lowest=config["kda_lower_bound"] if config["kda_safe_gate"] else 0.0,
+        in_names=("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "f_proj"), **names,
     )  # fmt: skip
 
 
@@ -244,7 +295,7 @@ _DELTA_DEFAULTS: dict[str, Any] = defaults(
     linear_num_key_heads=16, linear_num_value_heads=32,
 )  # fmt: skip
 _GATED_ATTENTION = {
-    **ATTENTION_BIAS, "has_gate": True, "qk_norm": rms(offset=1.0),
+    **ATTENTION_BIAS, "gate": GateDescription(None), "qk_norm": rms(offset=1.0),
 }  # fmt: skip
 _QWEN_EXPERTS = {
     "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
@@ -455,6 +506,36 @@ FAMILIES = {
             "feed_forward_norm": _olmo_norm("feedforward_layer_norm", None),
             "feed_forward_post_norm": _olmo_norm(None, "post_feedforward_layernorm"),
         },
+    ),
+    "KimiLinearForCausalLM": Family(
+        defaults=SIZES | defaults(
+            1048576, eps=1e-5, experts=256, top_k=8, num_shared_experts=1, expert_size=1024, n_group=1, topk_group=1,
+            routed_scaling_factor=2.446, q_lora_rank=None, first_k_dense_replace=1, linear_head_dim=128,
+            linear_num_heads=32, linear_conv_kernel_dim=4,
+        ),
+        mixer=_kimi_mixer,
+        experts={
+            "routing": SIGMOID_GROUPS, "router_names": ("block_sparse_moe.gate",), "names": W123,
+            "correction_names": ("block_sparse_moe.gate.e_score_correction_bias",),
+            "shared": shared_expert(several("num_shared_experts"), "block_sparse_moe.shared_experts"),
+        },
+        is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
+    ),
+    "BailingHybridForCausalLM": Family(
+        defaults=SIZES | defaults(
+            262144, theta=6000000.0, experts=512, top_k=8, num_shared_experts=1, expert_size=768, n_group=8,
+            topk_group=4, routed_scaling_factor=2.5, q_lora_rank=None, first_k_dense_replace=2, head_size=128,
+            short_conv_kernel_size=4, layer_group_size=6, kda_safe_gate=True, kda_lower_bound=-5.0,
+            num_nextn_predict_layers=1,
+        ),
+        mixer=_bailing_mixer,
+        experts={
+            "routing": SIGMOID_GROUPS, "correction_names": ("mlp.gate.expert_bias", *CORRECTION_NAMES),
+            "shared": shared_expert(several("num_shared_experts")),
+        },
+        is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
+        model={"embedding_name": "model.word_embeddings", "num_unused_layers": key("num_nextn_predict_layers")},
+        refuses=("attention_bias",),
     ),
     "MiniMaxForCausalLM": Family(
         defaults=defaults(

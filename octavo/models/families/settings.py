@@ -6,6 +6,7 @@ from typing import Any
 
 from octavo.layers.experts import EXPERT_NAMES, one_by_one
 from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.rotary import QueryGrowth
 from octavo.models.readers import Config, Setting, activation_of, key, per_layer
 from octavo.ops import Routing
 
@@ -103,6 +104,13 @@ def shared_expert(size: Setting, name: str = "mlp.shared_experts", bias: Any = F
         )  # fmt: skip
 
     return find
+
+
+def query_growth(config: Config, _: int) -> QueryGrowth | None:
+    """Llama 4's, as later models say it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rate = rope.get("llama_4_scaling_beta")
+    return QueryGrowth(float(rate), int(rope["original_max_position_embeddings"])) if rate else None
 
 
 def sparse_by_step(config: Config, i: int) -> bool:

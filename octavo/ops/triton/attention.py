@@ -68,24 +68,24 @@ def _attention_kernel(
     query, key, value, scales, block_tables, query_start_loc, seq_lens, out, plan, partials, counters, slopes, sinks,
     num_tokens, num_seqs, num_partials, query_stride, table_stride, score_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
-    SINKS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    V: tl.constexpr, V_P2: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SLOPES: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKS_ALL: tl.constexpr, NESTED: tl.constexpr, SEQS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """`partials` holds sums [Q, D] for each (split of a sequence, token), then maxima and sums [Q, 2] for each of them.
+    """`partials` holds sums [Q, V] for each (split of a sequence, token), then maxima and sums [Q, 2] for each of them.
     `counters` are 0 before and after."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_items = tl.load(plan + 1)
-    stats = partials + num_partials * (HEADS * D)
+    stats = partials + num_partials * (HEADS * V)
 
-    d = tl.arange(0, D_P2)
+    d, v_d = tl.arange(0, D_P2), tl.arange(0, V_P2)
 
     # Tokens that belong to no sequence pad the batch of a graph. They are zeros, as they must not become NaN.
     padding = tl.load(query_start_loc + num_seqs).to(tl.int64)
     for pad in range(padding * HEADS + program, num_tokens.to(tl.int64) * HEADS, num_programs):
-        tl.store(out + (padding * 0 + pad) * D + d, d * 0.0, mask=d < D)
+        tl.store(out + (padding * 0 + pad) * V + v_d, v_d * 0.0, mask=v_d < V)
 
     item = program
     while item < num_items:
@@ -114,7 +114,7 @@ def _attention_kernel(
             mask=is_row[:, None] & (d < D)[None, :], other=0.0,
         )  # fmt: skip
 
-        acc = tl.zeros([BLOCK_M, D_P2], tl.float32)
+        acc = tl.zeros([BLOCK_M, V_P2], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         table = block_tables + seq.to(tl.int64) * table_stride
@@ -130,12 +130,12 @@ def _attention_kernel(
             while begin < end:
                 split += 1
                 split_end = tl.minimum(split_begin(split, SPLIT), end)
-                split_acc = tl.zeros([BLOCK_M, D_P2], tl.float32)
+                split_acc = tl.zeros([BLOCK_M, V_P2], tl.float32)
                 split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 split_sum = tl.zeros([BLOCK_M], tl.float32)
                 for tile_key in range(begin, split_end, BLOCK_N):
                     k = load_tile(key, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
-                    v = load_tile(value, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
+                    v = load_tile(value, block, tile_key, end, kv_head, KV_HEADS, V, V_P2, BLOCK_SIZE, BLOCK_N)
                     pair = load_scales(scales, block, tile_key, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, SCALED)
                     block = block_of(table, tile_key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
                     scores = exact_dot(q, tl.trans(as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
@@ -153,7 +153,7 @@ def _attention_kernel(
             split_end = split_begin(split + 1, SPLIT)
             for tile_key in range(begin, end, BLOCK_N):
                 k = load_tile(key, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
-                v = load_tile(value, block, tile_key, end, kv_head, KV_HEADS, D, D_P2, BLOCK_SIZE, BLOCK_N)
+                v = load_tile(value, block, tile_key, end, kv_head, KV_HEADS, V, V_P2, BLOCK_SIZE, BLOCK_N)
                 pair = load_scales(scales, block, tile_key, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, SCALED)
                 block = block_of(table, tile_key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
                 scores = exact_dot(q, tl.trans(as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
@@ -178,7 +178,7 @@ def _attention_kernel(
         head = kv_head * GROUP + row % GROUP
         if partial >= 0:
             place = (partial + part * seq_tokens + row // GROUP) * HEADS + head
-            tl.store(partials + (place[:, None] * D + d[None, :]), acc, mask=is_row[:, None] & (d < D)[None, :])
+            tl.store(partials + (place[:, None] * V + v_d[None, :]), acc, mask=is_row[:, None] & (v_d < V)[None, :])
             tl.store(stats + place * 2, row_max, mask=is_row)
             tl.store(stats + place * 2 + 1, row_sum, mask=is_row)
             tl.debug_barrier()  # all threads have written before one of them counts
@@ -189,16 +189,16 @@ def _attention_kernel(
                 for i in range(seq_tokens):
                     _merge_partials(
                         partials, stats, (partial + i) * HEADS + kv_head * GROUP, seq_tokens * HEADS, num_splits,
-                        out + ((seq_token.to(tl.int64) + i) * HEADS + kv_head * GROUP) * D,
-                        sinks + kv_head * GROUP, GROUP, GROUP_P2, D, D_P2, SINKS,
+                        out + ((seq_token.to(tl.int64) + i) * HEADS + kv_head * GROUP) * V,
+                        sinks + kv_head * GROUP, GROUP, GROUP_P2, V, V_P2, SINKS,
                     )  # fmt: skip
         else:
             token = (seq_token + row // GROUP).to(tl.int64)
             if SINKS:
                 row_sum += sink_weight(sinks, head, row_max, is_row)
             tl.store(
-                out + (token * HEADS + head)[:, None] * D + d[None, :], normalized(acc, row_sum),
-                mask=is_row[:, None] & (d < D)[None, :],
+                out + (token * HEADS + head)[:, None] * V + v_d[None, :], normalized(acc, row_sum),
+                mask=is_row[:, None] & (v_d < V)[None, :],
             )  # fmt: skip
 
         # The first items are handed out by number. Who comes last cleans up for the next launch.
@@ -294,6 +294,7 @@ def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
     bidirectional: bool = False, distance_biases: Tensor | None = None, key_ends: Tensor | None = None,
+    value_size: int | None = None,
 ) -> Tensor:  # fmt: skip
     """`Ops.paged_attention` for caches of `octavo.ops.triton.cache`, in any dtype that the query is in, int8 or float8.
 
@@ -305,7 +306,9 @@ def paged_attention(
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = cache.key.shape
     num_seqs, group = len(seq_lens), num_heads // num_kv_heads
-    assert cache.key.shape == cache.value.shape == (num_blocks, block_size, num_kv_heads, head_size)
+    value_size = head_size if value_size is None else value_size
+    assert cache.key.shape == (num_blocks, block_size, num_kv_heads, head_size)
+    assert cache.value.shape == (num_blocks, block_size, num_kv_heads, value_size) and value_size <= 256
     assert cache.key.is_contiguous() and cache.value.is_contiguous()
     assert cache.key.dtype is cache.value.dtype
     assert cache.key.dtype is query.dtype if cache.scales is None else cache.key.dtype.itemsize == 1
@@ -317,7 +320,7 @@ def paged_attention(
     for by_head in (slopes, sinks):
         assert by_head is None or (by_head.shape == (num_heads,) and by_head.dtype is torch.float32)
     assert len(query_start_loc) == num_seqs + 1 and len(block_tables) >= num_seqs
-    out = torch.empty((num_tokens, num_heads * head_size), dtype=query.dtype, device=query.device)
+    out = torch.empty((num_tokens, num_heads * value_size), dtype=query.dtype, device=query.device)
     if num_tokens == 0:
         return out
 
@@ -325,7 +328,7 @@ def paged_attention(
     padded_size = triton.next_power_of_2(head_size)
     num_programs = launch.num_multiprocessors(query.device) * tiles.programs_per_multiprocessor
     partials, counters = _workspace(query.device, launch.stream(query.device))
-    num_partials = len(partials) // (num_heads * (head_size + 2))
+    num_partials = len(partials) // (num_heads * (value_size + 2))
     plan = plan_of(
         query_start_loc, seq_lens, num_partials, num_programs, num_kv_heads, tiles.block_m // group, tiles.block_n,
         sliding_window,
@@ -339,7 +342,8 @@ def paged_attention(
         partials if slopes is None else slopes, partials if sinks is None else sinks,
         num_tokens, num_seqs, num_partials, query.stride(0), block_tables.stride(0), float(scale),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
-        BLOCK_SIZE=block_size, WINDOW=sliding_window, SOFTCAP=float(softcap),
+        V=value_size, V_P2=triton.next_power_of_2(value_size), BLOCK_SIZE=block_size, WINDOW=sliding_window,
+        SOFTCAP=float(softcap),
         SLOPES=slopes is not None, SINKS=sinks is not None, SPLIT=attention_plan.SPLIT_KEYS,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all, NESTED=tiles.nested,
         SEQS=attention_plan.SEQS_AT_ONCE, SCALED=cache.scales is not None,

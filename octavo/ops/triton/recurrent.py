@@ -17,7 +17,7 @@ from octavo.ops import LinearWeight
 from octavo.ops.triton.launch import by_pieces
 from octavo.ops.triton.quantize import quantize_rows
 
-_FACTORS = ("identity", "silu", "sigmoid")
+_FACTORS = ("identity", "silu", "sigmoid", "softplus")
 _LANES = 32  # channels of a program that keeps a matrix of numbers for them
 _CONV_LANES = 128
 
@@ -29,8 +29,10 @@ def _factor(x, KIND: tl.constexpr):
         return x
     elif KIND == 1:
         return x / (1.0 + tl.exp(-x))
-    else:
+    elif KIND == 2:
         return 1.0 / (1.0 + tl.exp(-x))
+    else:
+        return _softplus(x)
 
 
 @triton.jit
@@ -46,22 +48,28 @@ def _softplus(x):
 
 
 @triton.jit
-def _multiply(x, x_stride, y, y_stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
+def _multiply(
+    x, x_stride, y, y_stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
     """Program (n, c): piece c of row n."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + n * x_stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    factors = _factor(tl.load(y + n * y_stride + column, mask=column < WIDTH, other=0.0).to(tl.float32), KIND)
+    of_column = tl.load(y + n * y_stride + column // SHARED, mask=column < WIDTH, other=0.0)
+    factors = _factor(of_column.to(tl.float32), KIND)
     tl.store(out + n * WIDTH + column, (values * factors).to(out.dtype.element_ty), mask=column < WIDTH)
 
 
 def multiply(x: Tensor, y: Tensor, activation: str = "identity", consumer: LinearWeight | None = None) -> Tensor:
-    """`Ops.multiply`: x * f(y) of x, y [T, N]."""
+    """`Ops.multiply`: x * f(y) of x [T, N] and y [T, N / shared]."""
     rows, width = x.shape
-    assert x.shape == y.shape and (width == 1 or x.stride(1) == y.stride(1) == 1)
+    shared = width // y.shape[1]
+    assert len(x) == len(y) and shared * y.shape[1] == width
+    assert all(part.shape[1] == 1 or part.stride(1) == 1 for part in (x, y))
     codes_dtype: torch.dtype | None = getattr(consumer, "activation_dtype", None)
     out = torch.empty((rows, width), dtype=torch.float32 if codes_dtype else x.dtype, device=x.device)
-    by_pieces(_multiply, rows, width, 1024, x, x.stride(0), y, y.stride(0), out, KIND=_FACTORS.index(activation))
+    kind = _FACTORS.index(activation)
+    by_pieces(_multiply, rows, width, 1024, x, x.stride(0), y, y.stride(0), out, KIND=kind, SHARED=shared)
     return out if codes_dtype is None else quantize_rows(out, codes_dtype)
 
 
@@ -203,8 +211,9 @@ def selective_scan(
 @triton.jit
 def _delta(
     block_tables, table_stride, query_start_loc, seq_lens, states, state_stride, query, query_stride, key, key_stride,
-    value, value_stride, decay, decay_stride, beta, beta_stride, a, decay_bias, beta_scale, out, HEADS: tl.constexpr,
-    SHARE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    value, value_stride, decay, decay_stride, beta, beta_stride, a, decay_bias, beta_scale, lowest, out,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    LANES: tl.constexpr, BY_ELEMENT: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Program (s, p): the p-th piece of a head's values, head by head; SHARE heads have one key."""
     begin, end, num_before, state = _sequence(
@@ -219,15 +228,20 @@ def _delta(
     has = (row < SIZE)[:, None] & (lane < WIDTH)[None]
     place = (head * SIZE + row[:, None]) * WIDTH + lane[None]
     h = tl.load(state + place, mask=has & (num_before + 0 * place > 0), other=0.0)
-    rate, bias = tl.load(a + head), tl.load(decay_bias + head)
+    rate = tl.load(a + head)
+    # Of each row of the state, or the same for all of them.
+    decays = head * SIZE + row if BY_ELEMENT else head + 0 * row
+    bias = tl.load(decay_bias + decays, mask=row < SIZE, other=0.0)
     first = head // SHARE * SIZE
     for t in range(begin, end):
         q = tl.load(query + t * query_stride + first + row, mask=row < SIZE, other=0.0).to(tl.float32)
         k = tl.load(key + t * key_stride + first + row, mask=row < SIZE, other=0.0).to(tl.float32)
         v = tl.load(value + t * value_stride + head * WIDTH + lane, mask=lane < WIDTH, other=0.0).to(tl.float32)
-        kept = tl.exp(rate * _softplus(tl.load(decay + t * decay_stride + head).to(tl.float32) + bias))
+        raw = tl.load(decay + t * decay_stride + decays, mask=row < SIZE, other=0.0).to(tl.float32) + bias
+        exponent = lowest * _factor(-rate * raw, 2) if BOUNDED else rate * _softplus(raw)
+        kept = tl.exp(exponent)
         e = beta_scale * _factor(tl.load(beta + t * beta_stride + head).to(tl.float32), 2)
-        h = h * kept
+        h = h * kept[:, None]
         change = e * (v - tl.sum(h * k[:, None], 0))
         h = tl.fma(k[:, None] + tl.zeros_like(h), change[None] + tl.zeros_like(h), h)
         y = tl.sum(h * q[:, None], 0)
@@ -238,6 +252,7 @@ def _delta(
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, a: Tensor, decay_bias: Tensor,
     beta_scale: float, states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    lowest: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """`Ops.gated_delta`."""
     (rows, heads, width), (key_heads, size) = value.shape, key.shape[1:]
@@ -246,9 +261,9 @@ def gated_delta(
     out = torch.zeros((rows, heads * width), dtype=value.dtype, device=value.device)
     _delta[(len(seq_lens), heads * triton.cdiv(width, _LANES))](
         *_of_sequences(states, block_tables, query_start_loc, seq_lens), query, query.stride(0), key, key.stride(0),
-        value, value.stride(0), decay, decay.stride(0), beta, beta.stride(0), a, decay_bias, beta_scale, out,
+        value, value.stride(0), decay, decay.stride(0), beta, beta.stride(0), a, decay_bias, beta_scale, lowest, out,
         HEADS=heads, SHARE=heads // key_heads, SIZE=size, ROWS=triton.next_power_of_2(size), WIDTH=width, LANES=_LANES,
-        num_warps=4, enable_fp_fusion=False,
+        BY_ELEMENT=decay.shape[1] != heads, BOUNDED=lowest != 0.0, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

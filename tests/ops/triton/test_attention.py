@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -46,17 +47,19 @@ class Paged:
     def __init__(
         self, lengths: list[int], heads: tuple[int, int, int], block_size: int = 16,
         dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None, seed: int = 0,
+        value_size: int | None = None,
     ) -> None:  # fmt: skip
         self.lengths, self.dtype = lengths, dtype
         num_heads, num_kv_heads, head_size = heads
+        sizes = head_size, value_size or head_size
         counts = [-(-length // block_size) for length in lengths]
         order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).int()
         self.tables = torch.full((len(lengths), max(counts, default=0) + 2), -1, dtype=torch.int32)
         self.tables[:, -1] = 2**31 - 1
-        shape = (len(order), block_size, num_kv_heads, head_size)
+        shape = (len(order), block_size, num_kv_heads)
         cache_dtype = cache_dtype or dtype
-        parts = [torch.full(shape, float("nan")).to(cache_dtype) for _ in range(2)]
-        scales = torch.full((*shape[:3], 2), float("nan")).bfloat16() if cache_dtype in BYTES else None
+        parts = [torch.full((*shape, size), float("nan")).to(cache_dtype) for size in sizes]
+        scales = torch.full((*shape, 2), float("nan")).bfloat16() if cache_dtype in BYTES else None
         self.queries = []
         for s, (length, blocks) in enumerate(zip(lengths, order.split([*counts, 3]), strict=False)):
             # A sequence has the same tokens wherever it lies.
@@ -65,8 +68,8 @@ class Paged:
             self.tables[s, : counts[s]] = blocks
             slots = (blocks.long()[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
             for i, (part, rows) in enumerate(zip(parts, (k, v), strict=True)):
-                elements, of_rows = torch_ref.module._to_cache(rows, cache_dtype)
-                part.view(-1, num_kv_heads, head_size)[slots] = elements
+                elements, of_rows = torch_ref.module._to_cache(rows[..., : sizes[i]], cache_dtype)
+                part.view(-1, num_kv_heads, sizes[i])[slots] = elements
                 if scales is not None:
                     scales.view(-1, num_kv_heads, 2)[slots, :, i] = of_rows.bfloat16()
             self.queries.append(q.to(dtype))
@@ -82,13 +85,11 @@ class Paged:
         return query, self.cache, tables, starts, lengths, query.shape[2] ** -0.5
 
     def attend(
-        self, rows: list[tuple[int, int, int]], window: int = 0, softcap: float = 0.0, **settings: Tensor
+        self, rows: list[tuple[int, int, int]], window: int = 0, softcap: float = 0.0, **settings: Any
     ) -> Tensor:
         return paged_attention(*self.arguments(rows), window, softcap, **settings)
 
-    def check(
-        self, rows: list[tuple[int, int, int]], window: int = 0, softcap: float = 0.0, **settings: Tensor
-    ) -> None:
+    def check(self, rows: list[tuple[int, int, int]], window: int = 0, softcap: float = 0.0, **settings: Any) -> None:
         arguments = self.arguments(rows)
         actual = paged_attention(*arguments, window, softcap, **settings).float()
         expected = torch_ref.paged_attention(*arguments, window, softcap, **settings).float()
@@ -125,6 +126,12 @@ def test_the_tiles_of_a_gpu_match_the_reference(
     heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
     Paged([300, 140], heads, block_size, dtype).check([(0, 299, 300), (1, 90, 140)])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_values_of_another_size_than_keys() -> None:
+    paged = Paged([70, 130], (4, 2, 80), 16, torch.float16, value_size=48)
+    paged.check([(0, 69, 70), (1, 0, 130)], value_size=48)
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -22,6 +22,7 @@ kernels = OverTensors(recurrent, takes_numpy=False)
     [
         ("conv 4", torch.float32), ("conv 3, as it is, partial vectors", torch.float16), ("mamba 1", torch.float32),
         ("mamba 2, heads across tiles", torch.float32), ("mamba 2", torch.float16), ("gated delta", torch.float32),
+        ("gated delta, decays by element", torch.float32),
     ],
 )  # fmt: skip
 def test_chunks_of_any_size_give_the_reference_and_equal_bits(name: str, dtype: torch.dtype) -> None:
@@ -40,7 +41,7 @@ def test_states_are_copied() -> None:
     assert all(torch.equal(x[3], y) for x, y in zip(states, expected, strict=True))
 
 
-@pytest.mark.parametrize("activation", ["identity", "silu", "sigmoid"])
-def test_products_of_rows(activation: str) -> None:
-    x, y = random(0, 5, 90).to(DEVICE)[:, 13:80], random(1, 5, 67).to(DEVICE) * 3
+@pytest.mark.parametrize(("activation", "shared"), [("identity", 1), ("silu", 1), ("sigmoid", 11), ("softplus", 3)])
+def test_products_of_rows(activation: str, shared: int) -> None:
+    x, y = random(0, 5, 90).to(DEVICE)[:, 13:79], random(1, 5, 66 // shared).to(DEVICE) * 3
     assert_near(recurrent.multiply(x, y, activation).cpu(), torch_ref.multiply(x, y, activation).cpu())
