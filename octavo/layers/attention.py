@@ -155,6 +155,9 @@ class AttentionDescription:
             return orders
         return None
 
+    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Attention:
+        return Attention(self, hidden_size, parameters, prefix)
+
 
 class Attention:
     """Queries, keys and values of one input by one product, the cache, and the output matrix."""

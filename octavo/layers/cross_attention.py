@@ -36,9 +36,12 @@ class CrossAttentionDescription:
         """What the layer keeps of each sequence."""
         return LayerCacheSpec("cross", self.num_heads, self.head_size, self.head_size, num_tokens=self.num_tokens)
 
+    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> CrossAttention:
+        return CrossAttention(self, hidden_size, parameters, prefix)
+
 
 class CrossAttention:
-    """One layer's, as `octavo.models.decoder.Mixer`."""
+    """One layer's, as `octavo.layers.layer.Mixer`."""
 
     def __init__(
         self, description: CrossAttentionDescription, hidden_size: int, parameters: Parameters, prefix: str

@@ -110,6 +110,9 @@ class ExpertsDescription:
         """Of the router."""
         return self.num_experts + self.num_identities
 
+    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Experts:
+        return Experts(self, hidden_size, parameters, prefix)
+
 
 @dataclass(frozen=True, slots=True)
 class _Sum:

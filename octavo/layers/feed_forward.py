@@ -42,6 +42,9 @@ class FeedForwardDescription:
                 f"{', '.join(built)}."
             )
 
+    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> FeedForward:
+        return FeedForward(self, hidden_size, parameters, prefix)
+
 
 class FeedForward:
     def __init__(

@@ -73,6 +73,9 @@ class LatentDescription:
     def latent_order(self) -> NDArray[np.intp]:
         return np.concatenate([np.arange(self.latent_size), self.latent_size + self._rotated_order()])
 
+    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Latent:
+        return Latent(self, hidden_size, parameters, prefix)
+
 
 class Latent:
     """Queries and compressed vectors, the cache, and the output matrix."""

@@ -62,6 +62,9 @@ class MambaDescription:
     def cache(self) -> LayerCacheSpec:
         return _state(self.kernel, self.conv_width, self.channels, self.num_groups, self.state_size)
 
+    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Mamba:
+        return Mamba(self, hidden_size, parameters, prefix)
+
 
 class _Convolution:
     """Over channels that have modules of their own, by name."""
@@ -164,6 +167,9 @@ class ShortConvDescription:
     def cache(self) -> LayerCacheSpec:
         return _state(self.kernel, self.channels)
 
+    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> ShortConv:
+        return ShortConv(self, hidden_size, parameters, prefix)
+
 
 class ShortConv:
     def __init__(
@@ -241,6 +247,9 @@ class GatedDeltaDescription:
         if num_matrices == 3:
             return [np.arange(self.conv_width), np.arange(heads * values), order(share, share)]
         return [order(self.key_size, self.key_size, values, values), order(share, share)]
+
+    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> GatedDelta:
+        return GatedDelta(self, hidden_size, parameters, prefix)
 
 
 class GatedDelta:
@@ -320,6 +329,9 @@ class LightningDescription:
     def cache(self) -> LayerCacheSpec:
         return _state(1, 0, self.num_heads * self.head_size, self.num_heads, self.head_size)
 
+    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Lightning:
+        return Lightning(self, hidden_size, parameters, prefix)
+
 
 class Lightning:
     def __init__(
@@ -369,6 +381,9 @@ class GatedRecurrenceDescription:
     @property
     def cache(self) -> LayerCacheSpec:
         return _state(self.kernel, self.width, self.width, 1, 1)
+
+    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> GatedRecurrence:
+        return GatedRecurrence(self, hidden_size, parameters, prefix)
 
 
 class GatedRecurrence:

@@ -5,77 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
-from octavo.layers.attention import Attention, AttentionDescription
-from octavo.layers.cross_attention import CrossAttention, CrossAttentionDescription
-from octavo.layers.experts import Experts, ExpertsDescription
-from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
+from octavo.layers.attention import AttentionDescription
+from octavo.layers.cross_attention import CrossAttention
 from octavo.layers.head import Head
-from octavo.layers.latent import Latent, LatentDescription
+from octavo.layers.layer import FeedForwardLike, Mixer
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import Module, NamedMatrix, Parameters
 from octavo.layers.pooling import Pooler
 from octavo.layers.positions import position_table
 from octavo.layers.product import Summand
-from octavo.layers.recurrent import (
-    GatedDelta,
-    GatedDeltaDescription,
-    GatedRecurrence,
-    GatedRecurrenceDescription,
-    Lightning,
-    LightningDescription,
-    Mamba,
-    MambaDescription,
-    ShortConv,
-    ShortConvDescription,
-)
 from octavo.layers.token_inputs import TokenInputs
 from octavo.loading.weights import Weights
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops, ParallelOps
-
-
-class FeedForwardLike(Protocol):
-    @property
-    def consumer(self) -> LinearWeight | None:
-        """The only matrix that reads the layer's input: a norm may quantize for it."""
-
-    def forward(self, hidden: Array) -> Summand:
-        """hidden [T, H] -> [T, H]"""
-
-
-class Mixer(Protocol):
-    """Attention, or what stands in its place."""
-
-    @property
-    def consumer(self) -> LinearWeight | None:
-        """As of `FeedForwardLike`."""
-
-    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
-
-
-# What each description builds: of description, hidden size, parameters, prefix of names.
-MIXERS: dict[type, Callable[[Any, int, Parameters, str], Mixer]] = {
-    AttentionDescription: Attention,
-    CrossAttentionDescription: CrossAttention,
-    LatentDescription: Latent,
-    MambaDescription: Mamba,
-    ShortConvDescription: ShortConv,
-    GatedDeltaDescription: GatedDelta,
-    LightningDescription: Lightning,
-    GatedRecurrenceDescription: GatedRecurrence,
-}
-FEED_FORWARDS: dict[type, Callable[[Any, int, Parameters, str], FeedForwardLike]] = {
-    FeedForwardDescription: FeedForward,
-    ExpertsDescription: Experts,
-}
-
 
 Place = tuple[GroupTables, LayerKVCache]  # where a mixer keeps what it keeps
 _NO_PLACE: Place = cast(Any, (None, None))  # of a layer that keeps nothing, and does not look
@@ -97,17 +45,17 @@ class Block:
         self._attention: Mixer | None = None
         if layer.attention is not None:
             self._attention_norm = norm(layer.attention_norm)
-            self._attention = MIXERS[type(layer.attention)](layer.attention, hidden_size, parameters, prefix)
+            self._attention = layer.attention.build(hidden_size, parameters, prefix)
             self._attention_post_norm = norm(layer.attention_post_norm)
             self.reads_float32 &= _quantizes(self._attention_norm, self._attention.consumer)
         self._beside: Mixer | None = None
         if layer.beside is not None:
-            self._beside = MIXERS[type(layer.beside)](layer.beside, hidden_size, parameters, prefix)
+            self._beside = layer.beside.build(hidden_size, parameters, prefix)
         self._feed_forward: FeedForwardLike | None = None
         self._late: Array | None = None
-        if (feed_forward := layer.feed_forward) is not None:
+        if layer.feed_forward is not None:
             self._feed_forward_norm = norm(layer.feed_forward_norm)
-            self._feed_forward = FEED_FORWARDS[type(feed_forward)](feed_forward, hidden_size, parameters, prefix)
+            self._feed_forward = layer.feed_forward.build(hidden_size, parameters, prefix)
             self._feed_forward_post_norm = norm(layer.feed_forward_post_norm)
             self.reads_float32 &= _quantizes(self._feed_forward_norm, self._feed_forward.consumer)
 

@@ -13,31 +13,12 @@ from octavo.layers.cross_attention import CrossAttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.head import HeadDescription
-from octavo.layers.latent import LatentDescription
+from octavo.layers.layer import MixerDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.layers.recurrent import (
-    GatedDeltaDescription,
-    GatedRecurrenceDescription,
-    LightningDescription,
-    MambaDescription,
-    ShortConvDescription,
-)
 from octavo.layers.share import WHOLE, Share
 from octavo.layers.token_inputs import TokenInputsDescription
-
-# Attention, or what stands in its place
-MixerDescription = (
-    AttentionDescription
-    | CrossAttentionDescription
-    | LatentDescription
-    | MambaDescription
-    | ShortConvDescription
-    | GatedDeltaDescription
-    | LightningDescription
-    | GatedRecurrenceDescription
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +29,7 @@ class LayerDescription:
     is added to it.
 
     In a parallel layer both get the same residual stream; without a norm of its own the feed-forward also gets the norm
-    that attention gets. What the descriptions build is in the tables of `octavo.models.decoder`.
+    that attention gets.
     """
 
     attention: MixerDescription | None

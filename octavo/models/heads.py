@@ -24,7 +24,7 @@ from octavo.layers.attention import Attention, AttentionDescription
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import NamedMatrix, Parameters
 from octavo.loading.weights import Weights
-from octavo.models.decoder import FEED_FORWARDS, Block, Decoder
+from octavo.models.decoder import Block, Decoder
 from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
@@ -201,7 +201,7 @@ class Eagle3Head(ChainHead):
         self._feed_forward_norm, self._norm = norm(f"{prefix}post_attention_layernorm"), norm("model.norm")
         attention = replace(layer.attention, num_inputs=2)
         self._attention = Attention(attention, size, parameters, prefix)
-        self._feed_forward = FEED_FORWARDS[type(layer.feed_forward)](layer.feed_forward, size, parameters, prefix)
+        self._feed_forward = layer.feed_forward.build(size, parameters, prefix)
         self._adds_normed = bool(config.get("norm_before_residual"))
         self.layer_caches = (attention.cache,)
         parts = [parameters.linear(["model.fc"], [size], size, part=(i, _NUM_TAPS)) for i in range(_NUM_TAPS)]

@@ -17,7 +17,7 @@ from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.rotary import ROPE_KINDS, RopeConfig
-from octavo.models.description import LayerDescription, MixerDescription, ModelDescription
+from octavo.models.description import LayerDescription, ModelDescription
 
 Config = Mapping[str, Any]
 # Of the configuration and the layer's number. A value of a family's table that is none of these stands for itself.
@@ -150,7 +150,7 @@ def _layer(family: Family, config: Config, i: int) -> LayerDescription:
     )
 
 
-def _attention(family: Family, config: Config, i: int) -> MixerDescription:
+def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
     num_heads = config["num_attention_heads"]
     size = head_size(config)
     layer_type = _layer_type(family, config, i)
