@@ -45,6 +45,12 @@ RECURRENT_MODELS: dict[str, SmallModel] = {
     ),
     "bailing hybrid": _model("BailingHybrid", first_k_dense_replace=1, **_LATENT),
     "bailing hybrid, decays without a bound": _model("BailingHybrid", kda_safe_gate=False, **_LATENT),
+    "lfm 3": _model(
+        "Lfm3", num_hidden_layers=3, layer_types=["conv", "sliding_attention", "full_attention"], sliding_window=20
+    ),
+    "lfm 3, plain": _model(
+        "Lfm3", use_sandwich_norm=False, use_attention_gate=False, layer_types=["conv", "full_attention"]
+    ),
     "recurrent gemma": SmallModel(
         "RecurrentGemmaForCausalLM",
         {

@@ -204,6 +204,18 @@ def _lfm_mixer(config: Config, i: int) -> ShortConvDescription | str:
     return ShortConvDescription(config["hidden_size"], config["conv_L_cache"], config["conv_bias"])
 
 
+def _lfm3_type(config: Config, i: int) -> str:
+    if config["layer_types"] is not None:
+        return str(config["layer_types"][i])
+    return "full_attention" if i % 4 == 2 else "sliding_attention" if i % 4 == 0 and i > 0 else "conv"
+
+
+def _lfm3_mixer(config: Config, i: int) -> ShortConvDescription | str:
+    if _lfm3_type(config, i) != "conv":
+        return "attention"
+    return ShortConvDescription(config["hidden_size"], config["conv_L_cache"], config["conv_bias"])
+
+
 def _lfm_intermediate(config: Config, _: int) -> int:
     size = int(config.get("block_ff_dim") or config["intermediate_size"])
     if config["block_auto_adjust_ff_dim"]:
@@ -470,6 +482,26 @@ FAMILIES = {
             ),
         },
         is_sparse=lambda c, i: i >= c["num_dense_layers"],
+    ),
+    "Lfm3ForCausalLM": Family(
+        defaults=defaults(
+            128000, kv_heads=4, head_size=128, eps=1e-5, tied=True, conv_bias=False, conv_L_cache=7, window=256,
+            use_sandwich_norm=True, use_attention_gate=True, rope_parameters={
+                "sliding_attention": {"rope_theta": 10000.0}, "full_attention": {
+                    "rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5,
+                },
+            },
+        ),
+        mixer=_lfm3_mixer, slides=lambda c, i: _lfm3_type(c, i) == "sliding_attention",
+        attention=ATTENTION_BIAS | {
+            "qk_norm": rms(), "gate": lambda c, _: GateDescription("self_attn.gate_proj", by_head=True)
+            if c["use_attention_gate"] else None,
+        },
+        feed_forward=_LFM_MLP | {"activation": "silu"}, model=_LFM_MODEL,
+        layer=_LFM_NORMS | {
+            "attention_post_norm": lambda c, _: "post_operator_norm" if c["use_sandwich_norm"] else None,
+            "feed_forward_post_norm": lambda c, _: "post_ffn_norm" if c["use_sandwich_norm"] else None,
+        },
     ),
     "Qwen3NextForCausalLM": Family(
         defaults=_DELTA_DEFAULTS | defaults(
