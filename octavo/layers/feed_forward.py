@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -11,7 +12,10 @@ from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand, product
 from octavo.layers.share import WHOLE, Share
+from octavo.loading.weights import floats
 from octavo.ops import ACTIVATIONS, Array
+
+_LEAST_VARIANCE = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ class FeedForwardDescription:
     down_name: str = "mlp.down_proj"
     inner_norm_name: str = ""
     up_first: bool = False  # stacked, up comes before gate
+    # Which share of the gates is to be nothing: what lies below so much of a normal distribution (Gemma Team 2025).
+    sparsity: float = 0.0
     is_transposed: bool = False  # matrices are stored [inputs, outputs]
     share: Share = WHOLE  # of the intermediate size
 
@@ -55,8 +61,11 @@ class FeedForward:
         own = share.of(size, "inner elements of a feed-forward")
         names = [f"{prefix}{name}" for name in description.up_names]
         sizes = (size, size) if description.gated else (size,)
+        self._sparse = _Cutoff(description.sparsity, size, parameters) if description.sparsity else None
+        assert self._sparse is None or (description.gated and share.is_whole)
+        is_fused = description.gated and self._sparse is None
         self._up = parameters.linear(
-            names, sizes, hidden_size, description.bias, description.gated, is_transposed=transposed,
+            names, sizes, hidden_size, description.bias, is_fused, is_transposed=transposed,
             is_reversed=description.up_first,
             scales=(description.gate_multiplier, 1.0) if description.gated else (),
             own=None if share.is_whole else own,
@@ -79,7 +88,12 @@ class FeedForward:
         """hidden [T, H] -> [T, H]"""
         ops, activation = self._ops, self.description.activation
         consumer = self._down if self._inner_norm is None else None
-        if self.description.gated:
+        if self._sparse is not None:
+            both = ops.linear(hidden, self._up, self._dtype)
+            size = self.description.intermediate_size
+            gate = ops.activation(self._sparse.forward(both[:, :size]), activation)
+            inner = ops.multiply(gate, both[:, size:], consumer=consumer)
+        elif self.description.gated:
             inner = ops.linear_silu_and_mul(hidden, self._up, consumer, self._dtype, activation)
         else:
             inner = ops.linear(hidden, self._up, self._dtype)
@@ -87,6 +101,23 @@ class FeedForward:
         if self._inner_norm is not None:
             inner = self._inner_norm.forward(inner, self._down)
         return product(ops, inner, self._down, self.description.share)
+
+
+class _Cutoff:
+    """How far x [T, I] lies above what so much of a normal distribution with its mean and deviation lies below."""
+
+    def __init__(self, share: float, size: int, parameters: Parameters) -> None:
+        self._ops, self._dtype = parameters.ops, parameters.dtype
+        ones, threshold = np.ones(size, parameters.dtype), NormalDist().inv_cdf(share)
+        self._ones, self._shift = self._ops.place(ones), self._ops.place((-threshold * ones).astype(ones.dtype))
+        self._mean = self._ops.pack_linear([floats(np.full((1, size), 1 / size, parameters.dtype))])
+
+    def forward(self, x: Array) -> Array:
+        ops = self._ops
+        # The mean product of a row and what its norm makes of it is its deviation.
+        deviation = ops.multiply(x, ops.layer_norm(x, self._ones, None, _LEAST_VARIANCE))
+        above = ops.activation(ops.layer_norm(x, self._ones, self._shift, _LEAST_VARIANCE), "relu")
+        return ops.multiply(above, ops.linear(deviation, self._mean, self._dtype))
 
 
 def _xielu_parameters(parameters: Parameters, name: str) -> tuple[float, ...]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.ops import Array
+from octavo.loading.weights import floats
+from octavo.ops import Array, LinearWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class TokenInputsDescription:
     gate_name: str = "per_layer_input_gate"
     output_name: str = "per_layer_projection"
     output_norm_name: str = "post_per_layer_input_norm"
+    num_streams: int = 1  # of the residual, side by side: the first lets in what is added to the others
+    input_scale: str | None = None  # tensor [H], after a layer's prefix, that what the gate reads is multiplied with
 
 
 class TokenInputs:
@@ -49,9 +54,19 @@ class TokenInputs:
         self._projection_norm = Norm(scaled, parameters, description.projection_norm_name, size, divisor=2**0.5)
         self._scale = (size / 2) ** 0.5
         prefixes = [f"{layer_prefix}{i}." for i in range(num_layers)]
-        self._gates = [parameters.linear([f"{p}{description.gate_name}"], [size], hidden_size) for p in prefixes]
+        self._gates = [self._gate(parameters, hidden_size, prefix) for prefix in prefixes]
         self._outputs = [parameters.linear([f"{p}{description.output_name}"], [hidden_size], size) for p in prefixes]
         self._norms = [Norm(norm, parameters, f"{p}{description.output_norm_name}", hidden_size) for p in prefixes]
+
+    def _gate(self, parameters: Parameters, hidden_size: int, prefix: str) -> LinearWeight:
+        name, size = f"{prefix}{self._description.gate_name}", self._description.size
+        if self._description.input_scale is None:
+            return parameters.linear([name], [size], hidden_size)
+        scale = parameters.weights.take(f"{prefix}{self._description.input_scale}", (hidden_size,))
+        matrix = parameters.weights.take(f"{name}.weight", (size, hidden_size))
+        packed = self._ops.pack_linear([floats((matrix.astype(np.float32) * scale).astype(matrix.dtype))])
+        parameters.num_matrix_bytes += packed.num_bytes
+        return packed
 
     def embed(self, token_ids: Array, embedded: Array) -> Array:
         """token_ids [T] int32, embedded [T, H] as the first layer gets it -> [T, layers * size]"""
@@ -63,8 +78,12 @@ class TokenInputs:
         return found
 
     def add_to(self, residual: Array, layer: int, inputs: Array) -> None:
-        """What the layer lets in of its part of `inputs` is added to the residual stream [T, H]."""
-        ops, size = self._ops, self._description.size
-        gate = ops.activation(ops.linear(residual, self._gates[layer], self._dtype), self._description.activation)
+        """What the layer lets in of its part of `inputs` is added to the residual stream [T, streams * H]."""
+        ops, size, num_streams = self._ops, self._description.size, self._description.num_streams
+        width = residual.shape[1] // num_streams
+        first = residual[:, :width]
+        gate = ops.activation(ops.linear(first, self._gates[layer], self._dtype), self._description.activation)
         let_in = ops.multiply(gate, inputs[:, layer * size : (layer + 1) * size], consumer=self._outputs[layer])
-        ops.add(residual, self._norms[layer].forward(ops.linear(let_in, self._outputs[layer], "float32")))
+        summand = self._norms[layer].forward(ops.linear(let_in, self._outputs[layer], "float32"))
+        for i in range(min(1, num_streams - 1), num_streams):
+            ops.add(residual[:, i * width : (i + 1) * width], summand)

@@ -113,6 +113,8 @@ def _notes(model: ModelDescription) -> Iterator[str]:
         yield "token types"
     if model.token_inputs is not None:
         yield "an embedding for each layer"
+    if model.streams is not None:
+        yield f"{model.streams.count} residual streams"
     if model.embedding_norm is not None:
         yield "norm of the embedding"
     if model.logits_softcap:
@@ -158,6 +160,9 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     lambda layer: layer.attention_post_norm and not layer.attention_norm and not layer.norms_stream: "norms after",
     lambda layer: layer.norms_stream: "norms of the sum",
     _ungated: "ungated feed-forward",
+    lambda layer: (
+        isinstance(layer.feed_forward, FeedForwardDescription) and layer.feed_forward.sparsity
+    ): "sparse gates",
     _of_experts(lambda e: e.routing.scoring == "softmax"): "experts by softmax",
     _of_experts(lambda e: e.routing.scoring == "sigmoid"): "experts by sigmoid",
     _of_experts(lambda e: e.routing.scoring == "sparsemixer"): "experts by sparsemixer",

@@ -4,6 +4,7 @@ decoders; encoders are those whose attention goes both ways."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Protocol, cast
 
@@ -20,9 +21,11 @@ from octavo.layers.parameters import Module, NamedMatrix, Parameters
 from octavo.layers.pooling import Pooler
 from octavo.layers.positions import position_table
 from octavo.layers.product import Summand
+from octavo.layers.streams import Streams
 from octavo.layers.token_inputs import TokenInputs
 from octavo.loading.weights import Weights
 from octavo.models.description import LayerDescription, ModelDescription
+from octavo.models.streams import StreamsBlock
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops, ParallelOps
 
 Place = tuple[GroupTables, LayerKVCache]  # where a mixer keeps what it keeps
@@ -197,6 +200,10 @@ class Decoder:
         self._token_types: Array | None = None
         if description.token_types and is_first:
             self._token_types = parameters.array(description.token_types_name, (description.token_types, width))
+        self._streams: Streams | None = None
+        if description.streams is not None:
+            self._streams = Streams(description.streams, hidden_size, parameters)
+            block = partial(StreamsBlock, description.streams)
         numbers, own = description.layer_numbers, description.stage
         self._blocks = {
             i: block(description.layers[i], hidden_size, parameters, f"{description.layer_prefix}{numbers[i]}.")
@@ -285,6 +292,8 @@ class Decoder:
         description = self.description
         residual = self._start(batch) if batch.entering is None else batch.entering
         inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, residual)
+        if self._streams is not None:
+            residual = self._streams.expand(residual)
         numbers = description.caches_of(description.stage)
         places = {i: (batch.groups[self._group_of_cache[i]], cache) for i, cache in zip(numbers, caches, strict=True)}
         late: dict[int, Array] = {}  # what is added at the end of the layer of that number
@@ -303,6 +312,8 @@ class Decoder:
                 self._token_inputs.add_to(residual, number, inputs)
             if (scale := self._stream_scales[number]) != 1.0:
                 self._ops.add(residual, residual, scale - 1.0)
+        if self._streams is not None:
+            residual = self._streams.merge(residual)
         return residual if self._pooler is None else _normed(self._norm, residual, None)
 
     def _start(self, batch: StepBatch) -> Array:

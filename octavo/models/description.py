@@ -18,6 +18,7 @@ from octavo.layers.norm import NormDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.layers.share import WHOLE, Share
+from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
 
 
@@ -78,6 +79,7 @@ class ModelDescription:
     embedding_norm: NormDescription | None = None
     positions: PositionsDescription | None = None  # that are added to the embedding
     token_inputs: TokenInputsDescription | None = None  # of all layers
+    streams: StreamsDescription | None = None  # None: the residual stream is one
     token_types: int = 0  # rows of a table that is added to the embedding: 0 of the first text, 1 of the second
     head: HeadDescription | None = None  # between the final norm and the output matrix
     pooling: PoolingDescription | None = None  # in the place of the output matrix

@@ -94,6 +94,7 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
             a.keys_are_values or a.reads_layer is not None for a in attentions
         ),
         "inputs of tokens to every layer": description.token_inputs is not None,
+        "several residual streams": description.streams is not None,
         "biases by distance": any(a.distance_biases is not None for a in attentions),
         "a norm within the feed-forward": any(f.inner_norm is not None for f in plain),
     }

@@ -102,12 +102,22 @@ _GEMMA_4: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": [MIXED[1], MIXED[0], *MIXED], "sliding_window": 20, "head_dim": 8,
     "global_head_dim": 16, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": SIZES["vocab_size"],
 }  # fmt: skip
+_GEMMA_3N: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": [*MIXED, *MIXED], "sliding_window": 20, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": SIZES["vocab_size"], "laurel_rank": 12,
+    "activation_sparsity_pattern": [0.9, 0.0, 0.6, 0.0],
+}  # fmt: skip
 GEMMA_4_MODELS = {
     "gemma 4": _model("Gemma4", final_logit_softcapping=3.0, **_GEMMA_4),
     "gemma 4, shared keys": _model("Gemma4", num_kv_shared_layers=2, use_double_wide_mlp=True, **_GEMMA_4),
     "gemma 4, experts": _model(
         "Gemma4", attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True, top_k_experts=2,
         num_experts=6, **_MOE, **_GEMMA_4 | {"hidden_size_per_layer_input": 0},
+    ),
+    "gemma 3n": _model("Gemma3n", **_GEMMA_3N),
+    "gemma 3n, three streams, not scaled": _model(
+        "Gemma3n", altup_num_inputs=3, altup_correct_scale=False, final_logit_softcapping=3.0,
+        **_GEMMA_3N | {"num_kv_shared_layers": 0},
     ),
 }  # fmt: skip
 ALL_MODELS = MODELS | EXPERT_MODELS | GEMMA_4_MODELS

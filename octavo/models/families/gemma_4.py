@@ -1,19 +1,22 @@
-"""Gemma 4: layers of two sizes of heads, the last of which may read the keys and values of earlier ones, what each of
-them gets of the token itself, and experts beside a dense feed-forward.
+"""Gemma 3n and 4: layers of two sizes of heads, the last of which may read the keys and values of earlier ones, what
+each of them gets of the token itself, and experts beside a dense feed-forward.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from octavo.errors import LoadError
 from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.rotary import RopeConfig
+from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
 from octavo.models.families.settings import AROUND, ATTENTION_BIAS, all_but_every, defaults, routing, shared_expert
-from octavo.models.readers import Config, Family, activation_of, rms, rope_of
+from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of
 
 _SLIDES = all_but_every(6)
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def _layer_type(config: Config, i: int) -> str:
@@ -49,13 +52,13 @@ def _rope(config: Config, i: int) -> RopeConfig:
     return rope_of(config, i, _head_size(config, i), {}, _layer_type(config, i))
 
 
-def _reads_layer(config: Config, i: int) -> int | None:
+def _reads_layer(config: Config, i: int, type_of: Setting = _layer_type) -> int | None:
     """Late layers have the keys and values of the last one of their type that has its own."""
     first = config["num_hidden_layers"] - config["num_kv_shared_layers"]
     if i < first:
         return None
-    kind = _layer_type(config, i)
-    found = [j for j in range(first) if _layer_type(config, j) == kind]
+    kind = type_of(config, i)
+    found = [j for j in range(first) if type_of(config, j) == kind]
     if not found:
         raise LoadError(f"layer {i} reads the keys of an earlier layer of the type {kind}, of which there is none.")
     return found[-1]
@@ -66,10 +69,9 @@ def _keys_are_values(config: Config, i: int) -> bool:
 
 
 def _qkv_names(config: Config, i: int) -> tuple[str, ...]:
-    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     if _reads_layer(config, i) is not None:
-        return names[:1]
-    return names[:2] if _keys_are_values(config, i) else names
+        return _QKV[:1]
+    return _QKV[:2] if _keys_are_values(config, i) else _QKV
 
 
 def _window(config: Config, i: int) -> int:
@@ -99,7 +101,62 @@ def _part_norms(config: Config, _: int) -> PartNorms:
     )  # fmt: skip
 
 
+def _type_3n(config: Config, i: int) -> str:
+    types = config["layer_types"]
+    return str(types[i]) if types is not None else "sliding_attention" if (i + 1) % 5 else "full_attention"
+
+
+def _reads_layer_3n(config: Config, i: int) -> int | None:
+    return _reads_layer(config, i, _type_3n)
+
+
+def _by_layer(setting: str) -> Setting:
+    """A number for all layers, or one for each."""
+    return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
+
+
+def _sparsity(config: Config, i: int) -> float:
+    if config["activation_sparsity_pattern"] is None:
+        return 0.95 if i < 10 < config["num_hidden_layers"] else 0.0
+    return float(_by_layer("activation_sparsity_pattern")(config, i))
+
+
+def _token_inputs_3n(config: Config, i: int) -> TokenInputsDescription | None:
+    found = _token_inputs(config, i)
+    assert found is not None
+    scale = "altup.correct_output_scale" if config["altup_correct_scale"] else None
+    return replace(found, num_streams=config["altup_num_inputs"], input_scale=scale)
+
+
+def _unused_3n(config: Config, _: int) -> tuple[str, ...]:
+    """Checkpoints have keys and values of layers that read others', and scales that are not to be used."""
+    layers = [f"model.layers.{i}." for i in range(config["num_hidden_layers"])]
+    scales = [] if config["altup_correct_scale"] else [f"{layer}altup.correct_output_scale" for layer in layers]
+    readers = [layer for i, layer in enumerate(layers) if _reads_layer_3n(config, i) is not None]
+    parts = [f"{layer}self_attn.{part}." for layer in readers for part in ("k_proj", "v_proj", "k_norm", "v_norm")]
+    return (*scales, *parts)
+
+
 FAMILIES = {
+    "Gemma3nForCausalLM": Family(
+        defaults=defaults(
+            32768, kv_heads=2, head_size=256, act="gelu_pytorch_tanh", tied=True, window=512, laurel_rank=64,
+            final_logit_softcapping=30.0, num_kv_shared_layers=15, hidden_size_per_layer_input=256,
+            vocab_size_per_layer_input=262144, altup_num_inputs=4, altup_correct_scale=True,
+            activation_sparsity_pattern=None, theta=1e6, rope_local_base_freq=10000.0,
+        ),
+        attention=ATTENTION_BIAS | {
+            "scale": 1.0, "qk_norm": rms(), "value_norm": rms(has_weight=False), "reads_layer": _reads_layer_3n,
+            "qkv_names": lambda c, i: _QKV if _reads_layer_3n(c, i) is None else _QKV[:1],
+        },
+        feed_forward={"intermediate_size": _by_layer("intermediate_size"), "sparsity": _sparsity}, layer=AROUND,
+        model={
+            "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5, "token_inputs": _token_inputs_3n,
+            "logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0,
+            "streams": lambda c, _: StreamsDescription(c["altup_num_inputs"], c["laurel_rank"]), "unused": _unused_3n,
+        },
+        slides=lambda c, i: _type_3n(c, i) == "sliding_attention", refuses=("altup_active_idx",),
+    ),
     "Gemma4ForCausalLM": Family(
         defaults=defaults(
             131072, kv_heads=4, head_size=256, act="gelu_pytorch_tanh", tied=True, window=512, theta=1e6,

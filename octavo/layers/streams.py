@@ -1,0 +1,84 @@
+"""Alternating updates (Baykal et al. 2023): the residual stream is several side by side, [T, streams * H]. A layer
+predicts all of them by small mixtures, computes with the first, and corrects the others by what came of it.
+
+Gemma 3n has them, with a low-rank branch beside attention (LAuReL: Menghani et al. 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.layers.norm import Norm, NormDescription
+from octavo.layers.parameters import Parameters
+from octavo.loading.weights import floats
+from octavo.ops import Array
+from octavo.quantization import StoredWeight
+
+_LEAST_SQUARE = 1e-10  # of what is divided by its magnitude
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsDescription:
+    """Names are those of the checkpoint's modules: of the model, or after a layer's prefix."""
+
+    count: int
+    branch_rank: int
+    projections_name: str = "model.altup_projections"
+    unembed_name: str = "model.altup_unembed_projections"
+    name: str = "altup"
+    branch_name: str = "laurel"
+
+
+class Streams:
+    """What makes several streams of one before the first layer, and one of them after the last."""
+
+    def __init__(self, description: StreamsDescription, hidden_size: int, parameters: Parameters) -> None:
+        d, ops, size = description, parameters.ops, hidden_size
+        self._ops, self._dtype, self._count, self._size = ops, parameters.dtype, d.count, size
+
+        def taken(name: str) -> list[StoredWeight]:
+            return [
+                parameters.weights.take_matrix(f"{name}.{i}.weight", (size, size)) for i in range(description.count - 1)
+            ]
+
+        # The first stream is the embedding: a product with the identity puts it where it belongs.
+        own = floats(np.eye(size, dtype=parameters.dtype))
+        self._projections = ops.pack_linear([own, *taken(d.projections_name)])
+        self._unembed = [ops.pack_linear([matrix]) for matrix in taken(d.unembed_name)]
+        parameters.num_matrix_bytes += sum(weight.num_bytes for weight in (self._projections, *self._unembed))
+        self._norm = Norm(NormDescription(_LEAST_SQUARE, has_weight=False), parameters, "", size)
+        self._mean = ops.pack_linear([floats(np.full((1, size), 1 / size, parameters.dtype))])
+
+    def expand(self, hidden: Array) -> Array:
+        """hidden [T, H] -> [T, streams * H]: the others as long as the first."""
+        ops, rows = self._ops, hidden.shape[0]
+        streams = ops.linear(hidden, self._projections, self._dtype)
+        others = streams[:, self._size :]
+        normed = self._norm.forward(others.reshape(rows, self._count - 1, self._size)).reshape(rows, -1)
+        ops.add(others, others, -1.0)
+        ops.add(others, ops.multiply(normed, self._magnitude(hidden)))
+        return streams
+
+    def merge(self, streams: Array) -> Array:
+        """[T, streams * H] -> the mean of the first and what each other one is in its place: [T, H]"""
+        ops, size = self._ops, self._size
+        first = streams[:, :size]
+        magnitude, merged = self._magnitude(first), None
+        for i, matrix in enumerate(self._unembed, 1):
+            other = ops.linear(streams[:, i * size : (i + 1) * size], matrix, self._dtype)
+            other = ops.multiply(self._norm.forward(other), magnitude)
+            if merged is None:
+                merged = other
+            else:
+                ops.add(merged, other)
+        assert merged is not None
+        ops.add(merged, first)
+        ops.add(merged, merged, 1 / self._count - 1)
+        return merged
+
+    def _magnitude(self, x: Array) -> Array:
+        """x [T, H] -> the root of the mean square of each row, [T, 1]: the mean product of the row and what its norm
+        makes of it."""
+        return self._ops.linear(self._ops.multiply(x, self._norm.forward(x)), self._mean, self._dtype)
