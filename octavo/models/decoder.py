@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 

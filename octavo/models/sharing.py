@@ -63,7 +63,7 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
             isinstance(a, AttentionDescription) and a.reads_layer is not None for a in attentions
         ),
         "another network's output": description.num_cross_tokens > 0,
-        "experts beside the next attention": any(layer.added_after for layer in description.layers),
+        "several residual streams": description.streams is not None,
     }
     for name, has in refused.items():
         if has:
@@ -71,6 +71,13 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
                 f"--pipeline-parallel-size is not built yet for {name}, which {description.architecture} has; leave it "
                 "out."
             )
+    for i, layer in enumerate(description.layers):
+        for start in (layers.start, layers.stop):
+            if i < start <= i + layer.added_after:
+                raise ConfigError(
+                    f"a stage cannot begin with layer {start}, at whose end, or later, something of layer {i} is added; "
+                    "say with --pipeline-layer-partition where to cut."
+                )
     return replace(description, own_layers=layers)
 
 

@@ -45,9 +45,10 @@ REFUSED = {
 
 
 EVERY = ALL_MODELS | RECURRENT_MODELS | LATENT_MODELS
-NOT_STAGED = {
-    "gemma 4": "inputs of tokens to every layer", "gemma 4, shared keys": "inputs of tokens to every layer",
-}  # fmt: skip
+NOT_STAGED = dict.fromkeys(
+    ("gemma 4", "gemma 4, shared keys", "gemma 3n", "gemma 3n, three streams, not scaled"),
+    "inputs of tokens to every layer",
+)
 # A tied and an untied one, learned positions, a projection of embeddings, windows, experts, states, latent attention.
 QUICK = {
     "llama ratio 3, head 64, tied", "llama, all biases", "gpt 2", "opt, projections, norms after", "gemma 3", "gpt-oss",
@@ -142,7 +143,11 @@ def test_a_model_in_stages_gives_the_bits_of_the_whole(name: str, ops: Ops, tmp_
     arrays = {n: tensor.numpy() for n, tensor in load_file(tmp_path / "model.safetensors").items()}
     sequences = [torch.randint(3, VOCAB, (length,)).tolist() for length in (1, 9, 33)]
     whole: Any = build(description, PassingWeights(arrays), ops, 128, "float32")
-    staged: Any = Staged(description, arrays, ops, [1, num_layers - 1])
+    first = 1 + description.layers[0].added_after
+    if first > 1:
+        with pytest.raises(ConfigError, match="a stage cannot begin with layer 1, at whose end, or later,"):
+            with_stage(description, range(1))
+    staged: Any = Staged(description, arrays, ops, [first, num_layers - first])
     for found, expected in zip(all_logits(staged, ops, sequences), all_logits(whole, ops, sequences), strict=True):
         assert torch.equal(found, expected)
 
