@@ -75,7 +75,7 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
         for start in (layers.start, layers.stop):
             if i < start <= i + layer.added_after:
                 raise ConfigError(
-                    f"a stage cannot begin with layer {start}, at whose end, or later, something of layer {i} is added; "
+                    f"a stage cannot begin with layer {start}, at whose end, or later, layer {i} adds something; "
                     "say with --pipeline-layer-partition where to cut."
                 )
     return replace(description, own_layers=layers)
