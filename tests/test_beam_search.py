@@ -66,7 +66,7 @@ def logprob(reference: Any, llm: LLM, prompt: str, output: list[int]) -> float:
     return float(logits.double().log_softmax(-1)[range(len(output)), output].sum())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize(
     ("num_beams", "length_penalty", "early_stopping"),

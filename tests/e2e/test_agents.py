@@ -187,7 +187,7 @@ def run_batch(source: Path, target: Path, num_at_kill: int | None) -> None:
         assert num_at_kill is not None or process.returncode == 0, said.decode()
 
 
-@pytest.mark.parametrize("number", [120, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [40, pytest.param(5000, marks=pytest.mark.long)])
 def test_a_batch_that_is_killed_loses_and_repeats_no_line(tmp_path: Path, number: int) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_requests(source, number)

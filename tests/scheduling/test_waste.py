@@ -19,9 +19,8 @@ def chat_traffic(rng: random.Random, count: int) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "num_blocks", [pytest.param(2400, id="roomy", marks=pytest.mark.long), pytest.param(500, id="preempting")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("num_blocks", [pytest.param(2400, id="roomy"), pytest.param(500, id="preempting")])
 def test_less_than_5_percent_of_the_allocated_slots_are_empty_on_mixed_traffic(num_blocks: int) -> None:
     rng = random.Random(0)
     simulation = Simulation(

@@ -36,7 +36,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["attention", pytest.param("states and attention", marks=pytest.mark.long)])
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module", params=["attention", "states and attention"])
 def config(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path
 ) -> EngineConfig:
