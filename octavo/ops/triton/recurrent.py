@@ -229,19 +229,23 @@ def _delta(
     place = (head * SIZE + row[:, None]) * WIDTH + lane[None]
     h = tl.load(state + place, mask=has & (num_before + 0 * place > 0), other=0.0)
     rate = tl.load(a + head)
-    # Of each row of the state, or the same for all of them.
-    decays = head * SIZE + row if BY_ELEMENT else head + 0 * row
-    bias = tl.load(decay_bias + decays, mask=row < SIZE, other=0.0)
+    if BY_ELEMENT:
+        decays, bias = head * SIZE + row, tl.load(decay_bias + head * SIZE + row, mask=row < SIZE, other=0.0)
+    else:
+        decays, bias = head, tl.load(decay_bias + head)
     first = head // SHARE * SIZE
     for t in range(begin, end):
         q = tl.load(query + t * query_stride + first + row, mask=row < SIZE, other=0.0).to(tl.float32)
         k = tl.load(key + t * key_stride + first + row, mask=row < SIZE, other=0.0).to(tl.float32)
         v = tl.load(value + t * value_stride + head * WIDTH + lane, mask=lane < WIDTH, other=0.0).to(tl.float32)
-        raw = tl.load(decay + t * decay_stride + decays, mask=row < SIZE, other=0.0).to(tl.float32) + bias
+        if BY_ELEMENT:
+            raw = tl.load(decay + t * decay_stride + decays, mask=row < SIZE, other=0.0).to(tl.float32) + bias
+        else:
+            raw = tl.load(decay + t * decay_stride + decays).to(tl.float32) + bias
         exponent = lowest * _factor(-rate * raw, 2) if BOUNDED else rate * _softplus(raw)
-        kept = tl.exp(exponent)
+        kept = tl.exp(exponent)[:, None] if BY_ELEMENT else tl.exp(exponent)
         e = beta_scale * _factor(tl.load(beta + t * beta_stride + head).to(tl.float32), 2)
-        h = h * kept[:, None]
+        h = h * kept
         change = e * (v - tl.sum(h * k[:, None], 0))
         h = tl.fma(k[:, None] + tl.zeros_like(h), change[None] + tl.zeros_like(h), h)
         y = tl.sum(h * q[:, None], 0)
@@ -259,11 +263,13 @@ def gated_delta(
     assert query.stride(1) == key.stride(1) == size and value.stride(1) == width
     assert query.stride(2) == key.stride(2) == value.stride(2) == decay.stride(1) == beta.stride(1) == 1
     out = torch.zeros((rows, heads * width), dtype=value.dtype, device=value.device)
-    _delta[(len(seq_lens), heads * triton.cdiv(width, _LANES))](
+    by_element = decay.shape[1] != heads
+    lanes = _LANES // 2 if by_element else _LANES  # decays of all rows take registers
+    _delta[(len(seq_lens), heads * triton.cdiv(width, lanes))](
         *_of_sequences(states, block_tables, query_start_loc, seq_lens), query, query.stride(0), key, key.stride(0),
         value, value.stride(0), decay, decay.stride(0), beta, beta.stride(0), a, decay_bias, beta_scale, lowest, out,
-        HEADS=heads, SHARE=heads // key_heads, SIZE=size, ROWS=triton.next_power_of_2(size), WIDTH=width, LANES=_LANES,
-        BY_ELEMENT=decay.shape[1] != heads, BOUNDED=lowest != 0.0, num_warps=4, enable_fp_fusion=False,
+        HEADS=heads, SHARE=heads // key_heads, SIZE=size, ROWS=triton.next_power_of_2(size), WIDTH=width, LANES=lanes,
+        BY_ELEMENT=by_element, BOUNDED=lowest != 0.0, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

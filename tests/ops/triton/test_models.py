@@ -17,7 +17,17 @@ from tests.ops.triton.conftest import DEVICE
 
 MODELS = ALL_MODELS | LATENT_MODELS
 NAMES = ("gemma 2", "bloom", "gpt-oss", "llama 4", "youtu")
-MORE_NAMES = ("granite swa", "hunyuan dense", "apertus", "cohere", "ministral 3", "qwen2 moe", "glm 4 moe")
+MORE_NAMES = (
+    "granite swa",
+    "hunyuan dense",
+    "apertus",
+    "cohere",
+    "ministral 3",
+    "qwen2 moe",
+    "glm 4 moe",
+    "beam",
+    "gemma 3n",
+)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="batches are made in the host's memory")

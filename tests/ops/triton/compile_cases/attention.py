@@ -18,18 +18,21 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 def attend(
     heads: tuple[int, int, int], num_tokens: int, num_seqs: int = 64, dtype: torch.dtype = BF16,
     cache_dtype: torch.dtype | None = None, block_size: int = 16, window: int = 0, softcap: float = 0.0,
-    scores: bool = False,
+    scores: bool = False, value_size: int | None = None,
 ) -> None:  # fmt: skip
     num_heads, num_kv_heads, head_size = heads
     query = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)[:, :num_heads]
-    shape = (64, block_size, num_kv_heads, head_size)
-    parts = [torch.empty(shape, dtype=cache_dtype or dtype) for _ in range(2)]
-    scales = torch.empty((*shape[:3], 2), dtype=torch.bfloat16) if cache_dtype is not None else None
+    shape, sizes = (64, block_size, num_kv_heads), (head_size, value_size or head_size)
+    parts = [torch.empty((*shape, size), dtype=cache_dtype or dtype) for size in sizes]
+    scales = torch.empty((*shape, 2), dtype=torch.bfloat16) if cache_dtype is not None else None
     cache = LayerKVCache(*parts, scales)
     tables = torch.zeros(num_seqs, 8192 // block_size, dtype=torch.int32)
     starts, lengths = torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
     by_head = torch.empty(num_heads) if scores else None
-    paged_attention(query, cache, tables, starts, lengths, head_size**-0.5, window, softcap, by_head, by_head)
+    paged_attention(
+        query, cache, tables, starts, lengths, head_size**-0.5, window, softcap, by_head, by_head,
+        value_size=value_size,
+    )  # fmt: skip
 
 
 def attend_latent(cache_dtype: torch.dtype | None = None, num_heads: int = 16, num_tokens: int = 64) -> None:
@@ -65,6 +68,7 @@ CASES = {
     "bloom_decode": case(BLOOM, 64, scores=True),
     "bloom_prefill": case(BLOOM, 2048, scores=True),
     "phi_prefill": case(PHI, 2048),
+    "mimo_decode": case((64, 8, 192), 64, window=129, value_size=128),
     "latent_decode": Case(attend_latent, max_stack_bytes=32),
     "latent_fp8_decode": Case(partial(attend_latent, FP8), max_stack_bytes=32),
     "float32": case(LLAMA, 64, dtype=torch.float32),

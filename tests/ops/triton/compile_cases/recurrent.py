@@ -30,10 +30,10 @@ def scan(channels: int, heads: int, size: int, *rates: int) -> None:
     )  # fmt: skip
 
 
-def delta() -> None:
+def delta(num_decays: int = 32, lowest: float = 0.0) -> None:
     gated_delta(
-        rows(16, 128), rows(16, 128), rows(32, 128), rows(32), rows(32), torch.empty(32), torch.empty(32), 1.0,
-        *sequences(32 * 128 * 128),
+        rows(16, 128), rows(16, 128), rows(32, 128), rows(num_decays), rows(32), torch.empty(32),
+        torch.empty(num_decays), 1.0, *sequences(32 * 128 * 128), lowest,
     )  # fmt: skip
 
 
@@ -47,6 +47,8 @@ CASES = {
     "conv": Case(convolve),
     "scan_mamba_2": Case(lambda: scan(5120, 80, 128, 5120)),
     "scan_mamba_1": Case(lambda: scan(5120, 5120, 16, 16, 5120)),
+    "multiply_by_head": Case(lambda: multiply(rows(5120), rows(40), "softplus")),
     "gated_delta": Case(delta),
+    "gated_delta_by_element": Case(lambda: delta(32 * 128, -5.0)),
     "gated_recurrence": Case(recur),
 }
