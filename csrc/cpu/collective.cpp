@@ -10,6 +10,8 @@
 #include <string>
 #include <thread>
 
+#include "spin.h"
+
 namespace octavo {
 
 namespace {
@@ -22,14 +24,6 @@ constexpr int64_t kTasksPerThread = 4;
 constexpr double kFloatNs = 0.3;  // to copy or add one, roughly
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
-
-inline void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 // Rows [begin, end) of a task.
 std::pair<int64_t, int64_t> rows_of(const ExchangeArgs& a, int64_t task) {

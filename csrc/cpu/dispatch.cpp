@@ -1,6 +1,6 @@
-// Run-time dispatch by cpuid. The compiler's own __builtin_cpu_supports also asks whether the operating system saves
-// the wide registers, which cpuid's feature bits alone do not tell; for what not every compiler has a name for, the
-// bits are read here.
+// Run-time dispatch by cpuid, or by what an ARM system says of its processor (arm_features.h). The compiler's own
+// __builtin_cpu_supports also asks whether the operating system saves the wide registers, which cpuid's feature bits
+// alone do not tell; for what not every compiler has a name for, the bits are read here.
 #include "dispatch.h"
 
 #include <atomic>
@@ -14,6 +14,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#endif
+
+#if defined(OCTAVO_HAS_neon_dotprod) || defined(OCTAVO_HAS_neon_bf16)
+#include "arm_features.h"
 #endif
 
 namespace octavo {
@@ -97,6 +101,15 @@ std::vector<const KernelTable*> find_tables() {
     if (avx512_bf16) tables.push_back(with_products("amx_emulated", kTable_avx512_bf16, kProducts_amx_emulated));
     if (avx2) tables.push_back(with_products("avx2_vnni_emulated", kTable_avx2, kProducts_avx2_vnni_emulated));
 #endif
+#endif
+#ifdef OCTAVO_HAS_neon_bf16
+    if (arm_has_dot_products() && arm_has_matrix_products()) tables.push_back(&kTable_neon_bf16);
+#endif
+#ifdef OCTAVO_HAS_neon_dotprod
+    if (arm_has_dot_products()) tables.push_back(&kTable_neon_dotprod);
+#endif
+#ifdef OCTAVO_HAS_neon
+    tables.push_back(&kTable_neon);
 #endif
 #ifdef OCTAVO_HAS_portable
     tables.push_back(&kTable_portable);

@@ -559,6 +559,9 @@ extern const KernelTable kTable_portable;
 extern const KernelTable kTable_avx2;
 extern const KernelTable kTable_avx512;
 extern const KernelTable kTable_avx512_bf16;
+extern const KernelTable kTable_neon;
+extern const KernelTable kTable_neon_dotprod;
+extern const KernelTable kTable_neon_bf16;
 // Products of the sets that have nothing else of their own.
 extern const ProductKernels kProducts_avx2_vnni;
 extern const ProductKernels kProducts_avx2_vnni_emulated;

@@ -61,13 +61,86 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t vec, float* y) {
     }
 }
 
+#ifdef OCTAVO_MATRICES
+// The same for bf16 by matrix instructions: rows two by two, of which the last is its own neighbour where R is odd.
+// They add the pairs of k in the order of linear_tile, and round as its dot products do: a row has the same bits by
+// either.
+template <int R, int V>
+void bf16_tile_by_matrices(const LinearArgs& a, int64_t row, int64_t vec, float* y) {
+    constexpr int kPairs = (R + 1) / 2;
+    constexpr int kVecElements = kLanes * 2;
+    constexpr int kStepElements = kPanel * 2;
+    static_assert(V <= kVecsPerPanel, "vectors of one panel");
+    const int64_t steps = (a.matrix.k + 1) / 2;
+    const int64_t fours = a.matrix.k / 4;
+    const uint16_t* w = static_cast<const uint16_t*>(a.matrix.data) + vec / kVecsPerPanel * steps * kStepElements +
+                        vec % kVecsPerPanel * kVecElements;
+    const uint16_t* x[2 * kPairs];
+    for (int r = 0; r < 2 * kPairs; ++r) {
+        x[r] = static_cast<const uint16_t*>(a.x) + (row + min_of(r, R - 1)) * a.x_stride;
+    }
+    Vec acc[kPairs][V][2];
+    for (int p = 0; p < kPairs; ++p) {
+        for (int v = 0; v < V; ++v) acc[p][v][0] = acc[p][v][1] = zero();
+    }
+    const auto add_four = [&](auto second_step, auto x_of_pair) __attribute__((always_inline)) {
+        TwoPairs wv[V];
+        for (int v = 0; v < V; ++v) {
+            wv[v] = interleaved(load_pairs(w + v * kVecElements), second_step(w + kStepElements + v * kVecElements));
+        }
+        for (int p = 0; p < kPairs; ++p) {
+            const Pairs xv = x_of_pair(p);
+            for (int v = 0; v < V; ++v) {
+                for (int i = 0; i < 2; ++i) acc[p][v][i] = multiply_matrices(acc[p][v][i], wv[v].of[i], xv);
+            }
+        }
+    };
+    for (int64_t i = 0; i < fours; ++i, w += 2 * kStepElements) {
+        for (int line = 0; line < V * kLanes * 4; line += 64) {
+            __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetchBytes + line);
+            __builtin_prefetch(reinterpret_cast<const char*>(w + kStepElements) + kPrefetchBytes + line);
+        }
+        add_four([](const uint16_t* p) { return load_pairs(p); },
+                 [&](int p) { return load_two_rows(x[2 * p] + 4 * i, x[2 * p + 1] + 4 * i); });
+    }
+    if (const int64_t rest = a.matrix.k - 4 * fours; rest > 0) {
+        // What is missing is zeros, and adds nothing.
+        uint16_t last[2 * kPairs][4] = {};
+        for (int r = 0; r < 2 * kPairs; ++r) memcpy(last[r], x[r] + 4 * fours, static_cast<size_t>(rest) * 2);
+        const bool has_second = rest > 2;
+        add_four([=](const uint16_t* p) { return has_second ? load_pairs(p) : set1_pair(0); },
+                 [&](int p) { return load_two_rows(last[2 * p], last[2 * p + 1]); });
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) {
+            const TwoVecs two = sums_by_row(acc[r / 2][v][0], acc[r / 2][v][1]);
+            store(y + r * kMaxUnit + v * kLanes, two.of[r % 2]);
+        }
+    }
+}
+#endif
+
+// The tile for as many rows: a single one would leave half of a matrix instruction idle.
+template <class E, int R, int V>
+inline void linear_tile_of_rows(const LinearArgs& a, int64_t row, int64_t vec, float* y) {
+#ifdef OCTAVO_MATRICES
+    if constexpr (E::kStep == 2 && R > 1) {
+        bf16_tile_by_matrices<R, V>(a, row, vec, y);
+    } else {
+        linear_tile<E, R, V>(a, row, vec, y);
+    }
+#else
+    linear_tile<E, R, V>(a, row, vec, y);
+#endif
+}
+
 // `vecs` vectors of outputs, V at a time while there are as many.
 template <class E, int V, int kMaxRows>
 inline void linear_vecs(const LinearArgs& a, int64_t rows, int64_t row, int64_t vec, int64_t vecs, float* y) {
     int64_t v = 0;
     for (; v + V <= vecs; v += V) {
         with_constant<kMaxRows>(
-            rows, [&](auto r) { linear_tile<E, decltype(r)::kValue, V>(a, row, vec + v, y + v * kLanes); });
+            rows, [&](auto r) { linear_tile_of_rows<E, decltype(r)::kValue, V>(a, row, vec + v, y + v * kLanes); });
     }
     if constexpr (V > 2) {
         if (v < vecs) linear_vecs<E, V / 2, kMaxRows>(a, rows, row, vec + v, vecs - v, y + v * kLanes);

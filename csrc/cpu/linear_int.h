@@ -13,6 +13,7 @@ namespace {
 
 template <class F>
 inline int32_t start_of_sum(const QBlock& x, int g) {
+    if (F::kBits == 8 && kCodesAreCentred) return 0;
     return F::kBits == 4 ? x.start4[g] : F::kGroup == 32 ? x.start8[g] : x.start16[g];
 }
 
@@ -83,7 +84,7 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
                         }
                     } else {
                         Ints codes[V];
-                        for (int v = 0; v < V; ++v) codes[v] = load_ints(step + v * kVecBytes);
+                        for (int v = 0; v < V; ++v) codes[v] = centred(load_ints(step + v * kVecBytes));
                         for (int r = 0; r < R; ++r) {
                             const Ints four = set1_bytes(x[r][b].q + s * 4);
                             for (int v = 0; v < V; ++v) sum[r][v] = dot_codes8(sum[r][v], codes[v], four);
@@ -113,6 +114,99 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
     for (int r = 0; r < R; ++r) {
         for (int v = 0; v < kVecsPerPanel; ++v) store(y + r * kMaxUnit + v * kLanes, mul(acc[r][v], factor));
     }
+}
+
+#ifdef OCTAVO_MATRICES
+// The same by matrix instructions: rows two by two, of which the last is its own neighbour where R is odd. Groups have
+// the sums of int_tile, and what is left the same order.
+template <class F, int R>
+void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor,
+                          float* y, Fetch fetch) {
+    constexpr int V = kMatrixVecs;
+    constexpr int kPairs = (R + 1) / 2;
+    constexpr int kStepBytes = kPanel * 4;
+    constexpr int kVecBytes = kLanes * 4;
+    // Steps of eight elements of k: one vector of codes of four bits, or two of eight.
+    constexpr int kVecsPerStep = F::kBits / 4;
+    constexpr int kStepsPerGroup = F::kGroup / 8;
+    const QBlock* x[2 * kPairs];
+    for (int r = 0; r < 2 * kPairs; ++r) x[r] = rows + min_of(r, R - 1) * x_stride;
+    Vec acc[R][kVecsPerPanel];
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < kVecsPerPanel; ++v) acc[r][v] = is_first ? zero() : load(y + r * kMaxUnit + v * kLanes);
+    }
+    for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
+        for (int i = 0; i < fetch.lines; ++i, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
+        for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
+#pragma GCC unroll 4
+            for (int g = 0; g < F::kGroups; ++g) {
+                Ints sum[kPairs][V][2];
+                for (int p = 0; p < kPairs; ++p) {
+                    const Ints start =
+                        starts_of_two_rows(start_of_sum<F>(x[2 * p][b], g), start_of_sum<F>(x[2 * p + 1][b], g));
+                    for (int v = 0; v < V; ++v) sum[p][v][0] = sum[p][v][1] = start;
+                }
+#pragma GCC unroll 4
+                for (int s = g * kStepsPerGroup; s < (g + 1) * kStepsPerGroup; ++s) {
+                    const char* step = w.codes + s * kVecsPerStep * kStepBytes + v0 * kVecBytes;
+                    TwoInts codes[V];
+                    for (int v = 0; v < V; ++v) {
+                        const Ints first = load_ints(step + v * kVecBytes);
+                        if constexpr (F::kBits == 4) {
+                            codes[v] = interleaved(low_nibbles(first), high_nibbles(first));
+                        } else {
+                            codes[v] = interleaved(first, load_ints(step + kStepBytes + v * kVecBytes));
+                        }
+                    }
+                    for (int p = 0; p < kPairs; ++p) {
+                        const Ints eight = load_two_rows(x[2 * p][b].q + s * 8, x[2 * p + 1][b].q + s * 8);
+                        for (int v = 0; v < V; ++v) {
+                            for (int i = 0; i < 2; ++i) {
+                                sum[p][v][i] = multiply_matrices(sum[p][v][i], codes[v].of[i], eight);
+                            }
+                        }
+                    }
+                }
+                const auto* scales = reinterpret_cast<const typename F::Scale*>(w.scales) + g * kPanel;
+                for (int v = 0; v < V; ++v) {
+                    const Vec d = load_scale(scales + (v0 + v) * kLanes);
+                    for (int r = 0; r < R; ++r) {
+                        const Ints of_row = sums_by_row(sum[r / 2][v][0], sum[r / 2][v][1]).of[r % 2];
+                        const Vec scaled = mul(d, set1(x[r][b].scale[g * F::kGroup / 32]));
+                        acc[r][v0 + v] = fma(scaled, to_float(of_row), acc[r][v0 + v]);
+                    }
+                }
+            }
+            if constexpr (F::kMinima) {
+                const uint16_t* minima = reinterpret_cast<const uint16_t*>(w.scales + F::kScaleBytes);
+                for (int v = 0; v < V; ++v) {
+                    const Pairs m = load_pairs(minima + (v0 + v) * kLanes * 2);
+                    for (int r = 0; r < R; ++r) {
+                        acc[r][v0 + v] = dot_pairs(acc[r][v0 + v], m, BF16::broadcast(x[r][b].sums));
+                    }
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < kVecsPerPanel; ++v) store(y + r * kMaxUnit + v * kLanes, mul(acc[r][v], factor));
+    }
+}
+#endif
+
+// The tile for as many rows: a single one would leave half of a matrix instruction idle.
+template <class F, int R>
+inline void int_tile_of_rows(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor,
+                             float* y, Fetch fetch) {
+#ifdef OCTAVO_MATRICES
+    if constexpr (R > 1) {
+        int_tile_by_matrices<F, R>(w, blocks, rows, x_stride, is_first, factor, y, fetch);
+    } else {
+        int_tile<F, R>(w, blocks, rows, x_stride, is_first, factor, y, fetch);
+    }
+#else
+    int_tile<F, R>(w, blocks, rows, x_stride, is_first, factor, y, fetch);
+#endif
 }
 
 // Adds to rows of y what the outliers of a batch contribute to the panel at w.
@@ -174,10 +268,10 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
                                                           : panel_w + panels * panel_bytes +
                                                                 ((tile + t) * blocks + block) * lines * 64;
                         with_constant<kIntRows>(end - begin, [&](auto r) {
-                            int_tile<Flat, decltype(r)::kValue>(view, count, x + (first + begin) * a.x_stride + block,
-                                                                a.x_stride, block == 0,
-                                                                set1(is_last ? a.matrix.factor : 1),
-                                                                y + begin * kMaxUnit + p * kPanel, Fetch{next, lines});
+                            int_tile_of_rows<Flat, decltype(r)::kValue>(
+                                view, count, x + (first + begin) * a.x_stride + block, a.x_stride, block == 0,
+                                set1(is_last ? a.matrix.factor : 1), y + begin * kMaxUnit + p * kPanel,
+                                Fetch{next, lines});
                         });
                     }
                 }

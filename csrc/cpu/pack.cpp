@@ -6,6 +6,8 @@
 
 #ifdef __SSE2__
 #include <emmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace octavo {
@@ -38,6 +40,24 @@ int64_t transpose_squares(const char* rows, int64_t stride_bytes, int64_t steps,
                                        _mm_unpacklo_epi64(high01, high23), _mm_unpackhi_epi64(high01, high23)};
             for (int j = 0; j < 4; ++j) {
                 _mm_storeu_si128(reinterpret_cast<__m128i*>(out + ((i + j) * kPanel + r) * 4), column[j]);
+            }
+        }
+    }
+#elif defined(__aarch64__)
+    for (; i + 4 <= steps; i += 4) {
+        for (int r = 0; r < kPanel; r += 4) {
+            const char* from = rows + r * stride_bytes + i * 4;
+            uint32x4_t row[4];
+            for (int j = 0; j < 4; ++j) {
+                row[j] = vreinterpretq_u32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(from + j * stride_bytes)));
+            }
+            // Rows 0 and 2, 1 and 3 side by side, then these.
+            const uint32x4_t low02 = vzip1q_u32(row[0], row[2]), high02 = vzip2q_u32(row[0], row[2]);
+            const uint32x4_t low13 = vzip1q_u32(row[1], row[3]), high13 = vzip2q_u32(row[1], row[3]);
+            const uint32x4_t column[4] = {vzip1q_u32(low02, low13), vzip2q_u32(low02, low13),
+                                          vzip1q_u32(high02, high13), vzip2q_u32(high02, high13)};
+            for (int j = 0; j < 4; ++j) {
+                vst1q_u8(reinterpret_cast<uint8_t*>(out + ((i + j) * kPanel + r) * 4), vreinterpretq_u8_u32(column[j]));
             }
         }
     }

@@ -9,7 +9,7 @@
 
 #if defined(OCTAVO_ISA_AVX512) || defined(OCTAVO_ISA_AVX2)
 #include <immintrin.h>
-#elif defined(__aarch64__)
+#elif defined(OCTAVO_ISA_NEON)
 #include <arm_neon.h>
 #elif defined(__SSE2__)
 #include <emmintrin.h>
@@ -34,11 +34,19 @@ inline To bits_of(From from) {
 #include "simd_avx512.h"
 #elif defined(OCTAVO_ISA_AVX2)
 #include "simd_avx2.h"
+#elif defined(OCTAVO_ISA_NEON)
+#include "simd_neon.h"
 #else
 #include "simd_portable.h"
 #endif
 
 constexpr int kVecsPerPanel = kPanel / kLanes;
+
+#ifndef OCTAVO_ISA_NEON
+// Whether dot_codes8 wants signed codes, less 128, as `centred` makes them: then sums start from zero.
+constexpr bool kCodesAreCentred = false;
+inline Ints centred(Ints codes) { return codes; }
+#endif
 
 #ifndef OCTAVO_ISA_AVX512
 // Partial vectors go through a small buffer: they are rare and must not read past the end of a row.
@@ -58,8 +66,8 @@ inline void store_n(T* p, Vec v, int n) {
 
 inline Ints set1_bytes(const int8_t* p) { return set1_int(read<int32_t>(p)); }
 
-// A build that names a set but does not define OCTAVO_ISA_AVX512 or OCTAVO_ISA_AVX2 for it would compile portable
-// vectors.
+// A build that names a set but does not define OCTAVO_ISA_AVX512, OCTAVO_ISA_AVX2 or OCTAVO_ISA_NEON for it would
+// compile portable vectors.
 #define OCTAVO_CONCAT2(a, b) a##b
 #define OCTAVO_CONCAT(a, b) OCTAVO_CONCAT2(a, b)
 #define OCTAVO_STRING2(a) #a
@@ -73,6 +81,12 @@ static_assert(kLanes == (kIsAvx512                                        ? 16
                          : begins_with(OCTAVO_STRING(OCTAVO_ISA), "avx2") ? 8
                                                                           : 4),
               "the vectors are not those of the instruction set that OCTAVO_ISA names");
+#ifdef OCTAVO_ISA_NEON
+constexpr bool kIsNeon = true;
+#else
+constexpr bool kIsNeon = false;
+#endif
+static_assert(kIsNeon == begins_with(OCTAVO_STRING(OCTAVO_ISA), "neon"), "likewise");
 
 template <class T>
 inline T min_of(T a, T b) {

@@ -1,5 +1,5 @@
-// The vector type of the kernels in the compiler's own 128-bit vectors: the fallback on x86-64 (SSE2) and what aarch64
-// builds use (NEON). Included by simd.h only, inside the namespace of its instruction set.
+// The vector type of the kernels in the compiler's own 128-bit vectors: the fallback on any machine. Included by simd.h
+// only, inside the namespace of its instruction set.
 
 constexpr int kLanes = 4;
 constexpr int kTileRows = 4;
@@ -27,13 +27,7 @@ inline Vec sqrt(Vec a) {
     for (int i = 0; i < kLanes; ++i) a[i] = __builtin_sqrtf(a[i]);
     return a;
 }
-inline Vec fma(Vec a, Vec b, Vec c) {
-#ifdef __aarch64__
-    return bits_of<Vec>(vfmaq_f32(bits_of<float32x4_t>(c), bits_of<float32x4_t>(a), bits_of<float32x4_t>(b)));
-#else
-    return a * b + c;
-#endif
-}
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 inline Vec select(Ints mask, Vec yes, Vec no) {
     return bits_of<Vec>((mask & bits_of<Ints>(yes)) | (~mask & bits_of<Ints>(no)));
 }
@@ -135,18 +129,7 @@ inline Pairs round_to_pairs(Vec first, Vec second) {
 }
 // Adds the four products of unsigned codes and signed bytes in every lane, as even and odd bytes in 16 bits each.
 inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
-#if defined(__ARM_FEATURE_DOTPROD)
-    // The codes less 128 are signed; the sum of the elements makes up for it.
-    const int8x16_t signed_x = bits_of<int8x16_t>(x);
-    const int8x16_t signed_codes = bits_of<int8x16_t>(codes ^ static_cast<int32_t>(0x80808080u));
-    const int32x4_t rest = vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), signed_x), 7);
-    return bits_of<Ints>(vaddq_s32(vdotq_s32(bits_of<int32x4_t>(acc), signed_codes, signed_x), rest));
-#elif defined(__aarch64__)
-    const int16x8_t c = bits_of<int16x8_t>(codes), b = bits_of<int16x8_t>(x);
-    const int16x8_t even = vmulq_s16(vandq_s16(c, vdupq_n_s16(255)), vshrq_n_s16(vshlq_n_s16(b, 8), 8));
-    const int16x8_t odd = vmulq_s16(vreinterpretq_s16_u16(vshrq_n_u16(vreinterpretq_u16_s16(c), 8)), vshrq_n_s16(b, 8));
-    return bits_of<Ints>(vpadalq_s16(vpadalq_s16(bits_of<int32x4_t>(acc), even), odd));
-#elif defined(__SSE2__)
+#ifdef __SSE2__
     const __m128i c = bits_of<__m128i>(codes), b = bits_of<__m128i>(x);
     const __m128i even = _mm_madd_epi16(_mm_and_si128(c, _mm_set1_epi16(255)), _mm_srai_epi16(_mm_slli_epi16(b, 8), 8));
     const __m128i odd = _mm_madd_epi16(_mm_srli_epi16(c, 8), _mm_srai_epi16(b, 8));
@@ -156,13 +139,7 @@ inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
     return acc;
 #endif
 }
-inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {
-#if defined(__ARM_FEATURE_DOTPROD)
-    return bits_of<Ints>(vdotq_s32(bits_of<int32x4_t>(acc), bits_of<int8x16_t>(codes), bits_of<int8x16_t>(x)));
-#else
-    return dot_codes8(acc, codes, x);
-#endif
-}
+inline Ints dot_codes4(Ints acc, Ints codes, Ints x) { return dot_codes8(acc, codes, x); }
 // The low bytes of the lanes' bits.
 inline void store_low_bytes(int8_t* p, Vec v) {
     const Ints bits = bits_of<Ints>(v);

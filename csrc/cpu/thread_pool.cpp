@@ -21,6 +21,8 @@
 #include <thread>
 #include <vector>
 
+#include "spin.h"
+
 namespace octavo {
 
 namespace {
@@ -33,14 +35,6 @@ constexpr auto kSpinTime = std::chrono::microseconds(300);
 constexpr int kSpinsBeforeYield = 500;
 constexpr int kMaxThreads = 1024;
 constexpr size_t kCacheLine = 64;
-
-inline void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 // Spins until `done`, giving the core away now and then: on a full machine whoever is waited for may need it.
 template <class Done>

@@ -252,7 +252,7 @@ def test_a_row_of_integer_products_has_the_same_bits_in_every_batch(isa: str, th
 
 # Sets whose vectors are alike: the second has its own instructions for integer sums alone, which are exact.
 ALIKE = [("avx2", "avx2_vnni"), ("avx2", "avx2_vnni_emulated"), ("avx512", "avx512_vnni"), ("avx512_bf16", "amx"),
-         ("avx512_bf16", "amx_emulated")]  # fmt: skip
+         ("avx512_bf16", "amx_emulated"), ("neon", "neon_dotprod")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("plain", "other"), [p for p in ALIKE if {*p} <= {*_cpu.available_isas()}])
