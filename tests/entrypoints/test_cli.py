@@ -103,7 +103,7 @@ def test_flags_that_are_unknown_or_of_a_wrong_type_end_with_code_2(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--pipeline-parallel-size", "2", "--port", "0"], "--pipeline-parallel-size 2 is not built yet"),
+        (["--num-scheduler-steps", "2", "--port", "0"], "--num-scheduler-steps 2 is not built yet"),
         (["--speculative_model=x", "--port", "0"], "x is not a folder or file here"),
         (["--tool-call-parser", "x"], "--tool-call-parser must be one of"),
         (["--reasoning-parser", "x"], "--reasoning-parser must be one of"),
