@@ -278,8 +278,8 @@ def test_metrics_of_a_request_are_in_order(llm: LLM) -> None:
 def test_arguments_that_are_unknown_or_not_built_are_refused() -> None:
     with pytest.raises(TypeError, match="tensor_paralel_size"):
         LLM(tensor_paralel_size=1)
-    with pytest.raises(ConfigError, match="--pipeline-parallel-size 2 is not built yet"):
-        LLM(pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="--num-scheduler-steps 2 is not built yet"):
+        LLM(num_scheduler_steps=2)
 
 
 def test_the_longest_sequence_is_what_the_cache_holds_where_that_is_left_open() -> None:

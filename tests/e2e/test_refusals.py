@@ -74,7 +74,7 @@ def test_a_cache_too_small_for_one_request() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2 is not built yet"),
+        (["--num-scheduler-steps", "2"], "--num-scheduler-steps 2 is not built yet"),
         (["-tp", "2"], "--tensor-parallel-size 2 cannot share out 9 attention heads; these sizes could: 1, 3, 9"),
         (["--device", "cuda"], "--device cuda: no CUDA device was found"),
         (["--quantization", "hqq"], "--quantization hqq is not built yet"),
