@@ -115,9 +115,9 @@ def test_the_engine_in_16_and_8_bits(
     for prompt, (tokens, found) in zip(prompts, logits_of(llm, prompts), strict=True):
         with torch.no_grad():
             expected = reference(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1]
-        if has_experts:  # a router that is nearly undecided may choose others for a token or two
+        if has_experts:  # a router that is nearly undecided may choose others for some tokens, and more of them in 8 bits
             errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
-            assert errors.median() < 0.2
+            assert errors.median() < (0.2 if quantization is None else 0.4)
         else:
             # Random networks enlarge what rounding does, some of them by far; what is mixed up is off by all of it.
             assert (found - expected).norm() < (0.1 if quantization is None else 0.25) * expected.norm()
