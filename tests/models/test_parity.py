@@ -115,7 +115,9 @@ def test_the_engine_in_16_and_8_bits(
     for prompt, (tokens, found) in zip(prompts, logits_of(llm, prompts), strict=True):
         with torch.no_grad():
             expected = reference(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1]
-        if has_experts:  # a router that is nearly undecided may choose others for some tokens, and more of them in 8 bits
+        if (
+            has_experts
+        ):  # a router that is nearly undecided may choose others for some tokens, and more of them in 8 bits
             errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
             assert errors.median() < (0.2 if quantization is None else 0.4)
         else:
