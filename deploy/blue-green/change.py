@@ -33,6 +33,7 @@ from typing import Any
 
 POLL_S = 0.2
 HTTP_TIMEOUT_S = 30
+ENDING_S = 1  # a server that ends closes its connections before it is seen to have ended
 NUM_IDLE_POLLS = 3  # a request that nginx passed on is counted only once it has been read
 COLOURS = ("blue", "green")
 # The process writes down who it is itself, before it becomes the server, so that a kill of this program loses none.
@@ -199,11 +200,18 @@ class Site:
             time.sleep(0.05)
 
     def check(self, server: Server, num_failures: float) -> None:
+        status = server.request("/health")[0]
+        number = server.num_failures() if status == 200 else None
+        deadline = time.monotonic() + ENDING_S
+        while number is None and self.pid(server) is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
         if self.pid(server) is None:
             raise Failed(f"{server.colour} has ended: see {self.folder}/{server.colour}.log")
-        if (status := server.request("/health")[0]) != 200:
+        if status != 200:
             raise Failed(f"{server.colour} is not healthy: /health is {status or 'not answered'}")
-        if (number := server.num_failures()) is None or number > num_failures:
+        if number is None:
+            raise Failed(f"{server.colour} does not answer /metrics: see {self.folder}/{server.colour}.log")
+        if number > num_failures:
             raise Failed(f"{server.colour} fails requests: see {self.folder}/{server.colour}.log")
 
     def wait_until_ready(self, server: Server) -> None:

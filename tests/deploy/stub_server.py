@@ -2,7 +2,7 @@
 
 `--token NAME` is what its streams say, after which they wait for /go-on if the prompt is "wait". `--broken WAY`:
 `start` exits, `health` never is ready, `warm` answers no question, `later` answers the first one alone, `dies` ends
-with the second.
+with the second, and as slowly as a machine with much to do lets it: nobody can connect a while before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -45,6 +46,8 @@ class Handler(BaseHTTPRequestHandler):
             Handler.num_answers += 1
             Handler.num_running += 1
         if self.broken == "dies" and self.num_answers > 1:
+            self.server.socket.close()
+            time.sleep(0.3)
             os._exit(1)
         if self.broken == "warm" or (self.broken == "later" and self.num_answers > 1):
             Handler.num_failed += 1
