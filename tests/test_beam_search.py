@@ -135,6 +135,7 @@ def test_the_token_that_ends_an_answer_is_shown_only_when_asked(llm: LLM) -> Non
         assert all((sequence.tokens[-1] in llm.inputs.eos_token_ids) is included for sequence in ended)
 
 
+@pytest.mark.long
 def test_searches_answer_the_same_among_others_and_when_blocks_run_out() -> None:
     params = SamplingParams(use_beam_search=True, n=2, best_of=4, temperature=0, max_tokens=24, ignore_eos=True)
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

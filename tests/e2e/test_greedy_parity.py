@@ -51,8 +51,8 @@ def reference() -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preemption_mode", ["recompute", pytest.param("swap", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
 def test_greedy_tokens_equal_those_of_transformers_under_preemption(
     preemption_mode: str, reference: torch.nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,7 +99,8 @@ def test_the_engine_on_the_cpu(
     assert torch.equal(alone, together[-1][1])
 
 
-@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("quantization", [None, "int8"])
 def test_the_engine_in_16_and_8_bits(
     checkpoint: tuple[Any, Path], tiny_tokenizer: Path, quantization: str | None
 ) -> None:

@@ -181,8 +181,8 @@ def test_later_tokens_of_a_chunk_do_not_touch_earlier_rows(
 @pytest.mark.parametrize(
     ("ratio", "head_size", "window", "scores"),
     [
-        (1, 80, 0, ()), (3, 64, 0, ()), (3, 64, 90, ()), (8, 40, 600, ()), (40, 128, 0, ()), (3, 64, 0, SCORE_SETTINGS),
-        (3, 64, 600, ("sinks",)),
+        (1, 80, 0, ()), (3, 64, 90, ()), (8, 40, 600, ()), (40, 128, 0, ()), (3, 64, 0, SCORE_SETTINGS),
+        (3, 64, 600, ("sinks",)), pytest.param(3, 64, 0, (), marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_a_row_has_the_same_bits_however_it_is_batched_chunked_and_paged(

@@ -23,9 +23,9 @@ GUESSES = [
 GUESSES += [(model, "random", "swap", False) for model in MODELS if model != "full"]
 
 
-# Half of each; the other half is in the long tier.
+# A quarter of each; the others are in the long tier.
 CASES = [
-    pytest.param(*case, marks=pytest.mark.long if number % 2 else ()) for number, case in enumerate(KINDS + GUESSES)
+    pytest.param(*case, marks=pytest.mark.long if number % 4 else ()) for number, case in enumerate(KINDS + GUESSES)
 ]
 
 

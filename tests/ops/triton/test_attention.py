@@ -17,6 +17,8 @@ from tests.ops.kernel_cases import score_settings
 from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE
 
+pytestmark = pytest.mark.long
+
 BYTES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -152,7 +154,7 @@ def test_bytes_are_taken_for_float8_where_there_is_no_instruction(monkeypatch: p
     ("window", "softcap", "masks_all", "scores"),
     [
         (90, 0.0, True, ()), (0, 0.0, False, ("slopes", "sinks")),
-        pytest.param(0, 0.0, False, (), marks=pytest.mark.long), pytest.param(0, 5.0, True, (), marks=pytest.mark.long),
+        (0, 0.0, False, ()), (0, 5.0, True, ()),
     ],
 )  # fmt: skip
 def test_a_row_has_the_same_bits_however_it_is_batched_and_chunked(

@@ -14,6 +14,8 @@ from tests.ops.triton.conftest import DEVICE, products
 from tests.ops.triton.test_linear import TOLERANCE, assert_near, draw
 from tests.quantization.blocks import random_matrix
 
+pytestmark = pytest.mark.long
+
 kernels = OverTensors(triton_experts, takes_numpy=False)
 ROUTINGS = {
     "softmax": Routing(3),

@@ -13,6 +13,8 @@ from octavo.ops.triton.products import linear
 from tests.ops.tensors import stored, torch_ref
 from tests.ops.triton.conftest import DEVICE
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(("heads", "size", "rotated"), [(5, 64, 16), (20, 48, 32)])
 def test_mixed_batches_match_the_reference_and_rows_are_their_own(heads: int, size: int, rotated: int) -> None:

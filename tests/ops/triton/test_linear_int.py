@@ -20,6 +20,8 @@ from tests.ops.triton.test_linear import TOLERANCE, assert_near, draw
 from tests.quantization.blocks import BLOCKS, random_matrix
 from tests.quantization.checkpoints import FORMATS, tensors_of, write
 
+pytestmark = pytest.mark.long
+
 
 def random_codes(bits: int, group: int, minima: bool, n: int, k: int, seed: int = 0) -> Codes:
     generator = torch.Generator().manual_seed(seed)

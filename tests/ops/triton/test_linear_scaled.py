@@ -13,6 +13,8 @@ from tests.ops.tensors import stored, torch_ref
 from tests.ops.triton.conftest import DEVICE, products
 from tests.ops.triton.test_linear import TOLERANCE, assert_near, draw
 
+pytestmark = pytest.mark.long
+
 FORMATS = ["INT8", "FP8"]
 
 

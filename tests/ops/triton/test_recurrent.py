@@ -13,6 +13,8 @@ from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run
 from tests.ops.tensors import OverTensors, torch_ref
 from tests.ops.triton.conftest import DEVICE
 
+pytestmark = pytest.mark.long
+
 kernels = OverTensors(recurrent, takes_numpy=False)
 
 

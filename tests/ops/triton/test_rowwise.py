@@ -17,6 +17,8 @@ from tests.ops.kernel_cases import PARAMETERS, assert_near, assert_same_bits, ra
 from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE, products
 
+pytestmark = pytest.mark.long
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODES = [torch.int8, torch.float8_e4m3fn]
 

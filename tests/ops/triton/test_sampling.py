@@ -17,6 +17,8 @@ from tests.ops.kernel_cases import generated_few, random, sampling_settings
 from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE
 
+pytestmark = pytest.mark.long
+
 INF, NAN = float("inf"), float("nan")
 
 
@@ -72,7 +74,7 @@ def test_many_numbers_draw_what_the_reference_draws(k: int, p: float, m: float, 
     ("top_k", "top_p", "kept"),
     [
         (2, 1.0, 4), (0, 0.5, 4), (0, 1.0, 6),
-        pytest.param(5, 1.0, 5, marks=pytest.mark.long), pytest.param(0, 0.93, 5, marks=pytest.mark.long),
+        (5, 1.0, 5), (0, 0.93, 5),
     ],
 )  # fmt: skip
 def test_equally_likely_tokens_stay_or_go_together(top_k: int, top_p: float, kept: int) -> None:
