@@ -460,8 +460,9 @@ struct ExpertsArgs : RowArgs {
     const int32_t* ids;    // [rows, top_k]
     const float* weights;  // [rows, top_k]
     const Matrix *up, *down;
-    float* out;  // dense
-    int32_t num_experts, top_k, scale_inputs, activation;
+    float* out;                         // dense
+    int32_t num_experts, first_expert;  // of the matrices: expert e is matrix e - first_expert
+    int32_t top_k, scale_inputs, activation;
     Clamp clamp;
 };
 

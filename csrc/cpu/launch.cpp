@@ -553,9 +553,10 @@ void group_experts(const void* args, int64_t) {
     const int32_t* ids = a.ids + p.token_begin * a.top_k;
     const float* weights = a.weights + p.token_begin * a.top_k;
     int64_t next[kMaxExperts + 1] = {};
-    const auto is_expert = [&](int64_t i) { return ids[i] >= 0 && ids[i] < a.num_experts; };
+    const auto expert = [&](int64_t i) { return static_cast<int64_t>(ids[i]) - a.first_expert; };
+    const auto is_expert = [&](int64_t i) { return expert(i) >= 0 && expert(i) < a.num_experts; };
     for (int64_t i = 0; i < num_choices; ++i) {
-        if (is_expert(i)) ++next[ids[i] + 1];
+        if (is_expert(i)) ++next[expert(i) + 1];
     }
     s.num_parts = 0;
     int64_t cost = 0;
@@ -574,7 +575,7 @@ void group_experts(const void* args, int64_t) {
     s.num_entries = next[a.num_experts];
     for (int64_t i = 0; i < num_choices; ++i) {
         if (!is_expert(i)) continue;
-        const int64_t place = next[ids[i]]++;
+        const int64_t place = next[expert(i)]++;
         s.entries[place] = static_cast<int32_t>(i);
         s.tokens[place] = static_cast<int32_t>(p.token_begin + i / a.top_k);
         s.weights[place] = weights[i];

@@ -184,8 +184,8 @@ void exchange(octavo::Group& group, Address x, int64_t x_stride, int64_t rows, i
 }
 
 void experts(Address x, int64_t x_stride, int32_t x_dtype, int64_t rows, Address ids, Address weights,
-             const Matrices& up, const Matrices& down, Address out, int32_t top_k, bool scale_inputs,
-             int32_t activation, float slope, float limit) {
+             const Matrices& up, const Matrices& down, int32_t first_expert, Address out, int32_t top_k,
+             bool scale_inputs, int32_t activation, float slope, float limit) {
     octavo::ExpertsArgs args{};
     args.rows = rows;
     args.x = at<void>(x);
@@ -197,6 +197,7 @@ void experts(Address x, int64_t x_stride, int32_t x_dtype, int64_t rows, Address
     args.down = down.of.data();
     args.out = at<float>(out);
     args.num_experts = static_cast<int32_t>(up.of.size());
+    args.first_expert = first_expert;
     args.top_k = top_k;
     args.scale_inputs = scale_inputs;
     args.activation = activation;

@@ -110,6 +110,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         enforce_eager=args.enforce_eager,
         attention_backend=args.attention_backend,
         tensor_parallel_size=args.tensor_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
         pipeline_parallel_size=args.pipeline_parallel_size,
         pipeline_layer_partition=layer_partition(args),
         data_parallel_size=args.data_parallel_size,

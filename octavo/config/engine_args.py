@@ -174,6 +174,9 @@ class EngineArgs(Flags):
         1, "Workers that share each layer, a process each, which share the processors or --cpu-threads.", short="-tp",
         positive=True,
     )  # fmt: skip
+    enable_expert_parallel: bool = flag(
+        False, "Give each worker of --tensor-parallel-size whole experts, in the place of a part of each."
+    )
     pipeline_parallel_size: int = flag(
         1, "Stages that share the layers out, as many workers each as share a layer. As many steps are under way, of "
         "different requests.", short="-pp", positive=True,

@@ -133,6 +133,7 @@ class EngineConfig:
     enforce_eager: bool = False  # nothing is captured, call by call
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1  # workers that share each layer
+    enable_expert_parallel: bool = False  # of which each has whole experts
     pipeline_parallel_size: int = 1  # stages that share the layers out, of so many workers each
     pipeline_layer_partition: list[int] | None = None  # layers of each stage
     data_parallel_size: int = 1  # engines behind one server

@@ -35,6 +35,10 @@ def check_parallel(args: EngineArgs, device: str) -> None:
             "--data-parallel-size."
         )
     layer_partition(args)
+    if args.enable_expert_parallel and size == 1:
+        raise ConfigError(
+            "--enable-expert-parallel shares experts out among the workers of --tensor-parallel-size, which is 1."
+        )
     if size * num_stages == 1:
         return
     asked = f"--tensor-parallel-size {size}" if num_stages == 1 else f"--pipeline-parallel-size {num_stages}"
@@ -74,6 +78,6 @@ def check_shared(args: EngineArgs, description: ModelDescription, pooling: Pooli
     if pooling is not None:
         name = "tensor" if num_stages == 1 else "pipeline"
         raise ConfigError(f"--{name}-parallel-size is not built yet for models that pool; leave it out.")
-    shared = with_share(description, Share(0, size))
+    shared = with_share(description, Share(0, size), args.enable_expert_parallel)
     for layers in stage_layers(len(description.layers), num_stages, layer_partition(args)):
         with_stage(shared, layers)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from octavo.errors import LoadError
+from octavo.errors import ConfigError, LoadError
 from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
+from octavo.layers.product import SharedProduct
+from octavo.layers.share import WHOLE, Share
 from octavo.loading.weights import Weights, floats
-from octavo.ops import ACTIVATIONS, Array, ExpertsWeight, LinearWeight, Ops, Routing
+from octavo.ops import ACTIVATIONS, Array, ExpertsWeight, LinearWeight, Ops, ParallelOps, Routing
 from octavo.quantization import StoredWeight
 
 
@@ -93,6 +96,7 @@ class ExpertsDescription:
     weight_scales: str | None = None  # tensor [experts] that the weights of chosen experts are multiplied with
     num_identities: int = 0  # experts behind the others, without weights, that return what they see
     part_norms: PartNorms | None = None  # None: all see what one norm has made of the layer's input
+    share: Share = WHOLE  # of the experts, whole ones, and of the inner elements of the shared one
 
     def __post_init__(self) -> None:
         if self.clamp is None and self.activation not in ACTIVATIONS:
@@ -109,6 +113,14 @@ class ExpertsDescription:
     def num_choices(self) -> int:
         """Of the router."""
         return self.num_experts + self.num_identities
+
+    @property
+    def own(self) -> range:
+        """This worker's experts, as many as others have, or one more. Raises `ConfigError` if there is none."""
+        rank, size = self.share.rank, self.share.size
+        if size > self.num_experts:
+            raise ConfigError(f"--tensor-parallel-size {size} is more than the {self.num_experts} experts.")
+        return range(rank * self.num_experts // size, (rank + 1) * self.num_experts // size)
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Experts:
         return Experts(self, hidden_size, parameters, prefix)
@@ -166,16 +178,28 @@ class Experts:
         ops, parts = self._ops, self._parts
         if parts is not None:
             assert self._shared is not None
-            out = parts.after.forward(self._chosen(parts.before.forward(hidden), parts.routed(hidden)))
+            chosen = self._chosen(parts.before.forward(hidden), parts.routed(hidden))
+            self._add_up(chosen)
+            out = parts.after.forward(chosen)
             shared = self._shared.forward(parts.before_shared.forward(hidden, self._shared.consumer))
             ops.add(out, parts.after_shared.forward(shared.value()))
             return _Sum(ops, out)
         out = self._chosen(hidden, hidden)
         if self._shared is not None:
-            self._shared.forward(hidden).add_to(out, self.description.shared_scale)
+            shared, scale = self._shared.forward(hidden), self.description.shared_scale
+            if isinstance(shared, SharedProduct):
+                shared.add_own_to(out, scale)
+            else:
+                shared.add_to(out, scale)
         if self._gated_shared is not None:
             ops.add(out, self._gated_shared.forward(hidden))
+        self._add_up(out)
         return _Sum(ops, out)
+
+    def _add_up(self, summand: Array) -> None:
+        """[T, H] float32: what this worker's experts make becomes what all make, in the order of the workers."""
+        if not self.description.share.is_whole:
+            cast(ParallelOps, self._ops).all_reduce(summand)
 
     def _chosen(self, hidden: Array, routed: Array) -> Array:
         """The sum [T, H] float32 of what the experts make of `hidden` that the router chooses by `routed` [T, H]."""
@@ -184,9 +208,9 @@ class Experts:
         ids, weights = ops.route(logits, description.routing, self._correction, self._weight_scales)
         out = ops.experts(
             hidden, ids, weights, self._gate_up, self._down, description.activation, description.clamp,
-            description.scales_inputs,
+            description.scales_inputs, description.own.start,
         )  # fmt: skip
-        if description.num_identities:
+        if description.num_identities and description.share.is_first:
             ops.add_chosen(out, hidden, ids, weights, description.num_experts)
         return out
 
@@ -218,9 +242,14 @@ class _GatedExpert:
         shared = description.shared
         assert shared is not None and shared.gated and not shared.bias
         self._ops, self._activation, size = parameters.ops, shared.activation, shared.intermediate_size
+        share = description.share
+        own = share.of(size, "inner elements of a shared expert")
         self._gate = parameters.linear([f"{prefix}{description.shared_gate_name}"], [1], hidden_size)
-        up = parameters.linear([f"{prefix}{name}" for name in shared.up_names], (size, size), hidden_size, gated=True)
-        down = parameters.linear([f"{prefix}{shared.down_name}"], [hidden_size], size)
+        up = parameters.linear(
+            [f"{prefix}{name}" for name in shared.up_names], (size, size), hidden_size, gated=True,
+            own=None if share.is_whole else own,
+        )  # fmt: skip
+        down = parameters.ending(f"{prefix}{shared.down_name}", hidden_size, len(own), False, share)
         self._up, self._down = self._ops.stack_experts([up], 1), self._ops.stack_experts([down], 1)
 
     def forward(self, hidden: Array) -> Array:
@@ -243,6 +272,7 @@ def _stacks(
     description: ExpertsDescription, hidden_size: int, parameters: Parameters, prefix: str
 ) -> tuple[ExpertsWeight, ExpertsWeight]:
     weights, ops, num, size = parameters.weights, parameters.ops, description.num_experts, description.intermediate_size
+    own = description.own
     known = (*description.names, EXPERT_NAMES[2])  # GGUF files have one way for all
     names = next((n for n in known if f"{prefix}{n.down.format(0)}" in weights), known[0])
     gate_up_bias = down_bias = None
@@ -277,15 +307,19 @@ def _stacks(
         return [both.rows(0, size), both.rows(size, 2 * size)]
 
     def gate_ups() -> Iterator[LinearWeight]:
-        for e in range(num):
+        for e in own:
             bias = None if gate_up_bias is None else gate_up_bias[e]
             yield ops.pack_linear(gate_up(e), bias, description.gated)
 
     def downs() -> Iterator[LinearWeight]:
-        for e in range(num):
+        for e in own:
             down = matrix(names.down, e, hidden_size, size, names.is_down_transposed)
             yield ops.pack_linear([down], None if down_bias is None else down_bias[e])
 
-    stacks = ops.stack_experts(gate_ups(), num), ops.stack_experts(downs(), num)
+    stacks = ops.stack_experts(gate_ups(), len(own)), ops.stack_experts(downs(), len(own))
+    for e in set(range(num)) - set(own):
+        for name in (*names.gate_up, names.down):
+            if "{}" in name:
+                weights.pass_over(f"{prefix}{name.format(e)}")
     parameters.num_matrix_bytes += sum(stack.num_bytes for stack in stacks)
     return stacks

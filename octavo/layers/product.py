@@ -55,6 +55,10 @@ class SharedProduct:
     def add_to(self, residual: Array, scale: float = 1.0) -> None:
         self.ops.add(residual, self.value(), scale)
 
+    def add_own_to(self, sums: Array, scale: float = 1.0) -> None:
+        """This worker's summand, of what all are still to add up."""
+        self.ops.add(sums, self.ops.linear(self.x, self.weight, "float32"), scale)
+
 
 def product(ops: Ops, x: Array, weight: LinearWeight, share: Share) -> Summand:
     """x [T, K] times the matrix that ends a layer, of which this worker has a share."""

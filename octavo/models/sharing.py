@@ -9,15 +9,25 @@ from itertools import accumulate
 
 from octavo.errors import ConfigError
 from octavo.layers.attention import AttentionDescription
+from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.share import Share
 from octavo.models.description import LayerDescription, ModelDescription
 
 
-def with_share(description: ModelDescription, share: Share) -> ModelDescription:
-    """The model as worker `share.rank` builds it. Raises `ConfigError` for what cannot be shared out, or not yet."""
+def with_share(description: ModelDescription, share: Share, shares_experts: bool = False) -> ModelDescription:
+    """The model as worker `share.rank` builds it, which has its part of the experts where that `shares_experts`. Raises
+    `ConfigError` for what cannot be shared out, or not yet."""
     if share.is_whole:
         return description
+    has_experts = any(isinstance(layer.feed_forward, ExpertsDescription) for layer in description.layers)
+    if has_experts and not shares_experts:
+        raise ConfigError(
+            f"--tensor-parallel-size {share.size} does not cut the experts of {description.architecture}; add "
+            "--enable-expert-parallel, which shares whole ones out."
+        )
+    if shares_experts and not has_experts:
+        raise ConfigError(f"--enable-expert-parallel: {description.architecture} has no experts; leave it out.")
     for name, has in _not_built(description).items():
         if has:
             raise ConfigError(
@@ -86,13 +96,13 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
     attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionDescription)]
     feed_forwards = [layer.feed_forward for layer in description.layers if layer.feed_forward is not None]
     plain = [one for one in feed_forwards if isinstance(one, FeedForwardDescription)]
+    plain += [one.shared for one in feed_forwards if isinstance(one, ExpertsDescription) and one.shared is not None]
     return {
         "models that transformers computes": description.impl != "octavo",
         "pooling": description.pooling is not None,
         "a network before the output matrix": description.head is not None,
         "an embedding of another size": description.embedding_size is not None,
         "mixers other than attention": len(attentions) < len(mixers),
-        "experts": len(plain) < len(feed_forwards),
         "norms of all query or key heads": any(a.qk_norm is not None and a.qk_norm_scope != "head" for a in attentions),
         "gated attention": any(a.gate is not None for a in attentions),
         "a norm before the output of attention": any(a.output_norm is not None for a in attentions),
@@ -114,4 +124,8 @@ def _with_share(layer: LayerDescription, share: Share) -> LayerDescription:
         attention.own_heads, attention.own_kv_heads  # noqa: B018  # which may be refused
     if isinstance(feed_forward, FeedForwardDescription):
         feed_forward = replace(feed_forward, share=share)
+    elif isinstance(feed_forward, ExpertsDescription):
+        shared = None if feed_forward.shared is None else replace(feed_forward.shared, share=share)
+        feed_forward = replace(feed_forward, share=share, shared=shared)
+        feed_forward.own  # noqa: B018  # which may be refused
     return replace(layer, attention=attention, feed_forward=feed_forward)

@@ -244,11 +244,11 @@ class OpsOver(Protocol[A]):
 
     def experts(
         self, x: A, ids: A, weights: A, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
-        clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
+        clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0,
     ) -> A:  # fmt: skip
         """x [T, H] -> the sum over a token's experts e = ids[t, j] of weights[t, j] * down[e](f(gate) * up): [T, H]
         float32, where gate and up are those of gate_up[e](x), in the order of the experts' numbers. Of matrices that
-        are not gated it is f of all outputs.
+        are not gated it is f of all outputs. The stacks begin with `first_expert`.
 
         x is what `linear` takes with either stack's matrices; with `scales_inputs` it is not quantized, and multiplied
         with the weight in the place of the output. An id outside the stack stands for nothing. With a `clamp` (a,

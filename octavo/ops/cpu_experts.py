@@ -85,6 +85,7 @@ def route(
 def experts(
     x: NDArray[Any], ids: NDArray[Any], weights: NDArray[Any], gate_up: ExpertsWeight, down: ExpertsWeight,
     activation: str = "silu", clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
+    first_expert: int = 0,
 ) -> NDArray[Any]:  # fmt: skip
     assert isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts)
     first, second = gate_up.weights[0], down.weights[0]
@@ -110,7 +111,7 @@ def experts(
     kind, slope, limit = (activation, 0.0, 0.0) if clamp is None else ("clamped", *clamp)
     x_stride = stride(x) // _cpu.QBLOCK_BYTES if code == _cpu.Q8 else stride(x)
     _cpu.experts(
-        x, x_stride, code, num_tokens, ids, weights, gate_up.matrices, down.matrices, out, top_k, scales_inputs,
-        _cpu.ACTIVATIONS[kind], slope, limit,
+        x, x_stride, code, num_tokens, ids, weights, gate_up.matrices, down.matrices, first_expert, out, top_k,
+        scales_inputs, _cpu.ACTIVATIONS[kind], slope, limit,
     )  # fmt: skip
     return out

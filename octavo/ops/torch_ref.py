@@ -243,12 +243,12 @@ def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
-    clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
+    clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0,
 ) -> Tensor:  # fmt: skip
     assert isinstance(gate_up, DenseExperts) and isinstance(down, DenseExperts)
     out = torch.zeros(len(x), down.out_features, device=x.device)
     for e, (first, second) in enumerate(zip(gate_up.weights, down.weights, strict=True)):
-        tokens, choices = torch.where(ids == e)
+        tokens, choices = torch.where(ids == first_expert + e)
         if len(tokens) == 0:
             continue
         scales, rows = weights[tokens, choices, None], x[tokens]

@@ -95,6 +95,35 @@ def test_stages_answer_as_one_worker(
         assert_near(found, expected)
 
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "overrides"),
+    [
+        ({"tensor_parallel_size": 2}, MIXTRAL),
+        pytest.param({"tensor_parallel_size": 4, "num_gpu_blocks_override": 16}, MIXTRAL, marks=pytest.mark.long),
+        pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, MIXTRAL, marks=pytest.mark.long),
+        pytest.param({"tensor_parallel_size": 2, "quantization": "int8"}, MIXTRAL, marks=pytest.mark.long),
+        pytest.param(
+            {"tensor_parallel_size": 2},
+            {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 3,
+             "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1},
+            marks=pytest.mark.long,
+        ),
+    ],
+)  # fmt: skip
+def test_workers_of_whole_experts_answer_as_one(
+    model: Path, start: Callable[..., EngineCore], flags: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    common = {"hf_overrides": overrides} | {name: flags[name] for name in flags if "parallel" not in name}
+    alone = EngineCore(config_of(model, **common))
+    team = start(enable_expert_parallel=True, **(common | flags))
+    if flags == {"tensor_parallel_size": 2}:
+        assert team.executor.weight_bytes < 0.6 * alone.executor.weight_bytes
+    assert_near(run(team, requests(1), 1), run(alone, requests(1), 1))
+
+
 def without_partition(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name != "pipeline_layer_partition"}
 
@@ -249,6 +278,17 @@ def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.Monk
         ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray is not built yet; mp is"),
         ({"tensor_parallel_size": 0}, "must be greater than 0"),
+        ({"enable_expert_parallel": True}, "workers of --tensor-parallel-size, which is 1"),
+        ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "LlamaForCausalLM has no experts; leave it out"),
+        ({"tensor_parallel_size": 2, "hf_overrides": MIXTRAL}, "does not cut the experts of .*; add --enable-expert"),
+        (
+            {
+                "tensor_parallel_size": 4,
+                "hf_overrides": MIXTRAL | {"num_local_experts": 3},
+                "enable_expert_parallel": True,
+            },
+            "--tensor-parallel-size 4 is more than the 3 experts",
+        ),
         ({"pipeline_parallel_size": 3}, "--pipeline-parallel-size 3 is more than the model's 2 layers"),
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "2"}, "must be 2 numbers above 0 that add up to"),
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "1;1"}, "must be numbers with commas between"),

@@ -28,7 +28,7 @@ from octavo.models.registry import build, describe
 from octavo.models.sharing import stage_layers, with_share, with_stage
 from octavo.ops import LayerKVCache, Ops
 from tests.models.driving import ArrayWeights, all_logits
-from tests.models.small_experts import ALL_MODELS
+from tests.models.small_experts import ALL_MODELS, EXPERT_MODELS
 from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import MODELS, VOCAB
 from tests.models.small_recurrent import RECURRENT_MODELS
@@ -84,16 +84,19 @@ class Exchange:
 
 
 def shared_logits(
-    description: ModelDescription, arrays: dict[str, Any], ops: Ops, size: int, sequences: list[list[int]]
-) -> list[list[torch.Tensor]]:
+    description: ModelDescription, arrays: dict[str, Any], ops: Ops, size: int, sequences: list[list[int]],
+    shares_experts: bool = False,
+) -> list[list[torch.Tensor]]:  # fmt: skip
     """By worker: logits of each sequence."""
     barrier, given = Barrier(size), [None] * size
 
     def work(rank: int) -> list[torch.Tensor]:
         try:
             own: Any = Exchange(ops, rank, barrier, given)
-            weights = ArrayWeights(arrays)
-            model = build(with_share(description, Share(rank, size)), weights, own, 128, "float32")
+            weights = PassingWeights(arrays)
+            shared = with_share(description, Share(rank, size), shares_experts)
+            model = build(shared, weights, own, 128, "float32")
+            weights.check_all_taken()
             return all_logits(model, own, sequences)
         except BaseException:
             barrier.abort()
@@ -180,6 +183,33 @@ def test_a_shared_model_gives_the_logits_of_the_whole(name: str, ops: Ops, tmp_p
     sequences = [torch.randint(3, VOCAB, (length,)).tolist() for length in (1, 9, 33)]
     whole = all_logits(build(description, ArrayWeights(arrays), ops, 128, "float32"), ops, sequences)
     for of_worker in shared_logits(description, arrays, ops, 2, sequences):
+        for found, expected in zip(of_worker, whole, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+EXPERTS_REFUSED = dict.fromkeys(("olmoe", "flex olmo", "minimax m2"), "norms of all query or key heads")
+EXPERTS_REFUSED |= dict.fromkeys(("afmoe", "laguna", "laguna, gates by element", "beam"), "gated attention")
+# Shared experts, alone and behind a sigmoid, biases, a layer without experts.
+EXPERTS_QUICK = {"mixtral", "gpt-oss", "qwen2 moe", "glm 4 moe", "olmoe"}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in EXPERTS_QUICK else pytest.param(n, marks=pytest.mark.long) for n in EXPERT_MODELS]
+)
+def test_workers_that_have_whole_experts_give_the_logits_of_the_whole(name: str, ops: Ops, tmp_path: Path) -> None:
+    model = EXPERT_MODELS[name]
+    model.save(model.reference(seed=1), tmp_path)
+    description = describe(json.loads((tmp_path / "config.json").read_text()))
+    if name in EXPERTS_REFUSED:
+        with pytest.raises(ConfigError, match=EXPERTS_REFUSED[name]):
+            with_share(description, Share(1, 2), shares_experts=True)
+        return
+    with pytest.raises(ConfigError, match="add --enable-expert-parallel, which shares whole ones out"):
+        with_share(description, Share(1, 2))
+    arrays = {n: tensor.numpy() for n, tensor in load_file(tmp_path / "model.safetensors").items()}
+    sequences = [torch.randint(3, VOCAB, (length,)).tolist() for length in (1, 9, 33)]
+    whole = all_logits(build(description, ArrayWeights(arrays), ops, 128, "float32"), ops, sequences)
+    for of_worker in shared_logits(description, arrays, ops, 2, sequences, shares_experts=True):
         for found, expected in zip(of_worker, whole, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
