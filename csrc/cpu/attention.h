@@ -6,6 +6,9 @@
 #pragma once
 
 #include "attention_bytes.h"
+#ifdef OCTAVO_TILES
+#include "attention_amx.h"
+#endif
 
 namespace octavo::OCTAVO_ISA {
 namespace {
@@ -34,6 +37,16 @@ void attend_partition(const Head<E>& h, View& view, Rows<E>& rows, int partition
     memset(rows.out, 0, static_cast<size_t>(rows.count * rows.padded) * sizeof(float));
     first = max_of(first, partition_begin(partition));
     last = min_of(last, partition_begin(partition + 1) - 1);
+#ifdef OCTAVO_TILES
+    if constexpr (__is_same(E, PlainBf16)) {
+        if (rows.sees_alike && h.steps % kTileMaxRows == 0) {
+            for (int r = 0; r < rows.count; r += kTileMaxRows) {
+                attend_by_tiles(h, rows, r, min_of(rows.count - r, kTileMaxRows), first, last);
+            }
+            return;
+        }
+    }
+#endif
     const int groups = (rows.count + kScoreRows - 1) / kScoreRows;
     TileRefs<E> refs[2];
     const int first_tile = first / kKeyTile * kKeyTile;
@@ -181,6 +194,7 @@ void attention_task(const AttentionArgs& a, int64_t task_number) {
     Rows<E> rows;
     rows.count = task.row_end - task.row_begin;
     rows.padded = h.value_stride / E::kStep;
+    rows.sees_alike = a.bidirectional && a.window == 0 && !a.key_ends;
     rows.adjusts = a.softcap > 0.0f || a.slopes || a.biases;
     rows.scale = a.scale;
     rows.softcap = a.softcap;

@@ -154,6 +154,7 @@ struct Rows : PreparedQueries<E> {
     int64_t padded;  // Elements of a row of `out`.
     float exponent;
     bool adjusts;
+    bool sees_alike;  // All keys of the sequence, for every row.
     float scale, softcap;
     float slope[kQueryRows];
     const float* bias[kQueryRows];            // of key 0, or null

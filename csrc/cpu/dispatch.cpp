@@ -64,6 +64,7 @@ Registers cpuid_features(unsigned subleaf) {
     table->experts_up = products.experts_up;
     table->experts_down = products.experts_down;
     table->shrink = products.shrink;
+    if (products.attention) table->attention = products.attention;
     return table;
 }
 

@@ -553,6 +553,7 @@ struct KernelTable {
 // What an instruction set with products of its own brings.
 struct ProductKernels {
     Kernel linear, experts_up, experts_down, shrink;
+    Kernel attention;  // or null: that of the set it is taken from
 };
 
 // One instance per instruction set that was compiled in; see dispatch.cpp.

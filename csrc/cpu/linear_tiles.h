@@ -12,17 +12,6 @@ namespace {
 
 static_assert(kLanes == kTileMaxRows && kVecsPerPanel == 2, "a tile is a vector wide and a panel two");
 
-// Held for the length of a task and no longer: a thread that has live tiles has 8 KB more to save at each switch, and
-// its core may not rest as deeply. Shapes are loaded once or twice a task, of microseconds each.
-struct TileScope {
-    explicit TileScope(const TileShapes& shapes) { tile_configure(shapes); }
-    ~TileScope() { tile_release(); }
-    TileScope(const TileScope&) = delete;
-    TileScope& operator=(const TileScope&) = delete;
-};
-
-constexpr int kTileK = kTileMaxBytes / 2;  // elements of bf16 that a row of a tile holds
-
 // Sixteen rows, or as many as tiles 0, 1 and 4 have, by a panel: tiles 0 and 1. With kTall tiles 2, 3 and 5 are sixteen
 // rows further. The weights of a vector are rows of a tile, every other 64 bytes of a panel.
 template <bool kTall>

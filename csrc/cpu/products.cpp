@@ -1,15 +1,21 @@
-// Products alone, those with adapters' factors among them, for instruction sets that bring nothing to the other
-// kernels: those are taken from a narrower set's table (dispatch.cpp). Compiled once per set, as kernels.cpp is.
+// Products alone, with tiles attention too, those with adapters' factors among them, for instruction sets that bring
+// nothing to the other kernels: those are taken from a narrower set's table (dispatch.cpp). Compiled once per set, as
+// kernels.cpp is.
 #include "adapters.h"
 #include "experts.h"
+#ifdef OCTAVO_TILES
+#include "attention.h"
+#endif
 
 namespace octavo {
 
 const ProductKernels OCTAVO_CONCAT(kProducts_, OCTAVO_ISA) = {
-    OCTAVO_ISA::linear,
-    OCTAVO_ISA::experts_up,
-    OCTAVO_ISA::experts_down,
-    OCTAVO_ISA::shrink,
+    OCTAVO_ISA::linear,    OCTAVO_ISA::experts_up, OCTAVO_ISA::experts_down, OCTAVO_ISA::shrink,
+#ifdef OCTAVO_TILES
+    OCTAVO_ISA::attention,
+#else
+    nullptr,
+#endif
 };
 
 }  // namespace octavo

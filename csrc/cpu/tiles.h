@@ -1,8 +1,8 @@
-// AMX: eight tile registers of up to 16 rows by 64 bytes, a thread's own, and the instructions on them that the
-// products use. Inline assembly rather than intrinsics, because these take no template arguments in GCC and do not say
-// that they read memory. With OCTAVO_EMULATE_TILES the same functions are plain code with the semantics of Intel's
-// manual, faults included, so that the products can be tested on a machine without AMX. Included by linear_tiles.h
-// only.
+// AMX: eight tile registers of up to 16 rows by 64 bytes, a thread's own, and the instructions on them that
+// products and attention use. Inline assembly rather than intrinsics, because these take no template arguments in GCC
+// and do not say that they read memory. With OCTAVO_EMULATE_TILES the same functions are plain code with the semantics
+// of Intel's manual, faults included, so that the products can be tested on a machine without AMX. Included by
+// linear_tiles.h and attention_amx.h only.
 #pragma once
 
 #include "simd.h"
@@ -143,6 +143,17 @@ inline void tile_dot_bf16() {
 }
 
 #endif
+
+// Held for the length of a task and no longer: a thread that has live tiles has 8 KB more to save at each switch, and
+// its core may not rest as deeply. Shapes are loaded once or twice a task, of microseconds each.
+struct TileScope {
+    explicit TileScope(const TileShapes& shapes) { tile_configure(shapes); }
+    ~TileScope() { tile_release(); }
+    TileScope(const TileScope&) = delete;
+    TileScope& operator=(const TileScope&) = delete;
+};
+
+constexpr int kTileK = kTileMaxBytes / 2;  // elements of bf16 that a row of a tile holds
 
 }  // namespace
 }  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,144 @@
+// Attention of rows that all see the same keys (encoders' rows) by the tile instructions of AMX: sixteen rows by
+// sixteen keys are one instruction for every 32 elements of a head, and weights by values one for every 16 keys. The
+// caches' layouts are those that the instructions want. A row's sums do not depend on how many rows a tile has.
+// Included by attention.h only.
+#pragma once
+
+#include "attention_bytes.h"
+#include "tiles.h"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+static_assert(kLanes == kTileMaxRows && kTileK == 2 * kLanes, "a tile is a vector wide");
+
+// Rows of a tile, `stride` bytes apart.
+struct TileSource {
+    const uint16_t* data;
+    int64_t stride;
+};
+
+using PlainBf16 = PlainCache<BF16>;
+
+// Elements [32 * chunk, 32 * chunk + 32) of 16 keys. Blocks of 8 keys are put side by side in `copy`.
+inline TileSource keys_of_tile(const Head<PlainBf16>& h, const TileRefs<PlainBf16>& refs, int vec, int64_t chunk,
+                               uint16_t* copy) {
+    const int64_t stride = static_cast<int64_t>(h.block_size) * BF16::kStep;
+    const int64_t offset = chunk * kTileMaxRows * stride;
+    const uint16_t* k = refs.keys[2 * vec] + offset;
+    if (h.block_size >= kLanes) return {k, stride * 2};
+    const uint16_t* upper = refs.keys[2 * vec + 1] + offset;
+    constexpr int kHalf = kTileK / 2;
+    for (int i = 0; i < kTileMaxRows; ++i) {
+        memcpy(copy + i * kTileK, k + i * stride, kHalf * sizeof(*k));
+        memcpy(copy + i * kTileK + kHalf, upper + i * stride, kHalf * sizeof(*k));
+    }
+    return {copy, kTileMaxBytes};
+}
+
+// 32 columns of the values of 16 keys, of which the first `count` are seen: what others hold, NaN perhaps, becomes 0.
+inline TileSource values_of_tile(const Head<PlainBf16>& h, const TileRefs<PlainBf16>& refs, int vec, int64_t column,
+                                 int count, uint16_t* copy) {
+    const int64_t offset = column * BF16::kStep;
+    if (h.block_size >= kLanes && count >= kLanes) return {refs.values[2 * vec] + offset, h.value_stride * 2};
+    constexpr int kRowElements = 2 * kTileK;
+    for (int pair = 0; pair < kLanes / 2; ++pair) {
+        uint16_t* to = copy + pair * kRowElements;
+        const int seen = min_of(count - 2 * pair, 2);
+        if (seen <= 0) {
+            memset(to, 0, kRowElements * sizeof(*to));
+            continue;
+        }
+        constexpr int kGroupPairs = kGroupKeys / 2;
+        const uint16_t* from = refs.values[2 * vec + pair / kGroupPairs] + pair % kGroupPairs * h.value_stride + offset;
+        memcpy(to, from, kRowElements * sizeof(*to));
+        for (int i = 1; seen == 1 && i < kRowElements; i += 2) to[i] = 0;
+    }
+    return {copy, kRowElements * 2};
+}
+
+template <int kAccumulator>
+inline void score_by_tile(const TileSource& keys) {
+    tile_load<6>(keys.data, keys.stride);
+    tile_dot_bf16<kAccumulator, 4, 6>();
+}
+
+// Rows row .. row + count - 1, at most sixteen, against the keys of one partition, of which they see [first, last].
+inline void attend_by_tiles(const Head<PlainBf16>& h, Rows<PlainBf16>& rows, int row, int count, int first, int last) {
+    alignas(64) float scores[kTileMaxRows * kKeyTile];
+    alignas(64) uint16_t weights[kTileMaxRows * kKeyTile];
+    alignas(64) uint16_t copy[kTileMaxRows * kTileK];
+    alignas(64) uint16_t queries[kTileMaxRows * kMaxHeadSize];
+    constexpr int64_t kScoreStride = kKeyTile * sizeof(float), kWeightStride = kKeyTile * sizeof(uint16_t);
+    const int64_t size = static_cast<int64_t>(h.steps) * BF16::kStep, chunks = size / kTileK;
+    const int64_t out_stride = rows.padded * static_cast<int64_t>(sizeof(float));
+    float* out = rows.out + row * rows.padded;
+    for (int r = 0; r < count; ++r) {
+        memcpy(queries + r * size, rows.query[row + r], static_cast<size_t>(size) * sizeof(uint16_t));
+    }
+    TileShapes shapes;  // 0 to 3: sums; 4: queries; 5: weights; 6: keys; 7: values
+    for (int t = 0; t < 5; ++t) shapes.set(t, count, kTileMaxBytes);
+    shapes.set(5, count, kTileMaxBytes / 2);
+    shapes.set(6, kTileMaxRows, kTileMaxBytes);
+    shapes.set(7, kLanes / 2, kTileMaxBytes);
+    const TileScope scope(shapes);
+    TileRefs<PlainBf16> refs;
+    for (int tile = first; tile <= last; tile += kKeyTile) {
+        find_tile(h, tile, first, last, refs);
+        const int seen = min_of(last + 1 - tile, kKeyTile);
+        const int vecs = (seen + kLanes - 1) / kLanes;
+
+        tile_zero<0>();
+        tile_zero<1>();
+        tile_zero<2>();
+        tile_zero<3>();
+        for (int64_t c = 0; c < chunks; ++c) {
+            tile_load<4>(queries + c * kTileK, size * 2);
+            score_by_tile<0>(keys_of_tile(h, refs, 0, c, copy));
+            if (vecs > 1) score_by_tile<1>(keys_of_tile(h, refs, 1, c, copy));
+            if (vecs > 2) score_by_tile<2>(keys_of_tile(h, refs, 2, c, copy));
+            if (vecs > 3) score_by_tile<3>(keys_of_tile(h, refs, 3, c, copy));
+        }
+        tile_store<0>(scores, kScoreStride);
+        tile_store<1>(scores + kLanes, kScoreStride);
+        tile_store<2>(scores + 2 * kLanes, kScoreStride);
+        tile_store<3>(scores + 3 * kLanes, kScoreStride);
+
+        int begin[kTileMaxRows] = {}, end[kTileMaxRows];
+        for (int& e : end) e = seen;
+        for (int r = 0; rows.adjusts && r < count; ++r) {
+            adjust(rows, row + r, scores + r * kKeyTile, tile, 0, seen);
+        }
+        for (int r = 0; r < count; r += kScoreRows) {
+            const int some = min_of(count - r, kScoreRows);
+            alignas(64) float shrink[kLanes];
+            with_constant<kScoreRows>(some, [&](auto n) {
+                soften<PlainBf16, decltype(n)::kValue>(rows, row + r, scores + r * kKeyTile, weights + r * kKeyTile,
+                                                       begin, end, shrink);
+            });
+            for (int i = 0; i < some; ++i) {
+                float* o = out + (r + i) * rows.padded;
+                const Vec factor = set1(shrink[i]);
+                for (int64_t j = 0; j < rows.padded; j += kLanes) store(o + j, mul(load(o + j), factor));
+            }
+        }
+
+        for (int64_t column = 0; column < size; column += 2 * kLanes) {
+            tile_load<0>(out + column, out_stride);
+            tile_load<1>(out + column + kLanes, out_stride);
+            for (int v = 0; v < vecs; ++v) {
+                const TileSource values = values_of_tile(h, refs, v, column, seen - v * kLanes, copy);
+                tile_load<5>(weights + v * kLanes, kWeightStride);
+                tile_load<7>(values.data, values.stride);
+                tile_dot_bf16<0, 5, 7>();
+                tile_load<7>(values.data + kTileK, values.stride);
+                tile_dot_bf16<1, 5, 7>();
+            }
+            tile_store<0>(out + column, out_stride);
+            tile_store<1>(out + column + kLanes, out_stride);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA
