@@ -166,8 +166,8 @@ Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     const Matrix& m = args.matrix;
     const bool integers = m.format >= kWeightInt4;
     const int64_t panels = m.gated ? 2 * ceil_div(m.n / 2, kPanel) : ceil_div(m.n, kPanel);
-    // Gated panels come in pairs, and as whole blocks where the output is quantized.
-    const int64_t units = ceil_div(panels, !m.gated ? 1 : args.out_dtype == kQ8 ? 4 : 2);
+    // Gated panels come in pairs, and all as whole blocks where the output is quantized.
+    const int64_t units = ceil_div(panels, (m.gated ? 2 : 1) * (args.out_dtype == kQ8 ? 2 : 1));
     const double products = static_cast<double>(panels * kPanel) * static_cast<double>(m.k);
     const double bytes = products * weight_bytes(m);
     const double flops = 2 * products * static_cast<double>(args.rows);

@@ -351,6 +351,7 @@ NB_MODULE(_cpu, m) {
     m.attr("STORE") = static_cast<int>(octavo::kStore);
     m.attr("ADD") = static_cast<int>(octavo::kAdd);
     m.attr("GATED") = static_cast<int>(octavo::kGated);
+    m.attr("ACTIVATED") = static_cast<int>(octavo::kActivated);
     m.attr("ACTIVATIONS") = numbered({"silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "xielu", "softcap",
                                       "clip", "clamped", "sigmoid", "softplus"});
     m.attr("POOLINGS") = numbered({"mean", "max", "mean_sqrt", "weighted_mean"});

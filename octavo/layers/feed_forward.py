@@ -95,9 +95,10 @@ class FeedForward:
             inner = ops.multiply(gate, both[:, size:], consumer=consumer)
         elif self.description.gated:
             inner = ops.linear_silu_and_mul(hidden, self._up, consumer, self._dtype, activation)
+        elif self._parameters:
+            inner = ops.activation(ops.linear(hidden, self._up, self._dtype), activation, consumer, self._parameters)
         else:
-            inner = ops.linear(hidden, self._up, self._dtype)
-            inner = ops.activation(inner, activation, consumer, self._parameters)
+            inner = ops.linear_activated(hidden, self._up, activation, consumer, self._dtype)
         if self._inner_norm is not None:
             inner = self._inner_norm.forward(inner, self._down)
         return product(ops, inner, self._down, self.description.share)

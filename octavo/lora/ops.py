@@ -70,6 +70,12 @@ class AdaptedOps:
     ) -> Array:  # fmt: skip
         return self._ops.linear_silu_and_mul(x, gate_up, consumer, out_dtype, activation, self._expand(x, gate_up))
 
+    def linear_activated(
+        self, x: Array, weight: LinearWeight, activation: str, consumer: LinearWeight | None = None,
+        out_dtype: str | None = None,
+    ) -> Array:  # fmt: skip
+        return self._ops.linear_activated(x, weight, activation, consumer, out_dtype, self._expand(x, weight))
+
     def _expand(self, x: Array, weight: LinearWeight) -> Expand | None:
         table = self._tables.get(id(weight))
         if table is None or self._slots is None:

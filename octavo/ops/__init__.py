@@ -232,6 +232,14 @@ class OpsOver(Protocol[A]):
 
         Quantized if the `consumer` multiplies quantized activations, else in `out_dtype` as in `linear`."""
 
+    def linear_activated(
+        self, x: A, weight: LinearWeight, activation: str, consumer: LinearWeight | None = None,
+        out_dtype: str | None = None,
+    ) -> A:  # fmt: skip
+        """x [T, K] -> activation(x W^T + b): [T, N], in float32, rounded once. `activation` is one of `ACTIVATIONS`.
+
+        Quantized if the `consumer` multiplies quantized activations, else in `out_dtype` as in `linear`."""
+
     def stack_experts(self, experts: Iterable[LinearWeight], num_experts: int) -> ExpertsWeight:
         """Matrices that `pack_linear` has made of parts of one shape and format, one an expert. They are asked for one
         by one and belong to the stack from then on."""
@@ -520,6 +528,11 @@ class AdapterOpsOver(OpsOver[A], Protocol[A]):
     def linear_silu_and_mul(
         self, x: A, gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None,
         activation: str = "silu", expand: Expand | None = None,
+    ) -> A: ...  # fmt: skip
+
+    def linear_activated(
+        self, x: A, weight: LinearWeight, activation: str, consumer: LinearWeight | None = None,
+        out_dtype: str | None = None, expand: Expand | None = None,
     ) -> A: ...  # fmt: skip
 
 

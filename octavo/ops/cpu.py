@@ -44,10 +44,11 @@ __all__ = [
     "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "all_gather",
     "all_reduce", "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "copy_blocks", "embedding", "experts",
     "gated_delta", "gated_recurrence", "gather_blocks", "join_group", "latent_attention", "layer_norm", "linear",
-    "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize",
-    "num_scan_floats", "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize", "place", "pool",
-    "process_row", "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route", "rows_of", "sample",
-    "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens", "use_threads",
+    "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
+    "normalize", "num_scan_floats", "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize",
+    "place", "pool", "process_row", "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route",
+    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
+    "use_threads",
 ]  # fmt: skip
 
 
@@ -183,6 +184,17 @@ def linear_silu_and_mul(
     out, out_code = _output_for(consumer, shape, _float_output(x, out_dtype))
     assert activation in ACTIVATIONS
     _product("linear_silu_and_mul", x, gate_up, out, _cpu.GATED, out_code, activation=activation, expand=expand)
+    return out
+
+
+def linear_activated(
+    x: NDArray[Any], weight: LinearWeight, activation: str, consumer: LinearWeight | None = None,
+    out_dtype: str | None = None, expand: Expand | None = None,
+) -> NDArray[Any]:  # fmt: skip
+    assert isinstance(weight, PackedWeight) and not weight.gated
+    out, out_code = _output_for(consumer, (x.shape[0], weight.out_features), _float_output(x, out_dtype))
+    assert activation in ACTIVATIONS
+    _product("linear_activated", x, weight, out, _cpu.ACTIVATED, out_code, activation=activation, expand=expand)
     return out
 
 

@@ -35,7 +35,7 @@ from octavo.ops.triton.experts import experts, route, stack_experts
 from octavo.ops.triton.latent import latent_attention, linear_by_head
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.pack import pack_linear
-from octavo.ops.triton.products import embedding, linear, linear_add, linear_silu_and_mul, quantize
+from octavo.ops.triton.products import embedding, linear, linear_activated, linear_add, linear_silu_and_mul, quantize
 from octavo.ops.triton.recurrent import (
     causal_conv,
     gated_delta,
@@ -50,13 +50,12 @@ from octavo.ops.triton.schedule import ROW_CLASSES
 
 __all__ = [
     "activation", "add", "add_bias", "add_chosen", "add_rows", "allocate_kv_cache", "argmax", "begin_step",
-    "causal_conv",
-    "copy_blocks", "embedding", "experts", "gated_delta", "gated_recurrence", "gather_blocks", "keep_tokens",
-    "latent_attention", "layer_norm", "linear", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs",
-    "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize",
-    "place", "pool", "process_row", "quantize", "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache",
-    "rotate", "route", "row_classes", "rows_of", "sample", "scatter_blocks", "selective_scan", "stack_experts",
-    "take_rows", "top_tokens",
+    "causal_conv", "copy_blocks", "embedding", "experts", "gated_delta", "gated_recurrence", "gather_blocks",
+    "keep_tokens", "latent_attention", "layer_norm", "linear", "linear_activated", "linear_add", "linear_by_head",
+    "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
+    "paged_attention", "penalize", "place", "pool", "process_row", "quantize", "replace_rows", "resolve_step",
+    "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample", "scatter_blocks",
+    "selective_scan", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 

@@ -37,13 +37,12 @@ from octavo.quantization import StoredWeight, dequantize
 
 __all__ = [
     "DenseWeight", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "allocate_arena",
-    "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts",
-    "fake_quantize", "gated_delta", "gated_recurrence", "gather_blocks", "keep_tokens", "latent_attention",
-    "layer_norm", "linear", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens",
-    "multiply", "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool",
-    "process_row", "quantize", "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route",
-    "row_classes", "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows",
-    "top_tokens",
+    "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts", "fake_quantize",
+    "gated_delta", "gated_recurrence", "gather_blocks", "keep_tokens", "latent_attention", "layer_norm", "linear",
+    "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
+    "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row",
+    "quantize", "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes",
+    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 
@@ -184,6 +183,13 @@ def linear_silu_and_mul(
     gate, up = _product(x, gate_up, expand).chunk(2, dim=-1)
     out = _ACTIVATIONS[activation](gate) * up
     return _rounded(out, _float_output(x, out_dtype), consumer)
+
+
+def linear_activated(
+    x: Tensor, weight: LinearWeight, activation: str, consumer: LinearWeight | None = None,
+    out_dtype: str | None = None, expand: Expand | None = None,
+) -> Tensor:  # fmt: skip
+    return _rounded(_ACTIVATIONS[activation](_product(x, weight, expand)), _float_output(x, out_dtype), consumer)
 
 
 def shrink(x: Tensor, table: AdapterTable, slots: Tensor) -> Tensor:

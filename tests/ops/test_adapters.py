@@ -25,7 +25,7 @@ SHAPES = [
     FactorShape(96, (64, 64), True, 8),
     FactorShape(128, (70, 70), True, 3),  # the last panels are padded
 ]
-KINDS = ["store", "add", "gated"]
+KINDS = ["store", "add", "activated", "gated"]
 
 
 def run(ops: OverTensors, kind: str, x: Tensor, weight: Any, table: Any, slots: Tensor | None, out: Tensor) -> Tensor:
@@ -34,6 +34,8 @@ def run(ops: OverTensors, kind: str, x: Tensor, weight: Any, table: Any, slots: 
         expand = Expand(table, slots, ops.shrink(x, table, slots))
     if kind == "gated":
         return ops.linear_silu_and_mul(x, weight, expand=expand)
+    if kind == "activated":
+        return ops.linear_activated(x, weight, "gelu", expand=expand)
     if kind == "store":
         return ops.linear(x, weight, expand=expand)
     out = out.clone()
@@ -56,7 +58,7 @@ def test_a_product_with_adapters_is_the_reference(
     x, total = random(seed, rows, shape.num_in, dtype=dtype), sum(shape.widths)
     b = random(7, total, dtype=dtype) if bias else None
     out = random(8, rows, total, dtype=dtype)
-    for kind in ("gated",) if shape.gated else ("store", "add"):
+    for kind in ("gated",) if shape.gated else ("store", "add", "activated"):
         results = []
         for ops in (cpu, torch_ref):
             table, arena = filled_table(ops, shape, 4, dtype, seed)

@@ -74,7 +74,7 @@ def test_linear_add_adds_to_the_residual_in_place(
     rows=row_counts, k=sizes, width=sizes, bias=st.booleans(), out_dtype=st.sampled_from([None, *DTYPES]),
     activation=st.sampled_from(["silu", *ACTIVATIONS]),
 )  # fmt: skip
-def test_linear_silu_and_mul_gates_what_it_multiplies(
+def test_activations_of_products_are_the_reference(
     isa: str, dtype: torch.dtype, rows: int, k: int, width: int, bias: bool, out_dtype: torch.dtype | None,
     activation: str,
 ) -> None:  # fmt: skip
@@ -84,6 +84,8 @@ def test_linear_silu_and_mul_gates_what_it_multiplies(
     actual = cpu.linear_silu_and_mul(x, cpu.pack_linear(parts, b, gated=True), **settings)
     expected = torch_ref.linear_silu_and_mul(x, torch_ref.pack_linear(parts, b, gated=True), **settings)
     assert_near(actual, expected)
+    actual = cpu.linear_activated(x, cpu.pack_linear(parts, b), **settings)
+    assert_near(actual, torch_ref.linear_activated(x, torch_ref.pack_linear(parts, b), **settings))
 
 
 def test_silu_is_accurate_over_its_whole_range(isa: str) -> None:

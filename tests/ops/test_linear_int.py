@@ -200,7 +200,7 @@ def test_integer_linear_add_is_the_reference(isa: str, form: Format, rows: int, 
     form=formats, rows=row_counts, k=sizes, width=sizes, bias=st.booleans(),
     activation=st.sampled_from(["silu", *ACTIVATIONS]),
 )  # fmt: skip
-def test_integer_linear_silu_and_mul_is_the_reference(
+def test_activations_of_integer_products_are_the_reference(
     isa: str, form: Format, rows: int, k: int, width: int, bias: bool, activation: str
 ) -> None:
     x, gate, up = random(rows, rows, k), *(random_matrix(k + i, width, k, form) for i in range(2))
@@ -215,6 +215,10 @@ def test_integer_linear_silu_and_mul_is_the_reference(
     down = consumer(width)
     quantized = cpu.linear_silu_and_mul(x, gate_up, down, activation=activation)
     assert torch.equal(quantized, cpu.quantize(actual, down))
+    plain, b = pack(gate, None if b is None else b[:width]), None if b is None else b[:width]
+    actual = cpu.linear_activated(x, plain, activation)
+    assert_near(actual, torch_ref.linear_activated(x, reference(gate, b), activation))
+    assert torch.equal(cpu.linear_activated(x, plain, activation, down), cpu.quantize(actual, down))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -224,6 +228,10 @@ def test_float_products_write_quantized_rows_for_an_integer_consumer(isa: str, d
         gate_up = cpu.pack_linear([random(i, width, 70, dtype=dtype) for i in (1, 2)], gated=True)
         outputs = cpu.linear_silu_and_mul(x, gate_up, out_dtype=torch.float32)
         quantized = cpu.linear_silu_and_mul(x, gate_up, consumer(width))
+        assert torch.equal(quantized, cpu.quantize(outputs, consumer(width)))
+        up = cpu.pack_linear([random(1, width, 70, dtype=dtype)])
+        outputs = cpu.linear_activated(x, up, "gelu", out_dtype=torch.float32)
+        quantized = cpu.linear_activated(x, up, "gelu", consumer(width))
         assert torch.equal(quantized, cpu.quantize(outputs, consumer(width)))
 
 
@@ -239,6 +247,7 @@ def test_a_row_of_integer_products_has_the_same_bits_in_every_batch(isa: str, th
         quantized = cpu.rms_norm(x[begin:end], torch.ones(k), 1e-5, plain)
         cpu.linear_add(x[begin:end], plain, added, 0.5)
         outputs = [quantized, cpu.linear_silu_and_mul(quantized, gate_up, consumer(n))]
+        outputs.append(cpu.linear_activated(quantized, plain, "gelu", consumer(n)))
         return [*outputs, *(f.view(torch.uint8) for f in (added, cpu.linear(quantized, plain)))]
 
     _cpu.set_threads(1)

@@ -13,10 +13,10 @@ from octavo.ops.triton import linear_int
 from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.quantize import SCALE_BYTES, codes_of, quantize_rows, scales_of
 from octavo.ops.triton.rows import embedding
-from octavo.ops.triton.tiles import ADD, GATED, STORE, UNIT
+from octavo.ops.triton.tiles import ACTIVATED, ADD, GATED, STORE, UNIT
 from octavo.ops.triton.weights import IntWeight, PackedWeight, ScaledWeight
 
-__all__ = ["embedding", "linear", "linear_add", "linear_silu_and_mul", "pack_linear", "quantize"]
+__all__ = ["embedding", "linear", "linear_activated", "linear_add", "linear_silu_and_mul", "pack_linear", "quantize"]
 
 
 def _product(op: str, x: Tensor, weight: PackedWeight, out: Tensor, epilogue: tl.constexpr, scale: float = 1.0) -> None:
@@ -67,6 +67,18 @@ def linear_silu_and_mul(
     out = torch.empty((x.shape[0], -(-width // UNIT.value) * UNIT.value), dtype=dtype, device=x.device)
     _product("linear_silu_and_mul", x, gate_up, out, tl.constexpr(GATED.value + ACTIVATIONS.index(activation)))
     out = out[:, :width]
+    return quantize(out, scaled) if scaled else out
+
+
+def linear_activated(
+    x: Tensor, weight: LinearWeight, activation: str, consumer: LinearWeight | None = None,
+    out_dtype: str | None = None,
+) -> Tensor:  # fmt: skip
+    assert isinstance(weight, PackedWeight) and not weight.gated
+    scaled = consumer if isinstance(consumer, ScaledWeight) else None
+    dtype = torch.float32 if scaled else _float_output(x, out_dtype)
+    out = torch.empty((x.shape[0], weight.out_features), dtype=dtype, device=x.device)
+    _product("linear_activated", x, weight, out, tl.constexpr(ACTIVATED.value + ACTIVATIONS.index(activation)))
     return quantize(out, scaled) if scaled else out
 
 

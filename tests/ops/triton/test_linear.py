@@ -58,6 +58,16 @@ def test_gate_and_up_lie_together(dtype: torch.dtype, width: int, activation: st
     assert_near(found, expected, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "activation"), [(8, "silu"), (52, "gelu"), (96, "relu2")])
+def test_products_without_a_gate_are_activated(dtype: torch.dtype, width: int, activation: str) -> None:
+    x, up, bias = draw(4, 48, dtype=dtype), draw(width, 48, dtype=dtype, seed=1), draw(width)
+    found = products.linear_activated(x, products.pack_linear([up], bias), activation)
+    expected = torch_ref.linear_activated(x.float(), torch_ref.pack_linear([up.float()], bias), activation)
+    assert found.dtype is dtype
+    assert_near(found, expected, TOLERANCE[dtype])
+
+
 def test_input_may_be_a_view_of_wider_rows() -> None:
     wide = draw(5, 200, dtype=torch.bfloat16)
     weight = products.pack_linear([draw(24, 64, dtype=torch.bfloat16)])

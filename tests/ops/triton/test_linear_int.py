@@ -53,6 +53,8 @@ def test_epilogues(dtype: torch.dtype, rows: int) -> None:
         expected = torch_ref.linear_silu_and_mul(x.float(), reference, activation=activation)
         assert_near(gated, expected, 4 * TOLERANCE[dtype])
     weight, residual = pack.pack_codes(parts, bias), draw(rows, 80, dtype=dtype)
+    activated = products.linear_activated(x, weight, "gelu")
+    assert_near(activated, torch_ref.linear_activated(x.float(), reference, "gelu"), 4 * TOLERANCE[dtype])
     expected = residual.float() + 0.5 * torch_ref.linear(x.float(), reference)
     products.linear_add(x, weight, residual, 0.5)
     assert_near(residual, expected, 2 * TOLERANCE[dtype])
