@@ -1,4 +1,4 @@
-"""Every family that sees, with small random weights and its real processor, beside itself in `transformers`."""
+"""Every family that sees or hears, with small random weights and its real processor, beside itself in transformers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, LoadError
+from octavo.models.media import MEDIA_FAMILIES
 from octavo.models.registry import describe
-from octavo.models.vision import VISION_FAMILIES
 from octavo.multimodal.processor import _without_videos
 from tests.multimodal.conftest import picture, save
 from tests.multimodal.test_llava import assert_as_transformers, generate, tower
+from tests.speech.conftest import sound
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
@@ -34,13 +35,20 @@ MORE_TOKENS = [
 ]  # fmt: skip
 
 
+SOUND_TEMPLATE = (  # which looks for sounds as Qwen2-Audio's does
+    "{% for m in messages %}{{ m['role'].upper() + ': ' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if 'audio' in c %}<sound>{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+)
+
+
 class Case(NamedTuple):
     """A family's configuration beside `text_config`, and its processor."""
 
     text: dict[str, Any]
     settings: Callable[[], dict[str, Any]]
     processor: Callable[[Any], Any]
-    image_token: str = "<image>"  # which a row stands in the place of
+    token: str = "<image>"  # which a row stands in the place of
     needs: str = "transformers"  # what its processor asks for
 
 
@@ -126,6 +134,15 @@ def paligemma(tokenizer: Any) -> Any:
     images = transformers.SiglipImageProcessorPil(size=SQUARE)
     images.image_seq_length = 4
     return transformers.PaliGemmaProcessor(images, tokenizer)
+
+
+def with_sounds(tokenizer: Any) -> Any:
+    return type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens={"audio_token": "<sound>"})
+
+
+def qwen2_audio(tokenizer: Any) -> Any:
+    extractor = transformers.WhisperFeatureExtractor(feature_size=16)
+    return transformers.Qwen2AudioProcessor(extractor, with_sounds(tokenizer), chat_template=SOUND_TEMPLATE)
 
 
 def mrope(*sections: int, **more: Any) -> dict[str, Any]:
@@ -256,8 +273,22 @@ CASES: dict[str, Case] = {
         lambda: {"vision_config": SIZES | {"model_type": "siglip_vision_model"}, "projection_dim": 64},
         paligemma,
     ),
+    "Qwen2AudioForConditionalGeneration": Case(
+        {"model_type": "qwen2"},
+        lambda: {
+            "audio_config": {
+                "model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 48, "num_mel_bins": 16,
+            },
+        },
+        qwen2_audio,
+        "<sound>",
+    ),
 }  # fmt: skip
-A, B = picture(0), picture(1, 90, 33)
+# Of each kind two of different sizes and one of the first's.
+MEDIA: dict[str, list[Any]] = {
+    "image": [picture(0), picture(1, 90, 33), picture(2)], "audio": [sound(0, 0.5), sound(1, 1.1), sound(2, 0.5)],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -277,8 +308,9 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
     }  # fmt: skip
     builder = getattr(transformers, name.partition(" ")[0])
     settings = case.settings() | {"tie_word_embeddings": False}
-    name_of_token = "image_token_index" if hasattr(builder.config_class, "image_token_index") else "image_token_id"
-    settings[name_of_token] = tokenizer.convert_tokens_to_ids(case.image_token)
+    name_of_token = f"{MEDIA_FAMILIES[name.partition(' ')[0]].kind}_token"
+    end = "index" if hasattr(builder.config_class, f"{name_of_token}_index") else "id"
+    settings[f"{name_of_token}_{end}"] = tokenizer.convert_tokens_to_ids(case.token)
     config = builder.config_class(text_config=text, **settings)
     save(folder, builder(config), processor)
 
@@ -293,29 +325,30 @@ LONG = {
 def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: str) -> None:
     pytest.importorskip(CASES[name].needs)
     save_case(tmp_path, name, tokenizer)
-    family = VISION_FAMILIES[name.partition(" ")[0]]
+    family = MEDIA_FAMILIES[name.partition(" ")[0]]
     is_whole = family.sees_ahead == "prompt"  # not to be cut
     budget = 256 if is_whole else 13
     llm = LLM(
         str(tmp_path), dtype="float32", max_model_len=256, max_num_batched_tokens=budget, max_num_seqs=4,
         num_gpu_blocks_override=80, check_invariants=True,
     )  # fmt: skip
+    (first, second, third), mark = MEDIA[family.kind], "<image>" if family.kind == "image" else "<sound>"
     # Where grids make positions, `generate` of transformers goes on from those of the last token, be it a picture's.
-    two = "<image>\nbeside this one:<image>."
+    two = f"{mark}\nbeside this one:{mark}."
     prompts = {
-        "one": ("What is it? <image> Say it.", [A]),
-        "two of different sizes": (two, [A, B]),
-        "a second turn": (f"{two} It is. And now?", [A, B]),
+        "one": (f"What is it? {mark} Say it.", [first]),
+        "two of different sizes": (two, [first, second]),
+        "a second turn": (f"{two} It is. And now?", [first, second]),
         # transformers takes pictures without a token between them for one, where their grids make positions.
-        "the same twice": ("<image><image>." if family.sections is None else "<image> <image>.", [B, B]),
-        "another": ("What is it? <image> Say it.", [picture(2)]),
+        "the same twice": (f"{mark}{mark}." if family.sections is None else f"{mark} {mark}.", [second, second]),
+        "another": (f"What is it? {mark} Say it.", [third]),
     }
-    asked = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in prompts.values()]
+    asked = [{"prompt": text, "multi_modal_data": {family.kind: media}} for text, media in prompts.values()]
     alone = []
-    for one, (text, images) in zip(asked, prompts.values(), strict=True):
+    for one, (text, media) in zip(asked, prompts.values(), strict=True):
         alone += generate(llm, one)
         # Nested, as chats of transformers have it; a flat list is one of pictures that are alone.
-        assert_as_transformers(tmp_path, alone[-1], text, [images] if family.counts_pictures else images)
+        assert_as_transformers(tmp_path, alone[-1], text, [media] if family.counts_pictures else media, family.kind)
     assert alone[-1].prompt_token_ids == alone[0].prompt_token_ids
     assert alone[-1].outputs[0].logprobs != alone[0].outputs[0].logprobs
     assert alone[2].num_cached_tokens >= (0 if is_whole else len(alone[1].prompt_token_ids) // 16 * 16)
@@ -327,7 +360,10 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
     if family.frames_prompts:  # of text alone
         llm.close()
         return
-    as_ids = {"prompt_token_ids": llm.get_tokenizer().encode(prompts["one"][0]), "multi_modal_data": {"image": A}}
+    as_ids = {
+        "prompt_token_ids": llm.get_tokenizer().encode(prompts["one"][0]),
+        "multi_modal_data": {family.kind: first},
+    }
     assert generate(llm, as_ids)[0].outputs[0].logprobs == alone[0].outputs[0].logprobs
     llm.close()
 
@@ -375,7 +411,9 @@ def test_prompts_that_see_themselves_are_not_without_pictures_nor_cut(tmp_path: 
 
 
 def test_every_family_has_its_case() -> None:
-    assert {name.partition(" ")[0] for name in CASES} == {name for name, one in VISION_FAMILIES.items() if one.sees}
+    assert {name.partition(" ")[0] for name in CASES} == {
+        name for name, one in MEDIA_FAMILIES.items() if one.takes_media
+    }
 
 
 @pytest.mark.parametrize(

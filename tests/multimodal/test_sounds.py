@@ -1,0 +1,167 @@
+"""Sounds in chats: a real server of a small model that hears, by OpenAI's client, and what it refuses."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from octavo import LLM, SamplingParams
+from octavo.errors import RequestError
+from octavo.multimodal.sounds import from_bytes
+from tests.e2e.server import Server, running_server
+from tests.multimodal.conftest import encoded, picture
+from tests.multimodal.test_families import save_case
+from tests.speech.conftest import sound
+
+MODEL = "Qwen2AudioForConditionalGeneration"
+
+
+def file_of(samples: NDArray[np.float32], form: str = "WAV", rate: int = 16_000) -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, samples, rate, format=form)
+    return out.getvalue()
+
+
+A, B = file_of(sound(0, 0.5)), file_of(sound(1, 1.2), "FLAC", 22_050)
+
+
+@pytest.fixture(scope="module")
+def hears(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    folder = tmp_path_factory.mktemp("hears")
+    save_case(folder, MODEL, PreTrainedTokenizerFast.from_pretrained(tiny_tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, hears: Path) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "b.flac").write_bytes(B)
+    with running_server(
+        tmp_path_factory.mktemp("server"), "--model", str(hears), "--served-model-name", "hears", "--dtype", "float32",
+        "--limit-mm-per-prompt", '{"audio": 2}', "--max-audio-bytes", "1000000", "--max-audio-seconds", "40",
+        "--num-gpu-blocks-override", "64", "--max-model-len", "256", "--allowed-local-media-path", str(folder),
+    ) as server:  # fmt: skip
+        server.files = folder  # type: ignore[attr-defined]
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def url(data: bytes, media_type: str = "audio/wav") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def given(data: bytes, form: str = "wav") -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": form}}
+
+
+def at(address: str) -> dict[str, Any]:
+    return {"type": "audio_url", "audio_url": {"url": address}}
+
+
+def ask(client: openai.OpenAI, *content: dict[str, Any]) -> Any:
+    messages: Any = [{"role": "user", "content": list(content)}]
+    return client.chat.completions.create(
+        model="hears", messages=messages, temperature=0, max_tokens=6, logprobs=True, extra_body={"ignore_eos": True}
+    )
+
+
+def said(answer: Any) -> list[float]:
+    return [one.logprob for one in answer.choices[0].logprobs.content]
+
+
+@pytest.mark.slow
+def test_sounds_are_answered_as_in_scripts(client: openai.OpenAI, server: Server, hears: Path) -> None:
+    parts = text("Hear"), given(A), text("and"), given(B, "flac"), text("!")
+    answer = ask(client, *parts)
+    assert answer.usage.prompt_tokens == len("USER: Hearand! ASSISTANT:") + 12 + 22  # rows of 0.5 s and 0.87 s
+    local = f"file://{server.files}/b.flac"  # type: ignore[attr-defined]
+    assert said(ask(client, parts[0], at(url(A)), parts[2], at(local), parts[4])) == said(answer)
+    assert said(ask(client, parts[0], given(B, "flac"), parts[2], given(A), parts[4])) != said(answer)
+    as_mp3 = ask(client, text("Hear"), given(file_of(sound(1, 1.2), "MP3"), "mp3"))
+    assert as_mp3.usage.prompt_tokens >= len("USER: Hear ASSISTANT:") + 30  # its frames end behind it
+    greedy = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
+    llm = LLM(str(hears), dtype="float32", max_model_len=256, num_gpu_blocks_override=64)
+    samples = [from_bytes(one, 10**6, 30.0) for one in (A, B)]
+    prompt = {"prompt": "USER: Hear<sound>and<sound>! ASSISTANT:", "multi_modal_data": {"audio": samples}}
+    [asked] = llm.generate(prompt, greedy, use_tqdm=False)
+    [chat] = llm.chat([{"role": "user", "content": list(parts)}], greedy, use_tqdm=False)
+    for output in (asked, chat):
+        found = output.outputs[0]
+        tokens = zip(found.token_ids, found.logprobs or (), strict=True)
+        assert [logprobs[token].logprob for token, logprobs in tokens] == said(answer)
+    for media, message in (
+        ({"image": picture(0)}, "takes no pictures here, but sounds"),
+        ({"audio": (samples[0], 0)}, "its rate must be"),
+        ({"audio": "a.wav"}, "must be an array of samples"),
+        ({"audio": np.zeros(16_000 * 31, np.float32)}, "longer than 30 s, which is what this model hears"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate({"prompt": "<sound>", "multi_modal_data": media}, greedy, use_tqdm=False)
+    llm.close()
+
+
+REFUSED: dict[str, tuple[list[dict[str, Any]], str, str | None]] = {
+    "half a FLAC": ([given(B[: len(B) // 2], "flac")], "not a readable", "invalid_audio"),
+    "a header": ([given(A[:20])], "not a readable", "invalid_audio"),
+    "nothing": ([given(b"")], "not a readable", "invalid_audio"),
+    "a picture": ([given(encoded(picture(0)))], "not a readable", "invalid_audio"),
+    "no base64": ([at("data:audio/wav;base64,!!!!")], "not valid base64", "invalid_audio"),
+    "a video": ([at(url(A, "video/mp4"))], "only wav, mp3, flac and ogg", "invalid_audio"),
+    "too long": ([given(file_of(np.zeros(8000 * 41, np.float32), "FLAC", 8000), "flac")], "longer than 40 s",
+                 "invalid_audio"),
+    "longer than it hears": ([given(file_of(np.zeros(8000 * 31, np.float32), "FLAC", 8000), "flac")],
+                             "longer than 30 s, which is what this model hears", "invalid_audio"),
+    "too short": ([given(file_of(np.zeros(200, np.float32)))], "too short", "invalid_audio"),
+    "too many bytes": ([given(bytes(1_000_010))], "more than 1000000 bytes", "invalid_audio"),
+    "a private address": ([at("http://127.0.0.1/a.wav")], "not on the public internet", "invalid_audio"),
+    "another file": ([at("file:///etc/passwd")], "no readable file below", "invalid_audio"),
+    "a format": ([given(A, "aac")], "with the format wav, mp3, flac, ogg", None),
+    "three": ([given(A)] * 3, "3 sounds, and 2 are the most", None),
+    "an image": ([{"type": "image_url", "image_url": {"url": url(encoded(picture(0)), "image/png")}}],
+                 "takes no pictures here, but sounds", "no_media"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bad_sound_is_a_400(client: openai.OpenAI, name: str) -> None:
+    content, message, code = REFUSED[name]
+    with pytest.raises(openai.BadRequestError, match=message) as refused:
+        ask(client, *content)
+    assert code is None or refused.value.code == code
+    if code == "invalid_audio":
+        assert refused.value.param == "audio_url"
+
+
+@pytest.mark.slow
+def test_sounds_are_counted(client: openai.OpenAI, server: Server) -> None:
+    names = [f'octavo:media_total{{kind="audio",outcome="{outcome}"}}' for outcome in ("taken", "refused")]
+    hits = "vllm:mm_cache_hits_total"
+    ask(client, given(A))
+    before = [server.count(name) for name in [*names, hits]]
+    ask(client, text("Again"), given(A))
+    with pytest.raises(openai.BadRequestError):
+        ask(client, given(b"no sound"))
+    server.wait_until_idle()
+    assert [server.count(name) for name in [*names, hits]] == [value + 1 for value in before]
