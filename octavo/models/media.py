@@ -5,7 +5,7 @@ decoder of `octavo.models.families`. Here is what their configurations say of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from octavo.errors import LoadError
@@ -18,6 +18,11 @@ _QWEN_VL: dict[str, Any] = {
     "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
     "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
     "rope_theta": 1000000.0, "sliding_window": 4096, "max_window_layers": 80,
+}  # fmt: skip
+_VOXTRAL: dict[str, Any] = {
+    "vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 1e8,
 }  # fmt: skip
 # The decoder of a `text_config`, by its model_type, and the defaults of its class in transformers 5: checkpoints leave
 # out what equals them.
@@ -105,7 +110,8 @@ class MediaFamily:
     frames_prompts: bool = False  # the processor puts marks behind the last picture and at the end of the text
     other_decoders: tuple[str, ...] = ()  # that models of the class may have
     multiplies_rows: bool = True  # where the decoder multiplies embeddings, rows of pictures too
-    longest_s: float | None = None  # what its tower hears of a sound; None: all
+    longest_s: float | None = None  # what its tower hears of a sound; None: all that its processor takes
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text_config, before those of the decoder's class
 
 
 MEDIA_FAMILIES: dict[str, MediaFamily] = {
@@ -138,6 +144,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     ),
     "Gemma4ForConditionalGeneration": MediaFamily("gemma4_text", 258880, takes_media=False),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
+    "VoxtralForConditionalGeneration": MediaFamily("llama", 24, kind="audio", defaults=_VOXTRAL),
 }  # fmt: skip
 # Classes whose pictures are not built, and what is special about them.
 NOT_BUILT = {"Gemma4ForConditionalGeneration": "each layer has an embedding of its own"}
@@ -167,7 +174,7 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
     if kind not in built:
         raise LoadError(f"a decoder of the type {kind!r} is not built yet; {', '.join(built)} are.")
     decoder, defaults = DECODERS[kind]
-    description = read(decoder, FAMILIES[decoder], defaults | text)
+    description = read(decoder, FAMILIES[decoder], {**defaults, **family.defaults, **text})
     if family.takes_media and media_token(config, name) >= description.vocab_size:
         raise LoadError(
             f"the token of media is {media_token(config, name)}, and the decoder's are 0 to "

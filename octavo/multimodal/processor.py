@@ -176,17 +176,21 @@ class MediaProcessor:
 
     def _process(self, medium: Any, digest: bytes, number: int) -> Processed:
         """A medium as the model's processor makes it in a prompt with `number` of them, alone so that no other has to
-        do with it."""
+        do with it. Raises `RequestError` for a sound of which the model would hear a part, or nothing."""
+        is_sound = self.kind is AUDIO
+        longest_s = self.config.longest_s or getattr(self._processor, "max_audio_len", None)
+        if is_sound and longest_s is not None and len(medium) > longest_s * RATE:
+            raise self.kind.refusal(f"it is longer than {longest_s:g} s, which is what this model hears of one.")
         found = self._processor(
             text=[self.placeholder * number],
             **{self.kind.argument: [medium] if number == 1 else [[medium] * number]},
-            **({"sampling_rate": RATE} if self.kind is AUDIO else {}),
+            **({"sampling_rate": RATE} if is_sound else {}),
             return_text_replacement_offsets=True,
-            return_tensors="np",
+            return_tensors="pt" if is_sound else "np",  # some processors of sounds make no others
             add_special_tokens=False,
         )
         text = found.pop("text_replacement_offsets")[0][0]["replacement"]
-        num_tokens = np.count_nonzero(found.pop("input_ids") == self.config.token_id) // number
+        num_tokens = np.count_nonzero(np.asarray(found.pop("input_ids")) == self.config.token_id) // number
         if not num_tokens:
             raise self.kind.refusal("it is too short: nothing of it reaches the model.")
         arrays = []
@@ -214,7 +218,7 @@ class MediaProcessor:
             if self._processor is not None:
                 return
             try:
-                processor = _load_processor(self.config.folder)
+                processor = _load_processor(self.config.folder, self.config.token_id)
                 str(getattr(processor, f"{self.kind.name}_token"))  # not every class has one
             except (AttributeError, ImportError, OSError, TypeError, ValueError) as e:
                 raise LoadError(f"the processor of media cannot be loaded: {str(e).strip().splitlines()[0]}") from None
@@ -233,13 +237,18 @@ def _reader(config: MediaConfig) -> MediaReader:
     return PictureReader(config)
 
 
-def _load_processor(folder: str) -> Any:
+def _load_processor(folder: str, token_id: int) -> Any:
     from transformers import AutoConfig, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     # Pillow's arithmetic, whether torchvision is installed or not: the same picture has the same rows.
     options = {"backend": "pil", "trust_remote_code": False}
-    known = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(folder, trust_remote_code=False)), None)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if config.model_type == "voxtral":
+        from octavo.multimodal.voxtral import VoxtralProcessor
+
+        return VoxtralProcessor(folder, token_id)
+    known = PROCESSOR_MAPPING.get(type(config), None)
     if known is not None and "video_processor" in known.get_attributes():
         return _without_videos(known).from_pretrained(folder, **options)
     return AutoProcessor.from_pretrained(folder, **options)

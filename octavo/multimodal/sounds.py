@@ -34,10 +34,10 @@ class SoundReader:
         self._config = config
 
     def from_bytes(self, data: bytes) -> Samples:
-        return self._within(from_bytes(data, self._config.max_bytes, self._config.max_seconds))
+        return from_bytes(data, self._config.max_bytes, self._config.max_seconds)
 
     def normalized(self, given: object) -> Samples:
-        return self._within(from_array(given, self._config.max_seconds))
+        return from_array(given, self._config.max_seconds)
 
     def is_many(self, given: object) -> bool:
         """A list of numbers is one sound, and so is a pair of samples and their rate."""
@@ -45,12 +45,6 @@ class SoundReader:
 
     def content_hash(self, medium: Samples, settings: str, salt: str | None) -> bytes:
         return content_hash(medium, salt, settings)
-
-    def _within(self, samples: Samples) -> Samples:
-        longest_s = self._config.longest_s
-        if longest_s is not None and len(samples) > longest_s * RATE:
-            refuse(f"it is longer than {longest_s:g} s, which is what this model hears of one.")
-        return samples
 
 
 def from_bytes(data: bytes, max_bytes: int, max_seconds: float) -> Samples:

@@ -50,6 +50,8 @@ class Case(NamedTuple):
     processor: Callable[[Any], Any]
     token: str = "<image>"  # which a row stands in the place of
     needs: str = "transformers"  # what its processor asks for
+    theirs: Callable[[Path], Any] | None = None  # the processor to compare with, where Octavo has one of its own
+    num_tokens: int = 256  # that the prompts of the table need
 
 
 def pixtral(tokenizer: Any, merge: int) -> Any:
@@ -145,6 +147,37 @@ def qwen2_audio(tokenizer: Any) -> Any:
     return transformers.Qwen2AudioProcessor(extractor, with_sounds(tokenizer), chat_template=SOUND_TEMPLATE)
 
 
+class Voxtral:
+    """What its processor in transformers makes of sounds, and of the text what mistral-common, which that asks for,
+    would: so many tokens a sound, with a mark before them."""
+
+    def __init__(self, extractor: Any, tokenizer: Any) -> None:
+        self.feature_extractor, self.tokenizer = extractor, tokenizer
+
+    def __call__(self, text: str, audio: list[Any] | None, return_tensors: str) -> dict[str, Any]:
+        kind, more = transformers.VoxtralProcessor, {}
+        if audio:
+            settings = kind.audio_kwargs | {"return_tensors": return_tensors}
+            more["input_features"] = kind._retrieve_input_features(self, audio, **settings)
+        text = text.replace("[AUDIO]", "[BEGIN_AUDIO]" + 375 * "[AUDIO]")
+        return {**self.tokenizer(text, return_tensors=return_tensors), **more}
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.feature_extractor.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def voxtral(tokenizer: Any) -> Any:
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[AUDIO]", "[BEGIN_AUDIO]"]})
+    return Voxtral(transformers.WhisperFeatureExtractor(feature_size=16), tokenizer)
+
+
+def saved_voxtral(folder: Path) -> Any:
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+    return Voxtral(extractor, PreTrainedTokenizerFast.from_pretrained(folder))
+
+
 def mrope(*sections: int, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": list(sections)} | more}
 
@@ -154,6 +187,7 @@ def clip() -> Any:
 
 
 TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+HEARS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_mel_bins": 16}
 CASES: dict[str, Case] = {
     "LlavaForConditionalGeneration": Case({"model_type": "llama"}, lambda: {"vision_config": clip()}, llava),
     "LlavaForConditionalGeneration (Pixtral)": Case(
@@ -284,6 +318,14 @@ CASES: dict[str, Case] = {
         qwen2_audio,
         "<sound>",
     ),
+    "VoxtralForConditionalGeneration": Case(
+        {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 1024},
+        lambda: {"audio_config": HEARS | {"model_type": "voxtral_encoder", "intermediate_size": 128}},
+        voxtral,
+        "[AUDIO]",
+        theirs=saved_voxtral,
+        num_tokens=1024,
+    ),
 }  # fmt: skip
 # Of each kind two of different sizes and one of the first's.
 MEDIA: dict[str, list[Any]] = {
@@ -327,12 +369,14 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
     save_case(tmp_path, name, tokenizer)
     family = MEDIA_FAMILIES[name.partition(" ")[0]]
     is_whole = family.sees_ahead == "prompt"  # not to be cut
-    budget = 256 if is_whole else 13
+    length = CASES[name].num_tokens
+    budget = 256 if is_whole else 13 * length // 256
     llm = LLM(
-        str(tmp_path), dtype="float32", max_model_len=256, max_num_batched_tokens=budget, max_num_seqs=4,
-        num_gpu_blocks_override=80, check_invariants=True,
+        str(tmp_path), dtype="float32", max_model_len=length, max_num_batched_tokens=budget, max_num_seqs=4,
+        num_gpu_blocks_override=80 * length // 256, check_invariants=True,
     )  # fmt: skip
-    (first, second, third), mark = MEDIA[family.kind], "<image>" if family.kind == "image" else "<sound>"
+    (first, second, third), mark = MEDIA[family.kind], "<image>" if family.kind == "image" else CASES[name].token
+    theirs = CASES[name].theirs
     # Where grids make positions, `generate` of transformers goes on from those of the last token, be it a picture's.
     two = f"{mark}\nbeside this one:{mark}."
     prompts = {
@@ -348,7 +392,9 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
     for one, (text, media) in zip(asked, prompts.values(), strict=True):
         alone += generate(llm, one)
         # Nested, as chats of transformers have it; a flat list is one of pictures that are alone.
-        assert_as_transformers(tmp_path, alone[-1], text, [media] if family.counts_pictures else media, family.kind)
+        given = [media] if family.counts_pictures else media
+        processor = theirs and theirs(tmp_path)
+        assert_as_transformers(tmp_path, alone[-1], text, given, family.kind, processor)
     assert alone[-1].prompt_token_ids == alone[0].prompt_token_ids
     assert alone[-1].outputs[0].logprobs != alone[0].outputs[0].logprobs
     assert alone[2].num_cached_tokens >= (0 if is_whole else len(alone[1].prompt_token_ids) // 16 * 16)

@@ -52,11 +52,13 @@ def engine(folder: Path, **args: Any) -> LLM:
     return LLM(str(folder), **{"dtype": "float32", "max_model_len": 128, "check_invariants": True} | sizes | args)
 
 
-def assert_as_transformers(folder: Path, output: Any, text: str, media: list[Any], kind: str = "image") -> None:
+def assert_as_transformers(
+    folder: Path, output: Any, text: str, media: list[Any], kind: str = "image", processor: Any = None
+) -> None:
     """The prompt's tokens, the answer's, and log-probabilities within 1e-4."""
     builder = getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
     model = builder.from_pretrained(folder)
-    processor = _load_processor(str(folder))
+    processor = processor or _load_processor(str(folder), 0)
     inputs = processor(text=text, **{KINDS[kind].argument: media or None}, return_tensors="pt")
     assert inputs["input_ids"][0].tolist() == output.prompt_token_ids
     [answer] = output.outputs

@@ -13,14 +13,15 @@ import openai
 import pytest
 import soundfile
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
 
 from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
 from octavo.multimodal.sounds import from_bytes
+from octavo.multimodal.voxtral import VoxtralProcessor
 from tests.e2e.server import Server, running_server
 from tests.multimodal.conftest import encoded, picture
-from tests.multimodal.test_families import save_case
+from tests.multimodal.test_families import Voxtral, save_case
 from tests.speech.conftest import sound
 
 MODEL = "Qwen2AudioForConditionalGeneration"
@@ -165,3 +166,13 @@ def test_sounds_are_counted(client: openai.OpenAI, server: Server) -> None:
         ask(client, given(b"no sound"))
     server.wait_until_idle()
     assert [server.count(name) for name in [*names, hits]] == [value + 1 for value in before]
+
+
+def test_voxtral_hears_long_sounds_window_by_window(tmp_path: Path) -> None:
+    extractor = WhisperFeatureExtractor(feature_size=16)
+    extractor.save_pretrained(tmp_path)
+    samples = sound(0, 31.0)
+    found = VoxtralProcessor(str(tmp_path), 7)(audio=[samples])
+    assert found["input_ids"].tolist() == [7] * 2 * 375
+    theirs = Voxtral(extractor, lambda text, return_tensors: {})("", [samples], "pt")
+    np.testing.assert_array_equal(found["input_features"], theirs["input_features"])
