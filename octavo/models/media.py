@@ -19,6 +19,11 @@ _QWEN_VL: dict[str, Any] = {
     "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
     "rope_theta": 1000000.0, "sliding_window": 4096, "max_window_layers": 80,
 }  # fmt: skip
+_GLM_ASR: dict[str, Any] = {
+    "vocab_size": 59264, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 _VOXTRAL: dict[str, Any] = {
     "vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
@@ -144,6 +149,8 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     ),
     "Gemma4ForConditionalGeneration": MediaFamily("gemma4_text", 258880, takes_media=False),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
+    "AudioFlamingo3ForConditionalGeneration": MediaFamily("qwen2", 151669, kind="audio"),
+    "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio", defaults=_GLM_ASR),
     "VoxtralForConditionalGeneration": MediaFamily("llama", 24, kind="audio", defaults=_VOXTRAL),
 }  # fmt: skip
 # Classes whose pictures are not built, and what is special about them.

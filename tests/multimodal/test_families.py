@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
@@ -145,6 +146,29 @@ def with_sounds(tokenizer: Any) -> Any:
 def qwen2_audio(tokenizer: Any) -> Any:
     extractor = transformers.WhisperFeatureExtractor(feature_size=16)
     return transformers.Qwen2AudioProcessor(extractor, with_sounds(tokenizer), chat_template=SOUND_TEMPLATE)
+
+
+def windows_of_sounds(processor: Any) -> Callable[[Any], Any]:
+    def make(tokenizer: Any) -> Any:
+        tokenizer = with_sounds(tokenizer)
+        tokenizer.pad_token_id = 0
+        return processor(transformers.WhisperFeatureExtractor(feature_size=16), tokenizer, audio_token="<sound>")
+
+    return make
+
+
+class OneByOne:
+    """A processor that takes one sound a text: the parts of a text with several, one behind the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._processor = transformers.AutoProcessor.from_pretrained(folder)
+
+    def __call__(self, text: str, audio: list[Any], return_tensors: str) -> dict[str, Any]:
+        *texts, end = text.split("<sound>")
+        found = [self._processor(text=f"{one}<sound>", audio=[given]) for one, given in zip(texts, audio, strict=True)]
+        inputs = {name: torch.cat([one[name] for one in found]) for name in ("input_features", "input_features_mask")}
+        tail = self._processor.tokenizer(end, return_tensors=return_tensors)["input_ids"]
+        return {"input_ids": torch.cat([*(one["input_ids"] for one in found), tail], 1), **inputs}
 
 
 class Voxtral:
@@ -318,6 +342,20 @@ CASES: dict[str, Case] = {
         qwen2_audio,
         "<sound>",
     ),
+    "AudioFlamingo3ForConditionalGeneration": Case(
+        {"model_type": "qwen2"},
+        lambda: {"audio_config": HEARS | {"model_type": "audioflamingo3_encoder", "intermediate_size": 48}},
+        windows_of_sounds(transformers.AudioFlamingo3Processor),
+        "<sound>",
+        theirs=OneByOne,
+    ),
+    "GlmAsrForConditionalGeneration": Case(
+        {"model_type": "llama"},
+        lambda: {"audio_config": HEARS | {"model_type": "glmasr_encoder", "intermediate_size": 128}},
+        windows_of_sounds(transformers.GlmAsrProcessor),
+        "<sound>",
+        theirs=OneByOne,
+    ),
     "VoxtralForConditionalGeneration": Case(
         {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 1024},
         lambda: {"audio_config": HEARS | {"model_type": "voxtral_encoder", "intermediate_size": 128}},
@@ -360,6 +398,7 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
 # Whose decoder or rule another has too.
 LONG = {
     "Qwen2_5_VLForConditionalGeneration", "Glm4vForConditionalGeneration", "PaliGemmaForConditionalGeneration",
+    "AudioFlamingo3ForConditionalGeneration", "GlmAsrForConditionalGeneration",
 }  # fmt: skip
 
 

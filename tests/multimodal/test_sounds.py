@@ -25,6 +25,8 @@ from tests.multimodal.test_families import Voxtral, save_case
 from tests.speech.conftest import sound
 
 MODEL = "Qwen2AudioForConditionalGeneration"
+in_a_server = pytest.mark.long
+GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
 
 
 def file_of(samples: NDArray[np.float32], form: str = "WAV", rate: int = 16_000) -> bytes:
@@ -91,8 +93,8 @@ def said(answer: Any) -> list[float]:
     return [one.logprob for one in answer.choices[0].logprobs.content]
 
 
-@pytest.mark.slow
-def test_sounds_are_answered_as_in_scripts(client: openai.OpenAI, server: Server, hears: Path) -> None:
+@in_a_server
+def test_sounds_are_answered_as_in_scripts(client: openai.OpenAI, server: Server, llm: LLM) -> None:
     parts = text("Hear"), given(A), text("and"), given(B, "flac"), text("!")
     answer = ask(client, *parts)
     assert answer.usage.prompt_tokens == len("USER: Hearand! ASSISTANT:") + 12 + 22  # rows of 0.5 s and 0.87 s
@@ -101,12 +103,10 @@ def test_sounds_are_answered_as_in_scripts(client: openai.OpenAI, server: Server
     assert said(ask(client, parts[0], given(B, "flac"), parts[2], given(A), parts[4])) != said(answer)
     as_mp3 = ask(client, text("Hear"), given(file_of(sound(1, 1.2), "MP3"), "mp3"))
     assert as_mp3.usage.prompt_tokens >= len("USER: Hear ASSISTANT:") + 30  # its frames end behind it
-    greedy = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
-    llm = LLM(str(hears), dtype="float32", max_model_len=256, num_gpu_blocks_override=64)
     samples = [from_bytes(one, 10**6, 30.0) for one in (A, B)]
     prompt = {"prompt": "USER: Hear<sound>and<sound>! ASSISTANT:", "multi_modal_data": {"audio": samples}}
-    [asked] = llm.generate(prompt, greedy, use_tqdm=False)
-    [chat] = llm.chat([{"role": "user", "content": list(parts)}], greedy, use_tqdm=False)
+    [asked] = llm.generate(prompt, GREEDY, use_tqdm=False)
+    [chat] = llm.chat([{"role": "user", "content": list(parts)}], GREEDY, use_tqdm=False)
     for output in (asked, chat):
         found = output.outputs[0]
         tokens = zip(found.token_ids, found.logprobs or (), strict=True)
@@ -118,8 +118,7 @@ def test_sounds_are_answered_as_in_scripts(client: openai.OpenAI, server: Server
         ({"audio": np.zeros(16_000 * 31, np.float32)}, "longer than 30 s, which is what this model hears"),
     ):
         with pytest.raises(RequestError, match=message):
-            llm.generate({"prompt": "<sound>", "multi_modal_data": media}, greedy, use_tqdm=False)
-    llm.close()
+            llm.generate({"prompt": "<sound>", "multi_modal_data": media}, GREEDY, use_tqdm=False)
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], str, str | None]] = {
@@ -144,7 +143,41 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str, str | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def llm(hears: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    llm = LLM(
+        str(hears), dtype="float32", max_model_len=256, num_gpu_blocks_override=64, limit_mm_per_prompt={"audio": 2},
+        max_audio_bytes=10**6, max_audio_seconds=40, allowed_local_media_path=str(tmp_path_factory.mktemp("none")),
+    )  # fmt: skip
+    yield llm
+    llm.close()
+
+
+def test_chats_of_scripts_have_sounds(llm: LLM) -> None:
+    parts = [text("Hear"), given(A), text("and"), at(url(B, "audio/flac")), text("!")]
+    [chat] = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
+    samples = [from_bytes(A, 10**6, 30.0), (np.asarray(soundfile.read(io.BytesIO(B))[0]), 22_050)]
+    prompt = {"prompt": "USER: Hear<sound>and<sound>! ASSISTANT:", "multi_modal_data": {"audio": samples}}
+    [asked] = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert chat.prompt_token_ids == asked.prompt_token_ids
+    assert chat.outputs[0].token_ids == asked.outputs[0].token_ids
+    with pytest.raises(RequestError, match="only messages of the user"):
+        llm.chat([{"role": "system", "content": [given(A)]}])
+    with pytest.raises(RequestError, match="no model here takes both"):
+        llm.chat([{"role": "user", "content": [given(A), {"type": "image_url", "image_url": url(A)}]}])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bad_sound_is_refused(llm: LLM, name: str) -> None:
+    content, message, code = REFUSED[name]
+    with pytest.raises(RequestError, match=message) as refused:
+        llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
+    assert refused.value.code == code
+    if code == "invalid_audio":
+        assert refused.value.param == "audio_url"
+
+
+@in_a_server
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_bad_sound_is_a_400(client: openai.OpenAI, name: str) -> None:
     content, message, code = REFUSED[name]
@@ -155,7 +188,7 @@ def test_a_bad_sound_is_a_400(client: openai.OpenAI, name: str) -> None:
         assert refused.value.param == "audio_url"
 
 
-@pytest.mark.slow
+@in_a_server
 def test_sounds_are_counted(client: openai.OpenAI, server: Server) -> None:
     names = [f'octavo:media_total{{kind="audio",outcome="{outcome}"}}' for outcome in ("taken", "refused")]
     hits = "vllm:mm_cache_hits_total"
