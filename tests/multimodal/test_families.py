@@ -454,17 +454,24 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
 
 
 @pytest.mark.parametrize(
-    ("name", "shift"), [("Qwen3VLForConditionalGeneration", 4), ("Gemma3ForConditionalGeneration", 1)]
+    ("name", "shift"),
+    [
+        ("Qwen3VLForConditionalGeneration", 4),
+        ("Gemma3ForConditionalGeneration", 1),
+        pytest.param("Qwen2AudioForConditionalGeneration", 1, marks=pytest.mark.long),
+    ],
 )
 def test_preempted_forked_and_found_prompts_see_the_same(tmp_path: Path, tokenizer: Any, name: str, shift: int) -> None:
     """Where positions or what a token sees follow from the picture, not from the token's place alone."""
     save_case(tmp_path, name, tokenizer)
     sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 112, "max_num_batched_tokens": 13, "max_num_seqs": 4}
     params = SamplingParams(temperature=1, seed=5, max_tokens=60, logprobs=1, ignore_eos=True, n=2)
-    image = {"image": picture(3, 120, 110)}
-    # In each the first block of 16 ends within the picture.
-    texts = [f"number {i}: {'x' * (shift + i % 2)}<image> and so on" for i in range(3)]
-    prompts = [{"prompt": text, "multi_modal_data": image} for text in texts]
+    hears = MEDIA_FAMILIES[name].kind == "audio"
+    media: dict[str, Any] = {"audio": sound(3, 0.5)} if hears else {"image": picture(3, 120, 110)}
+    mark = "<sound>" if hears else "<image>"
+    # In each the first block of 16 ends within the picture or the sound.
+    texts = [f"number {i}: {'x' * (shift + i % 2)}{mark} and so on" for i in range(3)]
+    prompts = [{"prompt": text, "multi_modal_data": media} for text in texts]
     llm = LLM(str(tmp_path), num_gpu_blocks_override=80, check_invariants=True, **sizes)
     alone = []
     for prompt in prompts:
