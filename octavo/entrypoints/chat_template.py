@@ -80,7 +80,7 @@ def render_chat(
     if placeholder is None and any(_has_other_parts(message) for message in conversation):
         raise RequestError(
             "parts of messages other than text are not built here; chats, Responses, Messages and LLM.chat have "
-            "pictures, chats and LLM.chat sounds.",
+            "pictures, and all but Messages sounds.",
             param="messages",
         )
     if tools and "tools" not in template:

@@ -201,6 +201,29 @@ def test_sounds_are_counted(client: openai.OpenAI, server: Server) -> None:
     assert [server.count(name) for name in [*names, hits]] == [value + 1 for value in before]
 
 
+@in_a_server
+def test_responses_have_sounds(client: openai.OpenAI) -> None:
+    more: Any = {"model": "hears", "temperature": 0, "max_output_tokens": 6, "extra_body": {"ignore_eos": True}}
+    asked: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Hear"}, given(A)]}]
+    response = client.responses.create(input=asked, **more)
+    answer = ask(client, text("Hear"), given(A))
+    assert response.output_text == answer.choices[0].message.content
+    assert response.usage is not None and response.usage.input_tokens == answer.usage.prompt_tokens
+    kept = client.responses.input_items.list(response.id).data[0].model_dump()
+    assert [part["type"] for part in kept["content"]] == ["input_text", "input_audio"]
+    then: Any = [{"role": "user", "content": [given(B, "flac")]}]
+    again = client.responses.create(input=then, previous_response_id=response.id, **more)
+    assert again.usage is not None and again.usage.input_tokens > response.usage.input_tokens + 22
+    for part, message in (
+        ({"type": "input_audio"}, "should be an object with data and format"),
+        (given(b"no sound"), "not a readable file of sound"),
+        ({"type": "input_file", "file_data": "x"}, "input_file.*not built"),
+    ):
+        wrong: Any = [{"role": "user", "content": [part]}]
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.responses.create(input=wrong, **more)
+
+
 def test_voxtral_hears_long_sounds_window_by_window(tmp_path: Path) -> None:
     extractor = WhisperFeatureExtractor(feature_size=16)
     extractor.save_pretrained(tmp_path)
