@@ -220,14 +220,14 @@ class EngineArgs(Flags):
     )
     num_scheduler_steps: int = flag(1, "Steps between two schedules.", built=False)
     limit_mm_per_prompt: dict[str, Any] | None = flag(
-        None, 'Pictures of a prompt at most, as JSON: {"image": 8}, which is the default.'
+        None, 'Pictures or sounds of a prompt at most, as JSON: {"image": 8} or {"audio": 8}, which is the default.'
     )
     max_image_bytes: int = flag(10_000_000, "Bytes of a picture's file at most.", positive=True)
     max_image_pixels: int = flag(
         33_554_432, "Pixels of a picture at most, as its header gives them before anything is decoded.", positive=True
     )
     media_cache_tokens: int = flag(
-        16384, "Tokens of pictures whose rows are kept for later turns, beside those of requests under way.",
+        16384, "Tokens of pictures and sounds whose rows are kept for later turns, beside those of requests under way.",
         positive=True,
     )  # fmt: skip
     max_audio_bytes: int = flag(25_000_000, "Bytes of a sound's file at most.", positive=True)
@@ -235,20 +235,20 @@ class EngineArgs(Flags):
         600.0, "Seconds of a sound at most. Its spectrum is made at once, of about 15 MB a minute.", positive=True
     )
     allowed_local_media_path: str | None = flag(
-        None, "Folder below which requests may name pictures by file: URLs; without it by none."
+        None, "Folder below which requests may name media by file: URLs; without it by none."
     )
     allowed_media_domains: list[str] = flag(
-        [], "Hosts that pictures may be fetched from, and that redirects may lead to; default: all on the internet."
+        [], "Hosts that media may be fetched from, and that redirects may lead to; default: all on the internet."
     )
     allow_private_media_addresses: bool = flag(
-        False, "Fetch pictures from private, loopback, link-local and other addresses that are not public, too."
+        False, "Fetch media from private, loopback, link-local and other addresses that are not public, too."
     )
     media_fetch_timeout: float = flag(
-        10.0, "Seconds in which a picture must have been fetched, redirects included.", positive=True
+        10.0, "Seconds in which a medium must have been fetched, redirects included.", positive=True
     )
-    max_media_redirects: int = flag(3, "Redirects at most between a picture's address and the picture.")
+    max_media_redirects: int = flag(3, "Redirects at most between a medium's address and its file.")
     language_model_only: bool = flag(
-        False, "Serve a model that sees as a language model: without its tower, and without pictures."
+        False, "Serve a model that sees or hears as a language model: without its tower, and without media."
     )
 
     def __post_init__(self) -> None:

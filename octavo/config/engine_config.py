@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from octavo.loading.checkpoint import Checkpoint
 from octavo.pooling_params import PoolingConfig
@@ -92,17 +92,20 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True)
 class MediaConfig:
-    """Pictures: what stands for them, where their tower and processor are, and how many and how large."""
+    """Pictures or sounds: what stands for them, where their tower and processor are, and how many and how large."""
 
+    kind: Literal["image", "audio"]
     folder: str  # of the checkpoint
     token_id: int  # of the prompt, one for each row
     row_multiplier: float  # of the tower's rows, where a decoder multiplies whatever it is given
-    max_images: int  # of a prompt
-    max_bytes: int  # of a picture's file
-    max_pixels: int
+    max_count: int  # of a prompt
+    max_bytes: int  # of a file
+    max_pixels: int  # of a picture
+    max_seconds: float  # of a sound
     cache_tokens: int
     frames_prompts: bool = False  # marks behind the last picture and at the end of a prompt of text
     counts_pictures: bool = False  # a picture alone in its prompt is processed in another way than one of several
+    longest_s: float | None = None  # what the model hears of a sound; None: all
     allowed_folder: str | None = None  # of file: URLs, without links in it; None: none are
     allowed_domains: list[str] = field(default_factory=list)  # in lower case; none: all are
     allows_private: bool = False  # addresses that are not of the public internet
@@ -112,7 +115,7 @@ class MediaConfig:
 
 @dataclass(frozen=True, slots=True)
 class SoundConfig:
-    """Sound: where its encoder and feature extractor are, and how much of it is taken."""
+    """Speech to write down: where its encoder and feature extractor are, and how much of it is taken."""
 
     folder: str  # of the checkpoint
     num_rows: int  # of the encoder's output
@@ -144,8 +147,8 @@ class EngineConfig:
     draft: ModelConfig | None = None  # the model that guesses; its max_model_len is how far
     allow_additional_properties: bool = False  # in objects whose schema names properties and says nothing of others
     lora: LoRAConfig | None = None  # None: no adapters are served
-    media: MediaConfig | None = None  # None: no pictures are taken
-    sound: SoundConfig | None = None  # None: no sound is
+    media: MediaConfig | None = None  # None: neither pictures nor sounds are taken
+    sound: SoundConfig | None = None  # None: it writes down no speech
 
     @property
     def num_slots(self) -> int:

@@ -225,7 +225,7 @@ class EngineCore:
                 self._refuse(one.request, error)
             else:
                 logger.error("a request could not be prepared", exc_info=error)
-                what = "adapter" if one.adapter is not None else "image_url"
+                what = "adapter" if one.adapter is not None else "a picture or a sound"
                 if one.grammar is not None and one.grammar.exception() is not None:
                     what = "structured_outputs"
                 self._refuse(one.request, RequestError(f"{what} failed: {type(error).__name__}."))

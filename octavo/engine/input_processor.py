@@ -14,7 +14,8 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.errors import LoadError, RequestError
 from octavo.lora.files import source
 from octavo.lora.request import LoRARequest
-from octavo.models.vision import NOT_BUILT
+from octavo.media_kinds import KINDS, MediaKind
+from octavo.models.media import NOT_BUILT
 from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt
 from octavo.sampling.grammar import WantedGrammar, make_grammar
 from octavo.sampling_params import SamplingParams, is_unicode
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
     from octavo.loading.tokenizer import ModelTokenizer
     from octavo.multimodal.listening import Listener
-    from octavo.multimodal.processor import PictureProcessor
+    from octavo.multimodal.processor import MediaProcessor
 
 # str, {"prompt": str} or {"prompt_token_ids": [int]}; the dictionaries may also hold "cache_salt", and
 # "prediction", text or token ids of which the answer may largely consist, and "multi_modal_data", {"image": PIL.Image}
-# or a list of them, one for each placeholder of the prompt in order; of a model that hears {"audio": ...}, which is
-# samples at 16 kHz or a pair of samples and their rate.
+# or {"audio": samples at 16 kHz, or a pair of samples and their rate}, or a list of such, one for each placeholder of
+# the prompt in order.
 PromptInput = str | Mapping[str, Any]
 
 _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabulary we know
@@ -46,12 +47,12 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._ids = itertools.count()
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        self.pictures: PictureProcessor | None = None  # of a model that sees
+        self.media: MediaProcessor | None = None  # of a model that sees or hears
         if config.media is not None:
-            from octavo.multimodal.processor import PictureProcessor
+            from octavo.multimodal.processor import MediaProcessor
 
-            self.pictures = PictureProcessor(config.media)
-        self.listener: Listener | None = None  # of a model that hears
+            self.media = MediaProcessor(config.media)
+        self.listener: Listener | None = None  # of a model that writes down speech
         if config.sound is not None:
             from octavo.multimodal.listening import Listener
 
@@ -184,7 +185,7 @@ class InputProcessor:
     def _make_prompt(
         self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool
     ) -> tuple[Prompt, list[MediaInput]]:
-        """A prompt as callers give it, tokenized, cut if that is asked for, and checked; and what its pictures' rows
+        """A prompt as callers give it, tokenized, cut if that is asked for, and checked; and what its media's rows
         are made of."""
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
@@ -219,8 +220,10 @@ class InputProcessor:
             items, media = (item,), [heard]
         elif given_media is not None:
             if keep is not None:
-                raise RequestError("truncate_prompt_tokens would cut pictures.", param="truncate_prompt_tokens")
-            token_ids, items, media = self._with_pictures(asked, given_media, salt, add_special_tokens)
+                raise RequestError(
+                    "truncate_prompt_tokens would cut pictures or sounds.", param="truncate_prompt_tokens"
+                )
+            token_ids, items, media = self._with_media(asked, given_media, salt, add_special_tokens)
         else:
             token_ids = self.encode(asked, add_special_tokens) if isinstance(asked, str) else asked
         if keep is not None:
@@ -239,24 +242,28 @@ class InputProcessor:
         """The tokens of a prompt, of which there may be more than the model takes. Raises `RequestError`."""
         if media is None:
             return len(self.encode(text, add_special_tokens))
-        return len(self._with_pictures(text, media, None, add_special_tokens)[0])
+        return len(self._with_media(text, media, None, add_special_tokens)[0])
 
-    def _with_pictures(
+    def _with_media(
         self, prompt: str | list[int], media: object, salt: str | None, add_special_tokens: bool
     ) -> tuple[list[int], tuple[MediaItem, ...], list[MediaInput]]:
-        pictures = self.picture_processor()
+        asked = next((kind for name, kind in KINDS.items() if isinstance(media, Mapping) and name in media), None)
+        processor = self.media_processor(asked)
         adds = add_special_tokens and isinstance(prompt, str)
-        return pictures.expand(prompt, pictures.pictures(media), salt, lambda text: self.encode(text, adds))
+        return processor.expand(prompt, processor.media(media), salt, lambda text: self.encode(text, adds))
 
-    def picture_processor(self) -> PictureProcessor:
-        """Raises `RequestError` where the model takes no pictures."""
-        if self.pictures is None:
+    def media_processor(self, asked: MediaKind | None = None) -> MediaProcessor:
+        """Raises `RequestError` where the model takes no media, or none of the kind that is `asked` for."""
+        if self.media is None or asked not in (None, self.media.kind):
             name = (self.model.checkpoint.config.get("architectures") or [""])[0]
             why = f": pictures are not built in which {NOT_BUILT[name]}" if name in NOT_BUILT else ""
+            if self.media is not None:
+                why = f", but {self.media.kind.noun}s"
+            nouns = "pictures or sounds" if asked is None else f"{asked.noun}s"
             raise RequestError(
-                f"{self.model.served_model_names[0]} takes no pictures here{why}.", param="messages", code="no_pictures"
+                f"{self.model.served_model_names[0]} takes no {nouns} here{why}.", param="messages", code="no_media"
             )
-        return self.pictures
+        return self.media
 
     def check_known(self, token_ids: list[int]) -> None:
         """Raise `RequestError` for a prompt that is empty or has tokens that the model does not know."""

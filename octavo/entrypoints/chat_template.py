@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _CONTENT = r"""\w+(?:\.content|\[["']content["']\])"""
 _LOOP_OVER_CONTENT = re.compile(rf"\bfor\s+\w+\s+in\s+{_CONTENT}")
-_KNOWS_IMAGES = re.compile(r"""["']image["']""")
 _ASKS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?(?:string|iterable|sequence|mapping)\b")
 
 _INSTRUCTIONS = """You may call one or more functions to assist with the user query. You are provided with function \
@@ -58,7 +57,7 @@ def render_chat(
     the model's own; `template_options` are variables that the template may read. `tools`, in OpenAI's form, are the
     template's to describe; if it does not know of any, they are described in the system's message. By
     `content_format` the template gets texts as they are ("string") or as lists of one part ("openai"); "auto" is what
-    it reads. To a template that knows nothing of images, parts {"type": "image"} are `placeholder` in the text.
+    it reads. To a template that knows nothing of parts of their type, those that are not text are `placeholder` in it.
 
     Raises `RequestError` when there is no template or the template refuses the messages.
     """
@@ -81,7 +80,7 @@ def render_chat(
     if placeholder is None and any(_has_other_parts(message) for message in conversation):
         raise RequestError(
             "parts of messages other than text are not built here; chats, Responses, Messages and LLM.chat have "
-            "pictures.",
+            "pictures, and all but Messages sounds.",
             param="messages",
         )
     if tools and "tools" not in template:
@@ -93,7 +92,7 @@ def render_chat(
         for message in conversation:
             if message.get("role") == "developer":
                 message["role"] = "system"
-    if placeholder is not None and (content_format == "string" or not _KNOWS_IMAGES.search(template)):
+    if placeholder is not None and (content_format == "string" or not _knows(template, conversation)):
         conversation = [_with_placeholders(message, placeholder) for message in conversation]
     if content_format == "openai" or (content_format == "auto" and _reads_parts_only(template)):
         conversation = [_with_parts(message) for message in conversation]
@@ -131,11 +130,18 @@ def _has_other_parts(message: Mapping[str, Any]) -> bool:
     )
 
 
+def _knows(template: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether it reads the types of all parts of `messages`."""
+    contents = [message.get("content") for message in messages]
+    kinds = {part.get("type", "text") for content in contents if isinstance(content, list) for part in content}
+    return all(f"'{kind}'" in template or f'"{kind}"' in template for kind in kinds - {"text"})
+
+
 def _with_placeholders(message: Mapping[str, Any], placeholder: str) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    texts = [placeholder if part.get("type") == "image" else part["text"] for part in content]
+    texts = [part["text"] if part.get("type", "text") == "text" else placeholder for part in content]
     return {**message, "content": "\n".join(texts)}
 
 

@@ -10,9 +10,9 @@ from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import PromptInput
 from octavo.engine.llm_engine import LLMEngine
-from octavo.entrypoints.chat_pictures import take_pictures
 from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.llm_pooling import PoolingMethods
+from octavo.entrypoints.media_parts import take_media
 from octavo.errors import RequestError
 from octavo.logs import configure_logging
 from octavo.lora.request import LoRARequest
@@ -130,11 +130,12 @@ class LLM(PoolingMethods):
         """Answer one conversation, or several: lists of `{"role": …, "content": …}`. `tools` are told to the model.
 
         A message's content is text, or a list of parts: `{"type": "text", "text": …}`, and for models that see
-        `{"type": "image_pil", "image_pil": PIL.Image}` and `{"type": "image_url", "image_url": {"url": …}}`.
+        `{"type": "image_pil", "image_pil": PIL.Image}` and `{"type": "image_url", "image_url": {"url": …}}`, for those
+        that hear `{"type": "audio_url", "audio_url": {"url": …}}` and
+        `{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}`.
         """
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        taken = [take_pictures(conversation) for conversation in conversations]
-        placeholder = self.inputs.picture_processor().placeholder if any(given for _, given in taken) else None
+        taken = [take_media(conversation) for conversation in conversations]
         texts = [
             render_chat(
                 self.tokenizer,
@@ -144,16 +145,16 @@ class LLM(PoolingMethods):
                 continue_final_message=continue_final_message,
                 template_options=chat_template_kwargs,
                 tools=tools,
-                placeholder=placeholder if given else None,
+                placeholder=self.inputs.media_processor(kind).placeholder if kind else None,
             )
-            for conversation, given in taken
+            for conversation, kind, _ in taken
         ]
         prompts: list[PromptInput] = [
             # The template has put special tokens in.
-            {"prompt": text, "multi_modal_data": {"image": self.inputs.picture_processor().open(given)}}
-            if given
+            {"prompt": text, "multi_modal_data": {kind.name: self.inputs.media_processor(kind).open(given)}}
+            if kind
             else text
-            for text, (_, given) in zip(texts, taken, strict=True)
+            for text, (_, kind, given) in zip(texts, taken, strict=True)
         ]
         params = self._params_for(prompts, sampling_params)
         requests = [

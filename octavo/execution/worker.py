@@ -103,7 +103,9 @@ class Worker:
 
             rows: MediaRows
             if team.is_leader:
-                rows = self.media = TowerCache(Tower(media.folder, media.row_multiplier), media.cache_tokens)
+                rows = self.media = TowerCache(
+                    Tower(media.folder, media.kind, media.row_multiplier), media.cache_tokens
+                )
             else:
                 rows = self._received = ReceivedRows()
             self._media_table = MediaTable(rows, description, limits.max_num_seqs)

@@ -21,9 +21,9 @@ from octavo.layers.recurrent import (
 from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
+from octavo.models.media import MEDIA_FAMILIES, NOT_BUILT, decoders_of, read_media
 from octavo.models.readers import read
 from octavo.models.speech import WHISPER, read_whisper
-from octavo.models.vision import NOT_BUILT, VISION_FAMILIES, decoders_of, read_vision
 
 # A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
 EXAMPLE_SIZES: dict[str, Any] = {
@@ -69,13 +69,15 @@ def entries() -> list[Entry]:
             notes.append(f"also {', '.join(others)}")
         found.append(Entry(name, "native", formats, "; ".join(notes)))
     heads_of_128 = {"hidden_size": 4096, "num_attention_heads": 32}  # which mrope_section shares out by default
-    example = {"text_config": EXAMPLE_SIZES | heads_of_128, "image_token_index": 0}
-    for name, vision in VISION_FAMILIES.items():
+    example = {"text_config": EXAMPLE_SIZES | heads_of_128, "image_token_index": 0, "audio_token_index": 0}
+    for name, media in MEDIA_FAMILIES.items():
         decoders = decoders_of(name)
-        description = read_vision(name, example)
-        sees = "sees pictures" if vision.sees else f"pictures refused: {NOT_BUILT[name]}"
-        notes = [*_notes(description), sees]
-        if vision.sections is not None:
+        description = read_media(name, example)
+        takes = {"image": "sees pictures", "audio": "hears sounds"}[media.kind]
+        if not media.takes_media:
+            takes = f"pictures refused: {NOT_BUILT[name]}"
+        notes = [*_notes(description), takes]
+        if media.sections is not None:
             notes.append("tokens have three positions")
         if description.num_media_layers:
             notes.append("further rows of pictures after early layers")
@@ -83,7 +85,7 @@ def entries() -> list[Entry]:
             notes.append(f"tokens of a {description.sees_ahead} attend both ways")
         if len(decoders) > 1:
             notes.append(f"its decoder is one of {', '.join(decoders)}")
-        runs = "native, tower by transformers" if vision.sees else "native"
+        runs = "native, tower by transformers" if media.takes_media else "native"
         found.append(Entry(name, runs, "safetensors, bin", "; ".join(notes)))
     hears = "writes down speech; attention to the encoder's output"
     found.append(

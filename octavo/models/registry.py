@@ -18,10 +18,10 @@ from octavo.loading.weights import Weights
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES
+from octavo.models.media import MEDIA_FAMILIES, read_media
 from octavo.models.pooling import decoder_of, with_pooling
 from octavo.models.readers import read
 from octavo.models.speech import WHISPER, read_whisper
-from octavo.models.vision import VISION_FAMILIES, read_vision
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.pooling_params import PoolingConfig
 
@@ -86,7 +86,7 @@ Builder = Callable[[ModelDescription, Weights, Ops, int, str], Model]
 
 _ARCHITECTURES: dict[str, tuple[Reader, Builder]] = {
     **{name: (partial(read, name, family), Decoder) for name, family in FAMILIES.items()},
-    **{name: (partial(read_vision, name), Decoder) for name in VISION_FAMILIES},
+    **{name: (partial(read_media, name), Decoder) for name in MEDIA_FAMILIES},
     WHISPER: (read_whisper, Decoder),
 }
 

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from octavo.config import MediaConfig
-from octavo.multimodal.pictures import refusal, too_many_bytes
+from octavo.media_kinds import KINDS
 
 if TYPE_CHECKING:
     import httpx
 
 MAX_CONNECTIONS = 64  # at once; further ones wait, without their time running
 _MAX_ADDRESS = 8192  # characters; more than any server takes
-_HEADERS = {"Accept": "image/png,image/jpeg", "Accept-Encoding": "identity", "User-Agent": "octavo"}
+_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "octavo"}
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -44,7 +44,8 @@ class MediaConnector:
     """By the bounds of one engine. Fetches in a loop of its own, in a thread that starts with the first."""
 
     def __init__(self, config: MediaConfig) -> None:
-        self._config = config
+        self._config, self._kind = config, KINDS[config.kind]
+        self._refusal = self._kind.refusal
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self._starting = Lock()
 
@@ -75,18 +76,18 @@ class MediaConnector:
         if url[:5].lower() == "file:":
             return await asyncio.to_thread(self._read, url)
         if len(url) > _MAX_ADDRESS:
-            raise refusal(f"its url has more than {_MAX_ADDRESS} characters.")
+            raise self._refusal(f"its url has more than {_MAX_ADDRESS} characters.")
         limit_s = self._config.fetch_timeout_s
         async with self._slots:
             try:
                 async with asyncio.timeout(limit_s):
                     return await self._follow(httpx.URL(url))
             except TimeoutError:
-                raise refusal(f"it did not arrive within {limit_s:g} s (--media-fetch-timeout).") from None
+                raise self._refusal(f"it did not arrive within {limit_s:g} s (--media-fetch-timeout).") from None
             except httpx.InvalidURL:
-                raise refusal("its url is not a valid address.") from None
+                raise self._refusal("its url is not a valid address.") from None
             except (httpx.HTTPError, OSError):
-                raise refusal("its server cannot be reached, or does not answer as it should.") from None
+                raise self._refusal("its server cannot be reached, or does not answer as it should.") from None
 
     async def _follow(self, address: httpx.URL) -> bytes:
         for _ in range(self._config.max_redirects + 1):
@@ -98,23 +99,23 @@ class MediaConnector:
                 address = address.join(response.headers["location"])
             finally:
                 await response.aclose()
-        raise refusal(f"its url leads on more than {self._config.max_redirects} times (--max-media-redirects).")
+        raise self._refusal(f"its url leads on more than {self._config.max_redirects} times (--max-media-redirects).")
 
     def _check(self, address: httpx.URL) -> None:
         if address.scheme not in ("http", "https") or not address.host:
-            raise refusal("its url must be a data:, http: or https: address, or file: where that is allowed.")
+            raise self._refusal("its url must be a data:, http: or https: address, or file: where that is allowed.")
         if address.userinfo:
-            raise refusal("its url has a user or a password in it.")
+            raise self._refusal("its url has a user or a password in it.")
         domains = self._config.allowed_domains
         if domains and address.host.rstrip(".").lower() not in domains:
-            raise refusal("its url is of none of the domains that are allowed here (--allowed-media-domains).")
+            raise self._refusal("its url is of none of the domains that are allowed here (--allowed-media-domains).")
 
     async def _send(self, address: httpx.URL) -> httpx.Response:
         """The response, without its body, of the first of a host's addresses that can be reached."""
         import httpx
 
         host, port = address.raw_host.decode("ascii"), address.port or {"http": 80, "https": 443}[address.scheme]
-        headers = {**_HEADERS, "Host": address.netloc.decode("ascii")}
+        headers = {**_HEADERS, "Accept": ",".join(self._kind.media_types), "Host": address.netloc.decode("ascii")}
         last: httpx.HTTPError | None = None
         for found in await self._resolve(host, port):
             extensions = {"sni_hostname": host}
@@ -130,32 +131,32 @@ class MediaConnector:
         try:
             entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=SOCK_STREAM)
         except UnicodeError:
-            raise refusal("its url is not a valid address.") from None
+            raise self._refusal("its url is not a valid address.") from None
         found = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
         if not self._config.allows_private and not all(map(is_public, found)):
-            raise refusal("its server is not on the public internet (--allow-private-media-addresses).")
+            raise self._refusal("its server is not on the public internet (--allow-private-media-addresses).")
         return found
 
     async def _body(self, response: httpx.Response) -> bytes:
         if response.status_code != 200:
-            raise refusal(f"its server answered with status {response.status_code}.")
+            raise self._refusal(f"its server answered with status {response.status_code}.")
         if response.headers.get("content-encoding", "identity").lower() != "identity":
-            raise refusal("its server sent it compressed, which was not asked for.")
+            raise self._refusal("its server sent it compressed, which was not asked for.")
         limit = self._config.max_bytes
         if int(response.headers.get("content-length", "0")) > limit:  # h11 takes only numbers
-            raise too_many_bytes(limit)
+            raise self._kind.too_many_bytes(limit)
         body = bytearray()
         async for chunk in response.aiter_raw():
             body += chunk
             if len(body) > limit:
-                raise too_many_bytes(limit)
+                raise self._kind.too_many_bytes(limit)
         return bytes(body)
 
     def _read(self, url: str) -> bytes:
         """The file of a file: URL. What is not there is answered as what is not allowed."""
         if self._config.allowed_folder is None:
-            raise refusal("its url is of a file, and none are allowed here (--allowed-local-media-path).")
-        refused = refusal("its url is of no readable file below --allowed-local-media-path.")
+            raise self._refusal("its url is of a file, and none are allowed here (--allowed-local-media-path).")
+        refused = self._refusal("its url is of no readable file below --allowed-local-media-path.")
         try:
             parts = urlsplit(url)
             path = Path(unquote(parts.path)).resolve(strict=True)
@@ -169,12 +170,12 @@ class MediaConnector:
         except (OSError, ValueError, RuntimeError):
             raise refused from None
         if len(data) > self._config.max_bytes:
-            raise too_many_bytes(self._config.max_bytes)
+            raise self._kind.too_many_bytes(self._config.max_bytes)
         return data
 
 
 def needs_fetching(url: str) -> bool:
-    """Whether a picture's URL says where it is, not what it is."""
+    """Whether a medium's URL says where it is, not what it is."""
     return url[:5].lower() != "data:"
 
 

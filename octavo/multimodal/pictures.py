@@ -7,14 +7,13 @@ header gives, and only then the pixels. Error texts say what is wrong with the p
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import io
-import re
 from typing import TYPE_CHECKING, Any
 
+from octavo.config import MediaConfig
 from octavo.errors import RequestError
+from octavo.media_kinds import IMAGE
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,24 +21,30 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG")
 MIN_SIDE = 2  # a picture of one pixel is a mistake or an attack; processors take its sides for channels
 MAX_ASPECT = 50  # processors scale the shorter side to a fixed size, and the longer one grows with it
-_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w-]+=[^;,]*)*);base64,", re.IGNORECASE)
-_MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg")
+
+
+class PictureReader:
+    """Of one engine's bounds: a `MediaReader`."""
+
+    def __init__(self, config: MediaConfig) -> None:
+        self._config = config
+
+    def from_bytes(self, data: bytes) -> Image:
+        return from_bytes(data, self._config.max_bytes, self._config.max_pixels)
+
+    def normalized(self, given: object) -> Image:
+        return normalized(given, self._config.max_pixels)
+
+    def is_many(self, given: object) -> bool:
+        return isinstance(given, list | tuple)
+
+    def content_hash(self, medium: Image, settings: str, salt: str | None) -> bytes:
+        return content_hash(medium, settings, salt)
 
 
 def from_url(url: str, max_bytes: int, max_pixels: int) -> Image:
     """The picture of a `data:` URL, as `normalized` leaves it. Raises `RequestError`."""
-    match = _DATA_URL.match(url, 0, 256)
-    if match is None:
-        raise refusal("its url must look like data:image/png;base64,...")
-    if (match[1] or "image/png").lower() not in _MEDIA_TYPES:
-        raise refusal("only image/png and image/jpeg are built.")
-    if (len(url) - match.end()) // 4 * 3 - 2 > max_bytes:
-        raise too_many_bytes(max_bytes)
-    try:
-        data = base64.b64decode(url[match.end() :], validate=True)
-    except (binascii.Error, ValueError):
-        raise refusal("its url is not valid base64.") from None
-    return from_bytes(data, max_bytes, max_pixels)
+    return from_bytes(IMAGE.data_of(url, max_bytes), max_bytes, max_pixels)
 
 
 def from_bytes(data: bytes, max_bytes: int, max_pixels: int) -> Image:
@@ -47,7 +52,7 @@ def from_bytes(data: bytes, max_bytes: int, max_pixels: int) -> Image:
     from PIL import Image
 
     if len(data) > max_bytes:
-        raise too_many_bytes(max_bytes)
+        raise IMAGE.too_many_bytes(max_bytes)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image, max_pixels)  # of the header
@@ -56,9 +61,9 @@ def from_bytes(data: bytes, max_bytes: int, max_pixels: int) -> Image:
     except RequestError:
         raise
     except Image.DecompressionBombError:
-        raise refusal(f"it has more than {max_pixels} pixels (--max-image-pixels).") from None
+        raise IMAGE.refusal(f"it has more than {max_pixels} pixels (--max-image-pixels).") from None
     except Exception:  # decoders of strangers' bytes raise what they like
-        raise refusal("it is not a readable PNG or JPEG file.") from None
+        raise IMAGE.refusal("it is not a readable PNG or JPEG file.") from None
 
 
 def normalized(image: Any, max_pixels: int) -> Image:
@@ -67,7 +72,7 @@ def normalized(image: Any, max_pixels: int) -> Image:
     from PIL import Image, ImageOps
 
     if not isinstance(image, Image.Image):
-        raise refusal(f"it must be a PIL.Image, got {type(image).__name__}.")
+        raise IMAGE.refusal(f"it must be a PIL.Image, got {type(image).__name__}.")
     _check_size(image, max_pixels)
     try:
         upright = ImageOps.exif_transpose(image)
@@ -78,7 +83,7 @@ def normalized(image: Any, max_pixels: int) -> Image:
             upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
         return upright.convert("RGB")
     except Exception:
-        raise refusal("it is not a readable picture.") from None
+        raise IMAGE.refusal("it is not a readable picture.") from None
 
 
 def content_hash(image: Image, settings: str, salt: str | None) -> bytes:
@@ -91,18 +96,8 @@ def content_hash(image: Image, settings: str, salt: str | None) -> bytes:
 def _check_size(image: Image, max_pixels: int) -> None:
     width, height = image.size
     if min(width, height) < MIN_SIDE:
-        raise refusal(f"it has {width} x {height} pixels; {MIN_SIDE} x {MIN_SIDE} are the least.")
+        raise IMAGE.refusal(f"it has {width} x {height} pixels; {MIN_SIDE} x {MIN_SIDE} are the least.")
     if width * height > max_pixels:
-        raise refusal(f"it has {width} x {height} pixels; {max_pixels} are the most (--max-image-pixels).")
+        raise IMAGE.refusal(f"it has {width} x {height} pixels; {max_pixels} are the most (--max-image-pixels).")
     if max(width, height) > MAX_ASPECT * min(width, height):
-        raise refusal(f"it has {width} x {height} pixels; one side may be {MAX_ASPECT} times the other at most.")
-
-
-def too_many_bytes(max_bytes: int) -> RequestError:
-    """What a picture's file is refused with that is too large."""
-    return refusal(f"it has more than {max_bytes} bytes (--max-image-bytes).")
-
-
-def refusal(reason: str) -> RequestError:
-    """What a picture is refused with."""
-    return RequestError(f"A picture is refused: {reason}", param="image_url", code="invalid_image")
+        raise IMAGE.refusal(f"it has {width} x {height} pixels; one side may be {MAX_ASPECT} times the other at most.")

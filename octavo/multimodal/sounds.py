@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.config import MediaConfig
 from octavo.errors import RequestError
+from octavo.media_kinds import AUDIO
 from octavo.multimodal import sound_decoder
 from octavo.multimodal.sound_decoder import MAX_CHANNELS, RATE, RATES
 
@@ -23,6 +25,26 @@ _MEMORY_BYTES = 1 << 30  # of the decoding process, beside the samples
 _DECODE_S = 60.0
 
 Samples = NDArray[np.float32]  # [n], 16,000 a second
+
+
+class SoundReader:
+    """Of one engine's bounds: a `MediaReader`."""
+
+    def __init__(self, config: MediaConfig) -> None:
+        self._config = config
+
+    def from_bytes(self, data: bytes) -> Samples:
+        return from_bytes(data, self._config.max_bytes, self._config.max_seconds)
+
+    def normalized(self, given: object) -> Samples:
+        return from_array(given, self._config.max_seconds)
+
+    def is_many(self, given: object) -> bool:
+        """A list of numbers is one sound, and so is a pair of samples and their rate."""
+        return isinstance(given, list) and not (given and isinstance(given[0], int | float))
+
+    def content_hash(self, medium: Samples, settings: str, salt: str | None) -> bytes:
+        return content_hash(medium, salt, settings)
 
 
 def from_bytes(data: bytes, max_bytes: int, max_seconds: float) -> Samples:
@@ -81,16 +103,16 @@ def checked(samples: Samples, max_seconds: float) -> Samples:
     return np.clip(samples, -1.0, 1.0)
 
 
-def content_hash(features: NDArray[np.float32], salt: str | None) -> bytes:
+def content_hash(values: NDArray[np.float32], salt: str | None, settings: str = "") -> bytes:
     """SHA-256 over all that an encoder's output depends on, and the salt that keeps tenants apart."""
-    digest = hashlib.sha256(repr((salt or "", features.shape, features.dtype.name)).encode())
-    digest.update(np.ascontiguousarray(features).data)
+    digest = hashlib.sha256(repr((salt or "", settings, values.shape, values.dtype.name)).encode())
+    digest.update(np.ascontiguousarray(values).data)
     return digest.digest()
 
 
 def too_many_bytes(max_bytes: int) -> RequestError:
     """What a sound's file is refused with that is too large."""
-    return refusal(f"it has more than {max_bytes} bytes (--max-audio-bytes).")
+    return _of_file(AUDIO.too_many_bytes(max_bytes))
 
 
 def too_long(max_seconds: float) -> NoReturn:
@@ -102,5 +124,10 @@ def refuse(reason: str) -> NoReturn:
 
 
 def refusal(reason: str) -> RequestError:
-    """What a sound is refused with."""
-    return RequestError(f"A sound is refused: {reason}", param="file", code="invalid_audio")
+    """What a sound is refused with that has been uploaded."""
+    return _of_file(AUDIO.refusal(reason))
+
+
+def _of_file(error: RequestError) -> RequestError:
+    error.param = "file"
+    return error

@@ -1,5 +1,6 @@
-"""What a model sees of a picture: the rows that its tower and projector make, which transformers computes in float32 on
-the CPU, and which are kept for later turns. The core's half of a model that sees; the other is `processor`.
+"""What a model sees of a picture, or hears of a sound: the rows that its tower and projector make, which transformers
+computes in float32 on the CPU, and which are kept for later turns. The core's half of such a model; the other is
+`processor`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,8 +32,8 @@ Rows = NDArray[np.float32]  # [1 + D, tokens, H]: in the place of embeddings, an
 class Tower:
     """The tower and the projector of a checkpoint, without its decoder."""
 
-    def __init__(self, folder: str, multiplier: float = 1.0) -> None:
-        """Its rows are multiplied by `multiplier`. Raises `LoadError`."""
+    def __init__(self, folder: str, kind: str, multiplier: float = 1.0) -> None:
+        """Of media of `kind`, "image" or "audio"; its rows are multiplied by `multiplier`. Raises `LoadError`."""
         # torch's threads would wait by spinning, and take the cores from the native kernels': read when they start.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
@@ -63,10 +65,11 @@ class Tower:
         if is_quantized:
             _check_floats(self._model, report["unexpected_keys"], folder)
         self._multiplier = multiplier
-        self._takes = inspect.signature(self._model.get_image_features).parameters
+        self._features = getattr(self._model, f"get_{kind}_features", None) or partial(_of_qwen2_audio, self._model)
+        self._takes = inspect.signature(self._features).parameters
 
     def rows(self, given: MediaInput) -> Rows:
-        """Of one picture at a time: their bits must not depend on other requests."""
+        """Of one medium at a time: their bits must not depend on other requests."""
         import torch
 
         arguments = {
@@ -75,14 +78,31 @@ class Tower:
             if array.name in self._takes
         }
         with torch.inference_mode():
-            features = self._model.get_image_features(**arguments, return_dict=True)
-        # Each one tensor [tiles, tokens, H], or a list of such of its own number of tokens a picture.
+            features = self._features(**arguments, return_dict=True)
+        # Each one tensor [tiles, tokens, H], or a list of such of its own number of tokens a picture;
+        # of sounds also [tokens, H].
         parts = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
-        rows = [torch.cat([one.reshape(-1, one.shape[-1]) for one in part]).mul(self._multiplier) for part in parts]
-        found: Rows = torch.stack(rows).numpy()
+        tensors = [part if isinstance(part, torch.Tensor) else torch.cat(list(part)) for part in parts]
+        rows = torch.stack([one.reshape(-1, one.shape[-1]) for one in tensors]).mul(self._multiplier)
+        found: Rows = rows.numpy()
         if found.shape[1] != given.num_tokens:
             raise ValueError(f"a tower gave {found.shape[1]} rows for {given.num_tokens} tokens")
         return found
+
+
+def _of_qwen2_audio(model: Any, input_features: Any, feature_attention_mask: Any, return_dict: bool) -> Any:
+    """What Qwen2-Audio has of a sound, [tokens, H]; its class in transformers 5 makes that only within a whole step."""
+    import torch
+    from transformers.masking_utils import create_bidirectional_mask
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    tower = model.audio_tower
+    [num_seen], [num_rows] = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
+    inputs = torch.zeros(1, (input_features.shape[-1] - 2) // 2 + 1, 1)  # as many as the tower's convolutions leave
+    is_sound = (torch.arange(inputs.shape[1]) < num_seen).long()[None]
+    mask = create_bidirectional_mask(config=tower.config, inputs_embeds=inputs, attention_mask=is_sound)
+    seen = tower(input_features, attention_mask=mask, return_dict=return_dict).last_hidden_state
+    return BaseModelOutputWithPooling(pooler_output=model.multi_modal_projector(seen)[0, :num_rows])
 
 
 def _check_floats(model: Any, unexpected: Iterable[str], folder: str) -> None:

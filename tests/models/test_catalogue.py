@@ -9,9 +9,9 @@ import pytest
 
 from octavo.entrypoints.cli.main import main
 from octavo.models import catalogue
+from octavo.models.media import MEDIA_FAMILIES
 from octavo.models.registry import architectures
 from octavo.models.speech import WHISPER
-from octavo.models.vision import VISION_FAMILIES
 from tests.models.small_encoders import ENCODERS
 from tests.models.small_experts import ALL_MODELS
 from tests.models.small_latent import LATENT_MODELS
@@ -31,7 +31,7 @@ def test_the_table_has_every_architecture_and_each_is_tested() -> None:
     assert names == [name for name in architectures() if name in names]  # other tests register more
     tested = {model.architecture for model in (ALL_MODELS | LATENT_MODELS | RECURRENT_MODELS).values()}
     encoders = {name for name in ENCODERS if not name.endswith("Classification")}
-    others = {"HF_ColBERT", "NewModel", WHISPER, *VISION_FAMILIES}  # New is Gte by another name
+    others = {"HF_ColBERT", "NewModel", WHISPER, *MEDIA_FAMILIES}  # New is Gte by another name
     assert set(names) == tested | encoders | others
 
 

@@ -27,8 +27,8 @@ from tests.multimodal.conftest import encoded, picture
 
 PICTURE = encoded(picture(0))
 CONFIG = MediaConfig(
-    folder="", token_id=0, row_multiplier=1.0, max_images=8, max_bytes=20_000, max_pixels=10**6,
-    cache_tokens=1, allows_private=True, fetch_timeout_s=20, max_redirects=2,
+    kind="image", folder="", token_id=0, row_multiplier=1.0, max_count=8, max_seconds=60.0, max_bytes=20_000,
+    max_pixels=10**6, cache_tokens=1, allows_private=True, fetch_timeout_s=20, max_redirects=2,
 )  # fmt: skip
 
 

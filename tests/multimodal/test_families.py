@@ -1,4 +1,4 @@
-"""Every family that sees, with small random weights and its real processor, beside itself in `transformers`."""
+"""Every family that sees or hears, with small random weights and its real processor, beside itself in transformers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, LoadError
+from octavo.models.media import MEDIA_FAMILIES
 from octavo.models.registry import describe
-from octavo.models.vision import VISION_FAMILIES
 from octavo.multimodal.processor import _without_videos
 from tests.multimodal.conftest import picture, save
 from tests.multimodal.test_llava import assert_as_transformers, generate, tower
+from tests.speech.conftest import sound
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
@@ -34,14 +36,23 @@ MORE_TOKENS = [
 ]  # fmt: skip
 
 
+SOUND_TEMPLATE = (  # which looks for sounds as Qwen2-Audio's does
+    "{% for m in messages %}{{ m['role'].upper() + ': ' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if 'audio' in c %}<sound>{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+)
+
+
 class Case(NamedTuple):
     """A family's configuration beside `text_config`, and its processor."""
 
     text: dict[str, Any]
     settings: Callable[[], dict[str, Any]]
     processor: Callable[[Any], Any]
-    image_token: str = "<image>"  # which a row stands in the place of
+    token: str = "<image>"  # which a row stands in the place of
     needs: str = "transformers"  # what its processor asks for
+    theirs: Callable[[Path], Any] | None = None  # the processor to compare with, where Octavo has one of its own
+    num_tokens: int = 256  # that the prompts of the table need
 
 
 def pixtral(tokenizer: Any, merge: int) -> Any:
@@ -128,6 +139,69 @@ def paligemma(tokenizer: Any) -> Any:
     return transformers.PaliGemmaProcessor(images, tokenizer)
 
 
+def with_sounds(tokenizer: Any) -> Any:
+    return type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens={"audio_token": "<sound>"})
+
+
+def qwen2_audio(tokenizer: Any) -> Any:
+    extractor = transformers.WhisperFeatureExtractor(feature_size=16)
+    return transformers.Qwen2AudioProcessor(extractor, with_sounds(tokenizer), chat_template=SOUND_TEMPLATE)
+
+
+def windows_of_sounds(processor: Any) -> Callable[[Any], Any]:
+    def make(tokenizer: Any) -> Any:
+        tokenizer = with_sounds(tokenizer)
+        tokenizer.pad_token_id = 0
+        return processor(transformers.WhisperFeatureExtractor(feature_size=16), tokenizer, audio_token="<sound>")
+
+    return make
+
+
+class OneByOne:
+    """A processor that takes one sound a text: the parts of a text with several, one behind the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._processor = transformers.AutoProcessor.from_pretrained(folder)
+
+    def __call__(self, text: str, audio: list[Any], return_tensors: str) -> dict[str, Any]:
+        *texts, end = text.split("<sound>")
+        found = [self._processor(text=f"{one}<sound>", audio=[given]) for one, given in zip(texts, audio, strict=True)]
+        inputs = {name: torch.cat([one[name] for one in found]) for name in ("input_features", "input_features_mask")}
+        tail = self._processor.tokenizer(end, return_tensors=return_tensors)["input_ids"]
+        return {"input_ids": torch.cat([*(one["input_ids"] for one in found), tail], 1), **inputs}
+
+
+class Voxtral:
+    """What its processor in transformers makes of sounds, and of the text what mistral-common, which that asks for,
+    would: so many tokens a sound, with a mark before them."""
+
+    def __init__(self, extractor: Any, tokenizer: Any) -> None:
+        self.feature_extractor, self.tokenizer = extractor, tokenizer
+
+    def __call__(self, text: str, audio: list[Any] | None, return_tensors: str) -> dict[str, Any]:
+        kind, more = transformers.VoxtralProcessor, {}
+        if audio:
+            settings = kind.audio_kwargs | {"return_tensors": return_tensors}
+            more["input_features"] = kind._retrieve_input_features(self, audio, **settings)
+        text = text.replace("[AUDIO]", "[BEGIN_AUDIO]" + 375 * "[AUDIO]")
+        return {**self.tokenizer(text, return_tensors=return_tensors), **more}
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.feature_extractor.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def voxtral(tokenizer: Any) -> Any:
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[AUDIO]", "[BEGIN_AUDIO]"]})
+    return Voxtral(transformers.WhisperFeatureExtractor(feature_size=16), tokenizer)
+
+
+def saved_voxtral(folder: Path) -> Any:
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+    return Voxtral(extractor, PreTrainedTokenizerFast.from_pretrained(folder))
+
+
 def mrope(*sections: int, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": list(sections)} | more}
 
@@ -137,6 +211,7 @@ def clip() -> Any:
 
 
 TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+HEARS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_mel_bins": 16}
 CASES: dict[str, Case] = {
     "LlavaForConditionalGeneration": Case({"model_type": "llama"}, lambda: {"vision_config": clip()}, llava),
     "LlavaForConditionalGeneration (Pixtral)": Case(
@@ -256,8 +331,44 @@ CASES: dict[str, Case] = {
         lambda: {"vision_config": SIZES | {"model_type": "siglip_vision_model"}, "projection_dim": 64},
         paligemma,
     ),
+    "Qwen2AudioForConditionalGeneration": Case(
+        {"model_type": "qwen2"},
+        lambda: {
+            "audio_config": {
+                "model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 48, "num_mel_bins": 16,
+            },
+        },
+        qwen2_audio,
+        "<sound>",
+    ),
+    "AudioFlamingo3ForConditionalGeneration": Case(
+        {"model_type": "qwen2"},
+        lambda: {"audio_config": HEARS | {"model_type": "audioflamingo3_encoder", "intermediate_size": 48}},
+        windows_of_sounds(transformers.AudioFlamingo3Processor),
+        "<sound>",
+        theirs=OneByOne,
+    ),
+    "GlmAsrForConditionalGeneration": Case(
+        {"model_type": "llama"},
+        lambda: {"audio_config": HEARS | {"model_type": "glmasr_encoder", "intermediate_size": 128}},
+        windows_of_sounds(transformers.GlmAsrProcessor),
+        "<sound>",
+        theirs=OneByOne,
+    ),
+    "VoxtralForConditionalGeneration": Case(
+        {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 1024},
+        lambda: {"audio_config": HEARS | {"model_type": "voxtral_encoder", "intermediate_size": 128}},
+        voxtral,
+        "[AUDIO]",
+        theirs=saved_voxtral,
+        num_tokens=1024,
+    ),
 }  # fmt: skip
-A, B = picture(0), picture(1, 90, 33)
+# Of each kind two of different sizes and one of the first's.
+MEDIA: dict[str, list[Any]] = {
+    "image": [picture(0), picture(1, 90, 33), picture(2)], "audio": [sound(0, 0.5), sound(1, 1.1), sound(2, 0.5)],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -277,8 +388,9 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
     }  # fmt: skip
     builder = getattr(transformers, name.partition(" ")[0])
     settings = case.settings() | {"tie_word_embeddings": False}
-    name_of_token = "image_token_index" if hasattr(builder.config_class, "image_token_index") else "image_token_id"
-    settings[name_of_token] = tokenizer.convert_tokens_to_ids(case.image_token)
+    name_of_token = f"{MEDIA_FAMILIES[name.partition(' ')[0]].kind}_token"
+    end = "index" if hasattr(builder.config_class, f"{name_of_token}_index") else "id"
+    settings[f"{name_of_token}_{end}"] = tokenizer.convert_tokens_to_ids(case.token)
     config = builder.config_class(text_config=text, **settings)
     save(folder, builder(config), processor)
 
@@ -286,6 +398,7 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
 # Whose decoder or rule another has too.
 LONG = {
     "Qwen2_5_VLForConditionalGeneration", "Glm4vForConditionalGeneration", "PaliGemmaForConditionalGeneration",
+    "AudioFlamingo3ForConditionalGeneration", "GlmAsrForConditionalGeneration",
 }  # fmt: skip
 
 
@@ -293,29 +406,34 @@ LONG = {
 def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: str) -> None:
     pytest.importorskip(CASES[name].needs)
     save_case(tmp_path, name, tokenizer)
-    family = VISION_FAMILIES[name.partition(" ")[0]]
+    family = MEDIA_FAMILIES[name.partition(" ")[0]]
     is_whole = family.sees_ahead == "prompt"  # not to be cut
-    budget = 256 if is_whole else 13
+    length = CASES[name].num_tokens
+    budget = 256 if is_whole else 13 * length // 256
     llm = LLM(
-        str(tmp_path), dtype="float32", max_model_len=256, max_num_batched_tokens=budget, max_num_seqs=4,
-        num_gpu_blocks_override=80, check_invariants=True,
+        str(tmp_path), dtype="float32", max_model_len=length, max_num_batched_tokens=budget, max_num_seqs=4,
+        num_gpu_blocks_override=80 * length // 256, check_invariants=True,
     )  # fmt: skip
+    (first, second, third), mark = MEDIA[family.kind], "<image>" if family.kind == "image" else CASES[name].token
+    theirs = CASES[name].theirs
     # Where grids make positions, `generate` of transformers goes on from those of the last token, be it a picture's.
-    two = "<image>\nbeside this one:<image>."
+    two = f"{mark}\nbeside this one:{mark}."
     prompts = {
-        "one": ("What is it? <image> Say it.", [A]),
-        "two of different sizes": (two, [A, B]),
-        "a second turn": (f"{two} It is. And now?", [A, B]),
+        "one": (f"What is it? {mark} Say it.", [first]),
+        "two of different sizes": (two, [first, second]),
+        "a second turn": (f"{two} It is. And now?", [first, second]),
         # transformers takes pictures without a token between them for one, where their grids make positions.
-        "the same twice": ("<image><image>." if family.sections is None else "<image> <image>.", [B, B]),
-        "another": ("What is it? <image> Say it.", [picture(2)]),
+        "the same twice": (f"{mark}{mark}." if family.sections is None else f"{mark} {mark}.", [second, second]),
+        "another": (f"What is it? {mark} Say it.", [third]),
     }
-    asked = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in prompts.values()]
+    asked = [{"prompt": text, "multi_modal_data": {family.kind: media}} for text, media in prompts.values()]
     alone = []
-    for one, (text, images) in zip(asked, prompts.values(), strict=True):
+    for one, (text, media) in zip(asked, prompts.values(), strict=True):
         alone += generate(llm, one)
         # Nested, as chats of transformers have it; a flat list is one of pictures that are alone.
-        assert_as_transformers(tmp_path, alone[-1], text, [images] if family.counts_pictures else images)
+        given = [media] if family.counts_pictures else media
+        processor = theirs and theirs(tmp_path)
+        assert_as_transformers(tmp_path, alone[-1], text, given, family.kind, processor)
     assert alone[-1].prompt_token_ids == alone[0].prompt_token_ids
     assert alone[-1].outputs[0].logprobs != alone[0].outputs[0].logprobs
     assert alone[2].num_cached_tokens >= (0 if is_whole else len(alone[1].prompt_token_ids) // 16 * 16)
@@ -327,23 +445,33 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
     if family.frames_prompts:  # of text alone
         llm.close()
         return
-    as_ids = {"prompt_token_ids": llm.get_tokenizer().encode(prompts["one"][0]), "multi_modal_data": {"image": A}}
+    as_ids = {
+        "prompt_token_ids": llm.get_tokenizer().encode(prompts["one"][0]),
+        "multi_modal_data": {family.kind: first},
+    }
     assert generate(llm, as_ids)[0].outputs[0].logprobs == alone[0].outputs[0].logprobs
     llm.close()
 
 
 @pytest.mark.parametrize(
-    ("name", "shift"), [("Qwen3VLForConditionalGeneration", 4), ("Gemma3ForConditionalGeneration", 1)]
+    ("name", "shift"),
+    [
+        ("Qwen3VLForConditionalGeneration", 4),
+        ("Gemma3ForConditionalGeneration", 1),
+        pytest.param("Qwen2AudioForConditionalGeneration", 1, marks=pytest.mark.long),
+    ],
 )
 def test_preempted_forked_and_found_prompts_see_the_same(tmp_path: Path, tokenizer: Any, name: str, shift: int) -> None:
     """Where positions or what a token sees follow from the picture, not from the token's place alone."""
     save_case(tmp_path, name, tokenizer)
     sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 112, "max_num_batched_tokens": 13, "max_num_seqs": 4}
     params = SamplingParams(temperature=1, seed=5, max_tokens=60, logprobs=1, ignore_eos=True, n=2)
-    image = {"image": picture(3, 120, 110)}
-    # In each the first block of 16 ends within the picture.
-    texts = [f"number {i}: {'x' * (shift + i % 2)}<image> and so on" for i in range(3)]
-    prompts = [{"prompt": text, "multi_modal_data": image} for text in texts]
+    hears = MEDIA_FAMILIES[name].kind == "audio"
+    media: dict[str, Any] = {"audio": sound(3, 0.5)} if hears else {"image": picture(3, 120, 110)}
+    mark = "<sound>" if hears else "<image>"
+    # In each the first block of 16 ends within the picture or the sound.
+    texts = [f"number {i}: {'x' * (shift + i % 2)}{mark} and so on" for i in range(3)]
+    prompts = [{"prompt": text, "multi_modal_data": media} for text in texts]
     llm = LLM(str(tmp_path), num_gpu_blocks_override=80, check_invariants=True, **sizes)
     alone = []
     for prompt in prompts:
@@ -375,7 +503,9 @@ def test_prompts_that_see_themselves_are_not_without_pictures_nor_cut(tmp_path: 
 
 
 def test_every_family_has_its_case() -> None:
-    assert {name.partition(" ")[0] for name in CASES} == {name for name, one in VISION_FAMILIES.items() if one.sees}
+    assert {name.partition(" ")[0] for name in CASES} == {
+        name for name, one in MEDIA_FAMILIES.items() if one.takes_media
+    }
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from PIL import Image
 from octavo import LLM, SamplingParams
 from octavo.entrypoints.chat_template import render_chat
 from octavo.errors import ConfigError, RequestError
+from octavo.media_kinds import KINDS
 from octavo.multimodal.processor import _load_processor
 from octavo.multimodal.tower import TowerCache
 from tests.multimodal.conftest import encoded, picture, save_llava
@@ -51,12 +52,14 @@ def engine(folder: Path, **args: Any) -> LLM:
     return LLM(str(folder), **{"dtype": "float32", "max_model_len": 128, "check_invariants": True} | sizes | args)
 
 
-def assert_as_transformers(folder: Path, output: Any, text: str, images: list[Any]) -> None:
+def assert_as_transformers(
+    folder: Path, output: Any, text: str, media: list[Any], kind: str = "image", processor: Any = None
+) -> None:
     """The prompt's tokens, the answer's, and log-probabilities within 1e-4."""
     builder = getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
     model = builder.from_pretrained(folder)
-    processor = _load_processor(str(folder))
-    inputs = processor(text=text, images=images or None, return_tensors="pt")
+    processor = processor or _load_processor(str(folder), 0)
+    inputs = processor(text=text, **{KINDS[kind].argument: media or None}, return_tensors="pt")
     assert inputs["input_ids"][0].tolist() == output.prompt_token_ids
     [answer] = output.outputs
     expected = model.generate(
@@ -169,7 +172,7 @@ def test_other_decoders(tmp_path: Path, tokenizer_that_sees: Any, model_type: st
     [
         ({"prompt": "no place", "multi_modal_data": {"image": A}}, "0 placeholders and 1 pictures"),
         ({"prompt": "<image><image>", "multi_modal_data": {"image": [A]}}, "2 placeholders and 1 pictures"),
-        ({"prompt": "<image>", "multi_modal_data": {"video": A}}, "other media are not built"),
+        ({"prompt": "<image>", "multi_modal_data": {"video": A}}, "other media are not taken here"),
         ({"prompt": "<image>", "multi_modal_data": {"image": "file.png"}}, "must be a PIL.Image, got str"),
         ({"prompt": "<image>" * 9, "multi_modal_data": {"image": [A] * 9}}, "9 pictures, and 8 are the most"),
         ({"prompt": "<image>" + "x" * 125, "multi_modal_data": {"image": A}}, "the prompt has 129 tokens"),
@@ -194,10 +197,12 @@ def test_chats_of_scripts_have_pictures(llm: LLM) -> None:
     asked = {"prompt": "USER: <image>\nLook ASSISTANT:", "multi_modal_data": {"image": A}}
     assert answers == [generate(llm, asked)[0].outputs[0].logprobs] * 3
     for part, message in (
-        ({"type": "image_pil", "image_pil": data}, "a picture is"),
-        ({"type": "image_url", "image_url": A}, "a picture is"),
+        ({"type": "image_pil", "image_pil": data}, "like .*PIL.Image"),
+        ({"type": "image_url", "image_url": A}, "like .*image_url"),
         ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}, "not on the public internet"),
-        ({"type": "input_audio", "input_audio": {}}, "are not built here"),
+        ({"type": "input_audio", "input_audio": {}}, "like .*input_audio"),
+        ({"type": "audio_url", "audio_url": "data:audio/wav;base64,"}, "takes no sounds here, but pictures"),
+        ({"type": "video_url", "video_url": "data:"}, "are not built here"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.chat([{"role": "user", "content": [part]}])
@@ -228,17 +233,18 @@ def test_a_model_without_a_processor_says_so(tmp_path: Path, llava: Path) -> Non
     for file in llava.iterdir():
         if "processor" not in file.name:
             (tmp_path / file.name).symlink_to(file)
-    with pytest.raises(ConfigError, match="which says how it sees pictures"):
+    with pytest.raises(ConfigError, match="which says how it sees"):
         engine(tmp_path)
 
 
 def test_a_model_that_does_not_see_refuses_the_flags(llava: Path) -> None:
     for more, said in (
         ({"speculative_config": {"model": "."}}, "not built yet with a model that guesses"),
-        ({"limit_mm_per_prompt": {"video": 1}}, "has video; only image is built"),
+        ({"limit_mm_per_prompt": {"video": 1}}, "has video; image, audio are built"),
         ({"limit_mm_per_prompt": {"image": "x"}}, "must be a number of pictures"),
+        ({"limit_mm_per_prompt": {"audio": 1}}, "has audio; .* takes image"),
     ):
         with pytest.raises(ConfigError, match=said):
             engine(llava, **more)
-    with pytest.raises(ConfigError, match="--language-model-only is for models that see"):
+    with pytest.raises(ConfigError, match="--language-model-only is for models that see or hear"):
         LLM(language_model_only=True)

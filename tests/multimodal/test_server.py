@@ -52,6 +52,9 @@ def image(given: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": given, "detail": "auto"}}
 
 
+SOUND = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+
+
 def ask(client: openai.OpenAI, *content: dict[str, Any], **more: Any) -> Any:
     messages: Any = [{"role": "user", "content": list(content)}]
     return client.chat.completions.create(
@@ -111,7 +114,9 @@ def test_a_hostile_picture_is_a_400(client: openai.OpenAI, name: str) -> None:
     [
         ([image(A)] * 3, "3 pictures, and 2 are the most"),
         ([{"type": "video_url", "video_url": {"url": "data:"}}], "video_url.*not built"),
-        ([image(A), {"type": "input_audio", "input_audio": {}}], "input_audio.*not built"),
+        ([image(A), {"type": "input_audio", "input_audio": {}}], "a part that is not like"),
+        ([SOUND], "takes no sounds here, but pictures"),
+        ([image(A), SOUND], "no model here takes both"),
         ([{"type": "image_embeds", "image_embeds": "x"}], "image_embeds.*not built"),
         ([{"type": "image_url"}], "a part that is not like"),
         ([{"type": "image_url", "image_url": {"url": 1}}], "a part that is not like"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from octavo.entrypoints.chat_template import render_chat
+from octavo.entrypoints.media_parts import for_template, urls_by_kind
 from octavo.entrypoints.openai.answer import (
     AnswerFormat,
     AnswerReader,
@@ -26,13 +27,12 @@ from octavo.entrypoints.openai.errors import validation_error
 from octavo.entrypoints.openai.hints import hint_options
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TemplateRequest, Tool
 from octavo.entrypoints.openai.state import Asked, ServerState
+from octavo.media_kinds import MediaKind
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from octavo.loading.tokenizer import ModelTokenizer
 
 
@@ -67,7 +67,7 @@ class Conversation:
         self._state = state
         self._params = params
         self._clamps_max_tokens = clamps_max_tokens
-        self._files: dict[str, bytes] = {}  # of the pictures that had to be fetched, by URL
+        self._files: dict[str, bytes] = {}  # of the media that had to be fetched, by URL
         self._format = AnswerFormat()  # known when the prompt is
         self._readers = defaultdict[int, AnswerReader](self.reader)  # by choice
 
@@ -101,12 +101,13 @@ class Conversation:
 
     @property
     def has_media(self) -> bool:
-        return bool(_picture_urls(self._body.messages))
+        return bool(self._media()[1])
 
     async def fetch(self) -> None:
-        """The pictures that are elsewhere, before `prepare`. Raises `RequestError`."""
-        if urls := _picture_urls(self._body.messages):
-            self._files = await self._state.engine.inputs.picture_processor().fetch(urls)
+        """The media that are elsewhere, before `prepare`. Raises `RequestError`."""
+        kind, urls = self._media()
+        if urls:
+            self._files = await self._state.engine.inputs.media_processor(kind).fetch(urls)
 
     async def progress(
         self, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
@@ -141,7 +142,7 @@ class Conversation:
         tools = body.tools if body.chosen_tools else None
         hints = hint_options(state.engine.tokenizer, body, is_strict=state.args.unknown_fields == "error")
         options = {**(state.args.default_chat_template_kwargs or {}), **hints}
-        media, placeholder = self._pictures()
+        media, placeholder = self._decoded()
         prompt = render_messages(
             state.engine.tokenizer,
             body,
@@ -162,23 +163,16 @@ class Conversation:
         # The template has put the special tokens in already.
         return Asked(prompt, bool(body.add_special_tokens), grammar, media)
 
-    def _pictures(self) -> tuple[dict[str, list[Image]] | None, str | None]:
-        """The pictures of the conversation, decoded, and the text that stands for each. Raises `RequestError`."""
-        urls = _picture_urls(self._body.messages)
-        if not urls:
+    def _media(self) -> tuple[MediaKind | None, list[str]]:
+        return urls_by_kind([message.content for message in self._body.messages])
+
+    def _decoded(self) -> tuple[dict[str, list[Any]] | None, str | None]:
+        """The media of the conversation, decoded, and the text that stands for each. Raises `RequestError`."""
+        kind, urls = self._media()
+        if kind is None:
             return None, None
-        processor = self._state.engine.inputs.picture_processor()
-        return {"image": [processor.decode(url, self._files.get(url)) for url in urls]}, processor.placeholder
-
-
-def _picture_urls(messages: Sequence[ChatMessage]) -> list[str]:
-    return [
-        part["image_url"]["url"]
-        for message in messages
-        if not isinstance(message.content, str)
-        for part in message.content
-        if part["type"] == "image_url"
-    ]
+        processor = self._state.engine.inputs.media_processor(kind)
+        return {kind.name: [processor.decode(url, self._files.get(url)) for url in urls]}, processor.placeholder
 
 
 def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:
@@ -201,8 +195,8 @@ def render_messages(
     placeholder: str | None = None,
 ) -> str:
     """The prompt that `messages` and `tools` make with the template's options of `body`, beside `options`; unless those
-    say otherwise it ends with the beginning of an answer if the model `generates` one. Each picture becomes what the
-    template makes of it, or `placeholder`; without one, pictures are refused. Raises `RequestError`."""
+    say otherwise it ends with the beginning of an answer if the model `generates` one. Each medium becomes what the
+    template makes of it, or `placeholder`; without one, media are refused. Raises `RequestError`."""
     continues = bool(body.continue_final_message)
     return render_chat(
         tokenizer,
@@ -224,5 +218,5 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
     if (reasoning := fields.pop("reasoning", None)) is not None:
         fields.setdefault("reasoning_content", reasoning)
     if not isinstance(message.content, str):
-        fields["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in message.content]
+        fields["content"] = [for_template(part) for part in message.content]
     return fields

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
+from octavo.entrypoints.media_parts import MEDIA_PARTS, url_of
 from octavo.errors import RequestError
 
 ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part of an id
@@ -154,30 +155,28 @@ def _check_content(value: Any) -> str:
 
 
 def _check_message_content(value: Any) -> str | list[dict[str, Any]]:
-    """As `_check_content`; with pictures a list of parts, each picture an object."""
-    is_mixed = isinstance(value, list) and any(
-        isinstance(part, dict) and part.get("type") == "image_url" for part in value
-    )
-    if not is_mixed:
+    """As `_check_content`; with pictures or sounds a list of parts, each of those an object with a URL."""
+    if not isinstance(value, list) or not any(map(_is_medium, value)):
         return _check_content(value)
     return [
-        {"type": "image_url", "image_url": {"url": _check_picture(part)}}
-        if isinstance(part, dict) and part.get("type") == "image_url"
-        else {"type": "text", "text": _check_content([part])}
-        for part in value
+        _check_medium(part) if _is_medium(part) else {"type": "text", "text": _check_content([part])} for part in value
     ]
 
 
-def _check_picture(part: dict[str, Any]) -> str:
-    """The URL of a part of the type image_url, whose picture is an object or a bare string."""
-    if others := set(part) - {"type", "image_url"}:
+def _is_medium(part: object) -> bool:
+    return isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind in MEDIA_PARTS
+
+
+def _check_medium(part: dict[str, Any]) -> dict[str, Any]:
+    """A part that is a picture or a sound, as {"type": "image_url" or "audio_url", the same: {"url": ...}}."""
+    kind = part["type"]
+    if others := set(part) - {"type", kind}:
         raise ValueError(f"has a part with {', '.join(sorted(map(str, others)))}, which is not built yet")
-    given = part.get("image_url")
-    if isinstance(given, dict) and not set(given) - {"url", "detail"}:  # one size is all that models here know
-        given = given.get("url")
-    if not isinstance(given, str):
-        raise ValueError('has a part that is not like {"type": "image_url", "image_url": {"url": "data:..."}}')
-    return given
+    try:
+        name, url = url_of(kind, part.get(kind))
+    except ValueError as error:
+        raise ValueError(f"has a part that is not like {error}") from None
+    return {"type": name, name: {"url": url}}
 
 
 class TextPart(BaseModel):
@@ -207,8 +206,45 @@ class ImagePart(BaseModel):
     image_url: ImageUrl | str
 
 
+class AudioUrl(BaseModel):
+    """A sound, as a data: URL or the address of a wav, mp3, flac or ogg file."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    url: str
+
+
+class AudioUrlPart(BaseModel):
+    """A sound in a message."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    type: Literal["audio_url"]
+    audio_url: AudioUrl | str
+
+
+class InputAudio(BaseModel):
+    """A sound's file in base64."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    data: str
+    format: Literal["wav", "mp3", "flac", "ogg"]
+
+
+class InputAudioPart(BaseModel):
+    """A sound in a message, in OpenAI's form."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[TextPart])]
 MessageContent = Annotated[
     str | list[dict[str, Any]],
-    PlainValidator(_check_message_content, json_schema_input_type=str | list[TextPart | ImagePart]),
+    PlainValidator(
+        _check_message_content, json_schema_input_type=str | list[TextPart | ImagePart | AudioUrlPart | InputAudioPart]
+    ),
 ]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from octavo.entrypoints.media_parts import check_role
 from octavo.entrypoints.openai.fields import (
     Content,
     Id,
@@ -116,9 +117,9 @@ class ChatMessage(RequestBody):
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
 
     @model_validator(mode="after")
-    def _check_pictures(self) -> ChatMessage:
-        if not isinstance(self.content, str) and self.role != "user":
-            raise RequestError("only messages of the user have pictures.", param="messages")
+    def _check_media(self) -> ChatMessage:
+        if not isinstance(self.content, str):
+            check_role(self.role)
         return self
 
 

@@ -101,8 +101,8 @@ class ServerState:
         self.http_metrics = HttpMetrics()
         if engine.metrics is not None:
             engine.metrics.others.append(self.http_metrics)
-            if engine.inputs.pictures is not None:
-                engine.metrics.others.append(engine.inputs.pictures.metrics)
+            if engine.inputs.media is not None:
+                engine.metrics.others.append(engine.inputs.media.metrics)
             if engine.inputs.listener is not None:
                 engine.metrics.others.append(engine.inputs.listener.metrics)
         self.sounds_held = asyncio.Semaphore(MAX_SOUNDS_HELD)

@@ -16,6 +16,7 @@ from octavo.errors import RequestError
 Item = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
+_MEDIA = ("input_image", "input_audio")  # parts of messages of the user
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
@@ -59,7 +60,7 @@ def _read_item(item: Mapping[str, Any], where: str, new_id: str) -> Item:
         if role not in _ROLES:
             raise _wrong(f"{where}.role", f"should be one of {', '.join(_ROLES)}")
         kind_of_part = "output_text" if role == "assistant" else "input_text"
-        parts = _parts(item.get("content"), f"{where}.content", kind_of_part, takes_pictures=role == "user")
+        parts = _parts(item.get("content"), f"{where}.content", kind_of_part, takes_media=role == "user")
         return {"type": kind, "id": id, "role": role, "status": "completed", "content": parts}
     if kind == "function_call":
         fields = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
@@ -94,7 +95,7 @@ def _read_reasoning(item: Mapping[str, Any], where: str, id: str) -> Item:
     return result
 
 
-def _parts(value: Any, where: str, kind: str, takes_pictures: bool = False) -> list[dict[str, Any]]:
+def _parts(value: Any, where: str, kind: str, takes_media: bool = False) -> list[dict[str, Any]]:
     if isinstance(value, str):
         _check_unicode(value, where)
         return [_part(kind, value)]
@@ -103,11 +104,11 @@ def _parts(value: Any, where: str, kind: str, takes_pictures: bool = False) -> l
     parts = []
     for i, part in enumerate(value):
         of = part.get("type") if isinstance(part, dict) else None
-        if of == "input_image" and takes_pictures:
-            parts.append(_picture(part, f"{where}[{i}]"))
+        if of in _MEDIA and takes_media:
+            parts.append(_picture(part, f"{where}[{i}]") if of == "input_image" else _sound(part, f"{where}[{i}]"))
             continue
         if not isinstance(of, str) or of not in _TEXTS:
-            built = "text and, in messages of the user, input_image are"
+            built = "text and, in messages of the user, input_image and input_audio are"
             raise _wrong(f"{where}[{i}]", f"has the type {of!r:.60}, which is not built here; {built}")
         text = _text(part, "refusal" if of == "refusal" else "text", f"{where}[{i}]")
         parts.append(_part(kind, text))
@@ -118,6 +119,14 @@ def _picture(part: Mapping[str, Any], where: str) -> dict[str, Any]:
     if part.get("file_id") is not None:
         raise _wrong(f"{where}.file_id", "is not built; image_url is")
     return {"type": "input_image", "image_url": _text(part, "image_url", where), "detail": part.get("detail", "auto")}
+
+
+def _sound(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    given = part.get("input_audio")
+    if not isinstance(given, Mapping):
+        raise _wrong(f"{where}.input_audio", "should be an object with data and format")
+    fields = {name: _text(given, name, f"{where}.input_audio") for name in ("data", "format")}
+    return {"type": "input_audio", "input_audio": fields}
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
@@ -154,7 +163,7 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
         match item["type"]:
             case "message":
                 role = item["role"]
-                if any(part["type"] == "input_image" for part in item["content"]):
+                if any(part["type"] in _MEDIA for part in item["content"]):
                     messages.append({"role": role, "content": [_for_chat(part) for part in item["content"]]})
                     continue
                 text = "\n".join(part["text"] for part in item["content"])
@@ -181,6 +190,8 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
 def _for_chat(part: Mapping[str, Any]) -> dict[str, Any]:
     if part["type"] == "input_image":
         return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part["detail"]}}
+    if part["type"] == "input_audio":
+        return dict(part)
     return {"type": "text", "text": part["text"]}
 
 

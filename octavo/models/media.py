@@ -1,11 +1,11 @@
-"""Models that see: a tower and a projector, which transformers computes (`octavo.multimodal.tower`), before a decoder
-of `octavo.models.families`. Here is what their configurations say of the decoder, one line a family.
+"""Models that see or hear: a tower and a projector, which transformers computes (`octavo.multimodal.tower`), before a
+decoder of `octavo.models.families`. Here is what their configurations say of the decoder, one line a family.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from octavo.errors import LoadError
@@ -18,6 +18,16 @@ _QWEN_VL: dict[str, Any] = {
     "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
     "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
     "rope_theta": 1000000.0, "sliding_window": 4096, "max_window_layers": 80,
+}  # fmt: skip
+_GLM_ASR: dict[str, Any] = {
+    "vocab_size": 59264, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+_VOXTRAL: dict[str, Any] = {
+    "vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 1e8,
 }  # fmt: skip
 # The decoder of a `text_config`, by its model_type, and the defaults of its class in transformers 5: checkpoints leave
 # out what equals them.
@@ -88,13 +98,14 @@ _ANY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere2", "aria
 
 
 @dataclass(frozen=True, slots=True)
-class VisionFamily:
+class MediaFamily:
     """What the configurations of one class leave out when it equals these, and what sets its pictures apart."""
 
     decoder: str  # the `model_type` of the text_config
-    image_token: int  # the token that a row stands in the place of
+    token: int  # which a row stands in the place of
+    kind: Literal["image", "audio"] = "image"  # of the media that it takes
     may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
-    sees: bool = True  # otherwise its pictures are `NOT_BUILT`, and it is a language model
+    takes_media: bool = True  # otherwise its pictures are `NOT_BUILT`, and it is a language model
     counts_pictures: bool = False  # a picture that is alone in its prompt is cut up, one among others is not
     # How many pairs of elements a token's position in time, height and width turns (M-RoPE); None: it has one position.
     sections: tuple[int, int, int] | None = None
@@ -104,37 +115,43 @@ class VisionFamily:
     frames_prompts: bool = False  # the processor puts marks behind the last picture and at the end of the text
     other_decoders: tuple[str, ...] = ()  # that models of the class may have
     multiplies_rows: bool = True  # where the decoder multiplies embeddings, rows of pictures too
+    longest_s: float | None = None  # what its tower hears of a sound; None: all that its processor takes
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text_config, before those of the decoder's class
 
 
-VISION_FAMILIES: dict[str, VisionFamily] = {
-    "LlavaForConditionalGeneration": VisionFamily("llama", 32000, may_tie_in_text=True),  # Pixtral too
-    "LlavaNextForConditionalGeneration": VisionFamily("llama", 32000),
-    "LlavaOnevisionForConditionalGeneration": VisionFamily("qwen2", 151646, may_tie_in_text=True, counts_pictures=True),
-    "VipLlavaForConditionalGeneration": VisionFamily("llama", 32000),
-    "Mistral3ForConditionalGeneration": VisionFamily("mistral", 10),
-    "Idefics3ForConditionalGeneration": VisionFamily("llama", 128257),
-    "SmolVLMForConditionalGeneration": VisionFamily("llama", 128257),
-    "InternVLForConditionalGeneration": VisionFamily("qwen2", 151667),
-    "AyaVisionForConditionalGeneration": VisionFamily("cohere2", 255036),
-    "AriaForConditionalGeneration": VisionFamily("aria_text", 9),
-    "Qwen2VLForConditionalGeneration": VisionFamily(
+MEDIA_FAMILIES: dict[str, MediaFamily] = {
+    "LlavaForConditionalGeneration": MediaFamily("llama", 32000, may_tie_in_text=True),  # Pixtral too
+    "LlavaNextForConditionalGeneration": MediaFamily("llama", 32000),
+    "LlavaOnevisionForConditionalGeneration": MediaFamily("qwen2", 151646, may_tie_in_text=True, counts_pictures=True),
+    "VipLlavaForConditionalGeneration": MediaFamily("llama", 32000),
+    "Mistral3ForConditionalGeneration": MediaFamily("mistral", 10),
+    "Idefics3ForConditionalGeneration": MediaFamily("llama", 128257),
+    "SmolVLMForConditionalGeneration": MediaFamily("llama", 128257),
+    "InternVLForConditionalGeneration": MediaFamily("qwen2", 151667),
+    "AyaVisionForConditionalGeneration": MediaFamily("cohere2", 255036),
+    "AriaForConditionalGeneration": MediaFamily("aria_text", 9),
+    "Qwen2VLForConditionalGeneration": MediaFamily(
         "qwen2_vl_text", 151655, may_tie_in_text=True, sections=(16, 24, 24)
     ),
-    "Qwen2_5_VLForConditionalGeneration": VisionFamily(
+    "Qwen2_5_VLForConditionalGeneration": MediaFamily(
         "qwen2_5_vl_text", 151655, may_tie_in_text=True, sections=(16, 24, 24)
     ),
-    "Qwen3VLForConditionalGeneration": VisionFamily(
+    "Qwen3VLForConditionalGeneration": MediaFamily(
         "qwen3_vl_text", 151655, may_tie_in_text=True, sections=(24, 20, 20), interleaves=True,
         stacked_layers=(8, 16, 24),
     ),
-    "Glm4vForConditionalGeneration": VisionFamily("glm4v_text", 151343, sections=(8, 12, 12)),
-    "Gemma3ForConditionalGeneration": VisionFamily(
+    "Glm4vForConditionalGeneration": MediaFamily("glm4v_text", 151343, sections=(8, 12, 12)),
+    "Gemma3ForConditionalGeneration": MediaFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
     ),
-    "PaliGemmaForConditionalGeneration": VisionFamily(
+    "PaliGemmaForConditionalGeneration": MediaFamily(
         "gemma", 256000, sees_ahead="prompt", multiplies_rows=False, frames_prompts=True, other_decoders=("gemma2",)
     ),
-    "Gemma4ForConditionalGeneration": VisionFamily("gemma4_text", 258880, sees=False),
+    "Gemma4ForConditionalGeneration": MediaFamily("gemma4_text", 258880, takes_media=False),
+    "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
+    "AudioFlamingo3ForConditionalGeneration": MediaFamily("qwen2", 151669, kind="audio"),
+    "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio", defaults=_GLM_ASR),
+    "VoxtralForConditionalGeneration": MediaFamily("llama", 24, kind="audio", defaults=_VOXTRAL),
 }  # fmt: skip
 # Classes whose pictures are not built, and what is special about them.
 NOT_BUILT = {"Gemma4ForConditionalGeneration": "each layer has an embedding of its own"}
@@ -156,18 +173,18 @@ _TOWERS = tuple(
 )
 
 
-def read_vision(name: str, config: Mapping[str, Any]) -> ModelDescription:
-    """The decoder of the class `name`, one of `VISION_FAMILIES`. Raises `LoadError` for one that is not built."""
-    family = VISION_FAMILIES[name]
+def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
+    """The decoder of the class `name`, one of `MEDIA_FAMILIES`. Raises `LoadError` for one that is not built."""
+    family = MEDIA_FAMILIES[name]
     text = _text_config(family, config)
     kind, built = text["model_type"], decoders_of(name)
     if kind not in built:
         raise LoadError(f"a decoder of the type {kind!r} is not built yet; {', '.join(built)} are.")
     decoder, defaults = DECODERS[kind]
-    description = read(decoder, FAMILIES[decoder], defaults | text)
-    if family.sees and image_token(config, name) >= description.vocab_size:
+    description = read(decoder, FAMILIES[decoder], {**defaults, **family.defaults, **text})
+    if family.takes_media and media_token(config, name) >= description.vocab_size:
         raise LoadError(
-            f"the token of pictures is {image_token(config, name)}, and the decoder's are 0 to "
+            f"the token of media is {media_token(config, name)}, and the decoder's are 0 to "
             f"{description.vocab_size - 1}."
         )
     # Most files do not say it of the whole; the class's own default there is not what was trained (Mistral 3).
@@ -186,14 +203,14 @@ def read_vision(name: str, config: Mapping[str, Any]) -> ModelDescription:
         architecture=name,
         tie_word_embeddings=is_tied,
         layers=layers,
-        takes_media=family.sees,
+        takes_media=family.takes_media,
         num_media_layers=num_media_layers,
         sees_ahead=family.sees_ahead,
         unused=(*description.unused, *_TOWERS),
     )
 
 
-def _text_config(family: VisionFamily, config: Mapping[str, Any]) -> dict[str, Any]:
+def _text_config(family: MediaFamily, config: Mapping[str, Any]) -> dict[str, Any]:
     """That of the decoder, which earlier files have beside everything else (Qwen2-VL)."""
     text = dict(config["text_config"]) if "text_config" in config else {**config, "model_type": family.decoder}
     text.setdefault("model_type", family.decoder)
@@ -206,7 +223,7 @@ def _text_config(family: VisionFamily, config: Mapping[str, Any]) -> dict[str, A
     return text
 
 
-def _with_axes(layer: LayerDescription, family: VisionFamily, text: Mapping[str, Any]) -> LayerDescription:
+def _with_axes(layer: LayerDescription, family: MediaFamily, text: Mapping[str, Any]) -> LayerDescription:
     """A layer whose tokens have three positions. Raises `LoadError` for sections that do not fit its heads."""
     attention = layer.attention
     assert isinstance(attention, AttentionDescription) and attention.rope is not None and family.sections is not None
@@ -223,11 +240,12 @@ def _with_axes(layer: LayerDescription, family: VisionFamily, text: Mapping[str,
 
 def decoders_of(name: str) -> list[str]:
     """The types of decoders that models of the class `name` may have."""
-    family = VISION_FAMILIES[name]
+    family = MEDIA_FAMILIES[name]
     return list(_ANY_FAMILY) if family.decoder in _ANY_FAMILY else [family.decoder, *family.other_decoders]
 
 
-def image_token(config: Mapping[str, Any], name: str) -> int:
-    """The token that stands for a row of a picture."""
-    found = config.get("image_token_index", config.get("image_token_id"))
-    return VISION_FAMILIES[name].image_token if found is None else int(found)
+def media_token(config: Mapping[str, Any], name: str) -> int:
+    """The token that stands for a row of a picture or a sound."""
+    family = MEDIA_FAMILIES[name]
+    found = config.get(f"{family.kind}_token_index", config.get(f"{family.kind}_token_id"))
+    return family.token if found is None else int(found)

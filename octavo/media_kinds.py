@@ -1,0 +1,85 @@
+"""What sets the kinds of media apart, from a request's field to the argument of a processor. How a file of each is
+decoded is in `octavo.multimodal`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from octavo.errors import RequestError
+
+_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w-]+=[^;,]*)*);base64,", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaKind:
+    """Pictures or sounds. What a model takes is one of these."""
+
+    name: str  # in multi_modal_data, --limit-mm-per-prompt and metrics, and the type of a part as templates know it
+    noun: str
+    part: str  # the type of a part of a message that has a URL
+    argument: str  # of transformers' processors
+    extra: str  # of Octavo's package
+    modules: tuple[str, ...]  # which decode and fetch it
+    verb: str  # what a model that takes it does
+    values: str  # what multi_modal_data has of it
+    media_types: tuple[str, ...]  # of data: URLs, the first where those say none, and of what is fetched
+    built: str  # the formats, in words
+
+    def refusal(self, reason: str) -> RequestError:
+        """What a medium is refused with."""
+        return RequestError(f"A {self.noun} is refused: {reason}", param=self.part, code=f"invalid_{self.name}")
+
+    def too_many_bytes(self, max_bytes: int) -> RequestError:
+        """What a medium's file is refused with that is too large."""
+        return self.refusal(f"it has more than {max_bytes} bytes (--max-{self.name}-bytes).")
+
+    def data_of(self, url: str, max_bytes: int) -> bytes:
+        """The file of a `data:` URL. Raises `RequestError`."""
+        match = _DATA_URL.match(url, 0, 256)
+        if match is None:
+            raise self.refusal(f"its url must look like data:{self.media_types[0]};base64,...")
+        if (match[1] or self.media_types[0]).lower() not in self.media_types:
+            raise self.refusal(f"only {self.built} are built.")
+        if (len(url) - match.end()) // 4 * 3 - 2 > max_bytes:
+            raise self.too_many_bytes(max_bytes)
+        try:
+            return base64.b64decode(url[match.end() :], validate=True)
+        except (binascii.Error, ValueError):
+            raise self.refusal("its url is not valid base64.") from None
+
+
+IMAGE = MediaKind(
+    "image", "picture", "image_url", "images", "vision", ("PIL", "httpx"), "sees", "a PIL.Image",
+    ("image/png", "image/jpeg", "image/jpg"), "image/png and image/jpeg",
+)  # fmt: skip
+AUDIO = MediaKind(
+    "audio", "sound", "audio_url", "audio", "audio", ("soundfile", "soxr", "httpx"), "hears",
+    "samples at 16 kHz or a pair of samples and their rate",
+    (
+        "audio/wav", "audio/x-wav", "audio/wave", "audio/vnd.wave", "audio/mpeg", "audio/mp3", "audio/flac",
+        "audio/x-flac", "audio/ogg",
+    ),
+    "wav, mp3, flac and ogg",
+)  # fmt: skip
+KINDS = {kind.name: kind for kind in (IMAGE, AUDIO)}
+
+
+class MediaReader(Protocol):
+    """Files and values of one kind as what processors take, within an engine's bounds."""
+
+    def from_bytes(self, data: bytes) -> Any:
+        """The medium of a file. Raises `RequestError`."""
+
+    def normalized(self, given: object) -> Any:
+        """The medium of a caller in the same process. Raises `RequestError`."""
+
+    def is_many(self, given: object) -> bool:
+        """Whether that is a sequence of media."""
+
+    def content_hash(self, medium: Any, settings: str, salt: str | None) -> bytes:
+        """SHA-256 over all that a tower's rows depend on, and the salt that keeps tenants apart."""
