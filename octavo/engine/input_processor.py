@@ -15,7 +15,6 @@ from octavo.errors import LoadError, RequestError
 from octavo.lora.files import source
 from octavo.lora.request import LoRARequest
 from octavo.media_kinds import KINDS, MediaKind
-from octavo.models.media import NOT_BUILT
 from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt
 from octavo.sampling.grammar import WantedGrammar, make_grammar
 from octavo.sampling_params import SamplingParams, is_unicode
@@ -255,10 +254,7 @@ class InputProcessor:
     def media_processor(self, asked: MediaKind | None = None) -> MediaProcessor:
         """Raises `RequestError` where the model takes no media, or none of the kind that is `asked` for."""
         if self.media is None or asked not in (None, self.media.kind):
-            name = (self.model.checkpoint.config.get("architectures") or [""])[0]
-            why = f": pictures are not built in which {NOT_BUILT[name]}" if name in NOT_BUILT else ""
-            if self.media is not None:
-                why = f", but {self.media.kind.noun}s"
+            why = "" if self.media is None else f", but {self.media.kind.noun}s"
             nouns = "pictures or sounds" if asked is None else f"{asked.noun}s"
             raise RequestError(
                 f"{self.model.served_model_names[0]} takes no {nouns} here{why}.", param="messages", code="no_media"

@@ -35,6 +35,7 @@ class MediaTable:
 
     def __init__(self, found: MediaRows, description: ModelDescription, num_rows: int) -> None:
         self._found, self._has_axes, self._sees_ahead = found, description.has_axes, description.sees_ahead
+        self._stand_in = description.media_stand_in
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         self._positions: dict[int, NDArray[np.int64]] = {}  # [3, tokens up to the end of the last picture]
         self._shifts = np.zeros(num_rows, np.int64)  # of the positions of later tokens
@@ -67,7 +68,7 @@ class MediaTable:
         return sum(end - begin for _, _, begin, end in self._parts(plan))
 
     def gather(self, plan: StepPlan, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
-        """Fill in a step whose positions and rows of tokens [T] are known."""
+        """Fill in a step whose tokens, their positions and their rows of the runner's tables [T] are known."""
         num_tokens = len(row_of)
         into.media_indices[:num_tokens] = -1
         count = 0
@@ -75,6 +76,8 @@ class MediaTable:
             size = end - begin
             into.media_rows[:, count : count + size] = self._found.rows(item.content_hash)[:, begin:end]
             into.media_indices[first : first + size] = np.arange(count, count + size)
+            if self._stand_in is not None:
+                into.token_ids[first : first + size] = self._stand_in
             count += size
         if self._has_axes:
             self._gather_positions(plan, row_of, into)

@@ -48,6 +48,7 @@ class AttentionDescription:
     alibi_scale: float = 1.0  # of that
     sinks: str | None = None  # tensor [heads] of scores that only take from the weights of keys
     bidirectional: bool = False  # a token sees those after it too; a window counts to both sides
+    sees_ahead: bool = True  # where tokens of the model do (`ModelDescription.sees_ahead`)
     # Tensor [buckets, heads] of what is added to scores by the bucket of the distance: its name, and how many buckets.
     distance_biases: tuple[str, int] | None = None
     query_growth: QueryGrowth | None = None
@@ -268,7 +269,7 @@ class Attention:
         further: dict[str, Any] = {}
         if description.bidirectional:
             further = {"bidirectional": True, "distance_biases": self._biases}
-        elif batch.key_ends is not None:
+        elif batch.key_ends is not None and description.sees_ahead:
             further = {"key_ends": batch.key_ends}
         if description.value_size != description.head_size:
             further["value_size"] = description.value_size

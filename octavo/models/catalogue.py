@@ -21,7 +21,7 @@ from octavo.layers.recurrent import (
 from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
-from octavo.models.media import MEDIA_FAMILIES, NOT_BUILT, decoders_of, read_media
+from octavo.models.media import MEDIA_FAMILIES, decoders_of, read_media
 from octavo.models.readers import read
 from octavo.models.speech import WHISPER, read_whisper
 
@@ -74,8 +74,6 @@ def entries() -> list[Entry]:
         decoders = decoders_of(name)
         description = read_media(name, example)
         takes = {"image": "sees pictures", "audio": "hears sounds"}[media.kind]
-        if not media.takes_media:
-            takes = f"pictures refused: {NOT_BUILT[name]}"
         notes = [*_notes(description), takes]
         if media.sections is not None:
             notes.append("tokens have three positions")
@@ -83,10 +81,11 @@ def entries() -> list[Entry]:
             notes.append("further rows of pictures after early layers")
         if description.sees_ahead:
             notes.append(f"tokens of a {description.sees_ahead} attend both ways")
+        if media.asks_text:
+            notes.append("in layers with a window those of a picture attend both ways, if the configuration says so")
         if len(decoders) > 1:
             notes.append(f"its decoder is one of {', '.join(decoders)}")
-        runs = "native, tower by transformers" if media.takes_media else "native"
-        found.append(Entry(name, runs, "safetensors, bin", "; ".join(notes)))
+        found.append(Entry(name, "native, tower by transformers", "safetensors, bin", "; ".join(notes)))
     hears = "writes down speech; attention to the encoder's output"
     found.append(
         Entry(

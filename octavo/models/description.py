@@ -100,6 +100,7 @@ class ModelDescription:
     # Which tokens see later ones, beside themselves and those before: those of a "picture" its own, those of the
     # "prompt" all of it.
     sees_ahead: Literal["", "picture", "prompt"] = ""
+    media_stand_in: int | None = None  # the token that all with rows are, where `token_inputs` asks which it is
     unused: tuple[str, ...] = ()  # prefixes of tensors that checkpoints have and the model has no use for
     share: Share = WHOLE  # of the output matrix, and of the layers' matrices: `octavo.models.sharing`
     # Of a stage of several, which layers it computes; the first one embeds, and the last one makes logits.

@@ -105,13 +105,13 @@ class MediaFamily:
     token: int  # which a row stands in the place of
     kind: Literal["image", "audio"] = "image"  # of the media that it takes
     may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
-    takes_media: bool = True  # otherwise its pictures are `NOT_BUILT`, and it is a language model
     counts_pictures: bool = False  # a picture that is alone in its prompt is cut up, one among others is not
     # How many pairs of elements a token's position in time, height and width turns (M-RoPE); None: it has one position.
     sections: tuple[int, int, int] | None = None
     interleaves: bool = False  # pairs of the three take turns, until those of height and width are used up
     stacked_layers: tuple[int, ...] = ()  # of the tower, whose rows are added after the decoder's first layers
     sees_ahead: Literal["", "picture", "prompt"] = ""  # of `ModelDescription`
+    asks_text: bool = False  # tokens of a picture see ahead in layers with a window, and where the text_config says so
     frames_prompts: bool = False  # the processor puts marks behind the last picture and at the end of the text
     other_decoders: tuple[str, ...] = ()  # that models of the class may have
     multiplies_rows: bool = True  # where the decoder multiplies embeddings, rows of pictures too
@@ -147,14 +147,12 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "PaliGemmaForConditionalGeneration": MediaFamily(
         "gemma", 256000, sees_ahead="prompt", multiplies_rows=False, frames_prompts=True, other_decoders=("gemma2",)
     ),
-    "Gemma4ForConditionalGeneration": MediaFamily("gemma4_text", 258880, takes_media=False),
+    "Gemma4ForConditionalGeneration": MediaFamily("gemma4_text", 258880, asks_text=True, multiplies_rows=False),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
     "AudioFlamingo3ForConditionalGeneration": MediaFamily("qwen2", 151669, kind="audio"),
     "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio", defaults=_GLM_ASR),
     "VoxtralForConditionalGeneration": MediaFamily("llama", 24, kind="audio", defaults=_VOXTRAL),
 }  # fmt: skip
-# Classes whose pictures are not built, and what is special about them.
-NOT_BUILT = {"Gemma4ForConditionalGeneration": "each layer has an embedding of its own"}
 # Prefixes of what is not the decoder's.
 _TOWERS = tuple(
     at + name
@@ -182,7 +180,7 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         raise LoadError(f"a decoder of the type {kind!r} is not built yet; {', '.join(built)} are.")
     decoder, defaults = DECODERS[kind]
     description = read(decoder, FAMILIES[decoder], {**defaults, **family.defaults, **text})
-    if family.takes_media and media_token(config, name) >= description.vocab_size:
+    if media_token(config, name) >= description.vocab_size:
         raise LoadError(
             f"the token of media is {media_token(config, name)}, and the decoder's are 0 to "
             f"{description.vocab_size - 1}."
@@ -194,6 +192,13 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
     layers = description.layers
     if family.sections is not None:
         layers = tuple(_with_axes(layer, family, text) for layer in layers)
+    sees_ahead = family.sees_ahead
+    if family.asks_text:
+        sees_ahead = "picture" if text.get("use_bidirectional_attention") == "vision" else ""
+        layers = tuple(_seeing_ahead_in_windows(layer) for layer in layers)
+    stand_in: int | None = None
+    if description.token_inputs is not None:
+        stand_in = int(text.get("pad_token_id") or 0)
     num_media_layers = 0
     if family.stacked_layers:
         vision = config.get("vision_config") or {}
@@ -203,9 +208,10 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         architecture=name,
         tie_word_embeddings=is_tied,
         layers=layers,
-        takes_media=family.takes_media,
+        takes_media=True,
         num_media_layers=num_media_layers,
-        sees_ahead=family.sees_ahead,
+        sees_ahead=sees_ahead,
+        media_stand_in=stand_in,
         unused=(*description.unused, *_TOWERS),
     )
 
@@ -236,6 +242,12 @@ def _with_axes(layer: LayerDescription, family: MediaFamily, text: Mapping[str, 
     else:
         axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
     return replace(layer, attention=replace(attention, rope=replace(attention.rope, axes=tuple(axes))))
+
+
+def _seeing_ahead_in_windows(layer: LayerDescription) -> LayerDescription:
+    attention = layer.attention
+    assert isinstance(attention, AttentionDescription)
+    return replace(layer, attention=replace(attention, sees_ahead=attention.window > 0))
 
 
 def decoders_of(name: str) -> list[str]:

@@ -256,8 +256,13 @@ def _load_processor(folder: str, token_id: int) -> Any:
 
 def _without_videos(processor: Any) -> Any:
     """A class of processors without its half for videos, which cannot be made where torchvision is not installed."""
+    from transformers import ProcessorMixin
 
-    class Processor(processor):  # type: ignore[misc]
+    class Base(ProcessorMixin):  # type: ignore[misc]
+        def __init__(self, *args: Any, video_processor: None = None, **options: Any) -> None:
+            super().__init__(*args, **options)  # some classes hand it on by its name
+
+    class Processor(processor, Base):  # type: ignore[misc]
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in super().get_attributes() if name != "video_processor"]

@@ -49,6 +49,11 @@ class Tower:
             for name in ("layer_types", "mlp_layer_types"):  # one entry a layer
                 if getattr(text, name, None):
                     setattr(text, name, [])
+            for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):  # Gemma 4's
+                if getattr(text, name, None):
+                    setattr(text, name, 0)
+            if kind == "image" and getattr(config, "audio_config", None) is not None:
+                config.audio_config = None  # the other tower of models with two
             builder = getattr(transformers, config.architectures[0])
             with quiet(transformers.logging):  # it would report the decoder's weights as left over
                 model, report = builder.from_pretrained(
