@@ -333,7 +333,7 @@ CASES: dict[str, Case] = {
             {
                 "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "sliding_window": 16,
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-                "num_hidden_layers": 4, "max_position_embeddings": 1024, "pad_token_id": 5, **more,
+                "num_hidden_layers": 4, "max_position_embeddings": 2048, "pad_token_id": 5, **more,
             },
             lambda: {
                 "vision_config": {
@@ -343,14 +343,17 @@ CASES: dict[str, Case] = {
                 "audio_config": None,
             },
             gemma4,
-            num_tokens=1024,
+            num_tokens=1536,  # a step may have all of a picture's 70
         )
         for name, more in {
             "": {
                 "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 280, "num_kv_shared_layers": 2,
                 "use_bidirectional_attention": None,
             },
-            " (both ways)": {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+            # Of a size with which no answer has a picture's token, which transformers would take for another.
+            " (both ways)": {
+                "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision", "intermediate_size": 112,
+            },
         }.items()
     },
     "PaliGemmaForConditionalGeneration": Case(
