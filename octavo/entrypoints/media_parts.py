@@ -5,7 +5,7 @@ media themselves in order. For `LLM` and the server.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from octavo.errors import RequestError
 from octavo.media_kinds import KINDS, MediaKind
@@ -17,7 +17,7 @@ MEDIA_PARTS = {
     "input_audio": '{"type": "input_audio", "input_audio": {"data": "base64 ...", "format": "wav"}}',
 }
 _VALUE_PARTS = {"image_pil": '{"type": "image_pil", "image_pil": PIL.Image}'}  # of scripts
-_FORMATS = ("wav", "mp3", "flac", "ogg")
+SoundFormat = Literal["wav", "mp3", "flac", "ogg"]
 _BY_PART = {kind.part: kind for kind in KINDS.values()}
 
 
@@ -27,8 +27,8 @@ def url_of(kind: str, given: object) -> tuple[str, str]:
     if kind == "input_audio":
         if not isinstance(given, Mapping) or set(given) != {"data", "format"} or not isinstance(given["data"], str):
             raise ValueError(MEDIA_PARTS[kind])
-        if given["format"] not in _FORMATS:
-            raise ValueError(f"{MEDIA_PARTS[kind]}, with the format {', '.join(_FORMATS)}")
+        if given["format"] not in get_args(SoundFormat):
+            raise ValueError(f"{MEDIA_PARTS[kind]}, with the format {', '.join(get_args(SoundFormat))}")
         return "audio_url", f"data:audio/{given['format']};base64,{given['data']}"
     known = {"url", "detail"} if kind == "image_url" else {"url"}  # one size is all that models here know
     if isinstance(given, Mapping) and not set(given) - known:

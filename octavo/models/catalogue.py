@@ -81,7 +81,7 @@ def entries() -> list[Entry]:
             notes.append("further rows of pictures after early layers")
         if description.sees_ahead:
             notes.append(f"tokens of a {description.sees_ahead} attend both ways")
-        if media.asks_text:
+        if media.sees_ahead_in_windows:
             notes.append("in layers with a window those of a picture attend both ways, if the configuration says so")
         if len(decoders) > 1:
             notes.append(f"its decoder is one of {', '.join(decoders)}")

@@ -111,7 +111,7 @@ class MediaFamily:
     interleaves: bool = False  # pairs of the three take turns, until those of height and width are used up
     stacked_layers: tuple[int, ...] = ()  # of the tower, whose rows are added after the decoder's first layers
     sees_ahead: Literal["", "picture", "prompt"] = ""  # of `ModelDescription`
-    asks_text: bool = False  # tokens of a picture see ahead in layers with a window, and where the text_config says so
+    sees_ahead_in_windows: bool = False  # as a "picture", in layers with a window, if the text_config says so
     frames_prompts: bool = False  # the processor puts marks behind the last picture and at the end of the text
     other_decoders: tuple[str, ...] = ()  # that models of the class may have
     multiplies_rows: bool = True  # where the decoder multiplies embeddings, rows of pictures too
@@ -147,7 +147,9 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "PaliGemmaForConditionalGeneration": MediaFamily(
         "gemma", 256000, sees_ahead="prompt", multiplies_rows=False, frames_prompts=True, other_decoders=("gemma2",)
     ),
-    "Gemma4ForConditionalGeneration": MediaFamily("gemma4_text", 258880, asks_text=True, multiplies_rows=False),
+    "Gemma4ForConditionalGeneration": MediaFamily(
+        "gemma4_text", 258880, sees_ahead_in_windows=True, multiplies_rows=False
+    ),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
     "AudioFlamingo3ForConditionalGeneration": MediaFamily("qwen2", 151669, kind="audio"),
     "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio", defaults=_GLM_ASR),
@@ -193,7 +195,7 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
     if family.sections is not None:
         layers = tuple(_with_axes(layer, family, text) for layer in layers)
     sees_ahead = family.sees_ahead
-    if family.asks_text:
+    if family.sees_ahead_in_windows:
         sees_ahead = "picture" if text.get("use_bidirectional_attention") == "vision" else ""
         layers = tuple(_seeing_ahead_in_windows(layer) for layer in layers)
     stand_in: int | None = None

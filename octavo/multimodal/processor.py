@@ -178,9 +178,10 @@ class MediaProcessor:
         """A medium as the model's processor makes it in a prompt with `number` of them, alone so that no other has to
         do with it. Raises `RequestError` for a sound of which the model would hear a part, or nothing."""
         is_sound = self.kind is AUDIO
-        longest_s = self.config.longest_s or getattr(self._processor, "max_audio_len", None)
-        if is_sound and longest_s is not None and len(medium) > longest_s * RATE:
-            raise self.kind.refusal(f"it is longer than {longest_s:g} s, which is what this model hears of one.")
+        if is_sound:
+            longest_s = self.config.longest_s or getattr(self._processor, "max_audio_len", None)
+            if longest_s is not None and len(medium) > longest_s * RATE:
+                raise self.kind.refusal(f"it is longer than {longest_s:g} s, which is what this model hears of one.")
         found = self._processor(
             text=[self.placeholder * number],
             **{self.kind.argument: [medium] if number == 1 else [[medium] * number]},

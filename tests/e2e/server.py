@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import openai
 import psutil
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -113,3 +114,19 @@ def running_server(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextlib.contextmanager
+def served(folder: Path, *flags: str) -> Iterator[Server]:
+    """`running_server`, which in the end stops when it is told to and has logged no traceback."""
+    with running_server(folder, *flags) as server:
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.log.read_text()
+
+
+@contextlib.contextmanager
+def openai_client(server: Server) -> Iterator[openai.OpenAI]:
+    """One that tries nothing twice."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client

@@ -17,7 +17,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.multimodal.pictures import from_url
-from tests.e2e.server import Server, running_server
+from tests.e2e.server import Server, openai_client, served
 from tests.multimodal.conftest import encoded, picture
 from tests.multimodal.test_pictures import CASES, url
 
@@ -28,19 +28,17 @@ A, B = url(encoded(picture(0))), url(encoded(picture(1, 90, 33), "JPEG"), "image
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, llava: Path) -> Iterator[Server]:
-    with running_server(
+    with served(
         tmp_path_factory.mktemp("server"), "--model", str(llava), "--served-model-name", "llava", "--dtype", "float32",
         "--limit-mm-per-prompt", '{"image": 2}', "--max-image-bytes", "100000", "--max-image-pixels", "1000000",
         "--num-gpu-blocks-override", "64", "--max-model-len", "256",
     ) as server:  # fmt: skip
         yield server
-        assert server.stop() == 0
-        assert "Traceback" not in server.log.read_text()
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with openai_client(server) as client:
         yield client
 
 

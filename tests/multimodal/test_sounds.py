@@ -19,7 +19,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
 from octavo.multimodal.sounds import from_bytes
 from octavo.multimodal.voxtral import VoxtralProcessor
-from tests.e2e.server import Server, running_server
+from tests.e2e.server import Server, openai_client, served
 from tests.multimodal.conftest import encoded, picture
 from tests.multimodal.test_families import Voxtral, save_case
 from tests.speech.conftest import sound
@@ -49,20 +49,18 @@ def hears(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Pat
 def server(tmp_path_factory: pytest.TempPathFactory, hears: Path) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("files")
     (folder / "b.flac").write_bytes(B)
-    with running_server(
+    with served(
         tmp_path_factory.mktemp("server"), "--model", str(hears), "--served-model-name", "hears", "--dtype", "float32",
         "--limit-mm-per-prompt", '{"audio": 2}', "--max-audio-bytes", "1000000", "--max-audio-seconds", "40",
         "--num-gpu-blocks-override", "64", "--max-model-len", "256", "--allowed-local-media-path", str(folder),
     ) as server:  # fmt: skip
         server.files = folder  # type: ignore[attr-defined]
         yield server
-        assert server.stop() == 0
-        assert "Traceback" not in server.log.read_text()
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with openai_client(server) as client:
         yield client
 
 

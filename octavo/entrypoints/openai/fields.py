@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
-from octavo.entrypoints.media_parts import MEDIA_PARTS, url_of
+from octavo.entrypoints.media_parts import MEDIA_PARTS, SoundFormat, url_of
 from octavo.errors import RequestError
 
 ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part of an id
@@ -229,7 +229,7 @@ class InputAudio(BaseModel):
     model_config = ConfigDict(defer_build=True)
 
     data: str
-    format: Literal["wav", "mp3", "flac", "ogg"]
+    format: SoundFormat
 
 
 class InputAudioPart(BaseModel):
