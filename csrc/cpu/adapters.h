@@ -21,12 +21,15 @@ inline void copy_input(const ShrinkArgs& a, int64_t row, T* to) {
             for_vectors(min_of<int64_t>(kHalf, a.k - begin), [&](int64_t i, int lanes) {
                 store_some(to + begin + i, mul(to_float(load_signed_bytes(q + i)), scale), lanes);
             });
-            if (block.outlier[half] == 0.0f) continue;
-            T* at = to + begin / kQBlock * kQBlock + block.outlier_at[half];
-            if constexpr (sizeof(T) == sizeof(float)) {
-                *at = block.outlier[half];
-            } else {
-                *at = narrow_scalar(block.outlier[half]);
+            for (int i = 0; i < kMaxOutliers; ++i) {
+                const float outlier = block.outlier[half][i];
+                if (outlier == 0.0f) continue;
+                T* at = to + begin / kQBlock * kQBlock + block.outlier_at[half][i];
+                if constexpr (sizeof(T) == sizeof(float)) {
+                    *at = outlier;
+                } else {
+                    *at = narrow_scalar(outlier);
+                }
             }
         }
         return;

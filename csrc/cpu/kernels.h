@@ -46,28 +46,26 @@ enum WeightFormat : int32_t {
 
 // Elements of a row that are quantized together, and the blocks that k is padded to in integer matrices.
 constexpr int kQBlock = 64;
-// The most elements of k that integer matrices have: so many outliers of a row are kept in lists of a fixed size.
-constexpr int64_t kMaxIntK = 131072;
 // Elements of k whose scales share a unit, in layouts that keep the superblocks of files.
 constexpr int kSuperblock = 256;
 
 // 64 elements of a quantized row. An integer accumulator starts at minus z times the sum of the elements that it will
-// see, because codes stand for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones). An element that stands out of its
-// 32 would take all of the scale's range from the others: it is kept apart, as a float, and is zero in q.
+// see, because codes stand for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones). One or two elements that stand
+// out of their 32 would take the scale's range from the others: they are kept apart, as floats, and are zero in q.
+constexpr int kMaxOutliers = 2;
 struct QBlock {
     int8_t q[kQBlock];
-    float scale[2];         // of each 32 elements
-    float outlier[2];       // of each 32 elements one that is kept apart, or zero
-    uint16_t sums[2];       // bf16: scale times the sum of each 32 elements, to be multiplied by minima
-    int32_t start4[2];      // -8 times the sum of each 32 elements
-    int32_t start8[2];      // -128 times the same
-    int32_t start16[4];     // -128 times the sum of each 16 elements
-    int32_t outlier_at[2];  // where in the block the outliers stand
+    float scale[2];                       // of each 32 elements
+    float outlier[2][kMaxOutliers];       // of each 32 elements those that are kept apart, and zeros
+    uint16_t sums[2];                     // bf16: scale times the sum of each 32 elements, to be multiplied by minima
+    int32_t start4[2];                    // -8 times the sum of each 32 elements
+    int32_t start8[2];                    // -128 times the same
+    int32_t start16[4];                   // -128 times the sum of each 16 elements
+    uint8_t outlier_at[2][kMaxOutliers];  // where in the block the outliers stand
 };
 
-// How many times the second largest magnitude of 32 elements the largest must exceed to be kept apart: measured, see
-// docs/kernels.md.
-constexpr float kOutlierRatio = 4.0f;
+// How many times the next magnitude of 32 elements those that are kept apart exceed: measured, see docs/kernels.md.
+constexpr float kOutlierRatio = 2.5f;
 
 // A packed matrix [n, k]. Integer weights are factor * (scale * (code - z) + minimum), with a scale for every `group`
 // (16 or 32) elements of k and a minimum, if there are any, for every 32. Gate and up projections that are `gated`

@@ -209,22 +209,6 @@ inline void int_tile_of_rows(IntView w, int64_t blocks, const QBlock* rows, int6
 #endif
 }
 
-// Adds to rows of y what the outliers of a batch contribute to the panel at w.
-template <class F>
-void add_outliers(const char* w, const Outlier* outlier, const Outlier* end, float factor, float* y) {
-    const float inverse = 1 / factor;
-    while (outlier < end) {
-        const int32_t k = outlier->k;
-        Vec column[kVecsPerPanel];
-        F::column(w, k, inverse, column);
-        for (; outlier < end && outlier->k == k; ++outlier) {
-            const Vec x = set1(outlier->value * factor);
-            float* to = y + outlier->row * kMaxUnit;
-            for (int v = 0; v < kVecsPerPanel; ++v) store(to + v * kLanes, fma(x, column[v], load(to + v * kLanes)));
-        }
-    }
-}
-
 // Each unit of panels meets every row before the next: rows in batches, which share what is made of weights for their
 // outliers, and those in tiles. Meanwhile what follows is fetched, in equal parts.
 template <class F>
@@ -233,17 +217,12 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
     constexpr int kRows = F::kOpenedBytes ? kOpenedRows : kOutlierRows;
     alignas(64) float y[kRows * kMaxUnit];
     alignas(64) char opened[F::kOpenedBytes ? F::kOpenedBytes * kOpenedBlocks : 1];
-    OutlierList outliers;
     const int64_t blocks = (a.matrix.k + kQBlock - 1) / kQBlock;
     const int64_t panel_bytes = blocks * F::kBlockBytes;
     const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
     const int64_t rows = row_end - row_begin;
     const QBlock* x = static_cast<const QBlock*>(a.x) + row_begin * a.x_stride;
-    if (!outliers.collect(x, a.x_stride, blocks, rows, kRows)) {
-        const int64_t middle = row_begin + rows / 2;
-        int_block<F>(a, row_begin, middle, panel_begin, panel_end);
-        return int_block<F>(a, middle, row_end, panel_begin, panel_end);
-    }
+    OutlierList& outliers = OutlierList::of(x, a.x_stride, blocks, rows, kRows);
     const int64_t all_tiles = (rows + kIntRows - 1) / kIntRows;
     const int lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + all_tiles - 1) / all_tiles);
     const int64_t step = blocks_at_a_time<F>(blocks, all_tiles);
@@ -277,10 +256,8 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
                 }
             }
             tile += tiles;
-            const int64_t batch = first / kRows;
             for (int64_t p = 0; p < panels; ++p) {
-                add_outliers<F>(w + p * panel_bytes, outliers.begin(batch), outliers.end(batch), a.matrix.factor,
-                                y + p * kPanel);
+                outliers.add<F>(w + p * panel_bytes, first, some, a.matrix.factor, y + p * kPanel, kMaxUnit);
             }
             finish(a, {y, kMaxUnit, row_begin + first, some, panel * kPanel, panels * kPanel});
         }

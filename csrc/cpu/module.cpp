@@ -347,7 +347,6 @@ NB_MODULE(_cpu, m) {
     m.attr("WEIGHT_INT8") = static_cast<int>(octavo::kWeightInt8);
     m.attr("WEIGHT_Q4_K") = static_cast<int>(octavo::kWeightQ4K);
     m.attr("WEIGHT_Q6_K") = static_cast<int>(octavo::kWeightQ6K);
-    m.attr("MAX_INT_K") = octavo::kMaxIntK;
     m.attr("STORE") = static_cast<int>(octavo::kStore);
     m.attr("ADD") = static_cast<int>(octavo::kAdd);
     m.attr("GATED") = static_cast<int>(octavo::kGated);

@@ -35,15 +35,18 @@ inline float largest_below(const float* x, int n, float limit) {
     return reduce_max(highest);
 }
 
-// The only one of n floats whose magnitude is `absmax`, or n.
-inline int only_largest(const float* x, int n, float absmax) {
-    int found = n;
-    for (int i = 0; i < n; ++i) {
-        if (__builtin_fabsf(x[i]) != absmax) continue;
-        if (found < n) return n;
-        found = i;
+// Takes the elements of at least `least` out of n, at most 32, if they are no more than are kept apart.
+inline bool take_outliers(float* x, int n, float least, int first, float* outlier, uint8_t* outlier_at) {
+    uint32_t wanted = 0;
+    for (int i = 0; i < n; i += kLanes) wanted |= lanes_at_least(magnitude(load(x + i)), set1(least)) << i;
+    if (__builtin_popcount(wanted) > kMaxOutliers) return false;
+    for (; wanted != 0; wanted &= wanted - 1) {
+        const int at = __builtin_ctz(wanted);
+        *outlier++ = x[at];
+        *outlier_at++ = static_cast<uint8_t>(first + at);
+        x[at] = 0.0f;
     }
-    return found;
+    return true;
 }
 
 // One block from kQBlock floats, of which outliers are taken out. A block that is not finite yields NaN in all that it
@@ -55,17 +58,20 @@ inline void quantize_block(float* x, QBlock& out) {
     for (int half = 0; half < 2; ++half) {
         float* of_half = x + half * kHalf;
         float absmax = largest(of_half, kHalf);
-        out.outlier[half] = 0.0f;
-        out.outlier_at[half] = 0;
+        for (int i = 0; i < kMaxOutliers; ++i) {
+            out.outlier[half][i] = 0.0f;
+            out.outlier_at[half][i] = static_cast<uint8_t>(half * kHalf);
+        }
         if (absmax >= 0x1p-100f && absmax < __builtin_inff()) {
-            const float next = largest_below(of_half, kHalf, absmax);
-            if (absmax > kOutlierRatio * next) {
-                if (const int at = only_largest(of_half, kHalf, absmax); at < kHalf) {
-                    out.outlier[half] = of_half[at];
-                    out.outlier_at[half] = half * kHalf + at;
-                    of_half[at] = 0.0f;
-                    absmax = next;
-                }
+            const float second = largest_below(of_half, kHalf, absmax);
+            const float third = largest_below(of_half, kHalf, second);
+            const auto take = [&](float least) {
+                return take_outliers(of_half, kHalf, least, half * kHalf, out.outlier[half], out.outlier_at[half]);
+            };
+            if (second > kOutlierRatio * third && take(second)) {
+                absmax = third;
+            } else if (absmax > kOutlierRatio * second && take(absmax)) {
+                absmax = second;
             }
         }
         if (absmax >= 0x1p-100f && absmax < __builtin_inff()) {

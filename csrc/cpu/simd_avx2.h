@@ -29,6 +29,10 @@ inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) {
     return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_GT_OQ));
 }
+// Bit i says whether a[i] >= b[i].
+inline uint32_t lanes_at_least(Vec a, Vec b) {
+    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)));
+}
 
 inline Vec iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
 inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {

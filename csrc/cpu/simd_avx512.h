@@ -37,6 +37,8 @@ inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), no, yes);
 }
+// Bit i says whether a[i] >= b[i].
+inline uint32_t lanes_at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 
 inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 inline Vec load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }

@@ -35,6 +35,12 @@ inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 // As on x86: the second operand where either is NaN.
 inline Vec max(Vec a, Vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline Vec min(Vec a, Vec b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+// Bit i says whether a[i] >= b[i].
+inline uint32_t lanes_at_least(Vec a, Vec b) {
+    uint32_t bits = 0;
+    for (int i = 0; i < kLanes; ++i) bits |= (a[i] >= b[i] ? 1u : 0u) << i;
+    return bits;
+}
 inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) { return vbslq_f32(vcgtq_f32(a, b), yes, no); }
 
 inline Ints lane_numbers() { return Ints{0, 1, 2, 3}; }

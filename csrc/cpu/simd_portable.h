@@ -34,6 +34,12 @@ inline Vec select(Ints mask, Vec yes, Vec no) {
 // As on x86: the second operand where either is NaN.
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
+// Bit i says whether a[i] >= b[i].
+inline uint32_t lanes_at_least(Vec a, Vec b) {
+    uint32_t bits = 0;
+    for (int i = 0; i < kLanes; ++i) bits |= (a[i] >= b[i] ? 1u : 0u) << i;
+    return bits;
+}
 inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) { return select(a > b, yes, no); }
 
 inline Vec iota() { return Vec{0, 1, 2, 3}; }

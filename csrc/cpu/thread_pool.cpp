@@ -21,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "launch_number.h"
 #include "spin.h"
 
 namespace octavo {
@@ -36,6 +37,10 @@ constexpr int kSpinsBeforeYield = 500;
 constexpr int kMaxThreads = 1024;
 constexpr size_t kCacheLine = 64;
 
+// Launches are numbered from 1 over the life of the process: before that lie a fresh pool's claims.
+std::atomic<uint64_t> next_launch{1};
+thread_local uint64_t running_launch = 0;
+
 // Spins until `done`, giving the core away now and then: on a full machine whoever is waited for may need it.
 template <class Done>
 inline void spin_until(Done done) {
@@ -48,8 +53,8 @@ inline void spin_until(Done done) {
     }
 }
 
-// A thread's claims: the number of a launch, counted over the life of the pool (years, in 44 bits), and how many tasks
-// of this thread's share in it are taken.
+// A thread's claims: the number of a launch (years of them, in 44 bits), and how many tasks of this thread's share in
+// it are taken.
 struct alignas(kCacheLine) Claims {
     std::atomic<uint64_t> word{0};
 };
@@ -68,8 +73,7 @@ class Pool {
         if (workers_.empty() && size_ > 1) start();
         launches_ = launches;
         count_ = count;
-        first_launch_ = next_launch_;
-        next_launch_ += count;
+        first_launch_ = next_launch.fetch_add(count, std::memory_order_relaxed);
         completed_.store(0, std::memory_order_relaxed);
         gate_.store(static_cast<uint64_t>(++call_) << kCallShift | kOpen, std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst) > 0) {
@@ -132,6 +136,7 @@ class Pool {
         const int64_t begin = (l.num_tasks * owner + size_ - 1) / size_;
         const int64_t end = (l.num_tasks * (owner + 1) + size_ - 1) / size_;
         int64_t ran = 0;
+        running_launch = launch;
         for (int64_t i; (i = claim(owner, launch, end - begin)) >= 0; ++ran) l.kernel(l.args, begin + i);
         return ran;
     }
@@ -194,10 +199,10 @@ class Pool {
     std::vector<std::thread> workers_;
     std::mutex callers_;
 
-    // The call: written before the gate opens. Launches are numbered from 1, before which a fresh pool's words lie.
+    // The call: written before the gate opens.
     const Launch* launches_ = nullptr;
     size_t count_ = 0;
-    uint64_t first_launch_ = 0, next_launch_ = 1;
+    uint64_t first_launch_ = 0;
     uint32_t call_ = 0;
 
     alignas(kCacheLine) std::atomic<uint64_t> gate_{0};
@@ -241,6 +246,8 @@ Pool& pool() {
 
 }  // namespace
 
+uint64_t launch_number() { return running_launch; }
+
 int num_threads() { return pool().size(); }
 
 void set_threads(int n, const std::vector<int>& cpus) {
@@ -270,7 +277,9 @@ void run(const Launch* launches, size_t count) {
         p.run(launches, count);
         return;
     }
+    const uint64_t first = next_launch.fetch_add(count, std::memory_order_relaxed);
     for (size_t i = 0; i < count; ++i) {
+        running_launch = first + i;
         for (int64_t task = 0; task < launches[i].num_tasks; ++task) launches[i].kernel(launches[i].args, task);
     }
 }

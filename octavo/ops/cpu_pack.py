@@ -245,11 +245,6 @@ class _Source:
 
 def _source(part: StoredWeight) -> _Source:
     name, (num_rows, num_in) = part.format, part.shape
-    if num_in > _cpu.MAX_INT_K:
-        raise ConfigError(
-            f"a matrix of {num_in} inputs is too wide for integer products on CPUs, which take {_cpu.MAX_INT_K}; "
-            "--dtype float32 multiplies it as floats."
-        )
 
     def read(format: str, layout: Layout, data: NDArray[Any]) -> _Source:
         assert data.shape[0] == num_rows, f"{data.shape[0]} rows in a matrix {part.shape}"

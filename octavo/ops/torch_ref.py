@@ -108,14 +108,21 @@ def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None,
 
 
 def _without_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., groups, 32] -> x with zeros for outliers, and those: of each 32 the largest magnitude, if it is finite,
-    at least 2^-100, the only one, and more than 4 times the next."""
+    """x [..., groups, 32] -> x with zeros for outliers, and those: of each 32 the elements, two at most, that exceed
+    2.5 times the next magnitude. Of the two ways to part them the one that takes more, if the largest is finite and at
+    least 2^-100."""
     magnitudes = x.abs().nan_to_num(torch.inf)
     largest = magnitudes.amax(-1, keepdim=True)
-    is_largest = magnitudes == largest
-    following = magnitudes.masked_fill(is_largest, 0.0).amax(-1, keepdim=True)
-    stands_out = (largest > 4.0 * following) & (is_largest.sum(-1, keepdim=True) == 1)
-    kept_apart = is_largest & stands_out & largest.isfinite() & (largest >= 2.0**-100)
+    second = magnitudes.masked_fill(magnitudes >= largest, 0.0).amax(-1, keepdim=True)
+    third = magnitudes.masked_fill(magnitudes >= second, 0.0).amax(-1, keepdim=True)
+
+    def parted(least: Tensor, following: Tensor) -> Tensor:
+        taken = magnitudes >= least
+        return taken & (least > 2.5 * following) & (taken.sum(-1, keepdim=True) <= 2)
+
+    of_two = parted(second, third)
+    kept_apart = torch.where(of_two.any(-1, keepdim=True), of_two, parted(largest, second))
+    kept_apart &= largest.isfinite() & (largest >= 2.0**-100)
     return torch.where(kept_apart, 0.0, x), torch.where(kept_apart, x, 0.0)
 
 

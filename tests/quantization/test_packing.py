@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from octavo import _cpu
-from octavo.errors import ConfigError
 from octavo.ops.cpu_pack import PackedIntegers, pack_quantized
 from octavo.quantization import Layout, StoredWeight, common_layout, dequantize, layout_of
 from tests.quantization.blocks import BLOCKS, KEPT_BITS, random_matrix, read_packed, values_of
@@ -116,13 +115,6 @@ def test_superblocks_are_kept_where_all_parts_have_them(name: str) -> None:
     for packed in (_stacked([name] * 3, [17, 5, 43], 512), _stacked([name] * 2, [33, 33], 512, gated=True)):
         assert packed.format in KEPT_BITS
     assert _stacked([name, "Q5_K"], [17, 5], 512).format == _cpu.WEIGHT_INT8
-
-
-def test_rows_that_are_too_long_for_lists_of_outliers_are_refused() -> None:
-    width = _cpu.MAX_INT_K + 256
-    with pytest.raises(ConfigError, match=f"a matrix of {width} inputs is too wide for integer products on CPUs"):
-        pack_quantized([random_matrix("Q4_K", 1, width)])
-    assert pack_quantized([random_matrix("Q4_K", 1, _cpu.MAX_INT_K)]).num_in == _cpu.MAX_INT_K
 
 
 def test_rows_may_lie_apart() -> None:
