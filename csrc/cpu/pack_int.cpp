@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "pack.h"
+
 namespace octavo {
 
 namespace {
@@ -52,8 +54,10 @@ uint16_t float_to_bf16(float value) {
 // scales by 16 elements and, if kHasMinima, minima by 32; `read_codes` finds codes. An element is
 // scale * code + minimum, or scale * (code - kZero). Both are called for one block after the other.
 
-// Formats whose superblocks have a layout that keeps their scales, of which kKept is the number, also `keep` a row of
-// a superblock.
+// Formats whose superblocks have a layout that keeps their scales, of which kKept is the number, also `gather` what a
+// row of a superblock becomes in kWords words, which are lanes of as many vectors from byte kWordsAt of a panel's
+// superblock on, but for kGap, and `keep` what else there is of it. `largest_scale` is that of a row of a superblock,
+// or no number.
 constexpr int32_t kNotKept = -1;
 constexpr int kBlocksOfSuper = kSuperblock / kQBlock;
 constexpr int kQ4KCodes = kPanel * kQBlock / 2;
@@ -149,28 +153,45 @@ struct BlocksK {
         }
     }
 
-    // A row of a superblock into its lane of FormatQ4K (int_formats.h).
-    static void keep(const uint8_t* from, int lane, uint8_t* out) {
-        const auto meta = [&](int at) { return out + at / 128 * kQ4KBlock + kQ4KCodes + at % 128; };
-        store_unit(from, meta(2 * lane));
-        store_unit(from + 2, meta(2 * (kPanel + lane)));
-        int numbers[16];
-        for (int group = 0; group < 8; ++group) {
-            read_six_bits(from + 4, group, numbers[group], numbers[8 + group]);
+    // Of FormatQ4K (int_formats.h): of each block eight words of codes, and one of numbers; where that of the first
+    // would be are the units.
+    static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 36, kGap = 8;
+    static void gather(const uint8_t* from, uint32_t* words) {
+        constexpr uint32_t kLow = 0x0f0f0f0f, kHigh = 0xf0f0f0f0;
+        for (int block = 0; block < kBlocksOfSuper; ++block) {
+            const uint8_t* nibbles = from + kNibbles + 32 * block;
+            for (int step = 0; step < 4; ++step) {
+                const uint32_t a = load<uint32_t>(nibbles + 8 * step), b = load<uint32_t>(nibbles + 8 * step + 4);
+                words[9 * block + step] = (a & kLow) | (b & kLow) << 4;
+                words[9 * block + 4 + step] = (a >> 4 & kLow) | (b & kHigh);
+            }
         }
+        words[kGap] = 0;
+        int numbers[16];
+        read_numbers(from, numbers);
         for (int i = 0; i < 3; ++i) {
             uint32_t word = static_cast<uint32_t>(numbers[15] >> (2 * i) & 3) << 30;
             for (int n = 0; n < 5; ++n) word |= static_cast<uint32_t>(numbers[5 * i + n]) << (6 * n);
-            std::memcpy(meta(128 * (i + 1) + 4 * lane), &word, 4);
+            words[9 * i + 17] = word;
         }
-        for (int block = 0; block < kBlocksOfSuper; ++block) {
-            uint8_t codes[kQBlock];
-            read_codes(from, block, kQBlock, nullptr, codes);
-            for (int step = 0; step < kQBlock / 8; ++step) {
-                const uint32_t word = load<uint32_t>(codes + 8 * step) | load<uint32_t>(codes + 8 * step + 4) << 4;
-                std::memcpy(out + block * kQ4KBlock + (step * kPanel + lane) * 4, &word, 4);
-            }
+    }
+    static void keep(const uint8_t* from, int lane, uint8_t* out) {
+        store_unit(from, out + kQ4KCodes + 2 * lane);
+        store_unit(from + 2, out + kQ4KCodes + 2 * (kPanel + lane));
+    }
+
+    // Eight scales and eight minima.
+    static void read_numbers(const uint8_t* from, int* numbers) {
+        for (int group = 0; group < 8; ++group) {
+            read_six_bits(from + 4, group, numbers[group], numbers[8 + group]);
         }
+    }
+
+    static float largest_scale(const uint8_t* from) {
+        int numbers[16];
+        read_numbers(from, numbers);
+        return std::fabs(half_to_float(load<uint16_t>(from))) *
+               static_cast<float>(*std::max_element(numbers, numbers + 8));
     }
 
     static void read_codes(const uint8_t* row, int64_t block, int, const float*, uint8_t* codes) {
@@ -214,32 +235,43 @@ struct Q6_K {
         const uint8_t* from = row + block / 4 * kBytes;
         const int half = static_cast<int>(block % 4) / 2, shift = static_cast<int>(block % 2) * 4;
         const uint8_t *nibbles = from + 64 * half, *top = from + 128 + 32 * half;
-        for (int e = 0; e < 32; ++e) {
-            const int two = top[e] >> shift;
-            codes[e] = static_cast<uint8_t>((nibbles[e] >> shift & 15) | (two & 3) << 4);
-            codes[e + 32] = static_cast<uint8_t>((nibbles[e + 32] >> shift & 15) | (two & 12) << 2);
+        constexpr uint64_t kNibbles = 0x0f0f0f0f0f0f0f0f, kLowTwo = 0x0303030303030303, kHighTwo = 0x0c0c0c0c0c0c0c0c;
+        for (int e = 0; e < 32; e += 8) {
+            const uint64_t two = load<uint64_t>(top + e) >> shift;
+            const uint64_t first = load<uint64_t>(nibbles + e) >> shift,
+                           second = load<uint64_t>(nibbles + e + 32) >> shift;
+            const uint64_t eight[2] = {(first & kNibbles) | (two & kLowTwo) << 4, (second & kNibbles) | (two & kHighTwo)
+                                                                                                            << 2};
+            std::memcpy(codes + e, eight, 8);
+            std::memcpy(codes + e + 32, eight + 1, 8);
         }
     }
 
-    // A row of a superblock into its lane of FormatQ6K (int_formats.h).
+    // Of FormatQ6K (int_formats.h): codes of which sixteen are three words.
+    static constexpr int kScalesAt = 192, kWordsAt = kQ6KHeader, kWords = kSuperblock / 16 * 3, kGap = -1;
+    static void gather(const uint8_t* from, uint32_t* words) {
+        for (int block = 0; block < kBlocksOfSuper; ++block) {
+            uint32_t codes[kQBlock / 4];
+            read_codes(from, block, kQBlock, nullptr, reinterpret_cast<uint8_t*>(codes));
+            for (int step = 0; step < kQBlock / 16; ++step) {
+                const uint32_t fourth = codes[4 * step + 3];
+                for (int i = 0; i < 3; ++i) *words++ = codes[4 * step + i] | (fourth >> (2 * i) & 0x03030303) << 6;
+            }
+        }
+    }
     static void keep(const uint8_t* from, int lane, uint8_t* out) {
         store_unit(from + 208, out + 2 * lane);
         for (int group = 0; group < kSuperblock / 16; ++group) {
             out[(2 + group) * kPanel + lane] = from[192 + group] ^ 0x80;
         }
-        uint8_t* to = out + kQ6KHeader + 4 * lane;
-        for (int block = 0; block < kBlocksOfSuper; ++block) {
-            uint8_t codes[kQBlock];
-            read_codes(from, block, kQBlock, nullptr, codes);
-            for (int step = 0; step < kQBlock / 16; ++step, to += 3 * 4 * kPanel) {
-                const uint32_t fourth = load<uint32_t>(codes + 16 * step + 12);
-                for (int i = 0; i < 3; ++i) {
-                    const uint32_t word = load<uint32_t>(codes + 16 * step + 4 * i) | (fourth >> (2 * i) & 0x03030303)
-                                                                                          << 6;
-                    std::memcpy(to + i * 4 * kPanel, &word, 4);
-                }
-            }
+    }
+
+    static float largest_scale(const uint8_t* from) {
+        int largest = 0;
+        for (int group = 0; group < kSuperblock / 16; ++group) {
+            largest = std::max(largest, std::abs(static_cast<int>(static_cast<int8_t>(from[192 + group]))));
         }
+        return std::fabs(half_to_float(load<uint16_t>(from + 208))) * static_cast<float>(largest);
     }
 };
 
@@ -412,6 +444,30 @@ int64_t packed_block_bytes(const Matrix& matrix) {
     return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
 }
 
+// Rows of a superblock that are `stride` bytes apart into lanes [begin, end).
+template <class Source>
+void keep_superblock(const uint8_t* rows, int64_t stride, int begin, int end, uint8_t* out) {
+    uint32_t words[kPanel][Source::kWords];
+    for (int lane = begin; lane < end; ++lane) {
+        const uint8_t* row = rows + (lane - begin) * stride;
+        // What follows: so many rows at a time are more than a processor fetches ahead by itself.
+        for (int at = 0; at < Source::kBytes; at += 64) __builtin_prefetch(row + Source::kBytes + at);
+        Source::gather(row, words[lane]);
+    }
+    uint8_t* to = out + Source::kWordsAt;
+    if (end - begin == kPanel) {
+        transpose_panel(reinterpret_cast<const char*>(words), sizeof(words[0]), Source::kWords,
+                        reinterpret_cast<char*>(to));
+    } else {
+        for (int lane = begin; lane < end; ++lane) {
+            for (int i = 0; i < Source::kWords; ++i) {
+                if (i != Source::kGap) std::memcpy(to + (i * kPanel + lane) * 4, &words[lane][i], 4);
+            }
+        }
+    }
+    for (int lane = begin; lane < end; ++lane) Source::keep(rows + (lane - begin) * stride, lane, out);
+}
+
 template <class Source>
 void pack_part_panel(const void* args, int64_t task) {
     const PackPartArgs& a = *static_cast<const PackPartArgs*>(args);
@@ -425,10 +481,9 @@ void pack_part_panel(const void* args, int64_t task) {
     if constexpr (Source::kKept != kNotKept) {
         if (a.to.format == Source::kKept) {
             const int64_t super_bytes = kBlocksOfSuper * block_bytes;
+            const uint8_t* source = a.source + row * a.stride;
             for (int64_t super = 0; super < blocks / kBlocksOfSuper; ++super, out += super_bytes) {
-                for (int lane = begin; lane < end; ++lane) {
-                    Source::keep(a.source + (row + lane - begin) * a.stride + super * Source::kBytes, lane, out);
-                }
+                keep_superblock<Source>(source + super * Source::kBytes, a.stride, begin, end, out);
             }
             return;
         }
@@ -442,19 +497,30 @@ void pack_part_panel(const void* args, int64_t task) {
     }
 }
 
+// How far ahead scales alone are fetched, which lie apart.
+constexpr int kSupersAhead = 16;
+
 template <class Source>
 void find_max_scale(const void* args, int64_t task) {
     const MaxScaleArgs& a = *static_cast<const MaxScaleArgs*>(args);
     float largest = 0;
+    const auto meet = [&](float magnitude) {
+        if (magnitude > largest && magnitude <= 0x1.fffffep127f) largest = magnitude;
+    };
     for (int64_t row = task * kPanel; row < std::min((task + 1) * kPanel, a.rows); ++row) {
+        if constexpr (Source::kKept != kNotKept) {
+            const uint8_t* from = a.source + row * a.stride;
+            for (int64_t k = 0; k < a.k; k += kSuperblock, from += Source::kBytes) {
+                __builtin_prefetch(from + kSupersAhead * Source::kBytes + Source::kScalesAt);
+                meet(Source::largest_scale(from));
+            }
+            continue;
+        }
         for (int64_t block = 0; block * kQBlock < a.k; ++block) {
             float scales[kScales] = {}, minima[kMinima] = {};
             const int valid = static_cast<int>(std::min<int64_t>(a.k - block * kQBlock, kQBlock));
             Source::read_scales(a.source + row * a.stride, block, valid, scales, minima);
-            for (const float scale : scales) {
-                const float magnitude = std::fabs(scale);
-                if (magnitude > largest && magnitude <= 0x1.fffffep127f) largest = magnitude;
-            }
+            for (const float scale : scales) meet(std::fabs(scale));
         }
     }
     a.largest[task] = largest;
