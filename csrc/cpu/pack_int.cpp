@@ -60,8 +60,10 @@ uint16_t float_to_bf16(float value) {
 // or no number.
 constexpr int32_t kNotKept = -1;
 constexpr int kBlocksOfSuper = kSuperblock / kQBlock;
-constexpr int kQ4KCodes = kPanel * kQBlock / 2;
-constexpr int kQ4KBlock = kQ4KCodes + 128;
+constexpr int kQ4KBlock = kPanel * kQBlock / 2 + 128;
+constexpr int kQ5KBlock = kPanel * kQBlock * 5 / 8 + 128;
+constexpr int kQ3KWordsAt = kPanel * 2;
+constexpr int kQ3KSuper = kQ3KWordsAt + kPanel * (12 + kSuperblock * 3 / 8);
 constexpr int kQ6KHeader = kPanel * (2 + kSuperblock / 16);
 constexpr int kQ6KSuper = kQ6KHeader + kPanel * kSuperblock * 6 / 8;
 
@@ -70,6 +72,15 @@ void store_unit(const uint8_t* from, uint8_t* to) {
     const uint16_t unit = load<uint16_t>(from);
     const uint16_t stored = (unit & 0x7fff) > 0x7c00 ? 0x7e00 : unit;
     std::memcpy(to, &stored, 2);
+}
+
+// Sixteen numbers of six bits in three words, as SixBits (int_formats.h) has them.
+void store_six_bits(const int* numbers, uint32_t* words, int step) {
+    for (int i = 0; i < 3; ++i) {
+        uint32_t word = static_cast<uint32_t>(numbers[15] >> (2 * i) & 3) << 30;
+        for (int n = 0; n < 5; ++n) word |= static_cast<uint32_t>(numbers[5 * i + n]) << (6 * n);
+        words[i * step] = word;
+    }
 }
 
 // 32 elements in `kBytes` bytes: float16 scale, float16 minimum if there is one, then `Codes`.
@@ -126,7 +137,7 @@ using Q8_0 = Blocks32<false, 128, 8, 32>;
 // then nibbles, of which 32 bytes make 64 elements.
 template <int kCodeBits>
 struct BlocksK {
-    static constexpr int32_t kKept = kCodeBits == 4 ? kWeightQ4K : kNotKept;
+    static constexpr int32_t kKept = kCodeBits == 4 ? kWeightQ4K : kWeightQ5K;
     static constexpr bool kHasMinima = true;
     static constexpr int kZero = 0, kBits = kCodeBits, kElements = 256;
     static constexpr int kFifth = 16, kNibbles = kBits == 5 ? 48 : 16, kBytes = kNibbles + 128;
@@ -153,31 +164,38 @@ struct BlocksK {
         }
     }
 
-    // Of FormatQ4K (int_formats.h): of each block eight words of codes, and one of numbers; where that of the first
-    // would be are the units.
-    static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 36, kGap = 8;
+    // Of FormatQ4K and FormatQ5K (int_formats.h): of each block eight words of nibbles, perhaps two of fifth bits, and
+    // one of numbers; where that of the first would be are the units.
+    static constexpr int kWordsOfBlock = kBits == 5 ? 11 : 9;
+    static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 4 * kWordsOfBlock, kGap = kWordsOfBlock - 1;
     static void gather(const uint8_t* from, uint32_t* words) {
         constexpr uint32_t kLow = 0x0f0f0f0f, kHigh = 0xf0f0f0f0;
         for (int block = 0; block < kBlocksOfSuper; ++block) {
             const uint8_t* nibbles = from + kNibbles + 32 * block;
+            uint32_t* of_block = words + block * kWordsOfBlock;
             for (int step = 0; step < 4; ++step) {
                 const uint32_t a = load<uint32_t>(nibbles + 8 * step), b = load<uint32_t>(nibbles + 8 * step + 4);
-                words[9 * block + step] = (a & kLow) | (b & kLow) << 4;
-                words[9 * block + 4 + step] = (a >> 4 & kLow) | (b & kHigh);
+                of_block[step] = (a & kLow) | (b & kLow) << 4;
+                of_block[4 + step] = (a >> 4 & kLow) | (b & kHigh);
+            }
+            if (kBits == 5) {
+                for (int half = 0; half < 2; ++half) {
+                    uint32_t word = 0;
+                    for (int i = 0; i < 8; ++i) {
+                        word |= (load<uint32_t>(from + kFifth + 4 * i) >> (2 * block + half) & 0x01010101) << i;
+                    }
+                    of_block[8 + half] = word;
+                }
             }
         }
-        words[kGap] = 0;
         int numbers[16];
         read_numbers(from, numbers);
-        for (int i = 0; i < 3; ++i) {
-            uint32_t word = static_cast<uint32_t>(numbers[15] >> (2 * i) & 3) << 30;
-            for (int n = 0; n < 5; ++n) word |= static_cast<uint32_t>(numbers[5 * i + n]) << (6 * n);
-            words[9 * i + 17] = word;
-        }
+        words[kGap] = 0;
+        store_six_bits(numbers, words + kGap + kWordsOfBlock, kWordsOfBlock);
     }
     static void keep(const uint8_t* from, int lane, uint8_t* out) {
-        store_unit(from, out + kQ4KCodes + 2 * lane);
-        store_unit(from + 2, out + kQ4KCodes + 2 * (kPanel + lane));
+        store_unit(from, out + 4 * kPanel * kGap + 2 * lane);
+        store_unit(from + 2, out + 4 * kPanel * kGap + 2 * (kPanel + lane));
     }
 
     // Eight scales and eight minima.
@@ -272,6 +290,67 @@ struct Q6_K {
             largest = std::max(largest, std::abs(static_cast<int>(static_cast<int8_t>(from[192 + group]))));
         }
         return std::fabs(half_to_float(load<uint16_t>(from + 208))) * static_cast<float>(largest);
+    }
+};
+
+// 256 elements: a third bit of each in 32 bytes (bit r of byte e is element e of run r, of 32), two low bits in 64 in
+// the order of Q6_K's top bits, 16 scales of six bits, 32 more than they stand for, and their float16 unit.
+struct Q3_K {
+    static constexpr int32_t kKept = kWeightQ3K;
+    static constexpr bool kHasMinima = false;
+    static constexpr int kZero = 4, kBits = 3, kElements = 256, kBytes = 110, kUnit = 108;
+
+    static int scale(const uint8_t* from, int group) {
+        const int low = group < 8 ? from[96 + group] & 15 : from[88 + group] >> 4;
+        return low | (from[104 + group % 4] >> (group / 4 * 2) & 3) << 4;
+    }
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const float unit = half_to_float(load<uint16_t>(from + kUnit));
+        for (int i = 0; i < kScales; ++i) {
+            scales[i] = unit * static_cast<float>(scale(from, static_cast<int>(block % 4) * 4 + i) - 32);
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int, const float*, uint8_t* codes) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        for (int half = 0; half < 2; ++half) {
+            const int run = static_cast<int>(block % 4) * 2 + half;
+            const uint8_t* low = from + 32 + run / 4 * 32;
+            for (int e = 0; e < 32; e += 8) {
+                const uint64_t two = load<uint64_t>(low + e) >> (run % 4 * 2) & 0x0303030303030303;
+                const uint64_t third = load<uint64_t>(from + e) >> run & 0x0101010101010101;
+                const uint64_t eight = two | third << 2;
+                std::memcpy(codes + 32 * half + e, &eight, 8);
+            }
+        }
+    }
+
+    // Of FormatQ3K (int_formats.h): numbers, then of each block four words of low bits and two of high ones.
+    static constexpr int kScalesAt = 96, kWordsAt = kQ3KWordsAt, kWords = 27, kGap = -1;
+    static void gather(const uint8_t* from, uint32_t* words) {
+        int numbers[16];
+        for (int group = 0; group < 16; ++group) numbers[group] = scale(from, group);
+        store_six_bits(numbers, words, 1);
+        words += 3;
+        for (int block = 0; block < kBlocksOfSuper; ++block, words += 6) {
+            uint32_t codes[kQBlock / 4];
+            read_codes(from, block, kQBlock, nullptr, reinterpret_cast<uint8_t*>(codes));
+            for (int i = 0; i < 6; ++i) words[i] = 0;
+            for (int step = 0; step < kQBlock / 8; ++step) {
+                const uint32_t eight = codes[2 * step] | codes[2 * step + 1] << 4;
+                words[step / 2] |= (eight & 0x33333333) << (step % 2 * 2);
+                words[4 + step / 4] |= (eight >> 2 & 0x11111111) << (step % 4);
+            }
+        }
+    }
+    static void keep(const uint8_t* from, int lane, uint8_t* out) { store_unit(from + kUnit, out + 2 * lane); }
+
+    static float largest_scale(const uint8_t* from) {
+        int largest = 0;
+        for (int group = 0; group < 16; ++group) largest = std::max(largest, std::abs(scale(from, group) - 32));
+        return std::fabs(half_to_float(load<uint16_t>(from + kUnit))) * static_cast<float>(largest);
     }
 };
 
@@ -439,7 +518,9 @@ void write_block(const Matrix& to, const PanelBlock& block, int begin, int end, 
 // Bytes of 32 outputs by 64 elements of k.
 int64_t packed_block_bytes(const Matrix& matrix) {
     if (matrix.format == kWeightQ4K) return kQ4KBlock;
+    if (matrix.format == kWeightQ5K) return kQ5KBlock;
     if (matrix.format == kWeightQ6K) return kQ6KSuper / kBlocksOfSuper;
+    if (matrix.format == kWeightQ3K) return kQ3KSuper / kBlocksOfSuper;
     const int64_t codes = matrix.format == kWeightInt4 ? kQBlock / 2 : kQBlock;
     return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
 }
@@ -553,6 +634,7 @@ constexpr Source kSources[] = {
     source_of<Q4_K>("Q4_K", 32),
     source_of<Q5_K>("Q5_K", 32),
     source_of<Q6_K>("Q6_K", 16),
+    source_of<Q3_K>("Q3_K", 16),
     source_of<Floats<F32Element, 4>>("F32 4", 32),
     source_of<Floats<F16Element, 4>>("F16 4", 32),
     source_of<Floats<BF16Element, 4>>("BF16 4", 32),

@@ -27,7 +27,9 @@ _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _QUANTIZED = {"INT8": "", "INT4": " 4"}  # formats of floats that the packer quantizes: how it calls them
 # Formats whose superblocks have a layout that keeps their scales as they are, and takes the bits of the file.
-_KEPT = {"Q4_K": _cpu.WEIGHT_Q4_K, "Q6_K": _cpu.WEIGHT_Q6_K}
+_KEPT = {
+    "Q3_K": _cpu.WEIGHT_Q3_K, "Q4_K": _cpu.WEIGHT_Q4_K, "Q5_K": _cpu.WEIGHT_Q5_K, "Q6_K": _cpu.WEIGHT_Q6_K,
+}  # fmt: skip
 # Formats whose scales are float16 numbers in the file already, and not products of two numbers.
 _PLAIN_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
 
