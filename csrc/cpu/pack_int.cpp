@@ -354,6 +354,62 @@ struct Q3_K {
     }
 };
 
+// 256 elements: 16 scales and minima of four bits each, two bits of each element in the order of Q6_K's top bits, and
+// the float16 units of both. Minima by 16 elements are in no layout: of each 16 the values are rounded to eight bits.
+struct Q2_K {
+    static constexpr int32_t kKept = kNotKept;
+    static constexpr bool kHasMinima = false;
+    static constexpr int kZero = 128, kBits = 8, kElements = 256, kBytes = 84;
+
+    // Of 16 elements: the bytes that hold their codes, how far up these are, and what codes of 0 to 3 stand for.
+    struct Group {
+        const uint8_t* codes;
+        int shift;
+        float values[4];
+
+        Group(const uint8_t* row, int64_t block, int i) {
+            const uint8_t* from = row + block / 4 * kBytes;
+            const int group = static_cast<int>(block % 4) * kScales + i, run = group / 2;
+            codes = from + 16 + run / 4 * 32 + group % 2 * 16;
+            shift = run % 4 * 2;
+            const float scale = half_to_float(load<uint16_t>(from + 80)) * static_cast<float>(from[group] & 15);
+            const float minimum = half_to_float(load<uint16_t>(from + 82)) * static_cast<float>(from[group] >> 4);
+            for (int code = 0; code < 4; ++code) values[code] = scale * static_cast<float>(code) - minimum;
+        }
+
+        int code(int e) const { return codes[e] >> shift & 3; }
+    };
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
+        for (int i = 0; i < kScales; ++i) {
+            const Group group(row, block, i);
+            bool is_there[4] = {};
+            for (int e = 0; e < 16; ++e) is_there[group.code(e)] = true;
+            float largest = 0;
+            for (int code = 0; code < 4; ++code) {
+                const float magnitude = std::fabs(group.values[code]);
+                if (is_there[code] && !(magnitude <= largest)) largest = magnitude + 0 * largest;  // a NaN stays
+            }
+            scales[i] = largest / 127;
+        }
+    }
+
+    // `scales` as they were rounded.
+    static void read_codes(const uint8_t* row, int64_t block, int, const float* scales, uint8_t* codes) {
+        for (int i = 0; i < kScales; ++i) {
+            const Group group(row, block, i);
+            uint8_t rounded[4];
+            for (int code = 0; code < 4; ++code) {
+                const float steps = group.values[code] / scales[i];
+                const bool is_number = std::fabs(steps) <= 0x1p30f;
+                rounded[code] = static_cast<uint8_t>(
+                    kZero + (is_number ? std::clamp(static_cast<int>(std::lrintf(steps)), -127, 127) : 0));
+            }
+            for (int e = 0; e < 16; ++e) codes[16 * i + e] = rounded[group.code(e)];
+        }
+    }
+};
+
 // Codes that were unpacked elsewhere, of formats whose bytes are not read here: of 32 elements the scales of both
 // halves and, if there is one, the minimum, as float32, then a byte for each code.
 template <int kCodeBits, bool kMinimum>
@@ -635,6 +691,7 @@ constexpr Source kSources[] = {
     source_of<Q5_K>("Q5_K", 32),
     source_of<Q6_K>("Q6_K", 16),
     source_of<Q3_K>("Q3_K", 16),
+    source_of<Q2_K>("Q2_K", 16),
     source_of<Floats<F32Element, 4>>("F32 4", 32),
     source_of<Floats<F16Element, 4>>("F16 4", 32),
     source_of<Floats<BF16Element, 4>>("BF16 4", 32),
