@@ -9,7 +9,7 @@ import pytest
 from octavo import _cpu
 from octavo.errors import ConfigError
 from octavo.ops.cpu_pack import PackedIntegers, pack_quantized
-from octavo.quantization import Layout, StoredWeight, common_layout, dequantize, layout_of
+from octavo.quantization import Layout, StoredWeight, common_layout, dequantize, layout_of, packed_bytes
 from tests.quantization.blocks import BLOCKS, KEPT_BITS, random_matrix, read_packed, values_of
 
 _EXACT = ("Q4_0", "Q5_0", "Q8_0")  # float16 scales and no minima: nothing to round
@@ -51,6 +51,7 @@ def test_every_format_is_packed_to_its_own_values(name: str, rows: int, blocks: 
     if packed.format in KEPT_BITS:
         weights = -(-rows // 32) * 32 * matrix.shape[1]
         assert packed.data.nbytes == weights * KEPT_BITS[packed.format] / 8
+        assert packed.data.nbytes == packed_bytes(name, matrix.shape, keeps_superblocks=True)
     else:
         assert packed.data.nbytes == packed.layout.packed_bytes(*matrix.shape)
     _check(packed, values_of(matrix), name in _EXACT)
