@@ -5,8 +5,8 @@
 A form is a `--dtype`, or a `--quantization` of the weights at load; `auto` is what `octavo serve` would do. The text
 (benchmarks/data/perplexity.txt, see perplexity.py) is cut into windows of 512 tokens, of which 511 positions predict
 another. The reference is Octavo with `--dtype float32`, which expands blocks of few bits and multiplies floats. KL is
-that of the distributions of the next token, reference first, in nats; once more without the thousandth of positions that
-are furthest off, since a single one can decide the mean.
+that of the distributions of the next token, reference first, in nats; once more without the thousandth of positions
+that are furthest off, since a single one can decide the mean.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=["auto"])
     args = parser.parse_args()
     expected = log_probabilities(args.model, args.windows, dtype="float32")
-    print("| form | best token agrees | KL | without 0.1% | median | 99th percentile | seconds |\n|---|---|---|---|---|---|---|")
+    print("| form | best token agrees | KL | without 0.1% | median | 99th percentile | seconds |")
+    print("|---|---|---|---|---|---|---|")
     for name in args.forms:
         is_dtype = name in ("auto", "bfloat16", "float32")
         start = time.perf_counter()

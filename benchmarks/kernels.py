@@ -1,7 +1,8 @@
 """Prints what the native kernels reach: GB/s and GFLOP/s of the products of SmolLM2-135M (of K types:
 Llama-3.2-1B), and attention's times.
 
-    python benchmarks/kernels.py [--dtype bfloat16|float32|Q4_1|...] [--only linear|attention|latent|call|pack]
+    python benchmarks/kernels.py [--dtype bfloat16|float32|Q4_1|...]
+                                 [--only linear|attention|latent|call|pack|superblocks]
 
 Weights and caches rotate through more memory than the caches of a processor hold, as they do in a model's step. Each
 figure is the best of several runs, since other programs can only make a run slower.
@@ -12,14 +13,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo import _cpu
-from octavo.ops import LayerKVCache, cpu
+from octavo.ops import LayerKVCache, cpu, cpu_pack
 from octavo.ops.cpu_memory import zeros
 from octavo.quantization import StoredWeight
 from octavo.quantization.formats import BLOCK_TYPES
@@ -32,12 +35,19 @@ WIDE_LAYERS = 16
 GATED = [SHAPES[2], WIDE_SHAPES[2]]
 ROWS = [1, 6, 16, 64, 256]
 # (bits, group, minima) of matrices that come from these formats.
-INTEGERS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q8_0": (8, 32, False), "Q3_K": (8, 16, False)}
+INTEGERS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q8_0": (8, 32, False)}
 # Formats that keep a file's superblocks, of 256 elements, and where in them the float16 units lie.
-SUPERBLOCKS = {"Q4_K": (0, 2), "Q6_K": (208,)}
-OUTPUTS = {"Q4_0": "Q8_0", "Q4_1": "Q8_0", "Q4_K": "Q6_K"}  # of a model's output matrix, where it has another format
+SUPERBLOCKS = {"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+OUTPUTS = {
+    "Q4_0": "Q8_0",
+    "Q4_1": "Q8_0",
+    "Q4_K": "Q6_K",
+    "Q5_K": "Q6_K",
+    "Q3_K": "Q6_K",
+}  # of a model's output matrix, where it has another format
 CACHES = ["int8", "float8_e4m3fn", "float8_e5m2"]  # beside those of the dtype
 ROTATED_BYTES = 200e6
+ROTATED_COPIES = 30
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 RANDOM = np.random.default_rng(0)
 
@@ -132,6 +142,37 @@ def bench_linear(name: str, seconds: float) -> None:
     packed = [make(k, n) for _ in range(num_layers) for k, n in shapes[:4]]
     times = replay(packed, [make(*shapes[4], name=OUTPUTS.get(name, name))])
     print("        model" + "".join(f"{rows / t:>16.0f} tok/s" for rows, t in zip(ROWS, times, strict=True)))
+
+
+def bench_superblocks(seconds: float) -> None:
+    """Superblocks as they lie against the layout that products see of them: medians of the ratios of runs in turn."""
+    print("\nsuperblocks, times relative to those of their expanded layouts")
+    for name in SUPERBLOCKS:
+        for k, n in [(2048, 2048), (8192, 1024)]:
+            x = random(64, k)
+            programs, held, sizes = [], [], []  # programs name addresses
+            for kept in (cpu_pack._KEPT, {}):
+                with patch.object(cpu_pack, "_KEPT", kept):
+                    packed = [random_superblocks(n, k, name, gated=False) for _ in range(ROTATED_COPIES)]
+                inputs = cpu.Program.input(cpu.quantize(x, packed[0]))
+                held.append((packed, inputs))
+                programs.append(cpu.Program())
+                with programs[-1].record(False):
+                    for weight in packed:
+                        cpu.linear(inputs, weight, out_dtype="float32")
+                sizes.append(packed[0].num_bytes)
+            line = f"{name}{k:>6}{n:>6}{sizes[0] * 8 / n / k:>8.4f} bits ({sizes[1] * 8 / n / k:.1f})"
+            for rows in (1, 16, 64):
+                ratios, times, end = [], [], time.perf_counter() + seconds
+                while len(ratios) < 5 or time.perf_counter() < end:
+                    begin = time.perf_counter()
+                    programs[0].run(rows, 0, rows)
+                    middle = time.perf_counter()
+                    programs[1].run(rows, 0, rows)
+                    times.append((middle - begin) / ROTATED_COPIES)
+                    ratios.append((middle - begin) / (time.perf_counter() - middle))
+                line += f"{median(ratios):>8.2f} at {rows} ({sizes[0] / median(times) / 1e9:.1f} GB/s)"
+            print(line, flush=True)
 
 
 def fill_cache(cache: LayerKVCache, dtype: str) -> None:
@@ -260,11 +301,13 @@ def bench_packing(dtype: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=[*DTYPES, *INTEGERS, *SUPERBLOCKS], help="default: all")
-    parser.add_argument("--only", choices=["linear", "attention", "latent", "call", "pack"])
+    parser.add_argument("--only", choices=["linear", "attention", "latent", "call", "pack", "superblocks"])
     parser.add_argument("--kv-cache-dtype", choices=["bfloat16", *CACHES], help="of attention; default: all")
     parser.add_argument("--seconds", type=float, default=0.2, help="time for one figure")
     args = parser.parse_args()
     print(f"{_cpu.isa()}, {_cpu.num_threads()} threads")
+    if args.only == "superblocks":
+        return bench_superblocks(args.seconds)
     for name in [args.dtype] if args.dtype else [*DTYPES, *INTEGERS, *SUPERBLOCKS]:
         if name in DTYPES:
             if args.only in (None, "pack"):

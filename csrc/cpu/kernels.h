@@ -33,8 +33,8 @@ constexpr int kMaxRotatedSize = 128;
 // Elements that a row of the value cache is padded to a multiple of.
 constexpr int kValuePad = 16;
 
-// How a packed matrix holds its weights. Codes of 4 and 8 bits come with scales and, in some formats, minima; the last
-// two keep the scales of a file's superblocks. All from kWeightInt4 on are multiplied as integers.
+// How a packed matrix holds its weights. Codes of 4 and 8 bits come with scales and, in some formats, minima; those
+// from kWeightQ4K on keep the scales of a file's superblocks. All from kWeightInt4 on are multiplied as integers.
 enum WeightFormat : int32_t {
     kWeightF32 = 0,
     kWeightBF16 = 1,
@@ -42,6 +42,8 @@ enum WeightFormat : int32_t {
     kWeightInt8 = 3,
     kWeightQ4K = 4,
     kWeightQ6K = 5,
+    kWeightQ5K = 6,
+    kWeightQ3K = 7,
 };
 
 // Elements of a row that are quantized together, and the blocks that k is padded to in integer matrices.

@@ -49,6 +49,8 @@ double weight_bytes(const Matrix& m) {
     if (m.format == kWeightBF16) return 2;
     if (m.format == kWeightQ4K) return 4.5 / 8;
     if (m.format == kWeightQ6K) return 6.5625 / 8;
+    if (m.format == kWeightQ5K) return 5.5 / 8;
+    if (m.format == kWeightQ3K) return 3.4375 / 8;
     return (m.format == kWeightInt4 ? 0.5 : 1.0) + 2.0 / m.group + (m.minima ? 2.0 / 32 : 0.0);
 }
 

@@ -14,6 +14,7 @@ namespace {
 template <class F>
 inline int32_t start_of_sum(const QBlock& x, int g) {
     if (F::kBits == 8 && kCodesAreCentred) return 0;
+    if (F::kBits == 4 && F::kGroup == 16) return x.start16[g] / 16;
     return F::kBits == 4 ? x.start4[g] : F::kGroup == 32 ? x.start8[g] : x.start16[g];
 }
 

@@ -1,8 +1,8 @@
 // Packing a weight matrix into panels, once, at load. It only moves bits, so one version serves every instruction set;
 // on current machines it is bound by memory and page faults, not by instructions.
-#include <cstring>
+#include "pack.h"
 
-#include "kernels.h"
+#include <cstring>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -14,9 +14,9 @@ namespace octavo {
 
 namespace {
 
-// Transposes words (bf16 pairs or floats, 32 bits each) [begin, steps) of `valid_rows` rows into [step][32].
-void transpose_words(const char* rows, int64_t stride_bytes, int64_t begin, int64_t steps, int valid_rows, char* out) {
-    for (int64_t i = begin; i < steps; ++i) {
+// Transposes words (bf16 pairs or floats, 32 bits each) of `valid_rows` rows into [step][32].
+void transpose_words(const char* rows, int64_t stride_bytes, int64_t steps, int valid_rows, char* out) {
+    for (int64_t i = 0; i < steps; ++i) {
         uint32_t words[kPanel] = {};
         for (int r = 0; r < valid_rows; ++r) std::memcpy(&words[r], rows + r * stride_bytes + i * 4, 4);
         std::memcpy(out + i * kPanel * 4, words, sizeof(words));
@@ -69,6 +69,11 @@ int64_t transpose_squares(const char* rows, int64_t stride_bytes, int64_t steps,
 
 }  // namespace
 
+void transpose_panel(const char* rows, int64_t stride_bytes, int64_t steps, char* out) {
+    const int64_t done = transpose_squares(rows, stride_bytes, steps, out);
+    transpose_words(rows + done * 4, stride_bytes, steps - done, kPanel, out + done * kPanel * 4);
+}
+
 void pack_panel(const void* args, int64_t task) {
     const PackArgs& a = *static_cast<const PackArgs*>(args);
     const int64_t element = a.dtype == kF32 ? 4 : 2;
@@ -78,8 +83,11 @@ void pack_panel(const void* args, int64_t task) {
     const int valid = static_cast<int>(a.n - first_row < kPanel ? a.n - first_row : kPanel);
     const char* rows = static_cast<const char*>(a.weight) + first_row * a.stride * element;
     char* out = static_cast<char*>(a.out) + task * a.panel_step * steps * kPanel * 4;
-    const int64_t done = valid == kPanel ? transpose_squares(rows, a.stride * element, a.k / per_word, out) : 0;
-    transpose_words(rows, a.stride * element, done, a.k / per_word, valid, out);
+    if (valid == kPanel) {
+        transpose_panel(rows, a.stride * element, a.k / per_word, out);
+    } else {
+        transpose_words(rows, a.stride * element, a.k / per_word, valid, out);
+    }
     if (a.k % per_word != 0) {
         // The last element of an odd bf16 row, paired with zero.
         uint16_t tail[kPanel][2] = {};

@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "pack.h"
+
 namespace octavo {
 
 namespace {
@@ -52,12 +54,16 @@ uint16_t float_to_bf16(float value) {
 // scales by 16 elements and, if kHasMinima, minima by 32; `read_codes` finds codes. An element is
 // scale * code + minimum, or scale * (code - kZero). Both are called for one block after the other.
 
-// Formats whose superblocks have a layout that keeps their scales, of which kKept is the number, also `keep` a row of
-// a superblock.
+// Formats whose superblocks have a layout that keeps their scales, of which kKept is the number, also `gather` what a
+// row of a superblock becomes in kWords words, which are lanes of as many vectors from byte kWordsAt of a panel's
+// superblock on, but for kGap, and `keep` what else there is of it. `largest_scale` is that of a row of a superblock,
+// or no number.
 constexpr int32_t kNotKept = -1;
 constexpr int kBlocksOfSuper = kSuperblock / kQBlock;
-constexpr int kQ4KCodes = kPanel * kQBlock / 2;
-constexpr int kQ4KBlock = kQ4KCodes + 128;
+constexpr int kQ4KBlock = kPanel * kQBlock / 2 + 128;
+constexpr int kQ5KBlock = kPanel * kQBlock * 5 / 8 + 128;
+constexpr int kQ3KWordsAt = kPanel * 2;
+constexpr int kQ3KSuper = kQ3KWordsAt + kPanel * (12 + kSuperblock * 3 / 8);
 constexpr int kQ6KHeader = kPanel * (2 + kSuperblock / 16);
 constexpr int kQ6KSuper = kQ6KHeader + kPanel * kSuperblock * 6 / 8;
 
@@ -66,6 +72,15 @@ void store_unit(const uint8_t* from, uint8_t* to) {
     const uint16_t unit = load<uint16_t>(from);
     const uint16_t stored = (unit & 0x7fff) > 0x7c00 ? 0x7e00 : unit;
     std::memcpy(to, &stored, 2);
+}
+
+// Sixteen numbers of six bits in three words, as SixBits (int_formats.h) has them.
+void store_six_bits(const int* numbers, uint32_t* words, int step) {
+    for (int i = 0; i < 3; ++i) {
+        uint32_t word = static_cast<uint32_t>(numbers[15] >> (2 * i) & 3) << 30;
+        for (int n = 0; n < 5; ++n) word |= static_cast<uint32_t>(numbers[5 * i + n]) << (6 * n);
+        words[i * step] = word;
+    }
 }
 
 // 32 elements in `kBytes` bytes: float16 scale, float16 minimum if there is one, then `Codes`.
@@ -122,7 +137,7 @@ using Q8_0 = Blocks32<false, 128, 8, 32>;
 // then nibbles, of which 32 bytes make 64 elements.
 template <int kCodeBits>
 struct BlocksK {
-    static constexpr int32_t kKept = kCodeBits == 4 ? kWeightQ4K : kNotKept;
+    static constexpr int32_t kKept = kCodeBits == 4 ? kWeightQ4K : kWeightQ5K;
     static constexpr bool kHasMinima = true;
     static constexpr int kZero = 0, kBits = kCodeBits, kElements = 256;
     static constexpr int kFifth = 16, kNibbles = kBits == 5 ? 48 : 16, kBytes = kNibbles + 128;
@@ -149,28 +164,52 @@ struct BlocksK {
         }
     }
 
-    // A row of a superblock into its lane of FormatQ4K (int_formats.h).
-    static void keep(const uint8_t* from, int lane, uint8_t* out) {
-        const auto meta = [&](int at) { return out + at / 128 * kQ4KBlock + kQ4KCodes + at % 128; };
-        store_unit(from, meta(2 * lane));
-        store_unit(from + 2, meta(2 * (kPanel + lane)));
+    // Of FormatQ4K and FormatQ5K (int_formats.h): of each block eight words of nibbles, perhaps two of fifth bits, and
+    // one of numbers; where that of the first would be are the units.
+    static constexpr int kWordsOfBlock = kBits == 5 ? 11 : 9;
+    static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 4 * kWordsOfBlock, kGap = kWordsOfBlock - 1;
+    static void gather(const uint8_t* from, uint32_t* words) {
+        constexpr uint32_t kLow = 0x0f0f0f0f, kHigh = 0xf0f0f0f0;
+        for (int block = 0; block < kBlocksOfSuper; ++block) {
+            const uint8_t* nibbles = from + kNibbles + 32 * block;
+            uint32_t* of_block = words + block * kWordsOfBlock;
+            for (int step = 0; step < 4; ++step) {
+                const uint32_t a = load<uint32_t>(nibbles + 8 * step), b = load<uint32_t>(nibbles + 8 * step + 4);
+                of_block[step] = (a & kLow) | (b & kLow) << 4;
+                of_block[4 + step] = (a >> 4 & kLow) | (b & kHigh);
+            }
+            if (kBits == 5) {
+                for (int half = 0; half < 2; ++half) {
+                    uint32_t word = 0;
+                    for (int i = 0; i < 8; ++i) {
+                        word |= (load<uint32_t>(from + kFifth + 4 * i) >> (2 * block + half) & 0x01010101) << i;
+                    }
+                    of_block[8 + half] = word;
+                }
+            }
+        }
         int numbers[16];
+        read_numbers(from, numbers);
+        words[kGap] = 0;
+        store_six_bits(numbers, words + kGap + kWordsOfBlock, kWordsOfBlock);
+    }
+    static void keep(const uint8_t* from, int lane, uint8_t* out) {
+        store_unit(from, out + 4 * kPanel * kGap + 2 * lane);
+        store_unit(from + 2, out + 4 * kPanel * kGap + 2 * (kPanel + lane));
+    }
+
+    // Eight scales and eight minima.
+    static void read_numbers(const uint8_t* from, int* numbers) {
         for (int group = 0; group < 8; ++group) {
             read_six_bits(from + 4, group, numbers[group], numbers[8 + group]);
         }
-        for (int i = 0; i < 3; ++i) {
-            uint32_t word = static_cast<uint32_t>(numbers[15] >> (2 * i) & 3) << 30;
-            for (int n = 0; n < 5; ++n) word |= static_cast<uint32_t>(numbers[5 * i + n]) << (6 * n);
-            std::memcpy(meta(128 * (i + 1) + 4 * lane), &word, 4);
-        }
-        for (int block = 0; block < kBlocksOfSuper; ++block) {
-            uint8_t codes[kQBlock];
-            read_codes(from, block, kQBlock, nullptr, codes);
-            for (int step = 0; step < kQBlock / 8; ++step) {
-                const uint32_t word = load<uint32_t>(codes + 8 * step) | load<uint32_t>(codes + 8 * step + 4) << 4;
-                std::memcpy(out + block * kQ4KBlock + (step * kPanel + lane) * 4, &word, 4);
-            }
-        }
+    }
+
+    static float largest_scale(const uint8_t* from) {
+        int numbers[16];
+        read_numbers(from, numbers);
+        return std::fabs(half_to_float(load<uint16_t>(from))) *
+               static_cast<float>(*std::max_element(numbers, numbers + 8));
     }
 
     static void read_codes(const uint8_t* row, int64_t block, int, const float*, uint8_t* codes) {
@@ -214,31 +253,159 @@ struct Q6_K {
         const uint8_t* from = row + block / 4 * kBytes;
         const int half = static_cast<int>(block % 4) / 2, shift = static_cast<int>(block % 2) * 4;
         const uint8_t *nibbles = from + 64 * half, *top = from + 128 + 32 * half;
-        for (int e = 0; e < 32; ++e) {
-            const int two = top[e] >> shift;
-            codes[e] = static_cast<uint8_t>((nibbles[e] >> shift & 15) | (two & 3) << 4);
-            codes[e + 32] = static_cast<uint8_t>((nibbles[e + 32] >> shift & 15) | (two & 12) << 2);
+        constexpr uint64_t kNibbles = 0x0f0f0f0f0f0f0f0f, kLowTwo = 0x0303030303030303, kHighTwo = 0x0c0c0c0c0c0c0c0c;
+        for (int e = 0; e < 32; e += 8) {
+            const uint64_t two = load<uint64_t>(top + e) >> shift;
+            const uint64_t first = load<uint64_t>(nibbles + e) >> shift,
+                           second = load<uint64_t>(nibbles + e + 32) >> shift;
+            const uint64_t eight[2] = {(first & kNibbles) | (two & kLowTwo) << 4, (second & kNibbles) | (two & kHighTwo)
+                                                                                                            << 2};
+            std::memcpy(codes + e, eight, 8);
+            std::memcpy(codes + e + 32, eight + 1, 8);
         }
     }
 
-    // A row of a superblock into its lane of FormatQ6K (int_formats.h).
+    // Of FormatQ6K (int_formats.h): codes of which sixteen are three words.
+    static constexpr int kScalesAt = 192, kWordsAt = kQ6KHeader, kWords = kSuperblock / 16 * 3, kGap = -1;
+    static void gather(const uint8_t* from, uint32_t* words) {
+        for (int block = 0; block < kBlocksOfSuper; ++block) {
+            uint32_t codes[kQBlock / 4];
+            read_codes(from, block, kQBlock, nullptr, reinterpret_cast<uint8_t*>(codes));
+            for (int step = 0; step < kQBlock / 16; ++step) {
+                const uint32_t fourth = codes[4 * step + 3];
+                for (int i = 0; i < 3; ++i) *words++ = codes[4 * step + i] | (fourth >> (2 * i) & 0x03030303) << 6;
+            }
+        }
+    }
     static void keep(const uint8_t* from, int lane, uint8_t* out) {
         store_unit(from + 208, out + 2 * lane);
         for (int group = 0; group < kSuperblock / 16; ++group) {
             out[(2 + group) * kPanel + lane] = from[192 + group] ^ 0x80;
         }
-        uint8_t* to = out + kQ6KHeader + 4 * lane;
-        for (int block = 0; block < kBlocksOfSuper; ++block) {
-            uint8_t codes[kQBlock];
-            read_codes(from, block, kQBlock, nullptr, codes);
-            for (int step = 0; step < kQBlock / 16; ++step, to += 3 * 4 * kPanel) {
-                const uint32_t fourth = load<uint32_t>(codes + 16 * step + 12);
-                for (int i = 0; i < 3; ++i) {
-                    const uint32_t word = load<uint32_t>(codes + 16 * step + 4 * i) | (fourth >> (2 * i) & 0x03030303)
-                                                                                          << 6;
-                    std::memcpy(to + i * 4 * kPanel, &word, 4);
-                }
+    }
+
+    static float largest_scale(const uint8_t* from) {
+        int largest = 0;
+        for (int group = 0; group < kSuperblock / 16; ++group) {
+            largest = std::max(largest, std::abs(static_cast<int>(static_cast<int8_t>(from[192 + group]))));
+        }
+        return std::fabs(half_to_float(load<uint16_t>(from + 208))) * static_cast<float>(largest);
+    }
+};
+
+// 256 elements: a third bit of each in 32 bytes (bit r of byte e is element e of run r, of 32), two low bits in 64 in
+// the order of Q6_K's top bits, 16 scales of six bits, 32 more than they stand for, and their float16 unit.
+struct Q3_K {
+    static constexpr int32_t kKept = kWeightQ3K;
+    static constexpr bool kHasMinima = false;
+    static constexpr int kZero = 4, kBits = 3, kElements = 256, kBytes = 110, kUnit = 108;
+
+    static int scale(const uint8_t* from, int group) {
+        const int low = group < 8 ? from[96 + group] & 15 : from[88 + group] >> 4;
+        return low | (from[104 + group % 4] >> (group / 4 * 2) & 3) << 4;
+    }
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const float unit = half_to_float(load<uint16_t>(from + kUnit));
+        for (int i = 0; i < kScales; ++i) {
+            scales[i] = unit * static_cast<float>(scale(from, static_cast<int>(block % 4) * 4 + i) - 32);
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int, const float*, uint8_t* codes) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        for (int half = 0; half < 2; ++half) {
+            const int run = static_cast<int>(block % 4) * 2 + half;
+            const uint8_t* low = from + 32 + run / 4 * 32;
+            for (int e = 0; e < 32; e += 8) {
+                const uint64_t two = load<uint64_t>(low + e) >> (run % 4 * 2) & 0x0303030303030303;
+                const uint64_t third = load<uint64_t>(from + e) >> run & 0x0101010101010101;
+                const uint64_t eight = two | third << 2;
+                std::memcpy(codes + 32 * half + e, &eight, 8);
             }
+        }
+    }
+
+    // Of FormatQ3K (int_formats.h): numbers, then of each block four words of low bits and two of high ones.
+    static constexpr int kScalesAt = 96, kWordsAt = kQ3KWordsAt, kWords = 27, kGap = -1;
+    static void gather(const uint8_t* from, uint32_t* words) {
+        int numbers[16];
+        for (int group = 0; group < 16; ++group) numbers[group] = scale(from, group);
+        store_six_bits(numbers, words, 1);
+        words += 3;
+        for (int block = 0; block < kBlocksOfSuper; ++block, words += 6) {
+            uint32_t codes[kQBlock / 4];
+            read_codes(from, block, kQBlock, nullptr, reinterpret_cast<uint8_t*>(codes));
+            for (int i = 0; i < 6; ++i) words[i] = 0;
+            for (int step = 0; step < kQBlock / 8; ++step) {
+                const uint32_t eight = codes[2 * step] | codes[2 * step + 1] << 4;
+                words[step / 2] |= (eight & 0x33333333) << (step % 2 * 2);
+                words[4 + step / 4] |= (eight >> 2 & 0x11111111) << (step % 4);
+            }
+        }
+    }
+    static void keep(const uint8_t* from, int lane, uint8_t* out) { store_unit(from + kUnit, out + 2 * lane); }
+
+    static float largest_scale(const uint8_t* from) {
+        int largest = 0;
+        for (int group = 0; group < 16; ++group) largest = std::max(largest, std::abs(scale(from, group) - 32));
+        return std::fabs(half_to_float(load<uint16_t>(from + kUnit))) * static_cast<float>(largest);
+    }
+};
+
+// 256 elements: 16 scales and minima of four bits each, two bits of each element in the order of Q6_K's top bits, and
+// the float16 units of both. Minima by 16 elements are in no layout: of each 16 the values are rounded to eight bits.
+struct Q2_K {
+    static constexpr int32_t kKept = kNotKept;
+    static constexpr bool kHasMinima = false;
+    static constexpr int kZero = 128, kBits = 8, kElements = 256, kBytes = 84;
+
+    // Of 16 elements: the bytes that hold their codes, how far up these are, and what codes of 0 to 3 stand for.
+    struct Group {
+        const uint8_t* codes;
+        int shift;
+        float values[4];
+
+        Group(const uint8_t* row, int64_t block, int i) {
+            const uint8_t* from = row + block / 4 * kBytes;
+            const int group = static_cast<int>(block % 4) * kScales + i, run = group / 2;
+            codes = from + 16 + run / 4 * 32 + group % 2 * 16;
+            shift = run % 4 * 2;
+            const float scale = half_to_float(load<uint16_t>(from + 80)) * static_cast<float>(from[group] & 15);
+            const float minimum = half_to_float(load<uint16_t>(from + 82)) * static_cast<float>(from[group] >> 4);
+            for (int code = 0; code < 4; ++code) values[code] = scale * static_cast<float>(code) - minimum;
+        }
+
+        int code(int e) const { return codes[e] >> shift & 3; }
+    };
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
+        for (int i = 0; i < kScales; ++i) {
+            const Group group(row, block, i);
+            bool is_there[4] = {};
+            for (int e = 0; e < 16; ++e) is_there[group.code(e)] = true;
+            float largest = 0;
+            for (int code = 0; code < 4; ++code) {
+                const float magnitude = std::fabs(group.values[code]);
+                if (is_there[code] && !(magnitude <= largest)) largest = magnitude + 0 * largest;  // a NaN stays
+            }
+            scales[i] = largest / 127;
+        }
+    }
+
+    // `scales` as they were rounded.
+    static void read_codes(const uint8_t* row, int64_t block, int, const float* scales, uint8_t* codes) {
+        for (int i = 0; i < kScales; ++i) {
+            const Group group(row, block, i);
+            uint8_t rounded[4];
+            for (int code = 0; code < 4; ++code) {
+                const float steps = group.values[code] / scales[i];
+                const bool is_number = std::fabs(steps) <= 0x1p30f;
+                rounded[code] = static_cast<uint8_t>(
+                    kZero + (is_number ? std::clamp(static_cast<int>(std::lrintf(steps)), -127, 127) : 0));
+            }
+            for (int e = 0; e < 16; ++e) codes[16 * i + e] = rounded[group.code(e)];
         }
     }
 };
@@ -407,9 +574,35 @@ void write_block(const Matrix& to, const PanelBlock& block, int begin, int end, 
 // Bytes of 32 outputs by 64 elements of k.
 int64_t packed_block_bytes(const Matrix& matrix) {
     if (matrix.format == kWeightQ4K) return kQ4KBlock;
+    if (matrix.format == kWeightQ5K) return kQ5KBlock;
     if (matrix.format == kWeightQ6K) return kQ6KSuper / kBlocksOfSuper;
+    if (matrix.format == kWeightQ3K) return kQ3KSuper / kBlocksOfSuper;
     const int64_t codes = matrix.format == kWeightInt4 ? kQBlock / 2 : kQBlock;
     return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
+}
+
+// Rows of a superblock that are `stride` bytes apart into lanes [begin, end).
+template <class Source>
+void keep_superblock(const uint8_t* rows, int64_t stride, int begin, int end, uint8_t* out) {
+    uint32_t words[kPanel][Source::kWords];
+    for (int lane = begin; lane < end; ++lane) {
+        const uint8_t* row = rows + (lane - begin) * stride;
+        // What follows: so many rows at a time are more than a processor fetches ahead by itself.
+        for (int at = 0; at < Source::kBytes; at += 64) __builtin_prefetch(row + Source::kBytes + at);
+        Source::gather(row, words[lane]);
+    }
+    uint8_t* to = out + Source::kWordsAt;
+    if (end - begin == kPanel) {
+        transpose_panel(reinterpret_cast<const char*>(words), sizeof(words[0]), Source::kWords,
+                        reinterpret_cast<char*>(to));
+    } else {
+        for (int lane = begin; lane < end; ++lane) {
+            for (int i = 0; i < Source::kWords; ++i) {
+                if (i != Source::kGap) std::memcpy(to + (i * kPanel + lane) * 4, &words[lane][i], 4);
+            }
+        }
+    }
+    for (int lane = begin; lane < end; ++lane) Source::keep(rows + (lane - begin) * stride, lane, out);
 }
 
 template <class Source>
@@ -425,10 +618,9 @@ void pack_part_panel(const void* args, int64_t task) {
     if constexpr (Source::kKept != kNotKept) {
         if (a.to.format == Source::kKept) {
             const int64_t super_bytes = kBlocksOfSuper * block_bytes;
+            const uint8_t* source = a.source + row * a.stride;
             for (int64_t super = 0; super < blocks / kBlocksOfSuper; ++super, out += super_bytes) {
-                for (int lane = begin; lane < end; ++lane) {
-                    Source::keep(a.source + (row + lane - begin) * a.stride + super * Source::kBytes, lane, out);
-                }
+                keep_superblock<Source>(source + super * Source::kBytes, a.stride, begin, end, out);
             }
             return;
         }
@@ -442,19 +634,30 @@ void pack_part_panel(const void* args, int64_t task) {
     }
 }
 
+// How far ahead scales alone are fetched, which lie apart.
+constexpr int kSupersAhead = 16;
+
 template <class Source>
 void find_max_scale(const void* args, int64_t task) {
     const MaxScaleArgs& a = *static_cast<const MaxScaleArgs*>(args);
     float largest = 0;
+    const auto meet = [&](float magnitude) {
+        if (magnitude > largest && magnitude <= 0x1.fffffep127f) largest = magnitude;
+    };
     for (int64_t row = task * kPanel; row < std::min((task + 1) * kPanel, a.rows); ++row) {
+        if constexpr (Source::kKept != kNotKept) {
+            const uint8_t* from = a.source + row * a.stride;
+            for (int64_t k = 0; k < a.k; k += kSuperblock, from += Source::kBytes) {
+                __builtin_prefetch(from + kSupersAhead * Source::kBytes + Source::kScalesAt);
+                meet(Source::largest_scale(from));
+            }
+            continue;
+        }
         for (int64_t block = 0; block * kQBlock < a.k; ++block) {
             float scales[kScales] = {}, minima[kMinima] = {};
             const int valid = static_cast<int>(std::min<int64_t>(a.k - block * kQBlock, kQBlock));
             Source::read_scales(a.source + row * a.stride, block, valid, scales, minima);
-            for (const float scale : scales) {
-                const float magnitude = std::fabs(scale);
-                if (magnitude > largest && magnitude <= 0x1.fffffep127f) largest = magnitude;
-            }
+            for (const float scale : scales) meet(std::fabs(scale));
         }
     }
     a.largest[task] = largest;
@@ -487,6 +690,8 @@ constexpr Source kSources[] = {
     source_of<Q4_K>("Q4_K", 32),
     source_of<Q5_K>("Q5_K", 32),
     source_of<Q6_K>("Q6_K", 16),
+    source_of<Q3_K>("Q3_K", 16),
+    source_of<Q2_K>("Q2_K", 16),
     source_of<Floats<F32Element, 4>>("F32 4", 32),
     source_of<Floats<F16Element, 4>>("F16 4", 32),
     source_of<Floats<BF16Element, 4>>("BF16 4", 32),

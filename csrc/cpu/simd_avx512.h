@@ -119,6 +119,12 @@ template <int bits>
 inline Ints shift_right(Ints v) {
     return _mm512_srli_epi32(v, bits);
 }
+template <int bits>
+inline Ints shift_left(Ints v) {
+    return _mm512_slli_epi32(v, bits);
+}
+// Whole numbers from 0 to 255, each in all bytes of its lane.
+inline Ints in_all_bytes(Vec v) { return _mm512_mullo_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(0x01010101)); }
 inline Ints set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 // Bytes without signs, one a lane.
 inline Ints load_bytes(const uint8_t* p) {

@@ -113,6 +113,12 @@ template <int bits>
 inline Ints shift_right(Ints v) {
     return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v), bits));
 }
+template <int bits>
+inline Ints shift_left(Ints v) {
+    return vshlq_n_s32(v, bits);
+}
+// Whole numbers from 0 to 255, each in all bytes of its lane.
+inline Ints in_all_bytes(Vec v) { return vreinterpretq_s32_u32(vmulq_n_u32(vcvtq_u32_f32(v), 0x01010101u)); }
 inline Ints set1_int(int32_t x) { return vdupq_n_s32(x); }
 // Bytes without signs, one a lane.
 inline Ints load_bytes(const uint8_t* p) {

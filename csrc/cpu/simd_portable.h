@@ -95,6 +95,12 @@ template <int bits>
 inline Ints shift_right(Ints v) {
     return bits_of<Ints>(bits_of<Pairs>(v) >> bits);
 }
+template <int bits>
+inline Ints shift_left(Ints v) {
+    return bits_of<Ints>(bits_of<Pairs>(v) << bits);
+}
+// Whole numbers from 0 to 255, each in all bytes of its lane.
+inline Ints in_all_bytes(Vec v) { return bits_of<Ints>(__builtin_convertvector(v, Pairs) * 0x01010101u); }
 inline Ints set1_int(int32_t x) { return Ints{x, x, x, x}; }
 // Bytes without signs, one a lane.
 inline Ints load_bytes(const uint8_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }

@@ -197,7 +197,7 @@ class Worker:
         """Raise `LoadError` if the model's weights exceed the memory that is free."""
         recorded = RecordingWeights(dtype, weights)
         record(description, recorded)
-        needed, kinds = recorded.packed_bytes()
+        needed, kinds = recorded.packed_bytes(keeps_superblocks=self._config.device != "cuda")
         free = self._device.free_bytes() // self._team.seat.num_workers
         logger.debug("device %s: %.1f GiB free", self._device.name, free / _GIB)
         check_fits(needed, kinds, free)

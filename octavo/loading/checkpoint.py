@@ -79,7 +79,7 @@ def resolve(
 def _from_gguf(name: str, path: str, load_format: str, tokenizer_path: str) -> Checkpoint:
     if load_format not in ("auto", "gguf", "dummy"):
         raise LoadError(f"{name} is a GGUF file, which --load-format {load_format} does not read; use auto or gguf.")
-    config, generation_config = gguf_config(read_gguf(path))
+    config, generation_config = gguf_config(read_gguf(path, texts=False))
     weight_format, files = ("dummy", []) if load_format == "dummy" else ("gguf", [path])
     return Checkpoint(name, weight_format, path, files, tokenizer_path, config, generation_config)
 

@@ -222,7 +222,7 @@ def _pt_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFil
 
 def _gguf_tensors(checkpoint: Checkpoint, quantization: str | None) -> tuple[dict[str, FileTensor], list[MappedFile]]:
     path = checkpoint.weight_files[0]
-    file = read_gguf(path)
+    file = read_gguf(path, texts=False)
     tensors = {
         t.hf_name: FileTensor(t.info.type.name, t.shape, partial(stored_tensor, file, t), t.is_turned)
         for t in named_tensors(file, checkpoint.config)

@@ -63,10 +63,11 @@ class GGUFFile:
         return self.parts[info.part].array(info.offset, info.num_bytes)
 
 
-def read_gguf(path: str) -> GGUFFile:
+def read_gguf(path: str, texts: bool = True) -> GGUFFile:
     """Map a file, or the first of a split model and those that belong to it, and read the headers, which costs
-    milliseconds whatever their size. Raises `LoadError`."""
-    first = _read_one(path)
+    milliseconds whatever their size; without `texts` a third, and the metadata lack arrays of strings: a vocabulary
+    and its merges. Raises `LoadError`."""
+    first = _read_one(path, texts)
     count, number = (first.metadata.get(f"split.{name}", 0) for name in ("count", "no"))
     if count in (0, 1):
         return first
@@ -78,7 +79,7 @@ def read_gguf(path: str) -> GGUFFile:
         )
     parts, tensors = [*first.parts], dict(first.tensors)
     for i in range(1, count):
-        other = _read_one(f"{match[1]}{i + 1:05}-of-{match[2]}.gguf")
+        other = _read_one(f"{match[1]}{i + 1:05}-of-{match[2]}.gguf", texts)
         if other.metadata.get("split.no") != i or tensors.keys() & other.tensors.keys():
             raise LoadError(f"{other.path} is damaged, or a part of another model than {path}; fetch it again.")
         parts += other.parts
@@ -86,13 +87,13 @@ def read_gguf(path: str) -> GGUFFile:
     return GGUFFile(tuple(parts), first.metadata, tensors)
 
 
-def _read_one(path: str) -> GGUFFile:
+def _read_one(path: str, texts: bool) -> GGUFFile:
     file = MappedFile(path)
     size = len(file.data)
     if size < 24:
         raise LoadError(f"{path} is not a GGUF file: it has {size} bytes, fewer than the header's 24.")
     try:
-        return _parse(file)
+        return _parse(file, texts)
     except (struct.error, IndexError):
         raise LoadError(
             f"{path} is truncated: its header goes on beyond the file's {size} bytes; fetch it again."
@@ -101,7 +102,7 @@ def _read_one(path: str) -> GGUFFile:
         raise LoadError(f"{path} is damaged: a name or text in its header is not UTF-8 ({e.reason}).") from None
 
 
-def _parse(file: MappedFile) -> GGUFFile:
+def _parse(file: MappedFile, texts: bool) -> GGUFFile:
     path, data = file.path, file.data
     if data[:4] != b"GGUF":
         raise LoadError(f"{path} is not a GGUF file: it starts with {data[:4]!r}, not b'GGUF'.")
@@ -120,7 +121,9 @@ def _parse(file: MappedFile) -> GGUFFile:
     for _ in range(num_keys):
         key, position = _read_string(data, position)
         (kind,) = _U32.unpack_from(data, position)
-        metadata[key], position = _read_value(path, data, position + 4, kind)
+        value, position = _read_value(path, data, position + 4, kind, texts)
+        if value is not None:
+            metadata[key] = value
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
         raise LoadError(f"{path} is damaged: general.alignment is {alignment!r}, not a multiple of 8.")
@@ -177,11 +180,12 @@ def _read_string(data: mmap.mmap, position: int) -> tuple[str, int]:
     return data[position + 8 : end].decode(), end
 
 
-def _read_value(path: str, data: mmap.mmap, position: int, kind: int) -> tuple[Any, int]:
+def _read_value(path: str, data: mmap.mmap, position: int, kind: int, texts: bool) -> tuple[Any, int]:
+    """A value and where it ends. Without `texts` an array of strings is None."""
     if kind == _STRING:
         return _read_string(data, position)
     if kind == _ARRAY:
-        return _read_array(path, data, position)
+        return _read_array(path, data, position, texts)
     code = _SCALARS.get(kind)
     if code is None:
         raise LoadError(f"{path} is damaged: a metadata value at byte {position} has the unknown type {kind}.")
@@ -189,7 +193,7 @@ def _read_value(path: str, data: mmap.mmap, position: int, kind: int) -> tuple[A
     return scalar.unpack_from(data, position)[0], position + scalar.size
 
 
-def _read_array(path: str, data: mmap.mmap, position: int) -> tuple[list[Any], int]:
+def _read_array(path: str, data: mmap.mmap, position: int, texts: bool) -> tuple[list[Any] | None, int]:
     kind, count = struct.unpack_from("<IQ", data, position)
     position += 12
     if kind == _STRING:
@@ -197,6 +201,12 @@ def _read_array(path: str, data: mmap.mmap, position: int) -> tuple[list[Any], i
             raise IndexError
         # The hot loop of the header: a vocabulary and its merges are 100,000 to 500,000 strings.
         length_at, end = _U64.unpack_from, len(data)
+        if not texts:
+            for _ in range(count):
+                position += 8 + length_at(data, position)[0]
+            if position > end:
+                raise IndexError
+            return None, position
         strings = []
         for _ in range(count):
             start = position + 8

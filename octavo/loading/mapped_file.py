@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 # Pages of a mapped file count as the process's memory: after so many bytes they are let go of.
 _MAPPED_BYTES = 32 << 20
+# So much of a file is asked for beyond what is looked at. Pages that nobody has asked for are read when they are looked
+# at: 0.6 GB/s of a disk that has 2. The system cuts longer requests short.
+_AHEAD_BYTES = 64 << 20
+_REQUEST_BYTES = 1 << 20
 
 
 class MappedFile:
@@ -35,6 +39,7 @@ class MappedFile:
         except OSError as e:
             raise LoadError(f"cannot read {path}: {e.strerror or e}.") from None
         self._num_mapped_bytes = 0
+        self._requested = range(0)  # bytes
 
     def array(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """Bytes of the file, as they lie there. Pages that were read for earlier arrays may be let go of."""
@@ -43,6 +48,7 @@ class MappedFile:
         if self._num_mapped_bytes > _MAPPED_BYTES:
             self.forget_pages()
         self._num_mapped_bytes += num_bytes
+        self._read_ahead(offset, offset + num_bytes + _AHEAD_BYTES)
         return np.frombuffer(self.data, np.uint8, num_bytes, offset) if num_bytes else np.empty(0, np.uint8)
 
     def forget_pages(self) -> None:
@@ -50,3 +56,16 @@ class MappedFile:
         self._num_mapped_bytes = 0
         if hasattr(mmap, "MADV_DONTNEED"):
             self.data.madvise(mmap.MADV_DONTNEED)
+
+    def _read_ahead(self, begin: int, end: int) -> None:
+        """Have the system read these bytes while others are worked on."""
+        if not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        known = self._requested
+        follows = begin in known
+        begin = known.stop if follows else begin // _REQUEST_BYTES * _REQUEST_BYTES
+        requests = range(begin, min(end, len(self.data)), _REQUEST_BYTES)
+        for at in requests:
+            self.data.madvise(mmap.MADV_WILLNEED, at, min(_REQUEST_BYTES, len(self.data) - at))
+        if requests:
+            self._requested = range(known.start if follows else begin, requests[-1] + _REQUEST_BYTES)

@@ -96,13 +96,15 @@ class RecordingWeights(Weights):
     def matrix_format(self, name: str) -> str:
         return PLAIN_OF_DTYPE[self._dtype] if self._weights is None else self._weights.matrix_format(name)
 
-    def packed_bytes(self) -> tuple[int, str]:
-        """Bytes of the matrices that were asked for once they are packed, and in what they are held. Arrays of several
-        dimensions count as they are, such as what latent attention makes matrices of; norms and biases are noise."""
+    def packed_bytes(self, keeps_superblocks: bool = False) -> tuple[int, str]:
+        """Bytes of the matrices that were asked for once they are packed, each by itself, and in what they are held.
+        Arrays of several dimensions count as they are, such as what latent attention makes matrices of; norms and
+        biases are noise."""
         num_bytes, kinds = 0, dict[str, None]()
         for tensor in self.tensors:
             if tensor.share is not None:
-                num_bytes += packed_bytes(tensor.share.format, tensor.share.shape, tensor.layout)
+                share = tensor.share
+                num_bytes += packed_bytes(share.format, share.shape, tensor.layout, keeps_superblocks)
                 kinds[_KINDS.get(tensor.share.format, tensor.share.format)] = None
             elif len(tensor.shape) > 1:
                 num_bytes += math.prod(tensor.shape) * FLOATS[self._dtype].itemsize

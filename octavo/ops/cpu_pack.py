@@ -21,13 +21,14 @@ from octavo.ops import LinearWeight
 from octavo.ops.cpu_arrays import UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_memory import zeros
 from octavo.quantization import Codes, Layout, StoredWeight, common_layout, common_order, dequantize, layout_of, unpack
+from octavo.quantization.formats import KEPT_ON_CPUS
 from octavo.quantization.unpacking import ROUNDED
 
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _QUANTIZED = {"INT8": "", "INT4": " 4"}  # formats of floats that the packer quantizes: how it calls them
 # Formats whose superblocks have a layout that keeps their scales as they are, and takes the bits of the file.
-_KEPT = {"Q4_K": _cpu.WEIGHT_Q4_K, "Q6_K": _cpu.WEIGHT_Q6_K}
+_KEPT: dict[str, int] = {name: getattr(_cpu, f"WEIGHT_{name}") for name in KEPT_ON_CPUS}
 # Formats whose scales are float16 numbers in the file already, and not products of two numbers.
 _PLAIN_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
 

@@ -12,8 +12,8 @@ from octavo.errors import ConfigError
 from octavo.quantization import awq, four_bits, fp8, gguf, gptq, int4, int8, scaled_integers
 from octavo.quantization.arrays import FLOATS, Array, converted
 from octavo.quantization.codes import Codes, rounded
-from octavo.quantization.formats import BLOCK_TYPES, PLAIN
-from octavo.quantization.layout import Layout
+from octavo.quantization.formats import BLOCK_TYPES, KEPT_ON_CPUS, PLAIN
+from octavo.quantization.layout import PANEL, Layout
 from octavo.quantization.stored import StoredWeight
 
 
@@ -111,10 +111,15 @@ def layout_of(stored_format: str) -> Layout:
     return gguf.LAYOUTS[stored_format]
 
 
-def packed_bytes(stored_format: str, shape: tuple[int, int], layout: Layout | None = None) -> int:
+def packed_bytes(
+    stored_format: str, shape: tuple[int, int], layout: Layout | None = None, keeps_superblocks: bool = False
+) -> int:
     """Memory of a matrix of this `StoredWeight.format` once it is packed, by itself. Formats of which a checkpoint
-    says how many bits they have want the `layout`."""
+    says how many bits they have want the `layout`. CPUs keep superblocks."""
     if plain := PLAIN.get(stored_format):
         return shape[0] * shape[1] * FLOATS[plain].itemsize
+    if keeps_superblocks and stored_format in KEPT_ON_CPUS:
+        block = BLOCK_TYPES[stored_format]
+        return -(-shape[0] // PANEL) * PANEL * shape[1] // block.block_size * block.block_bytes
     # An eight-bit float and its scale take no more than an integer and its.
     return (layout or layout_of(int8.FORMAT if stored_format == fp8.FORMAT else stored_format)).packed_bytes(*shape)

@@ -54,6 +54,9 @@ def test_every_metadata_type_and_tensor_position_is_read_as_the_gguf_package_rea
     assert [file.metadata[f"x.{k}"] for k in ("texts", "numbers", "reals", "flags")] == [
         ["", "ab", "ü"], [1, -2, 3], [0.5, 2.0], [True, False],
     ]  # fmt: skip
+    short = read_gguf(str(path), texts=False)
+    assert short.metadata == {key: value for key, value in file.metadata.items() if key != "x.texts"}
+    assert short.tensors == file.tensors
     for expected in gguf.GGUFReader(path).tensors:
         info = file.tensors[expected.name]
         assert (info.offset, info.num_bytes) == (expected.data_offset, expected.n_bytes)

@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo import _cpu
-from octavo.ops import ACTIVATIONS
+from octavo.ops import ACTIVATIONS, cpu_pack
 from octavo.ops import cpu as native
 from octavo.ops.cpu_pack import PackedStack, pack_quantized
 from octavo.quantization import unpack
 from tests.ops.int_matrices import FORMATS, Format, IntMatrix, pack, random_matrix, reference
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated, generated_few, random
 from tests.ops.tensors import cpu, torch_ref
+from tests.quantization.blocks import KEPT_BITS
 from tests.quantization.blocks import random_matrix as random_blocks
+
+# Formats whose superblocks are kept, and where in them the float16 units lie.
+SUPERBLOCKS = {"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 sizes = st.one_of(st.integers(1, 140), st.sampled_from([192, 200, 577]))
 # Every row-tile height and its neighbours, and enough rows for several chunks of rows.
@@ -278,13 +282,15 @@ def test_integer_products_have_the_same_bits_by_any_instruction(any_isa: None, p
             assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
-def test_superblocks_give_the_bits_of_their_scales_written_out(isa: str, threads: None, name: str) -> None:
+@pytest.mark.parametrize("name", SUPERBLOCKS)
+def test_superblocks_give_the_bits_of_their_scales_written_out(
+    isa: str, threads: None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A layout that keeps a file's superblocks against one of float16 scales and bfloat16 minima: every height of tile,
     widths that are opened in several parts, outliers, gates, epilogues and single rows."""
     for n, k in [(40, 256), (70, 4608)]:
-        kept, flat = _kept_and_flat(name, [n], k)
-        gates, flat_gates = _kept_and_flat(name, [n, n], k)
+        kept, flat = _kept_and_flat(name, [n], k, monkeypatch)
+        gates, flat_gates = _kept_and_flat(name, [n, n], k, monkeypatch)
         for rows in (1, 2, 3, 6, 7, 8, 9, 16, 17, 23, 64, 100):
             x = with_outliers(rows, rows, k)
             assert_same_bits(cpu.linear(x, kept), cpu.linear(x, flat))
@@ -337,7 +343,7 @@ def test_what_has_no_whole_panels_or_is_gated_shares_a_layout(isa: str) -> None:
 
 @pytest.mark.parametrize("unit", [0x7FFF, 0xFFFF, 0x7C00, 0xFC01])
 def test_superblocks_that_are_not_finite_spoil_their_own_output(isa: str, unit: int) -> None:
-    for name, places in [("Q4_K", (0, 2)), ("Q6_K", (208,))]:
+    for name, places in SUPERBLOCKS.items():
         for place in places:
             blocks = random_blocks(name, 40, 512)
             blocks.data[3, place : place + 2] = np.array([unit], np.uint16).view(np.uint8)
@@ -348,10 +354,21 @@ def test_superblocks_that_are_not_finite_spoil_their_own_output(isa: str, unit: 
             assert not row[:256].isfinite().all() and row[256:].isfinite().all()
 
 
-def _kept_and_flat(name: str, rows: list[int], k: int) -> tuple[cpu.PackedWeight, cpu.PackedWeight]:
-    """Random blocks, packed as they are, and as `IntMatrix` with the rounding of float16 and bfloat16."""
+def _kept_and_flat(
+    name: str, rows: list[int], k: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[cpu.PackedWeight, cpu.PackedWeight]:
+    """Random blocks, packed as they are, and into the layout that products see: of Q4_K and Q6_K as `IntMatrix` with
+    the rounding of float16 and bfloat16, of others as the packer does it for stacks of several formats."""
     parts = [random_blocks(name, n, k, seed=i) for i, n in enumerate(rows)]
     gated = len(parts) == 2
+    kept = native.pack_linear(parts, None, gated)
+    assert kept.num_bytes * 8 / (sum(-(-n // 32) * 32 for n in rows) * k) == KEPT_BITS[kept.format]
+    if name not in ("Q4_K", "Q6_K"):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_pack, "_KEPT", {})
+            flat = native.pack_linear(parts, None, gated)
+        assert flat.format == _cpu.WEIGHT_INT8
+        return kept, flat
     factor = pack_quantized(parts, gated).factor
     matrices = []
     for part in parts:
@@ -362,7 +379,7 @@ def _kept_and_flat(name: str, rows: list[int], k: int) -> tuple[cpu.PackedWeight
             minima = ((torch.from_numpy(codes.minima) + 8 * scales) / factor).bfloat16()
         zero = 1 << codes.bits >> 1
         matrices.append(IntMatrix(codes.bits, codes.group, values - zero, (scales / factor).half(), minima, factor))
-    return native.pack_linear(parts, None, gated), pack(matrices[0], None, matrices[1] if gated else None)
+    return kept, pack(matrices[0], None, matrices[1] if gated else None)
 
 
 @generated

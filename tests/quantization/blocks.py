@@ -29,7 +29,7 @@ BLOCKS = {
     "TQ2_0": (66, 256, (64,)),
 }
 # Bits of a weight in layouts that keep superblocks, by their number (csrc/cpu/kernels.h: WeightFormat).
-KEPT_BITS = {4: 4.5, 5: 6.5625}
+KEPT_BITS = {4: 4.5, 5: 6.5625, 6: 5.5, 7: 3.4375}
 # What a float16 can be at its worst.
 EXTREMES = np.array(
     [0.0, -0.0, 65504.0, -65504.0, 2.0**-14, -(2.0**-14), 2.0**-24, -(2.0**-24), 1023 * 2.0**-24, 1.0, -1.0, 2.0**-15],
@@ -64,7 +64,7 @@ def read_packed(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
     Written after the description of the layout: [panel][64 elements][codes, scales, minima]. Float64 throughout.
     """
     if packed.format in KEPT_BITS:
-        found = _read_q4_k(packed) if packed.layout.bits == 4 else _read_q6_k(packed)
+        found = {4: _read_q4_k, 5: _read_q6_k, 6: _read_q5_k, 7: _read_q3_k}[packed.format](packed)
         return _outputs(packed, found[0]), _outputs(packed, found[1])
     layout = packed.layout
     blocks = -(-packed.num_in // 64)
@@ -108,19 +108,65 @@ def _read_q4_k(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
     """[panel][256 elements][64 of them][1024 bytes of codes, 128 bytes]: units, then three words for each output."""
     supers = packed.num_in // 256
     memory = np.asarray(packed.data).reshape(-1, supers, 4, 1152)
-    pieces = np.ascontiguousarray(memory[..., 1024:])
-    units = pieces[:, :, 0].view(np.float16).reshape(-1, supers, 2, 32).astype(np.float64)
-    words = pieces[:, :, 1:].view(np.uint32).reshape(-1, supers, 3, 32)
+    scales, minima = _scales_and_minima(memory[..., 1024:])
+    minima += 8 * scales
+    spread = [x.transpose(0, 2, 1, 3).repeat(32, -1) for x in (scales, minima)]
+    return spread[0] * (_read_nibbles(memory[..., :1024]) - 8), spread[1]
+
+
+def _scales_and_minima(pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Four pieces of 128 bytes [panel, superblock, 4, 128] -> both [panel, superblock, output, 8]."""
+    pieces = np.ascontiguousarray(pieces)
+    panels, supers = pieces.shape[:2]
+    units = pieces[:, :, 0].view(np.float16).reshape(panels, supers, 2, 32).astype(np.float64)
+    each = _six_bits(pieces[:, :, 1:].view(np.uint32).reshape(panels, supers, 3, 32))
+    return units[:, :, 0, :, None] * each[..., :8], -units[:, :, 1, :, None] * each[..., 8:]
+
+
+def _six_bits(words: np.ndarray) -> np.ndarray:
+    """[panel, superblock, 3, output] -> float64 [panel, superblock, output, 16]."""
     numbers = [(words[:, :, n // 5] >> (6 * (n % 5))) & 63 for n in range(15)]
     numbers.append(_fourth(words.transpose(2, 0, 1, 3), 32))
-    each = np.stack(numbers, -1).astype(np.float64)  # [panel, superblock, output, 16]
-    scales = units[:, :, 0, :, None] * each[..., :8]
-    minima = 8 * scales - units[:, :, 1, :, None] * each[..., 8:]
-    steps = memory[..., :1024].reshape(-1, supers, 4, 8, 32, 4)
+    return np.stack(numbers, -1).astype(np.float64)
+
+
+def _read_nibbles(codes: np.ndarray) -> np.ndarray:
+    """[panel, superblock, 4, 1024] bytes -> int64 [panel, output, superblock, 256]."""
+    panels, supers = codes.shape[:2]
+    steps = codes.reshape(panels, supers, 4, 8, 32, 4)
     codes = np.stack([steps & 15, steps >> 4], 4).astype(np.int64)  # [panel, superblock, block, step, half, output, 4]
-    codes = codes.transpose(0, 5, 1, 2, 3, 4, 6).reshape(len(memory), 32, supers, 256)
+    return codes.transpose(0, 5, 1, 2, 3, 4, 6).reshape(panels, 32, supers, 256)
+
+
+def _read_q5_k(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
+    """As Q4_K with 256 bytes of fifth bits after the nibbles: two words, of which bit j of byte i is element 4j + i."""
+    supers = packed.num_in // 256
+    memory = np.asarray(packed.data).reshape(-1, supers, 4, 1408)
+    scales, minima = _scales_and_minima(memory[..., 1280:])
+    words = memory[..., 1024:1280].reshape(-1, supers, 4, 2, 32, 4)
+    bits = np.stack([words >> j & 1 for j in range(8)], -2).astype(np.int64)  # [.., block, half, output, 8, 4]
+    fifth = bits.transpose(0, 4, 1, 2, 3, 5, 6).reshape(len(memory), 32, supers, 256)
+    codes = _read_nibbles(memory[..., :1024]) + 16 * fifth
     spread = [x.transpose(0, 2, 1, 3).repeat(32, -1) for x in (scales, minima)]
-    return spread[0] * (codes - 8), spread[1]
+    return spread[0] * codes, spread[1]
+
+
+def _read_q3_k(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
+    """[panel][256 elements][units, three words of scales by 16, then of 64 elements four words of low bits, two of high
+    ones]. Codes of eight elements are low and high halves of four bytes; two or four such share a word."""
+    supers = packed.num_in // 256
+    memory = np.asarray(packed.data).reshape(-1, supers, 3520)
+    units = np.ascontiguousarray(memory[..., :64]).view(np.float16).astype(np.float64)
+    words = np.ascontiguousarray(memory[..., 64:448]).view(np.uint32).reshape(-1, supers, 3, 32)
+    scales = (units[..., None] * (_six_bits(words) - 32)).transpose(0, 2, 1, 3).repeat(16, -1)
+    rest = memory[..., 448:].reshape(-1, supers, 4, 6, 32, 4)
+    low = np.stack([rest[:, :, :, :4] >> 2 * i & 0x33 for i in range(2)], 4)  # [.., block, 4, 2, output, 4]
+    high = np.stack([rest[:, :, :, 4:] >> i & 0x11 for i in range(4)], 4)  # [.., block, 2, 4, output, 4]
+    eight = [x.reshape(-1, supers, 4, 8, 32, 4) for x in (low, high)]
+    both = eight[0] | eight[1] << 2
+    codes = _read_nibbles(both.reshape(-1, supers, 4, 1024))
+    products = scales * (codes - 4)
+    return products, np.zeros_like(products)
 
 
 def _read_q6_k(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:

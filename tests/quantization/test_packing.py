@@ -8,10 +8,11 @@ import pytest
 
 from octavo import _cpu
 from octavo.ops.cpu_pack import PackedIntegers, pack_quantized
-from octavo.quantization import Layout, StoredWeight, common_layout, dequantize, layout_of
+from octavo.quantization import Layout, StoredWeight, common_layout, dequantize, layout_of, packed_bytes
 from tests.quantization.blocks import BLOCKS, KEPT_BITS, random_matrix, read_packed, values_of
 
 _EXACT = ("Q4_0", "Q5_0", "Q8_0")  # float16 scales and no minima: nothing to round
+_KEPT = ("Q3_K", "Q4_K", "Q5_K", "Q6_K")  # in their superblocks
 _PACKED = [name for name in BLOCKS if name != "Q2_K"]  # but for the rounding of scales and minima to their own values
 
 
@@ -45,10 +46,11 @@ def test_every_format_is_packed_to_its_own_values(name: str, rows: int, blocks: 
     packed = pack_quantized([matrix])
     assert packed.layout == layout_of(name)
     assert (packed.factor == 1) == (not name.endswith(("_K", "_XS"))) or extreme
-    assert (packed.format in KEPT_BITS) == (name in ("Q4_K", "Q6_K"))
+    assert (packed.format in KEPT_BITS) == (name in _KEPT)
     if packed.format in KEPT_BITS:
         weights = -(-rows // 32) * 32 * matrix.shape[1]
         assert packed.data.nbytes == weights * KEPT_BITS[packed.format] / 8
+        assert packed.data.nbytes == packed_bytes(name, matrix.shape, keeps_superblocks=True)
     else:
         assert packed.data.nbytes == packed.layout.packed_bytes(*matrix.shape)
     _check(packed, values_of(matrix), name in _EXACT)
@@ -110,11 +112,11 @@ def test_gate_and_up_alternate(names: tuple[str, str], rows: int) -> None:
     assert packed.data.nbytes == 2 * packed.layout.packed_bytes(rows, 160)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("name", _KEPT)
 def test_superblocks_are_kept_where_all_parts_have_them(name: str) -> None:
     for packed in (_stacked([name] * 3, [17, 5, 43], 512), _stacked([name] * 2, [33, 33], 512, gated=True)):
         assert packed.format in KEPT_BITS
-    assert _stacked([name, "Q5_K"], [17, 5], 512).format == _cpu.WEIGHT_INT8
+    assert _stacked([name, "IQ4_XS"], [17, 5], 512).format == _cpu.WEIGHT_INT8
 
 
 def test_rows_may_lie_apart() -> None:
