@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import signal
 import sys
 from collections.abc import Callable
@@ -57,6 +58,18 @@ def ignore_stop_signals() -> None:
     of the unit, and the parent decides how long requests go on."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def follow_parent(lines: queue.SimpleQueue[bytes], at_end: Callable[[], None] = lambda: None) -> None:
+    """For a thread of a child: pass on the lines that the parent writes to its standard input, and end this process,
+    after `at_end`, when that closes, as the parent has ended."""
+    rest = b""
+    while data := os.read(0, 1 << 16):  # sys.stdin has a lock, for which the interpreter's end would not wait
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            lines.put(line)
+    at_end()
+    os._exit(0)
 
 
 def allow_files(wanted: int | None = None) -> None:

@@ -13,6 +13,7 @@ from octavo.config.engine_config import (
     LoRAModule,
     MediaConfig,
     ModelConfig,
+    NodesConfig,
     SchedulerConfig,
     SoundConfig,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "LoRAModule",
     "MediaConfig",
     "ModelConfig",
+    "NodesConfig",
     "SchedulerConfig",
     "SoundConfig",
 ]

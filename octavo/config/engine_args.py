@@ -182,6 +182,16 @@ class EngineArgs(Flags):
         "different requests.", short="-pp", positive=True,
     )  # fmt: skip
     pipeline_layer_partition: str | None = flag(None, "Layers of each stage, such as 10,12,8; default equal parts.")
+    nnodes: int = flag(
+        1, "Hosts that share out the stages of --pipeline-parallel-size, equally many each. Each is given the same "
+        "command with its own --node-rank.", positive=True,
+    )  # fmt: skip
+    node_rank: int = flag(0, "Number of this host: 0 is the one that serves, the others are --headless.")
+    master_addr: str = flag(
+        "127.0.0.1", "Address of node 0, where the other nodes join it. Beyond this host they need a secret, "
+        "OCTAVO_NODES_TOKEN.",
+    )  # fmt: skip
+    master_port: int = flag(29501, "Port of node 0 for the other nodes.")
     data_parallel_size: int = flag(
         1, "Engines behind one server, each with the model and a cache of its own, which share the processors and the "
         "memory for the cache. A request goes where most of its prompt is cached, unless that one has more to do.",

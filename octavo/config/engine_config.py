@@ -125,6 +125,16 @@ class SoundConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class NodesConfig:
+    """Hosts that share the stages, and which of them this is."""
+
+    size: int = 1
+    rank: int = 0
+    master_addr: str = "127.0.0.1"  # of node 0, where the others join
+    master_port: int = 29501
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All that an engine core needs to start. Plain data: it crosses to the core's process as JSON."""
 
@@ -139,6 +149,7 @@ class EngineConfig:
     enable_expert_parallel: bool = False  # of which each has whole experts
     pipeline_parallel_size: int = 1  # stages that share the layers out, of so many workers each
     pipeline_layer_partition: list[int] | None = None  # layers of each stage
+    nodes: NodesConfig = NodesConfig()
     data_parallel_size: int = 1  # engines behind one server
     data_parallel_rank: int = 0  # of this one
     cpu_threads: int | None = None  # None: as many as fit

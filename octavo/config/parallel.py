@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.config.engine_args import EngineArgs
 from octavo.errors import ConfigError
+from octavo.node_token import check_token
 
 if TYPE_CHECKING:
     from octavo.models.description import ModelDescription
@@ -28,13 +29,15 @@ def check_parallel(args: EngineArgs, device: str) -> None:
         )
     if replicas > 1 and device != "cpu":
         raise ConfigError(f"--data-parallel-size {replicas} is not built yet on GPUs; start a server for each.")
-    if args.cpu_threads is not None and args.cpu_threads < replicas * size * num_stages:
+    num_workers = replicas * size * num_stages // args.nnodes  # of this host
+    if args.cpu_threads is not None and args.cpu_threads < num_workers:
         raise ConfigError(
             f"--cpu-threads {args.cpu_threads} is the number of all workers' threads: less than the "
-            f"{replicas * size * num_stages} workers of --tensor-parallel-size, --pipeline-parallel-size and "
+            f"{num_workers} workers of --tensor-parallel-size, --pipeline-parallel-size and "
             "--data-parallel-size."
         )
     layer_partition(args)
+    _check_nodes(args)
     if args.enable_expert_parallel and size == 1:
         raise ConfigError(
             "--enable-expert-parallel shares experts out among the workers of --tensor-parallel-size, which is 1."
@@ -51,6 +54,23 @@ def check_parallel(args: EngineArgs, device: str) -> None:
     }.items():
         if is_asked:
             raise ConfigError(f"{asked} is not built yet {name}; leave one of them out.")
+
+
+def _check_nodes(args: EngineArgs) -> None:
+    if not 0 <= args.node_rank < args.nnodes:
+        raise ConfigError(f"--node-rank must be 0 to {args.nnodes - 1}, as --nnodes says, got {args.node_rank}.")
+    if not 0 < args.master_port < 65536:
+        raise ConfigError(f"--master-port must be between 1 and 65535, got {args.master_port}.")
+    if args.nnodes == 1:
+        return
+    if args.pipeline_parallel_size % args.nnodes:
+        raise ConfigError(
+            f"--nnodes {args.nnodes} shares out the stages of --pipeline-parallel-size, which is "
+            f"{args.pipeline_parallel_size}: it must be a multiple. --tensor-parallel-size is within each host."
+        )
+    if args.data_parallel_size > 1:
+        raise ConfigError("--nnodes is not built yet with --data-parallel-size; leave one of them out.")
+    check_token(args.master_addr)
 
 
 def layer_partition(args: EngineArgs) -> list[int] | None:

@@ -14,6 +14,7 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -37,10 +38,12 @@ from octavo.engine.wire import (
 from octavo.errors import OctavoError
 from octavo.logs import configure_logging
 from octavo.phases import Phases
-from octavo.processes import ignore_stop_signals
+from octavo.processes import follow_parent, ignore_stop_signals
 from octavo.request import EngineRequest
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("octavo.engine.core_process")  # which may run as __main__
+
+_goodbyes: list[Callable[[], None]] = []  # to be said before the process ends with its parent
 
 
 def main() -> None:
@@ -49,7 +52,7 @@ def main() -> None:
     started, log_format = sys.argv[1:]
     phases = Phases(float(started))
     lines = queue.SimpleQueue[bytes]()
-    threading.Thread(target=_follow_parent, args=(lines,), daemon=True).start()
+    threading.Thread(target=follow_parent, args=(lines, _say_goodbye), daemon=True).start()
     phases.end("process")
     gc.disable()  # what is imported stays: collections would look at it for 0.2 s and find nothing
     from octavo.execution import executor  # noqa: F401
@@ -83,6 +86,7 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
     executor = core.executor
     if isinstance(executor, TeamExecutor):
         executor.team.on_death(_die)
+        _goodbyes.append(executor.team.say_goodbye)
     ready = Ready(
         max_model_len=executor.max_model_len,
         num_blocks=sum(executor.num_blocks),
@@ -127,17 +131,15 @@ def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
     return True
 
 
+def _say_goodbye() -> None:
+    for say in _goodbyes:
+        say()
+
+
 def _die(why: str) -> None:
     """A worker is gone, and this one may be idle, or wait for it: the parent starts all of them again."""
     logger.error("%s; the engine core ends", why)
     os._exit(1)
-
-
-def _follow_parent(lines: queue.SimpleQueue[bytes]) -> None:
-    """Pass the parent's lines on, and end this process when the parent ends."""
-    for line in sys.stdin.buffer:
-        lines.put(line)
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from octavo.config import EngineConfig
+from octavo.errors import ConfigError
 from octavo.execution.device import Device
 from octavo.execution.team import ALONE, Leader, Team
 from octavo.execution.worker import Worker
@@ -139,8 +140,8 @@ class TeamExecutor(LocalExecutor):
         try:
             super().__init__(config, team=self.team)
             self.team.wait_until_ready()
-        except BaseException:
-            self.team.close()
+        except BaseException as error:
+            self.team.abandon(str(error))
             raise
 
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -175,6 +176,10 @@ class _LastStage:
 
 def make_executor(config: EngineConfig) -> LocalExecutor:
     """As many workers as the configuration says. Raises as `LocalExecutor` does."""
+    if config.nodes.rank:
+        raise ConfigError(
+            f"--node-rank {config.nodes.rank} has no engine of its own: run `octavo serve --headless` there."
+        )
     num_workers = config.tensor_parallel_size * config.pipeline_parallel_size
     return LocalExecutor(config) if num_workers == 1 else TeamExecutor(config)
 
@@ -186,13 +191,14 @@ def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
         return CudaDevice(), load_cuda()
     from octavo.execution.cpu_device import CpuDevice
 
-    share, num_workers = team.share, team.seat.num_workers * config.data_parallel_size
+    share, on_host = team.share, team.seat.on_host
+    num_workers = on_host.size * config.data_parallel_size
     if num_workers == 1:
         return CpuDevice(), load(config.cpu_threads, config.cpus)
     from octavo.ops import cpu
 
-    # Of all workers of all engines behind a server.
-    of_threads = Share(config.data_parallel_rank * team.seat.num_workers + team.seat.number, num_workers)
+    # Of all workers of all engines behind a server, on this host.
+    of_threads = Share(config.data_parallel_rank * on_host.size + on_host.rank, num_workers)
     own = of_threads.cut(config.cpu_threads or cpu.num_threads())
     cpus = None if config.cpus is None else [config.cpus[i] for i in own]
     ops = load(max(1, len(own)), cpus or None)

@@ -1,6 +1,7 @@
-"""A worker beside the first, as a process: `python -m octavo.execution.follower`, started by `team.Leader`.
+"""A worker beside the first, as a process: `python -m octavo.execution.follower`, started by `HostWorkers`.
 
-It builds its share of the model and computes every plan that the first worker does, until that hangs up.
+Its standard input brings one line of JSON (`Orders`) and stays open: when it closes, its parent has gone and so does
+the worker. It builds its share of the model and computes every plan that the first worker does, until that hangs up.
 """
 
 from __future__ import annotations
@@ -8,38 +9,46 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
+import queue
+import threading
 from collections import deque
 from multiprocessing.connection import Connection
 
-from octavo.errors import ConfigError, LoadError, OctavoError
+import msgspec
+
+from octavo.errors import ConfigError, OctavoError
 from octavo.execution.executor import LocalExecutor
+from octavo.execution.host_workers import Orders
 from octavo.execution.runner import SubmittedStep
-from octavo.execution.team import (
-    Follower,
+from octavo.execution.team import Follower, has_hung_up
+from octavo.execution.team_messages import (
+    AgreedSizes,
+    CannotStart,
     ForgetAdapter,
-    Orders,
+    Number,
     PictureRows,
+    Plan,
     PrepareAdapter,
     ReleaseCache,
     SampledTokens,
-    Sizes,
-    has_hung_up,
+    WorkerReady,
 )
 from octavo.logs import configure_logging
-from octavo.plan import StepPlan
-from octavo.processes import ignore_stop_signals
+from octavo.processes import follow_parent, ignore_stop_signals
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("octavo.execution.follower")  # which runs as __main__
 
 _GRACE_S = 10.0
 
 
 def main() -> None:
     ignore_stop_signals()
-    leader = Connection(int(sys.argv[1]))
+    lines = queue.SimpleQueue[bytes]()
+    threading.Thread(target=follow_parent, args=(lines,), daemon=True).start()
+    orders = msgspec.json.decode(lines.get(), type=Orders)
+    leader = Connection(orders.control)
     try:
-        _run(leader)
+        _run(leader, orders)
     except (EOFError, OSError):
         # The first worker has gone, or is about to, as one of another stage has: it must see who was the first to go.
         has_hung_up(leader, _GRACE_S)
@@ -51,41 +60,39 @@ def main() -> None:
         os._exit(1)
 
 
-def _run(leader: Connection) -> None:
-    orders: Orders = leader.recv()
+def _run(leader: Connection, orders: Orders) -> None:
     configure_logging(f"worker {orders.seat.number}", orders.log_level, log_format=orders.log_format)
     team = Follower(leader, orders)
     try:
         executor = LocalExecutor(orders.config, team=team)
     except OctavoError as e:
-        leader.send(ConfigError(str(e)) if isinstance(e, ConfigError) else LoadError(str(e)))
+        team.tell(CannotStart(str(e), isinstance(e, ConfigError)))
         return
-    leader.send(None)
+    team.tell(WorkerReady())
     gc.freeze()
     steps: deque[SubmittedStep] = deque()  # whose tokens are not known yet
     while True:
-        message = leader.recv()
-        match message:
-            case StepPlan():
-                step = executor.worker.runner.submit(message)
+        match team.hear():
+            case Plan(plan):
+                step = executor.worker.runner.submit(plan)
                 if len(step.samples.rows):
                     steps.append(step)
                 else:
                     step.result()
-            case SampledTokens(tokens):
+            case SampledTokens() as sampled:
                 step = steps.popleft()
-                step.take_tokens(tokens)
+                step.take_tokens(sampled.tokens)
                 step.result()
-            case PictureRows(rows):
-                executor.worker.take_rows(rows)
+            case PictureRows() as pictures:
+                executor.worker.take_rows(pictures.rows)
             case PrepareAdapter(source):
                 executor.prepare_adapter(source).add_done_callback(team.tell_read)
             case ForgetAdapter(identity):
                 executor.forget_adapter(identity)
             case ReleaseCache():
                 executor.release_cache()
-            case Sizes():
-                raise AssertionError("sizes are agreed on once")
+            case Number() | AgreedSizes() as other:
+                raise AssertionError(f"nobody has asked for {other}")
 
 
 if __name__ == "__main__":

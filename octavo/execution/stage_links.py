@@ -1,18 +1,23 @@
 """The ways between the stages of a model: what one has made of a step's tokens goes on to the next.
 
-Rows lie in memory that both processes have, which has room for more steps than may be under way, so that nobody waits
-for room. A socket says when a step's rows are there, and tells of the other process's end.
+On one host rows lie in memory that both processes have (`SharedLink`), which has room for more steps than may be under
+way, so that nobody waits for room. A socket says when a step's rows are there, and tells of the other process's end.
+Between hosts they go over TCP (`TcpLink`), sent by a thread, so that the stage need not wait for the network either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import queue
 import select
 import socket
+import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,29 +25,85 @@ from numpy.typing import NDArray
 from octavo.errors import ConfigError
 from octavo.layers.share import WHOLE, Share
 
+_HEADER = struct.Struct("<QQ")  # of the rows of a step over TCP: number of the step, bytes
+HUNG_UP = getattr(select, "POLLRDHUP", 0)  # asked of a poll; POLLHUP, which sockets of one host give, comes unasked
+
 
 class Seat(NamedTuple):
-    """A worker's place among those that share a model."""
+    """A worker's place among those that share a model.
+
+    Each node has equally many stages, one after the other: node 1 has the first ones, and node 0 the last ones, as the
+    last stage's first worker lives with the engine core.
+    """
 
     stage: int = 0
     num_stages: int = 1
     share: Share = WHOLE  # of each of the stage's layers
+    num_nodes: int = 1
 
     @property
     def number(self) -> int:
         return self.stage * self.share.size + self.share.rank
 
     @property
-    def num_workers(self) -> int:
-        return self.num_stages * self.share.size
+    def node(self) -> int:
+        return (self.stage // (self.num_stages // self.num_nodes) + 1) % self.num_nodes
+
+    @property
+    def on_host(self) -> Share:
+        """Which of the workers of its node it is."""
+        num_workers = self.num_stages // self.num_nodes * self.share.size
+        return Share(self.number % num_workers, num_workers)
 
     def __str__(self) -> str:
         stage = f" of stage {self.stage} of {self.num_stages}" if self.num_stages > 1 else ""
-        return f"worker {self.share.rank} of {self.share.size}{stage}"
+        node = f" on node {self.node}" if self.num_nodes > 1 else ""
+        return f"worker {self.share.rank} of {self.share.size}{stage}{node}"
 
 
-class Link:
+def seats_of(num_stages: int, size: int, num_nodes: int) -> list[Seat]:
+    """Those of all workers, in order of their numbers."""
+    return [
+        Seat(stage, num_stages, Share(rank, size), num_nodes) for stage in range(num_stages) for rank in range(size)
+    ]
+
+
+class Link(Protocol):
     """One end of the way from a stage's worker to the next stage's worker of the same rank."""
+
+    def send(self, rows: NDArray[np.uint8]) -> None:
+        """rows [T, bytes] of the next step. Raises `OSError` if nobody takes them any more."""
+        ...
+
+    def receive(self, rows: NDArray[np.uint8]) -> None:
+        """Wait for the rows [T, bytes] of the next step. Raises `OSError` if they are not going to come."""
+        ...
+
+
+class _Watched:
+    """A connection that something is awaited from, as long as the processes that it depends on are there."""
+
+    def __init__(self, connection: socket.socket, watched: Sequence[int]) -> None:
+        self._connection = connection
+        self._poll = select.poll()
+        self._poll.register(connection.fileno(), select.POLLIN)
+        for other in watched:
+            self._poll.register(other, HUNG_UP)  # only that it is hung up
+
+    def receive_into(self, buffer: memoryview) -> None:
+        """Fill the buffer. Raises `ConnectionError` if that is not going to happen."""
+        while buffer:
+            events = dict(self._poll.poll())
+            count = 0
+            if events.get(self._connection.fileno(), 0) & select.POLLIN:
+                count = self._connection.recv_into(buffer)
+            if not count:
+                raise ConnectionError("a worker of another stage has ended.")
+            buffer = buffer[count:]
+
+
+class SharedLink:
+    """A `Link` within a host."""
 
     def __init__(self, memory: int, slots: int, slot_bytes: int, notes: socket.socket, watched: Sequence[int]) -> None:
         """`memory` is a file of `slots` x `slot_bytes` bytes. `watched` are connections to processes without which
@@ -50,27 +111,63 @@ class Link:
         shared = mmap.mmap(memory, slots * slot_bytes)
         self._slots: NDArray[np.uint8] = np.frombuffer(shared, np.uint8).reshape(slots, slot_bytes)
         self._notes, self._count = notes, 0
-        self._poll = select.poll()
-        self._poll.register(notes.fileno(), select.POLLIN)
-        for connection in watched:
-            self._poll.register(connection, 0)  # only that it is hung up
+        self._watched = _Watched(notes, watched)
 
     def send(self, rows: NDArray[np.uint8]) -> None:
-        """rows [T, bytes] of the next step."""
         self._next_slot(rows)[:] = rows
         self._notes.sendall(b".")
 
     def receive(self, rows: NDArray[np.uint8]) -> None:
-        """Wait for the rows [T, bytes] of the next step. Raises `ConnectionError` if they are not going to come."""
-        events = dict(self._poll.poll())
-        if not (events.get(self._notes.fileno(), 0) & select.POLLIN and self._notes.recv(1)):
-            raise ConnectionError("a worker of another stage has ended.")
+        self._watched.receive_into(memoryview(bytearray(1)))
         rows[:] = self._next_slot(rows)
 
     def _next_slot(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
         slot = self._slots[self._count % len(self._slots), : rows.size]
         self._count += 1
         return slot.reshape(rows.shape)
+
+
+class TcpLink:
+    """A `Link` between hosts: each step's rows as they are, behind a header that says which step they are of."""
+
+    def __init__(self, connection: socket.socket, watched: Sequence[int]) -> None:
+        self._connection, self._count = connection, 0
+        self._watched = _Watched(connection, watched)
+        self._waiting: queue.SimpleQueue[memoryview] = queue.SimpleQueue()  # no more steps than may be under way
+        self._num_given = self._num_sent = 0  # to the thread, and by it
+        self._sender: threading.Thread | None = None
+
+    def send(self, rows: NDArray[np.uint8]) -> None:
+        data = memoryview(_HEADER.pack(self._count, rows.nbytes) + rows.tobytes())
+        self._count += 1
+        if self._num_given == self._num_sent:  # what the socket's buffer takes, as it does of decodes, needs no thread
+            with contextlib.suppress(BlockingIOError):
+                data = data[self._connection.send(data, socket.MSG_DONTWAIT) :]
+        if not data:
+            return
+        if self._sender is None:
+            self._sender = threading.Thread(target=self._send_all, name="to the next stage", daemon=True)
+            self._sender.start()
+        self._num_given += 1
+        self._waiting.put(data)
+
+    def receive(self, rows: NDArray[np.uint8]) -> None:
+        header = bytearray(_HEADER.size)
+        self._watched.receive_into(memoryview(header))
+        if _HEADER.unpack(header) != (self._count, rows.nbytes):
+            raise ConnectionError("a worker of another stage is at another step.")
+        self._watched.receive_into(rows.reshape(-1).data)
+        self._count += 1
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _send_all(self) -> None:
+        with contextlib.suppress(OSError):  # the connection to the first worker tells of the end, too
+            while True:
+                self._connection.sendall(self._waiting.get())
+                self._num_sent += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,63 +177,65 @@ class StageLinks:
     before: Link | None = None
     behind: Link | None = None
 
+    def hang_up(self) -> None:
+        """On other hosts, so that nobody waits for their stages."""
+        for link in (self.before, self.behind):
+            if isinstance(link, TcpLink):
+                link.hang_up()
+
 
 NO_LINKS = StageLinks()
 
 
+class LinkEnd(NamedTuple):
+    """An end of the way to another stage, as file descriptors."""
+
+    connection: int
+    memory: int | None = None  # None: the connection is TCP
+
+
 class LinkEnds(NamedTuple):
-    """The ways between a worker and the stages beside its own, as file descriptors (memory, socket)."""
+    """The ways between a worker and the stages beside its own."""
 
     slots: int
     slot_bytes: int
-    before: tuple[int, int] | None
-    behind: tuple[int, int] | None
+    before: LinkEnd | None
+    behind: LinkEnd | None
 
     @property
     def descriptors(self) -> list[int]:
-        return [fd for end in (self.before, self.behind) if end is not None for fd in end]
+        return [fd for end in (self.before, self.behind) if end is not None for fd in end if fd is not None]
 
     def open(self, watched: list[int]) -> StageLinks:
         """`watched` are the connections of `Team`."""
-        links: list[Link | None] = []
-        for end in (self.before, self.behind):
-            if end is None:
-                links.append(None)
-                continue
-            memory, notes = end
-            links.append(Link(memory, self.slots, self.slot_bytes, socket.socket(fileno=notes), watched))
-        return StageLinks(*links)
+        return StageLinks(*(None if end is None else self._open(end, watched) for end in (self.before, self.behind)))
+
+    def _open(self, end: LinkEnd, watched: list[int]) -> Link:
+        connection = socket.socket(fileno=end.connection)
+        if end.memory is None:
+            return TcpLink(connection, watched)
+        return SharedLink(end.memory, self.slots, self.slot_bytes, connection, watched)
 
 
 class Way:
     """Memory and a pair of sockets between a worker and the next stage's."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
-        self.slots, self.slot_bytes = slots, slot_bytes
-        self.memory = shared_memory(slots * slot_bytes)
-        self.start, self.end = socket.socketpair()
-        for one in (self.start, self.end):
+        self._memory = shared_memory(slots * slot_bytes)
+        self._sockets = socket.socketpair()
+        for one in self._sockets:
             os.set_inheritable(one.fileno(), True)
+        self.start, self.end = (LinkEnd(one.fileno(), self._memory) for one in self._sockets)
 
-    def let_go(self, keeps_end: bool) -> None:
+    def let_go(self, keeps_end: bool = False) -> None:
         """Of what only other processes have to do with."""
-        os.close(self.memory)
-        self.start.close()
+        start, end = self._sockets
+        os.close(self._memory)
+        start.close()
         if keeps_end:
-            self.end.detach()
+            end.detach()
         else:
-            self.end.close()
-
-
-def ends_of(ways: list[list[Way]], seat: Seat) -> LinkEnds:
-    """Those of one worker, of the ways by stage that they start from, and by rank."""
-    before = ways[seat.stage - 1][seat.share.rank] if seat.stage else None
-    behind = ways[seat.stage][seat.share.rank] if seat.stage < len(ways) else None
-    slots, slot_bytes = next(((way.slots, way.slot_bytes) for way in (before, behind) if way is not None), (0, 0))
-    return LinkEnds(
-        slots, slot_bytes, None if before is None else (before.memory, before.end.fileno()),
-        None if behind is None else (behind.memory, behind.start.fileno()),
-    )  # fmt: skip
+            end.close()
 
 
 def shared_memory(num_bytes: int) -> int:

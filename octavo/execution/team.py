@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import select
 import socket
 import subprocess
@@ -21,89 +20,52 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.config import EngineConfig
-from octavo.errors import LoadError, OctavoError, RequestError
-from octavo.execution.stage_links import NO_LINKS, LinkEnds, Seat, Way, ends_of, shared_memory
+from octavo.distributed.group import NodeGroup
+from octavo.errors import ConfigError, LoadError, RequestError
+from octavo.execution.host_workers import HostWorkers, Orders, end_processes, seats_of_config
+from octavo.execution.stage_links import HUNG_UP, NO_LINKS, Seat
+from octavo.execution.team_messages import (
+    AdapterRead,
+    AgreedSizes,
+    CannotStart,
+    ForgetAdapter,
+    MemoryOffer,
+    Number,
+    Offer,
+    PictureRows,
+    Plan,
+    PrepareAdapter,
+    ReleaseCache,
+    SampledTokens,
+    Sizes,
+    ToFollower,
+    ToLeader,
+    WorkerReady,
+    decode_to_follower,
+    decode_to_leader,
+    encode,
+)
 from octavo.layers.share import Share
-from octavo.logs import current_format
 from octavo.models.description import ModelDescription
 from octavo.ops import Array
-from octavo.ops.cpu_collectives import check_is_in_no_group, group_bytes, leave_group
+from octavo.ops.cpu_collectives import check_is_in_no_group, leave_group
 from octavo.plan import Admission, StepPlan
-from octavo.processes import python_command
 from octavo.request import AdapterSource
 from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_EXIT_GRACE_S = 5.0
 _CLOSED_CHECK_S = 0.2
 
-_Agreed = TypeVar("_Agreed", bound=tuple[Any, ...])
-
-
-class Sizes(NamedTuple):
-    """What the first worker has found to fit, and all keep to."""
-
-    num_blocks: list[int]  # by pool
-    num_host_blocks: list[int]
-    max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """What a follower is started with."""
-
-    config: EngineConfig
-    seat: Seat
-    memory: int  # the file that rows are exchanged through within the stage
-    memory_bytes: int
-    ends: LinkEnds
-    log_level: int
-    log_format: str
-
-
-class ReleaseCache(NamedTuple):
-    """The cache's memory goes back to the system."""
-
-
-class PictureRows(NamedTuple):
-    """What the tower has made of the pictures that the next plan's admissions have, by content."""
-
-    rows: dict[bytes, NDArray[np.float32]]
-
-
-class SampledTokens(NamedTuple):
-    """Of the oldest step of which they are not known yet, [N]."""
-
-    tokens: NDArray[np.int64]
-
-
-class PrepareAdapter(NamedTuple):
-    """An adapter is read; `AdapterRead` answers, in the order of the questions."""
-
-    source: AdapterSource
-
-
-class AdapterRead(NamedTuple):
-    """How many pages it takes, or why it cannot be served: said to the client if it is the request's fault."""
-
-    num_pages: int
-    error: str | None = None
-    is_of_request: bool = True
-
-
-class ForgetAdapter(NamedTuple):
-    """No plan loads it any more."""
-
-    identity: str
+_Message = TypeVar("_Message", bound=ToLeader)
 
 
 class Team:
@@ -124,9 +86,13 @@ class Team:
         """Sockets to the other workers, as far as there are some."""
         return []
 
-    def agree(self, choose: Callable[[], _Agreed]) -> _Agreed:
+    def agree(self, choose: Callable[[], Sizes]) -> Sizes:
         """What the first worker chooses."""
         return choose()
+
+    def smallest(self, own: Offer) -> Offer:
+        """The smallest offer of a worker, told to the first one; the others go by `agree`."""
+        return own
 
     def largest(self, own: int) -> int:
         """The largest number that a worker says."""
@@ -140,83 +106,101 @@ ALONE = Team()
 
 
 class Leader(Team):
-    """The first worker's team, whose other processes it starts and ends."""
+    """The first worker's team: the processes of this host, which it starts and ends, and those of other nodes."""
 
     def __init__(self, config: EngineConfig, description: ModelDescription) -> None:
-        """Raises `ConfigError` in a process that has a team."""
+        """Waits for the other nodes, if there are some. Raises `ConfigError` in a process that has a team, and for
+        nodes that do not fit."""
         check_is_in_no_group()
-        size, num_stages, limits = config.tensor_parallel_size, config.pipeline_parallel_size, config.scheduler
-        num_samples = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        most = max(size * limits.max_num_batched_tokens * description.hidden_size, num_samples * description.vocab_size)
-        self.memory_bytes = group_bytes(size, most)
-        memories = [shared_memory(self.memory_bytes) for _ in range(num_stages)]
-        slot_bytes = limits.max_num_batched_tokens * description.hidden_size * 4
-        ways = [[Way(num_stages + 1, slot_bytes) for _ in range(size)] for _ in range(1, num_stages)]
-        seats = [Seat(stage, num_stages, Share(rank, size)) for stage in range(num_stages) for rank in range(size)]
-        self.seat, self.memory = Seat(num_stages - 1, num_stages, Share(0, size)), memories[-1]
+        seats = seats_of_config(config)
+        self.seat = next(seat for seat in seats if seat.stage == seat.num_stages - 1)
         self._seats = [seat for seat in seats if seat != self.seat]
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self._group = NodeGroup.gather(config) if config.nodes.size > 1 else None
+        self._host = host = HostWorkers(config, description, self._group.links if self._group is not None else [], [])
+        self.memory, self.memory_bytes = host.memory(self.seat), host.memory_bytes
         self._followers: list[Connection] = []
-        level = logging.getLogger("octavo").getEffectiveLevel()
         for seat in self._seats:
+            if self._group is not None and seat.node != config.nodes.rank:
+                self._followers.append(Connection(self._group.controls[seat.number]))
+                continue
             own, theirs = socket.socketpair()
-            os.set_inheritable(theirs.fileno(), True)
-            command = python_command("octavo.execution.follower", str(theirs.fileno()))
-            memory, ends = memories[seat.stage], ends_of(ways, seat)
-            passed = [theirs.fileno(), memory, *ends.descriptors]
-            self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed))
+            host.start(seat, theirs.fileno())
             theirs.close()
-            follower = Connection(own.detach())
-            self._followers.append(follower)
-            follower.send(Orders(config, seat, memory, self.memory_bytes, ends, level, current_format()))
-        self.links = ends_of(ways, self.seat).open(self.connections)
-        for way in (way for of_stage in ways for way in of_stage):
-            way.let_go(keeps_end=way is ways[-1][0])
-        for memory in memories[:-1]:
-            os.close(memory)
+            self._followers.append(Connection(own.detach()))
+        self.links = host.ends(self.seat).open(self.connections)
+        host.let_go(self.seat)
         self._listener = ThreadPoolExecutor(1, "others' adapters")  # to what followers answer
         # Also when nobody refers to the team any more.
-        self.close = weakref.finalize(self, _end, self._followers, self.processes, self.memory)
+        self.close = weakref.finalize(self, _end, self._followers, host.processes, self.memory, self._group)
+        if self._group is not None:
+            self._group.on_loss(self._hang_up)
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """Those of this host."""
+        return self._host.processes
 
     @property
     def connections(self) -> list[int]:
         return [follower.fileno() for follower in self._followers]
 
-    def agree(self, choose: Callable[[], _Agreed]) -> _Agreed:
+    def agree(self, choose: Callable[[], Sizes]) -> Sizes:
         chosen = choose()
-        self._tell(chosen)
+        self._tell(AgreedSizes(chosen))
         return chosen
 
+    def smallest(self, own: Offer) -> Offer:
+        found = own
+        for seat, message in zip(self._seats, self._hear_all(MemoryOffer), strict=True):
+            if message.offer.num_bytes < found.num_bytes:
+                where = f"{message.offer.source} on node {seat.node}" if seat.num_nodes > 1 else message.offer.source
+                found = Offer(message.offer.num_bytes, where)
+        return found
+
     def largest(self, own: int) -> int:
-        found: int = max([own, *self._hear_all()])
-        self._tell(found)
+        found: int = max([own, *(message.value for message in self._hear_all(Number))])
+        self._tell(Number(found))
         return found
 
     def wait_until_ready(self) -> None:
         """Raises what a follower could not start for."""
-        self._hear_all()
+        self._hear_all(WorkerReady)
+        if self._group is not None:
+            self._group.be_ready()
 
-    def _hear_all(self) -> list[Any]:
+    def _hear_all(self, kind: type[_Message]) -> list[_Message]:
         """What each follower says. Raises what one could not start for."""
         found = []
         for seat, follower in zip(self._seats, self._followers, strict=True):
             try:
-                found.append(follower.recv())
+                message = decode_to_leader(follower.recv_bytes())
             except (EOFError, OSError):
-                raise LoadError(f"{seat} ended before it was ready.") from None
-            if isinstance(found[-1], OctavoError):
-                raise found[-1]
+                lost = None if self._group is None else self._group.lost
+                raise LoadError(lost or f"{seat} ended before it was ready.") from None
+            if isinstance(message, CannotStart):
+                kind_of_error = ConfigError if message.is_of_flags else LoadError
+                where = f"node {seat.node}: " if seat.node != self.seat.node else ""
+                raise kind_of_error(where + message.error)
+            assert isinstance(message, kind), f"{seat} says {message}"
+            found.append(message)
         return found
 
+    def _hang_up(self) -> None:
+        """On the workers of other nodes, one of which is lost, so that nobody waits for them."""
+        for seat, follower in zip(self._seats, self._followers, strict=True):
+            if seat.node != self.seat.node:
+                hang_up(follower)
+        self.links.hang_up()
+
     def tell_rows(self, rows: dict[bytes, NDArray[np.float32]]) -> None:
-        self._tell(PictureRows(rows))
+        self._tell(PictureRows.of(rows))
 
     def tell_plan(self, plan: StepPlan) -> None:
         """Others need not know how tokens are sampled."""
-        self._tell(replace(plan, admissions=[_without_sampling(admission) for admission in plan.admissions]))
+        self._tell(Plan(replace(plan, admissions=[_without_sampling(admission) for admission in plan.admissions])))
 
     def tell_tokens(self, tokens: Array) -> None:
-        self._tell(SampledTokens(np.array(tokens)))
+        self._tell(SampledTokens(np.asarray(tokens, np.int64).tobytes()))
 
     def prepare_adapter(self, source: AdapterSource, own: Future[int]) -> Future[int]:
         """Have the others read an adapter too, as the first worker does by its `own` future. The result is the largest
@@ -237,9 +221,10 @@ class Leader(Team):
         try:
             while not follower.poll(_CLOSED_CHECK_S):  # which raises once the team is closed
                 pass
-            answer: AdapterRead = follower.recv()
+            answer = decode_to_leader(follower.recv_bytes())
         except (EOFError, OSError):
             raise LoadError(f"{seat} has ended.") from None
+        assert isinstance(answer, AdapterRead)
         return answer
 
     def forget_adapter(self, identity: str) -> None:
@@ -249,18 +234,33 @@ class Leader(Team):
         self._tell(ReleaseCache())
 
     def on_death(self, act: Callable[[str], None]) -> None:
-        """Have a thread call `act`, with what has happened, when a follower ends before the team is closed."""
+        """Have a thread call `act`, with what has happened, when a follower of this host ends, or another node is lost,
+        before the team is closed."""
 
         def watch(seat: Seat, process: subprocess.Popen[bytes]) -> None:
             status = process.wait()
             if self.close.alive:
                 act(f"{seat} ended with status {status}")
 
-        for seat, process in zip(self._seats, self.processes, strict=True):
+        own = [seat for seat in self._seats if seat.node == self.seat.node]
+        for seat, process in zip(own, self.processes, strict=True):
             threading.Thread(target=watch, args=(seat, process), name=str(seat), daemon=True).start()
+        if (group := self._group) is not None:
+            group.on_loss(lambda: act(str(group.lost)))
 
-    def _tell(self, message: Any) -> None:
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    def abandon(self, why: str) -> None:
+        """End a team that cannot start."""
+        if self._group is not None:
+            self._group.close(why)
+        self.close()
+
+    def say_goodbye(self) -> None:
+        """Tell other nodes that this engine ends for good, and not by accident."""
+        if self._group is not None:
+            self._group.close()
+
+    def _tell(self, message: ToFollower) -> None:
+        data = encode(message)
         for seat, follower in zip(self._seats, self._followers, strict=True):
             try:
                 follower.send_bytes(data)
@@ -282,9 +282,22 @@ class Follower(Team):
     def connections(self) -> list[int]:
         return [self._leader.fileno()]
 
-    def agree(self, choose: Callable[[], _Agreed]) -> _Agreed:
-        chosen: _Agreed = self._leader.recv()
-        return chosen
+    def agree(self, choose: Callable[[], Sizes]) -> Sizes:
+        chosen = self.hear()
+        assert isinstance(chosen, AgreedSizes)
+        return chosen.sizes
+
+    def smallest(self, own: Offer) -> Offer:
+        self.tell(MemoryOffer(own))
+        return own
+
+    def hear(self) -> ToFollower:
+        """What the first worker says next. Raises `EOFError` or `OSError` when that has gone."""
+        message: ToFollower = decode_to_follower(self._leader.recv_bytes())
+        return message
+
+    def tell(self, message: ToLeader) -> None:
+        self._leader.send_bytes(encode(message))
 
     def tell_read(self, read: Future[int]) -> None:
         """Answer `PrepareAdapter`, from whichever thread has read it."""
@@ -297,19 +310,26 @@ class Follower(Team):
             logger.error("an adapter could not be read", exc_info=error)
             answer = AdapterRead(0, type(error).__name__, is_of_request=False)
         with contextlib.suppress(OSError):  # the first worker has gone, which the main thread notices
-            self._leader.send(answer)
+            self.tell(answer)
 
     def largest(self, own: int) -> int:
-        self._leader.send(own)
-        found: int = self._leader.recv()
-        return found
+        self.tell(Number(own))
+        found = self.hear()
+        assert isinstance(found, Number)
+        return found.value
 
 
 def has_hung_up(other: Connection, timeout_s: float = 0.0) -> bool:
     """Whether the process at the other end has gone, or goes within so many seconds."""
     poll = select.poll()
-    poll.register(other.fileno(), 0)  # whatever there is still to be read
-    return any(events & select.POLLHUP for _, events in poll.poll(timeout_s * 1000))
+    poll.register(other.fileno(), HUNG_UP)  # whatever there is still to be read
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def hang_up(other: Connection) -> None:
+    """So that neither end waits any more. What has come can still be read."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(other.fileno())) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _without_sampling(admission: Admission) -> Admission:
@@ -317,14 +337,13 @@ def _without_sampling(admission: Admission) -> Admission:
     return replace(admission, params=params, stop_token_ids=[])
 
 
-def _end(followers: list[Connection], processes: list[subprocess.Popen[bytes]], memory: int) -> None:
+def _end(
+    followers: list[Connection], processes: list[subprocess.Popen[bytes]], memory: int, group: NodeGroup | None
+) -> None:
     leave_group()
+    if group is not None:
+        group.close()
     for follower in followers:
         follower.close()
     os.close(memory)
-    for process in processes:
-        try:
-            process.wait(_EXIT_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    end_processes(processes)

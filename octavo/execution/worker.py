@@ -26,7 +26,8 @@ from octavo.execution.device import Device
 from octavo.execution.media_table import MediaRows, MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters, SubmittedStep
 from octavo.execution.sequence_table import SequenceTable
-from octavo.execution.team import ALONE, Sizes, Team
+from octavo.execution.team import ALONE, Team
+from octavo.execution.team_messages import Offer, Sizes
 from octavo.kv_cache.groups import NULL_BLOCK, LayerCacheSpec, group_layers
 from octavo.layers.attention import AttentionDescription
 from octavo.loading.file_weights import open_weights
@@ -198,7 +199,7 @@ class Worker:
         recorded = RecordingWeights(dtype, weights)
         record(description, recorded)
         needed, kinds = recorded.packed_bytes(keeps_superblocks=self._config.device != "cuda")
-        free = self._device.free_bytes() // self._team.seat.num_workers
+        free = self._device.free_bytes() // self._team.seat.on_host.size
         logger.debug("device %s: %.1f GiB free", self._device.name, free / _GIB)
         check_fits(needed, kinds, free)
 
@@ -261,9 +262,9 @@ class Worker:
         self._use(small, [0] * len(small))
         captured_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
         del small
+        budget, source = self._team.smallest(self._cache_offer(captured_bytes))
 
         def choose() -> Sizes:
-            budget, source = self._cache_budget(captured_bytes)
             fitting = capacity.shortened(config, self.groups, sizes, budget)
             num_blocks = capacity.num_blocks(fitting, self.groups, sizes, budget, source)
             on_host = sum(map(mul, num_blocks, sizes)) if device.shares_memory else 0
@@ -282,19 +283,19 @@ class Worker:
                 config.cache.cpu_memory_utilization,
             )
 
-    def _cache_budget(self, captured_bytes: int) -> tuple[int, str]:
-        """Bytes for the cache of this worker, and what grants them. All of a team take theirs from the same memory."""
-        config, device, size = self._config.cache, self._device, self._team.seat.num_workers
+    def _cache_offer(self, captured_bytes: int) -> Offer:
+        """Memory for the cache of this worker. All of a host take theirs from the same."""
+        config, device, size = self._config.cache, self._device, self._team.seat.on_host.size
         wanted = config.memory_bytes
         if wanted is None:
             budget, source = device.cache_bytes(config, self._run_largest_step, captured_bytes)
-            return budget // size, source
+            return Offer(budget // size, source)
         free = device.free_bytes() // size
         if wanted > free:
             raise ConfigError(
                 f"--kv-cache-memory-bytes {wanted} is more than the {free} bytes that are free beside the weights."
             )
-        return wanted, f"--kv-cache-memory-bytes {wanted}"
+        return Offer(wanted, f"--kv-cache-memory-bytes {wanted}")
 
     def _caches(self, num_blocks: Sequence[int]) -> list[list[LayerKVCache]]:
         """By pool: memory for as many layers as its largest group has of this stage, which the layers of its groups
@@ -372,5 +373,5 @@ class Worker:
 
 def _agree_on_stream(model: StageModel, dtype: str, team: Team) -> None:
     """All stages must pass on hidden states of one type: float32 where each of them can have that, or the model's."""
-    if team.largest(model.stream_dtype != "float32"):
+    if team.largest(int(model.stream_dtype != "float32")):
         model.stream_dtype = dtype

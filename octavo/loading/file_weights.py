@@ -76,6 +76,17 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
     return FileWeights(tensors, mapped, source, dtype, quantization, tied)
 
 
+def tensor_index(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Format and shape of each tensor in a checkpoint's files; none for dummy weights. Raises `LoadError`."""
+    if checkpoint.format == "dummy":
+        return {}
+    if checkpoint.format == "gguf":
+        tensors, _ = _gguf_tensors(checkpoint, None)
+    else:
+        tensors, _ = (_pt_tensors if checkpoint.format == "pt" else _safetensors_tensors)(checkpoint.weight_files)
+    return {name: (tensor.format, tensor.shape) for name, tensor in tensors.items()}
+
+
 def _in_language_model(match: re.Match[str]) -> str:
     return match[1] or "model."
 

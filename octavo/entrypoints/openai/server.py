@@ -56,6 +56,9 @@ LOGGERS = ("octavo", "uvicorn", "asyncio", "opentelemetry")
 
 def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     """Serve until SIGINT or SIGTERM. Raises `OctavoError` when the server cannot start."""
+    if args.headless or engine_args.node_rank:
+        run_headless(engine_args, args)
+        return
     phases = Phases()
     args.check()
     configure_logging("server", names=LOGGERS, log_format=args.log_format)
@@ -96,6 +99,23 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
                 runner.run(_serve(engine, metrics, args, sock, phases))
         finally:
             engine.shutdown()
+
+
+def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
+    """Be a node beside node 0 until that ends, or SIGINT or SIGTERM. Raises `OctavoError` when it cannot join."""
+    args.check()
+    if not args.headless:
+        raise ConfigError(f"--node-rank {engine_args.node_rank} serves nothing, and needs --headless; node 0 serves.")
+    if not engine_args.node_rank:
+        raise ConfigError("--headless is for nodes other than node 0, which serves; give it its --node-rank.")
+    configure_logging(f"node {engine_args.node_rank}", names=LOGGERS, log_format=args.log_format)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        config = engine_args.create_engine_config()
+        from octavo.execution.node import run_node
+
+        run_node(config, args.engine_ready_timeout or None)
 
 
 async def _serve(

@@ -48,6 +48,7 @@ class ServerArgs(Flags):
     ssl_ca_certs: str | None = flag(
         None, "Certificates (PEM) of the authorities of clients, which must then show a certificate of theirs."
     )
+    headless: bool = flag(False, "Serve nothing, as one of --nnodes other than node 0.")
     uds: str | None = flag(None, "Path of a Unix socket to listen at, in the place of --host and --port.")
     middleware: list[str] = flag(
         [], "ASGI middlewares: package.module.Class, or functions of (request, call_next); the first is the outermost."

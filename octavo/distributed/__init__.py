@@ -1,0 +1,1 @@
+"""Several hosts that serve one model: how they find each other, agree, and notice that one is gone."""

@@ -1,0 +1,282 @@
+"""The nodes of a group as node 0 sees them: it waits for the others, checks that they fit, and notices when one is
+gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.distributed.connection import (
+    HANDSHAKE_S,
+    HandshakeError,
+    accept,
+    listen,
+    receive_message,
+    release,
+    send_message,
+    show_address,
+)
+from octavo.distributed.heartbeat import Heartbeat
+from octavo.distributed.messages import Control, Ended, FirstMessage, GroupReady, Join, Joined, Refused, Rows, Version
+from octavo.distributed.settings import difference, settings_of
+from octavo.errors import ConfigError, LoadError
+from octavo.node_token import TOKEN_VARIABLE, check_token, group_token
+from octavo.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_FIRST_NOTICE_S, _NOTICE_S = 5.0, 30.0  # of nodes that are awaited
+_LOSS_CHECK_S = 0.2
+_MAX_CALLERS = 64  # whose handshakes are under way
+
+_decode = msgspec.msgpack.Decoder(FirstMessage).decode
+
+
+class _Caller(NamedTuple):
+    """Who has connected, knows the token, and has said what for."""
+
+    message: FirstMessage
+    connection: socket.socket
+    host: str  # its address
+
+
+class _Member(NamedTuple):
+    """A node that has joined."""
+
+    join: Join
+    connection: socket.socket
+    host: str
+
+    def __str__(self) -> str:
+        return f"node {self.join.rank} ({self.join.host}, {self.host})"
+
+
+class NodeGroup:
+    """A group that is complete. `gather` makes it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises `ConfigError` where this host cannot be listened at."""
+        self._nodes, self._settings = config.nodes, settings_of(config)
+        self._size = config.tensor_parallel_size
+        self._num_seats = config.pipeline_parallel_size * self._size
+        self._session = os.urandom(16)
+        self._members: dict[int, _Member] = {}
+        self._heartbeats: list[Heartbeat] = []
+        self.controls: dict[int, int] = {}  # by number of the worker, the connection to it
+        self.links: list[int] = []  # from the last stage of the last node, by rank
+        self.lost: str | None = None  # which node, and how
+        self._acts: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._is_closed = self._is_ready = False
+        self._callers: queue.SimpleQueue[_Caller] = queue.SimpleQueue()
+        self._handshakes = threading.BoundedSemaphore(_MAX_CALLERS)
+        check_token(self._nodes.master_addr)
+        address = self._nodes.master_addr, self._nodes.master_port
+        try:
+            self._listener = listen(address)
+        except OSError as error:
+            raise ConfigError(
+                f"node 0 cannot listen at {show_address(address)}: {error.strerror or error}. --master-addr must be an "
+                "address of this host, and no other node 0 may be there."
+            ) from None
+        secret = f"a token of {TOKEN_VARIABLE}" if group_token() else "no token"
+        logger.info("node 0 of %d listens at %s, with %s", self._nodes.size, show_address(address), secret)
+        threading.Thread(target=self._listen, name="nodes", daemon=True).start()
+
+    @classmethod
+    def gather(cls, config: EngineConfig) -> NodeGroup:
+        """Wait for all nodes. Raises `ConfigError` for one that does not fit, `LoadError` for one that is lost."""
+        group = cls(config)
+        try:
+            group._wait_for_nodes()
+            group._wait_for_connections()
+        except BaseException as error:
+            group.close(str(error))
+            raise
+        threading.Thread(target=group._turn_away, name="late nodes", daemon=True).start()
+        return group
+
+    def on_loss(self, act: Callable[[], None]) -> None:
+        """Have `act` called, by any thread, when a node is lost; at once if one is."""
+        with self._lock:
+            self._acts.append(act)
+            was_lost = self.lost is not None
+        if was_lost:
+            act()
+
+    def be_ready(self) -> None:
+        """All workers have loaded."""
+        self._is_ready = True
+        for heartbeat in self._heartbeats:
+            heartbeat.be_strict()
+            heartbeat.say(GroupReady())
+
+    def close(self, error: str | None = None) -> None:
+        """Tell the others that nothing comes any more, and in a group that is not ready, why. May be called twice."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return
+        reason = error or "node 0 has ended"
+        for heartbeat in self._heartbeats:
+            heartbeat.close(Ended(reason, is_over=self._is_ready))
+        if not self._heartbeats:
+            for member in self._members.values():
+                _refuse(member.connection, Refused(reason))
+        # Closing it would not wake the thread that accepts.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _wait_for_nodes(self) -> None:
+        notice_s = _FIRST_NOTICE_S
+        while missing := [rank for rank in range(1, self._nodes.size) if rank not in self._members]:
+            try:
+                caller = self._callers.get(timeout=notice_s)
+            except queue.Empty:
+                notice_s = _NOTICE_S
+                logger.warning(
+                    "node 0 waits for node %s of %d to join at %s", ", ".join(map(str, missing)), self._nodes.size,
+                    show_address((self._nodes.master_addr, self._nodes.master_port)),
+                )  # fmt: skip
+                continue
+            if isinstance(caller.message, Join):
+                self._take(_Member(caller.message, caller.connection, caller.host))
+            else:
+                caller.connection.close()  # of a group that is no more
+        for rank, member in sorted(self._members.items()):
+            behind = self._members.get(rank + 1)
+            address = None if behind is None else (behind.host, behind.join.link_port)
+            try:
+                send_message(member.connection, Joined(self._session, address))
+            except OSError as error:
+                raise LoadError(f"{member} is gone: {error.strerror or error}.") from None
+            self._heartbeats.append(Heartbeat(member.connection, str(member), lambda news: None, self._lose))
+
+    def _take(self, member: _Member) -> None:
+        """Raises `ConfigError` if it does not fit."""
+        join = member.join
+        wrong = None
+        if join.version != __version__:
+            wrong = f"it is Octavo {join.version}, and node 0 {__version__}"
+        elif join.num_nodes != self._nodes.size:
+            wrong = f"its --nnodes is {join.num_nodes}, and node 0's {self._nodes.size}"
+        elif not 0 < join.rank < self._nodes.size:
+            wrong = f"its --node-rank must be 1 to {self._nodes.size - 1}"
+        elif found := difference(self._settings, join.settings):
+            wrong = found
+        if wrong is not None:
+            _refuse(member.connection, Refused(wrong))
+            raise ConfigError(f"{member} cannot join: {wrong}.")
+        other = self._members.get(join.rank)
+        if other is not None and not _has_gone(other.connection):
+            logger.warning("%s is turned away: there is %s", member, other)
+            _refuse(member.connection, Refused(f"there is {other} already", may_pass=True))
+            return
+        logger.info("%s has joined", member)
+        self._members[join.rank] = member
+
+    def _wait_for_connections(self) -> None:
+        """Of the workers, after which the rows' are there too."""
+        own = self._num_seats // self._nodes.size
+        links: dict[int, int] = {}
+        while len(self.controls) < self._num_seats - own or len(links) < self._size:
+            if self.lost is not None:
+                raise LoadError(f"{self.lost}.")
+            try:
+                caller = self._callers.get(timeout=_LOSS_CHECK_S)
+            except queue.Empty:
+                continue
+            match caller.message:
+                case Control(self._session, seat) if 0 <= seat < self._num_seats - own and seat not in self.controls:
+                    self.controls[seat] = release(caller.connection)
+                case Rows(self._session, rank) if 0 <= rank < self._size and rank not in links:
+                    links[rank] = release(caller.connection)
+                case _:
+                    self._refuse_late(caller)
+        self.links = [links[rank] for rank in range(self._size)]
+
+    def _turn_away(self) -> None:
+        while not self._is_closed:
+            self._refuse_late(self._callers.get())
+
+    def _refuse_late(self, caller: _Caller) -> None:
+        if isinstance(caller.message, Join):
+            rank = caller.message.rank
+            there = self._members.get(rank, f"no node {rank}, but the group is complete")
+            logger.warning(
+                "node %d (%s, %s) is turned away: there is %s", rank, caller.message.host, caller.host, there
+            )
+            _refuse(caller.connection, Refused(f"there is {there} already", may_pass=True))
+        else:
+            caller.connection.close()
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            if self._is_closed or self.lost is not None:
+                return
+            self.lost = why
+            acts = list(self._acts)
+        logger.error("%s", why)
+        for heartbeat in self._heartbeats:
+            heartbeat.say(Ended(why))
+        for act in acts:
+            act()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:  # closed
+                return
+            if not self._handshakes.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._greet, args=(connection, address[0]), name="handshake", daemon=True).start()
+
+    def _greet(self, connection: socket.socket, host: str) -> None:
+        try:
+            accept(connection, group_token())
+            message = _first_message(receive_message(connection, HANDSHAKE_S))
+            connection.settimeout(None)
+            self._callers.put(_Caller(message, connection, host))
+        except (HandshakeError, EOFError, OSError, msgspec.MsgspecError) as error:
+            logger.warning("a connection from %s was closed: it %s", host, str(error) or "has hung up")
+            connection.close()
+        finally:
+            self._handshakes.release()
+
+
+def _first_message(data: bytes) -> FirstMessage:
+    """Raises `MsgspecError`. Another version's `Join` has its version, if nothing else."""
+    try:
+        message: FirstMessage = _decode(data)
+        return message
+    except msgspec.ValidationError:
+        return Join(msgspec.msgpack.decode(data, type=Version).version, 0, 0, "", {}, 0)
+
+
+def _refuse(connection: socket.socket, answer: Refused) -> None:
+    try:
+        send_message(connection, answer)
+        connection.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass  # which it sees by itself
+    connection.close()
+
+
+def _has_gone(connection: socket.socket) -> bool:
+    """Whether the other end of a connection that nothing is awaited from has closed it, or is not reached any more."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,57 @@
+"""What all nodes of a group must have alike, so that their stages are those of one model: settings, and a digest of the
+checkpoint's configuration and of the names, types and shapes of its tensors. Where its files lie is each node's own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.loading.file_weights import tensor_index
+
+# Paths, and what only one of the nodes, or only the front end, has to do with.
+_OWN = (
+    "nodes", "cpu_threads", "cpus", "log_stats", "cache.cpu_memory_utilization", "cache.gpu_memory_utilization",
+    "cache.memory_bytes", "model.checkpoint", "model.served_model_names", "model.chat_template", "model.code_folder",
+    "model.default_sampling_params", "model.default_max_tokens", "lora.modules", "lora.roots", "lora.download_dir",
+    "media",
+)  # fmt: skip
+
+
+def settings_of(config: EngineConfig) -> dict[str, str]:
+    """By name, such as `scheduler.max_num_seqs`. Raises `LoadError` for files that cannot be read."""
+    found = {name: _text(value) for name, value in _flat(msgspec.to_builtins(config)) if not _is_own(name)}
+    checkpoint = config.model.checkpoint
+    found["model.config"] = _digest(checkpoint.config)
+    found["model.format"] = checkpoint.format
+    found["model.tensors"] = _digest(tensor_index(checkpoint))
+    return found
+
+
+def difference(own: dict[str, str], others: dict[str, str]) -> str | None:
+    """What another node has otherwise than node 0, whose settings are `own`, in words; None if nothing."""
+    names = [name for name in sorted(own.keys() | others.keys()) if own.get(name) != others.get(name)]
+    return "; ".join(f"its {name} is {others.get(name)}, and node 0's {own.get(name)}" for name in names[:4]) or None
+
+
+def _is_own(name: str) -> bool:
+    return any(name == own or name.startswith(f"{own}.") for own in _OWN)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()[:16]

@@ -1,0 +1,127 @@
+"""The workers of one host: what they exchange rows through, and the processes that they are.
+
+The first worker starts those of its own host, and the process that stands for another host (`octavo.execution.node`)
+starts that one's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.execution.stage_links import LinkEnd, LinkEnds, Seat, Way, seats_of, shared_memory
+from octavo.logs import current_format
+from octavo.models.description import ModelDescription
+from octavo.ops.cpu_collectives import group_bytes
+from octavo.processes import python_command
+
+_EXIT_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a follower is started with: a line of JSON on its standard input, which stays open as long as its parent is
+    there."""
+
+    config: EngineConfig
+    seat: Seat
+    control: int  # its connection to the first worker
+    memory: int  # the file that rows are exchanged through within the stage
+    memory_bytes: int
+    ends: LinkEnds
+    log_level: int
+    log_format: str
+
+
+def seats_of_config(config: EngineConfig) -> list[Seat]:
+    """Those of all workers, on all hosts."""
+    return seats_of(config.pipeline_parallel_size, config.tensor_parallel_size, config.nodes.size)
+
+
+class HostWorkers:
+    """Memories and ways of a host's stages, and processes that have them."""
+
+    def __init__(
+        self, config: EngineConfig, description: ModelDescription, entering: Sequence[int], leaving: Sequence[int]
+    ) -> None:
+        """`entering` are connections from the stage before this host's first one, and `leaving` to the one behind its
+        last one, by rank; none where it is the model's first or last. They are closed by `let_go`."""
+        self._config, self._entering, self._leaving = config, entering, leaving
+        self.seats = [seat for seat in seats_of_config(config) if seat.node == config.nodes.rank]
+        size, num_stages, limits = config.tensor_parallel_size, config.pipeline_parallel_size, config.scheduler
+        num_samples = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        most = max(size * limits.max_num_batched_tokens * description.hidden_size, num_samples * description.vocab_size)
+        self.memory_bytes = group_bytes(size, most)
+        stages = range(self.seats[0].stage, self.seats[-1].stage + 1)
+        self._memories = {stage: shared_memory(self.memory_bytes) for stage in stages}
+        self._slots, self._slot_bytes = num_stages + 1, limits.max_num_batched_tokens * description.hidden_size * 4
+        self._ways = {
+            stage: [Way(self._slots, self._slot_bytes) for _ in range(size)] for stage in stages[:-1]
+        }  # by the stage that they start from
+        self._first, self._last = stages[0], stages[-1]
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def memory(self, seat: Seat) -> int:
+        """Descriptor of what a worker exchanges rows through with the others of its stage."""
+        return self._memories[seat.stage]
+
+    def ends(self, seat: Seat) -> LinkEnds:
+        """A worker's."""
+        stage, rank = seat.stage, seat.share.rank
+        before = behind = None
+        if stage > self._first:
+            before = self._ways[stage - 1][rank].end
+        elif self._entering:
+            before = LinkEnd(self._entering[rank])
+        if stage < self._last:
+            behind = self._ways[stage][rank].start
+        elif self._leaving:
+            behind = LinkEnd(self._leaving[rank])
+        return LinkEnds(self._slots, self._slot_bytes, before, behind)
+
+    def start(self, seat: Seat, control: int) -> None:
+        """Start a worker, with its connection to the first one."""
+        ends, memory = self.ends(seat), self.memory(seat)
+        level = logging.getLogger("octavo").getEffectiveLevel()
+        orders = Orders(self._config, seat, control, memory, self.memory_bytes, ends, level, current_format())
+        process = subprocess.Popen(
+            python_command("octavo.execution.follower"), stdin=subprocess.PIPE,
+            pass_fds=[control, memory, *ends.descriptors],
+        )  # fmt: skip
+        self.processes.append(process)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(orders) + b"\n")
+        process.stdin.flush()
+
+    def let_go(self, own: Seat | None = None) -> None:
+        """Of what only the processes have to do with, and not this one, as the worker `own`, which keeps its memory and
+        its connection to the stage before."""
+        for stage, ways in self._ways.items():
+            for rank, way in enumerate(ways):
+                way.let_go(keeps_end=own is not None and (stage, rank) == (own.stage - 1, own.share.rank))
+        for stage, memory in self._memories.items():
+            if own is None or stage != own.stage:
+                os.close(memory)
+        for rank, connection in enumerate(self._entering):
+            if own is None or (self._first, rank) != (own.stage, own.share.rank):
+                os.close(connection)
+        for connection in self._leaving:
+            os.close(connection)
+
+
+def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Have workers end, whose connections to the first one are closed; kill those that do not."""
+    for process in processes:
+        try:
+            process.wait(_EXIT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdin is not None:
+            process.stdin.close()

@@ -1,0 +1,244 @@
+"""A node beside node 0 (`octavo serve --headless`): it joins the group, starts its workers, and joins again when the
+group has broken, until node 0 ends for good. It computes nothing, so that its heartbeat never waits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.distributed.connection import (
+    HANDSHAKE_S,
+    HandshakeError,
+    accept,
+    connect,
+    listen,
+    receive_message,
+    release,
+    send_message,
+    show_address,
+)
+from octavo.distributed.heartbeat import Heartbeat
+from octavo.distributed.messages import Answer, Control, Ended, Join, Joined, News, Rows
+from octavo.distributed.settings import settings_of
+from octavo.errors import ConfigError, LoadError
+from octavo.execution.host_workers import HostWorkers, end_processes
+from octavo.execution.stage_links import Seat
+from octavo.models.description import ModelDescription
+from octavo.models.registry import describe
+from octavo.node_token import check_token, group_token
+from octavo.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S, _REFUSED_RETRY_S = 0.25, 1.0
+_NOTICE_S = 5.0  # after which one that cannot join says so, and gives up where another has its place
+_WORKER_GRACE_S = 5.0
+
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+class _End(NamedTuple):
+    """Of this node's part in a group."""
+
+    reason: str
+    is_over: bool = False  # there will be no other
+
+
+class Node:
+    """One that is not node 0."""
+
+    def __init__(self, config: EngineConfig, ready_timeout_s: float | None) -> None:
+        """Raises `ConfigError` without a token where one is needed, and `LoadError` for files that cannot be read."""
+        check_token(config.nodes.master_addr)
+        self._config, self._ready_timeout_s = config, ready_timeout_s
+        model = config.model
+        self._description = describe(model.checkpoint.config, model.impl, model.code_folder, model.pooling)
+        self._settings = settings_of(config)
+        self._address = config.nodes.master_addr, config.nodes.master_port
+        self._host = socket.gethostname()
+        self._was_ready = False
+
+    def __str__(self) -> str:
+        return f"node {self._config.nodes.rank} ({self._host})"
+
+    def run(self) -> None:
+        """Return when node 0 has ended for good. Raises `ConfigError` or `LoadError` where this node cannot join, and
+        where the first group that it joins never gets ready."""
+        while True:
+            with _Membership(self._config, self._description) as membership:
+                joined = self._join(membership)
+                end = membership.serve(joined, self._become_ready)
+            if end.is_over:
+                logger.info("%s ends: %s", self, end.reason)
+                return
+            if not self._was_ready:
+                raise LoadError(f"{self}: the group has not got ready: {end.reason}.")
+            logger.error("%s has left the group: %s; it joins again", self, end.reason)
+
+    def _become_ready(self) -> None:
+        self._was_ready = True
+        logger.info("%s: all workers of the group are ready", self)
+
+    def _join(self, membership: _Membership) -> Joined:
+        """Ask until all nodes are there."""
+        begin = time.monotonic()
+        deadline = None if self._ready_timeout_s is None else begin + self._ready_timeout_s
+        refused_since: float | None = None
+        has_said = False
+        while True:
+            try:
+                answer = membership.ask(self._address, self._host, self._settings, deadline)
+            except HandshakeError as error:
+                raise ConfigError(f"{self} cannot join: {show_address(self._address)} {error}.") from None
+            except (OSError, EOFError) as error:
+                now, why = time.monotonic(), getattr(error, "strerror", None) or str(error) or "it has hung up"
+                where = f"{self} cannot join node 0 at {show_address(self._address)}: {why}"
+                if deadline is not None and now > deadline:
+                    raise LoadError(f"{where}. Given up after {self._ready_timeout_s:g} s.") from None
+                if not has_said and now > begin + _NOTICE_S:
+                    logger.error("%s; it goes on trying", where)
+                    has_said = True
+                time.sleep(_RETRY_S)
+                continue
+            if isinstance(answer, Joined):
+                return answer
+            refused_since = refused_since or time.monotonic()
+            if not answer.may_pass or time.monotonic() > refused_since + _NOTICE_S:
+                raise ConfigError(f"{self} cannot join node 0 at {show_address(self._address)}: {answer.reason}.")
+            time.sleep(_REFUSED_RETRY_S)
+
+
+class _Membership:
+    """A node's part in one group: what it has open, and the processes that it has started."""
+
+    def __init__(self, config: EngineConfig, description: ModelDescription) -> None:
+        self._config, self._description = config, description
+        self._nodes, self._size = config.nodes, config.tensor_parallel_size
+        self._ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
+        self._connection: socket.socket | None = None
+        self._listener: socket.socket | None = None  # of rows from the node before; node 1 has none
+        self._heartbeat: Heartbeat | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._end = _End("it was told to stop")
+
+    def __enter__(self) -> _Membership:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.close(Ended(self._end.reason))
+        for one in (self._connection, self._listener):
+            if one is not None:
+                one.close()
+        for process in self._processes:
+            process.kill()
+        end_processes(self._processes)
+
+    def ask(self, address: tuple[str, int], host: str, settings: dict[str, str], deadline: float | None) -> Answer:
+        """Ask node 0 to be taken, and wait until all nodes are there. Raises `OSError` and `EOFError` while there is no
+        node 0, and `HandshakeError` for something else in its place."""
+        for one in (self._connection, self._listener):  # of the last attempt
+            if one is not None:
+                one.close()
+        self._connection = connection = connect(address, group_token())
+        port = 0
+        if self._nodes.rank > 1:
+            self._listener = listen((connection.getsockname()[0], 0))
+            port = self._listener.getsockname()[1]
+            logger.info("node %d takes rows at %s", self._nodes.rank, show_address(self._listener.getsockname()[:2]))
+        send_message(connection, Join(__version__, self._nodes.size, self._nodes.rank, host, settings, port))
+        left_s = 1e6 if deadline is None else max(1.0, deadline - time.monotonic())
+        data = receive_message(connection, left_s)
+        try:
+            answer: Answer = _decode_answer(data)
+            return answer
+        except msgspec.MsgspecError:
+            raise HandshakeError("answers what no node would") from None
+
+    def serve(self, joined: Joined, become_ready: Callable[[], None]) -> _End:
+        """Connect and start the workers, and wait until the group is no more. `become_ready` is called by a thread when
+        all nodes' workers have loaded."""
+        assert self._connection is not None
+
+        def hear(news: News) -> None:
+            if isinstance(news, Ended):
+                self._ends.put(_End(news.reason, news.is_over))
+            else:
+                heartbeat.be_strict()
+                become_ready()
+
+        heartbeat = self._heartbeat = Heartbeat(self._connection, "node 0", hear, lambda why: self._ends.put(_End(why)))
+        try:
+            self._start(joined)
+        except (OSError, EOFError, HandshakeError) as error:
+            with contextlib.suppress(queue.Empty):  # node 0 may know better why
+                self._end = self._ends.get(timeout=_WORKER_GRACE_S)
+                return self._end
+            self._end = _End(f"the nodes cannot connect: {error}")
+            return self._end
+        self._end = self._ends.get()
+        return self._end
+
+    def _start(self, joined: Joined) -> None:
+        """Raises `OSError`, `EOFError` and `HandshakeError`."""
+        token, session = group_token(), joined.session
+        address = self._nodes.master_addr, self._nodes.master_port
+        behind = joined.next_address or address
+        leaving = [self._open(behind, token, Rows(session, rank)) for rank in range(self._size)]
+        entering = self._take_rows(session, token) if self._listener is not None else []
+        workers = HostWorkers(self._config, self._description, entering, leaving)
+        self._processes = workers.processes
+        for seat in workers.seats:
+            control = self._open(address, token, Control(session, seat.number))
+            workers.start(seat, control)
+            os.close(control)
+            watcher = threading.Thread(target=self._watch, args=(seat, workers.processes[-1]), daemon=True)
+            watcher.start()
+        workers.let_go()
+
+    def _open(self, address: tuple[str, int], token: bytes, first: Control | Rows) -> int:
+        connection = connect(address, token)
+        send_message(connection, first)
+        return release(connection)
+
+    def _take_rows(self, session: bytes, token: bytes) -> list[int]:
+        """Connections from the node before, by rank."""
+        assert self._listener is not None
+        found: dict[int, int] = {}
+        deadline = time.monotonic() + 2 * HANDSHAKE_S
+        while len(found) < self._size:
+            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+            connection, _ = self._listener.accept()
+            try:
+                accept(connection, token)
+                first = msgspec.msgpack.decode(receive_message(connection, HANDSHAKE_S), type=Rows)
+            except (HandshakeError, EOFError, OSError, msgspec.MsgspecError):
+                connection.close()  # of somebody else
+                continue
+            if first.session == session and 0 <= first.rank < self._size and first.rank not in found:
+                found[first.rank] = release(connection)
+            else:
+                connection.close()
+        return [found[rank] for rank in range(self._size)]
+
+    def _watch(self, seat: Seat, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if status == 0:  # it has told node 0 why, or seen it end, so that the reason comes from there
+            time.sleep(_WORKER_GRACE_S)
+        self._ends.put(_End(f"{seat} ended with status {status}"))
+
+
+def run_node(config: EngineConfig, ready_timeout_s: float | None) -> None:
+    """Be a node beside node 0 until that ends for good. See `Node.run`."""
+    Node(config, ready_timeout_s).run()

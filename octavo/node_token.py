@@ -1,0 +1,28 @@
+"""The secret that the nodes of a group share, out of the environment."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+
+from octavo.errors import ConfigError
+
+TOKEN_VARIABLE = "OCTAVO_NODES_TOKEN"
+
+
+def group_token() -> bytes:
+    """The token of the environment; empty where there is none."""
+    return os.environ.get(TOKEN_VARIABLE, "").encode()
+
+
+def check_token(master_addr: str) -> None:
+    """Raises `ConfigError` where a group without a token could be reached from elsewhere."""
+    try:
+        is_local = ipaddress.ip_address(master_addr).is_loopback
+    except ValueError:
+        is_local = master_addr == "localhost"
+    if not is_local and not group_token():
+        raise ConfigError(
+            f"--master-addr {master_addr} is in a network: set {TOKEN_VARIABLE} to the same secret on all nodes, so "
+            "that nobody else can join them."
+        )

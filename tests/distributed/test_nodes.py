@@ -1,0 +1,219 @@
+"""Stages on several nodes, which here are threads and processes of one host, over loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.config import AsyncEngineArgs, EngineConfig
+from octavo.distributed import group
+from octavo.distributed.group import NodeGroup
+from octavo.engine.core import EngineCore
+from octavo.entrypoints.openai.server import run_server
+from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.errors import ConfigError, LoadError
+from octavo.execution import node
+from octavo.execution.executor import TeamExecutor, make_executor
+from octavo.execution.node import Node
+from tests.execution.test_guesses import guessed_requests
+from tests.execution.test_runner import config_of, model, run, told
+
+__all__ = ["model"]
+
+FOUR_LAYERS = {"hf_overrides": {"num_hidden_layers": 4}}
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+        return found
+
+
+class Beside:
+    """Runs what may wait for ever, if a test fails, in threads that nobody waits for."""
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work(*args))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+
+@pytest.fixture
+def pool() -> Beside:
+    return Beside()
+
+
+def node_config(model: Path, port: int, rank: int, size: int = 2, **flags: Any) -> EngineConfig:
+    stages = {"pipeline_parallel_size": size} | FOUR_LAYERS
+    return config_of(model, nnodes=size, node_rank=rank, master_port=port, **(stages | flags))
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (2, {"num_gpu_blocks_override": 16}),
+        pytest.param(3, {}, marks=pytest.mark.long),  # rows go past node 0
+        pytest.param(2, {"pipeline_parallel_size": 4, "dtype": "bfloat16"}, marks=pytest.mark.long),
+        pytest.param(2, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_nodes_answer_as_one_worker(model: Path, port: int, pool: Beside, size: int, flags: dict[str, Any]) -> None:
+    """The same bits, where each layer is one worker's, and tokens in any case."""
+    others = [pool.submit(Node(node_config(model, port, rank, size, **flags), 60).run) for rank in range(1, size)]
+    executor = TeamExecutor(config := node_config(model, port, 0, size, **flags))
+    try:
+        found = run(EngineCore(config, executor), guessed_requests(1), 1)
+    finally:
+        executor.team.close()
+    for other in others:
+        other.result(60)
+    alone = {name: value for name, value in flags.items() if "parallel" not in name}
+    expected = run(EngineCore(config_of(model, **(FOUR_LAYERS | alone))), guessed_requests(1), 1)
+    assert found.keys() == expected.keys()
+    for key, outputs in found.items():
+        was, should_be = told(outputs), told(expected[key])
+        tolerance = 2e-3 if "tensor_parallel_size" in flags else 0
+        assert was.pop("values") == pytest.approx(should_be.pop("values"), abs=tolerance)
+        assert was == should_be
+
+
+def of_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "__version__", "0.0.9")
+
+
+def of_other_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "group_token", lambda: b"other")
+
+
+def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "prepare", "of_node", "of_node_0"),
+    [
+        ({"size": 4}, nothing, "its --nnodes is 4, and node 0's 2", "--nnodes is 4"),
+        ({}, of_other_version, "it is Octavo 0.0.9, and node 0 0.1", "it is Octavo 0.0.9"),
+        ({"max_num_seqs": 4}, nothing, "its scheduler.max_num_seqs is 4, and node 0's 6", "max_num_seqs is 4"),
+        ({"hf_overrides": {"num_hidden_layers": 2}}, nothing, "its model.config is", "its model.config is"),
+        ({}, of_other_token, "has another token; OCTAVO_NODES_TOKEN must be the same", None),
+    ],
+)
+def test_a_node_that_does_not_fit_is_told_why(
+    model: Path, port: int, pool: Beside, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any],
+    prepare: Callable[[pytest.MonkeyPatch], None], of_node: str, of_node_0: str | None,
+) -> None:  # fmt: skip
+    """And so is node 0, if it is one that knows the token."""
+    gathering = pool.submit(NodeGroup.gather, node_config(model, port, 0))
+    monkeypatch.setattr(node, "_NOTICE_S", 0.0)
+    with monkeypatch.context() as changed:
+        prepare(changed)
+        with pytest.raises(ConfigError, match=rf"node 1 \(.*\) cannot join.*127.0.0.1:{port}.*{of_node}"):
+            Node(node_config(model, port, 1, **flags), 60).run()
+    if of_node_0 is None:
+        assert not gathering.done()
+        Node(node_config(model, port, 1), 60)
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(100):  # it is hung up on
+                    pass
+        assert not gathering.done()
+        with pytest.raises(ConfigError):
+            Node(node_config(model, port, 1, max_num_seqs=4), 60).run()
+        of_node_0 = "max_num_seqs"
+    with pytest.raises(ConfigError, match=rf"node 1 \(.*, 127.0.0.1\) cannot join: .*{of_node_0}"):
+        gathering.result(60)
+
+
+def test_each_rank_is_there_once(model: Path, port: int, pool: Beside, monkeypatch: Any) -> None:
+    monkeypatch.setattr(node, "_NOTICE_S", 0.0)
+    has_joined = threading.Event()
+    taken = group.NodeGroup._take
+
+    def take(self: NodeGroup, member: Any) -> None:
+        taken(self, member)
+        has_joined.set()
+
+    monkeypatch.setattr(NodeGroup, "_take", take)
+    gathering: Future[NodeGroup] = pool.submit(NodeGroup.gather, node_config(model, port, 0, 3, **FOUR_LAYERS))
+    first = pool.submit(Node(node_config(model, port, 1, 3), 60).run)
+    assert has_joined.wait(60)
+    with pytest.raises(ConfigError, match=r"node 1 .* cannot join .* there is node 1 \(.*, 127.0.0.1\) already"):
+        Node(node_config(model, port, 1, 3), 60).run()
+    with pytest.raises(ConfigError, match=r"node 0 cannot listen at 127.0.0.1.* no other node 0 may be there"):
+        NodeGroup.gather(node_config(model, port, 0, 3))
+    with pytest.raises(ConfigError, match=r"its max|scheduler.max_num_seqs"):
+        Node(node_config(model, port, 2, 3, max_num_seqs=4), 60).run()
+    for waiting in (gathering, first):  # the others go with the one that does not fit
+        with pytest.raises(ConfigError, match=r"node 2 .* cannot join"):
+            waiting.result(60)
+
+
+def test_what_a_node_cannot_load_is_told_by_all(model: Path, port: int, pool: Beside) -> None:
+    other = pool.submit(Node(node_config(model, port, 1, kv_cache_memory_bytes=1 << 60), 60).run)
+    with pytest.raises(ConfigError, match="node 1: --kv-cache-memory-bytes 1152921504606846976 is more than"):
+        TeamExecutor(node_config(model, port, 0))
+    with pytest.raises(LoadError, match=r"node 1 \(.*\): the group has not got ready: .*--kv-cache-memory-bytes"):
+        other.result(60)
+
+
+def test_the_smallest_offer_of_memory_counts(model: Path, port: int, pool: Beside) -> None:
+    flags = {"num_gpu_blocks_override": None}
+    other = pool.submit(Node(node_config(model, port, 1, kv_cache_memory_bytes=200_000, **flags), 60).run)
+    executor = TeamExecutor(node_config(model, port, 0, kv_cache_memory_bytes=30_000_000, **flags))
+    executor.team.close()
+    other.result(60)
+    # Of two layers: keys and values of 8 tokens, 2 heads of 16 numbers in four bytes.
+    assert executor.num_blocks == [200_000 // (2 * 2 * 8 * 2 * 16 * 4)]
+
+
+def test_without_node_0_a_node_gives_up(model: Path, port: int) -> None:
+    with pytest.raises(LoadError, match=rf"cannot join node 0 at 127.0.0.1:{port}: Connection refused. Given up"):
+        Node(node_config(model, port, 1), 0.1).run()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"nnodes": 2}, "shares out the stages of --pipeline-parallel-size, which is 1: it must be a multiple"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "node_rank": 2}, "--node-rank must be 0 to 1, as --nnodes says"),
+        ({"node_rank": 1}, "--node-rank must be 0 to 0"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "master_port": 0}, "--master-port must be between 1 and 65535"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "10.0.0.1"}, "set OCTAVO_NODES_TOKEN to the same"),
+        (
+            {"nnodes": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2},
+            "not built yet with --data-parallel-size",
+        ),
+    ],
+)
+def test_flags_of_nodes_are_checked(
+    model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], message: str
+) -> None:
+    monkeypatch.delenv("OCTAVO_NODES_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        config_of(model, **flags)
+
+
+def test_nodes_other_than_0_are_headless(model: Path) -> None:
+    for rank, headless, message in ((1, False, "serves nothing, and needs --headless"), (0, True, "--headless is for")):
+        with pytest.raises(ConfigError, match=message):
+            run_server(AsyncEngineArgs(node_rank=rank, nnodes=2), ServerArgs(headless=headless))
+    with pytest.raises(ConfigError, match="--node-rank 1 has no engine of its own"):
+        make_executor(node_config(model, 29501, 1))
