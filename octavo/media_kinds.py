@@ -8,10 +8,11 @@ import base64
 import binascii
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from octavo.errors import RequestError
 
+_MAX_UUID = 256  # characters
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w-]+=[^;,]*)*);base64,", re.IGNORECASE)
 
 
@@ -67,6 +68,21 @@ AUDIO = MediaKind(
     "wav, mp3, flac and ogg",
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in (IMAGE, AUDIO)}
+
+
+class SentMedium(NamedTuple):
+    """A medium of a request as it was sent."""
+
+    kind: MediaKind
+    given: Any  # a URL, or a value of a caller in the same process; None: what was sent as `uuid` before
+    uuid: str | None = None  # by which it is known to later requests
+
+
+def checked_uuid(given: object) -> str | None:
+    """Raises `RequestError`."""
+    if given is not None and not (isinstance(given, str) and 0 < len(given) <= _MAX_UUID):
+        raise RequestError(f"the uuid of a medium must be a string of 1 to {_MAX_UUID} characters.", param="uuid")
+    return given
 
 
 class MediaReader(Protocol):

@@ -230,6 +230,10 @@ class EngineArgs(Flags):
         16384, "Tokens of pictures and sounds whose rows are kept for later turns, beside those of requests under way.",
         positive=True,
     )  # fmt: skip
+    mm_processor_cache_gb: float = flag(
+        1.0, "GiB of decoded media that are kept under the uuid they came with, for requests that send no more than "
+        "that; 0 keeps none.",
+    )  # fmt: skip
     max_audio_bytes: int = flag(25_000_000, "Bytes of a sound's file at most.", positive=True)
     max_audio_seconds: float = flag(
         600.0, "Seconds of a sound at most. Its spectrum is made at once, of about 15 MB a minute.", positive=True

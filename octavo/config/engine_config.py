@@ -103,6 +103,7 @@ class MediaConfig:
     max_pixels: int  # of a picture
     max_seconds: float  # of a sound
     cache_tokens: int
+    named_bytes: int = 1 << 30  # of media that are kept under their uuid
     frames_prompts: bool = False  # marks behind the last picture and at the end of a prompt of text
     counts_pictures: bool = False  # a picture alone in its prompt is processed in another way than one of several
     longest_s: float | None = None  # what the model hears of a sound; None: all

@@ -20,6 +20,7 @@ _FLAGS = (  # which a model that neither sees nor hears could only ignore
 )  # fmt: skip
 _MODULES = ("torch", "transformers")
 _DEFAULT_COUNT = 8  # of a prompt
+_MAX_CACHE_GB = 1 << 20
 _PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
 
 
@@ -32,6 +33,8 @@ def media_config(
         raise ConfigError(
             f"--max-image-pixels must be at most {_PILLOW_PIXELS}, Pillow's own bound, got {args.max_image_pixels}."
         )
+    if not 0 <= args.mm_processor_cache_gb <= _MAX_CACHE_GB:
+        raise ConfigError(f"--mm-processor-cache-gb must be 0 to {_MAX_CACHE_GB}, got {args.mm_processor_cache_gb}.")
     if args.max_media_redirects < 0:
         raise ConfigError(f"--max-media-redirects must not be negative, got {args.max_media_redirects}.")
     if not description.takes_media:
@@ -85,6 +88,7 @@ def media_config(
         max_seconds=args.max_audio_seconds,
         longest_s=family.longest_s,
         cache_tokens=max(args.media_cache_tokens, max_model_len),
+        named_bytes=int(args.mm_processor_cache_gb * (1 << 30)),
         allowed_folder=_allowed_folder(args.allowed_local_media_path),
         allowed_domains=[domain.strip().rstrip(".").lower() for domain in args.allowed_media_domains],
         allows_private=args.allow_private_media_addresses,
