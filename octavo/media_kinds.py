@@ -74,8 +74,16 @@ class SentMedium(NamedTuple):
     """A medium of a request as it was sent."""
 
     kind: MediaKind
-    given: Any  # a URL, or a value of a caller in the same process; None: what was sent as `uuid` before
+    given: (
+        Any  # a URL, `SentEmbeddings`, or a value of a caller in the same process; None: what was sent as `uuid` before
+    )
     uuid: str | None = None  # by which it is known to later requests
+
+
+class SentEmbeddings(NamedTuple):
+    """What is `given` in the place of a medium: what its tower would make of it."""
+
+    value: Any  # in base64, alone or in an object beside its grid
 
 
 def checked_uuid(given: object) -> str | None:
@@ -96,6 +104,9 @@ class MediaReader(Protocol):
 
     def is_many(self, given: object) -> bool:
         """Whether that is a sequence of media."""
+
+    def example(self) -> Any:
+        """Some medium."""
 
     def content_hash(self, medium: Any, settings: str, salt: str | None) -> bytes:
         """SHA-256 over all that a tower's rows depend on, and the salt that keeps tenants apart."""

@@ -24,6 +24,9 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     grid: tuple[int, int, int] | None = None
 
 
+EMBEDDINGS = "embeddings"
+
+
 class MediaArray(msgspec.Struct, frozen=True, array_like=True):
     """One of the arrays that a processor makes."""
 
@@ -34,7 +37,7 @@ class MediaArray(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MediaInput(msgspec.Struct, frozen=True, array_like=True):
-    """What a tower makes the rows of a picture of."""
+    """What a tower makes the rows of a picture of. One array named `EMBEDDINGS` is those rows."""
 
     content_hash: bytes
     num_tokens: int  # which have these rows

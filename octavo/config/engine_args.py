@@ -234,6 +234,9 @@ class EngineArgs(Flags):
         1.0, "GiB of decoded media that are kept under the uuid they came with, for requests that send no more than "
         "that; 0 keeps none.",
     )  # fmt: skip
+    enable_mm_embeds: bool = flag(
+        False, "Take what a tower makes of pictures and sounds in their place: image_embeds and audio_embeds of chats."
+    )
     max_audio_bytes: int = flag(25_000_000, "Bytes of a sound's file at most.", positive=True)
     max_audio_seconds: float = flag(
         600.0, "Seconds of a sound at most. Its spectrum is made at once, of about 15 MB a minute.", positive=True

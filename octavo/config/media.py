@@ -16,7 +16,7 @@ from octavo.models.media import MEDIA_FAMILIES, media_token
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _FLAGS = (  # which a model that neither sees nor hears could only ignore
     "limit_mm_per_prompt", "language_model_only", "allowed_local_media_path", "allowed_media_domains",
-    "allow_private_media_addresses",
+    "allow_private_media_addresses", "enable_mm_embeds",
 )  # fmt: skip
 _MODULES = ("torch", "transformers")
 _DEFAULT_COUNT = 8  # of a prompt
@@ -88,6 +88,10 @@ def media_config(
         max_seconds=args.max_audio_seconds,
         longest_s=family.longest_s,
         cache_tokens=max(args.media_cache_tokens, max_model_len),
+        hidden_size=description.hidden_size,
+        num_parts=1 + description.num_media_layers,
+        has_grids=description.has_axes,
+        takes_embeddings=args.enable_mm_embeds,
         named_bytes=int(args.mm_processor_cache_gb * (1 << 30)),
         allowed_folder=_allowed_folder(args.allowed_local_media_path),
         allowed_domains=[domain.strip().rstrip(".").lower() for domain in args.allowed_media_domains],

@@ -8,16 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from octavo.errors import RequestError
-from octavo.media_kinds import AUDIO, IMAGE, KINDS, SentMedium, checked_uuid
+from octavo.media_kinds import AUDIO, IMAGE, KINDS, SentEmbeddings, SentMedium, checked_uuid
 
 # Types of parts, and how one of each looks.
 MEDIA_PARTS = {
     "image_url": '{"type": "image_url", "image_url": {"url": "data:..."}}',
     "audio_url": '{"type": "audio_url", "audio_url": {"url": "data:..."}}',
     "input_audio": '{"type": "input_audio", "input_audio": {"data": "base64 ...", "format": "wav"}}',
+    "image_embeds": '{"type": "image_embeds", "image_embeds": "base64 ..."}',
+    "audio_embeds": '{"type": "audio_embeds", "audio_embeds": "base64 ..."}',
 }
 _VALUE_PARTS = {"image_pil": '{"type": "image_pil", "image_pil": PIL.Image}'}  # of scripts
-_KIND_OF = {**{kind.part: kind for kind in KINDS.values()}, "input_audio": AUDIO, "image_pil": IMAGE}
+_KIND_OF = {
+    **{kind.part: kind for kind in KINDS.values()},
+    **{"input_audio": AUDIO, "image_pil": IMAGE, "image_embeds": IMAGE, "audio_embeds": AUDIO},
+}
 SoundFormat = Literal["wav", "mp3", "flac", "ogg"]
 
 
@@ -51,6 +56,10 @@ def _value_of(kind: str, given: object) -> Any:
         if given["format"] not in get_args(SoundFormat):
             raise _Unlike(f"{MEDIA_PARTS[kind]}, with the format {', '.join(get_args(SoundFormat))}")
         return f"data:audio/{given['format']};base64,{given['data']}"
+    if kind.endswith("_embeds"):
+        if not isinstance(given, str | Mapping):
+            raise _Unlike(MEDIA_PARTS[kind])
+        return SentEmbeddings(given)
     known = {"url", "detail"} if kind == "image_url" else {"url"}  # one size is all that models here know
     if isinstance(given, Mapping) and not set(given) - known:
         given = given.get("url")

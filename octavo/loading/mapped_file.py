@@ -50,3 +50,15 @@ class MappedFile:
         self._num_mapped_bytes = 0
         if hasattr(mmap, "MADV_DONTNEED"):
             self.data.madvise(mmap.MADV_DONTNEED)
+
+
+class MemoryFile(MappedFile):
+    """A file that has not come from a disk."""
+
+    def __init__(self, data: bytes) -> None:
+        self.path, self._num_mapped_bytes = "the file", 0
+        self.data = mmap.mmap(-1, max(len(data), 1))
+        self.data.write(data)
+
+    def forget_pages(self) -> None:
+        """There is nowhere to read them from again."""

@@ -18,12 +18,13 @@ import numpy as np
 
 from octavo.config import MediaConfig
 from octavo.errors import LoadError, RequestError
-from octavo.media_kinds import AUDIO, IMAGE, KINDS, MediaKind, MediaReader, SentMedium, checked_uuid
+from octavo.media_kinds import AUDIO, IMAGE, KINDS, MediaKind, MediaReader, SentEmbeddings, SentMedium, checked_uuid
 from octavo.metrics.media import MediaMetrics
 from octavo.multimodal.connector import MediaConnector, fetch_all, needs_fetching
+from octavo.multimodal.embeddings import Embeddings, EmbeddingsReader
 from octavo.multimodal.named_media import NamedMedia
 from octavo.multimodal.sound_decoder import RATE
-from octavo.request import MediaArray, MediaInput, MediaItem
+from octavo.request import EMBEDDINGS, MediaArray, MediaInput, MediaItem
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class _Intake:
         self.config = config
         self.kind = KINDS[config.kind]
         self.reader = _reader(config)
+        self.embeddings = EmbeddingsReader(config)
         self.connector = MediaConnector(config)
 
     def check_number(self, count: int) -> None:
@@ -56,6 +58,16 @@ class _Intake:
                 "(--limit-mm-per-prompt).",
                 param="messages",
             )
+
+    def is_many(self, given: object) -> bool:
+        """Whether a value of `multi_modal_data` is a sequence of media."""
+        if self.embeddings.is_one(given):
+            return False
+        return self.reader.is_many(given) or len(getattr(given, "shape", ())) == 3
+
+    def normalized(self, given: object) -> Any:
+        """The medium of a value. Raises `RequestError`."""
+        return self.embeddings.read(given) if self.embeddings.is_one(given) else self.reader.normalized(given)
 
     def read(self, url: str, file: bytes | None) -> Any:
         """The medium of a data: URL, or of the file that was fetched from `url`. Raises `RequestError`."""
@@ -99,8 +111,8 @@ class MediaProcessor:
         for name, values in given.items():
             intake = self._intakes[name]
             ids = None if uuids is None else uuids.get(name)
-            is_one = not intake.reader.is_many(values) and (values is not None or isinstance(ids, str))
-            listed = [values] if is_one else list(values or ())
+            is_one = not intake.is_many(values) and (values is not None or isinstance(ids, str))
+            listed = [values] if is_one else [] if values is None else list(values)
             named = [ids] if ids is None or isinstance(ids, str) else ids
             if ids is None:
                 named = [None] * len(listed)
@@ -108,7 +120,7 @@ class MediaProcessor:
                 raise _wrong_uuids()
             intake.check_number(len(listed))
             found[name] = [
-                self._medium(SentMedium(intake.kind, value, checked_uuid(uuid)), salt, intake.reader.normalized)
+                self._medium(SentMedium(intake.kind, value, checked_uuid(uuid)), salt, intake.normalized)
                 for value, uuid in zip(listed, named, strict=True)
             ]
         return found
@@ -138,11 +150,14 @@ class MediaProcessor:
         return found
 
     def _read(self, kind: MediaKind, files: Mapping[str, bytes], given: object) -> Any:
-        """The medium of a URL, or of a value. Raises `RequestError`."""
-        if not isinstance(given, str):
-            return self._intakes[kind.name].reader.normalized(given)
+        """The medium of a URL, of embeddings, or of a value. Raises `RequestError`."""
+        intake = self._intakes[kind.name]
+        if not isinstance(given, str | SentEmbeddings):
+            return intake.normalized(given)
         with self.metrics.phase(kind.name, "decode"):
-            return self._intakes[kind.name].read(given, files.get(given))
+            if isinstance(given, SentEmbeddings):
+                return intake.embeddings.read(given.value)
+            return intake.read(given, files.get(given))
 
     def _medium(self, sent: SentMedium, salt: str | None, read: Callable[[Any], Any]) -> Any:
         """What `read` makes of one, which is kept under its name if it has one; or what the name stands for. Raises
@@ -228,17 +243,23 @@ class MediaProcessor:
         for name in names:
             medium, intake = next(following[name]), self._intakes[name]
             number = 2 if self.config.counts_pictures and name == IMAGE.name and len(media[name]) > 1 else 1
-            digest = intake.reader.content_hash(medium, f"{self._settings[name]} {number}", salt)
+            if isinstance(medium, Embeddings):
+                digest = medium.content_hash(salt)
+            else:
+                digest = intake.reader.content_hash(medium, f"{self._settings[name]} {number}", salt)
             if digest not in found:
                 with self.metrics.phase(name, "process"):
-                    found[digest] = self._process(intake.kind, medium, digest, number)
+                    found[digest] = self._process(intake, medium, digest, number)
             self.metrics.count(name, "taken")
             digests.append(digest)
         return [found[digest] for digest in digests]
 
-    def _process(self, kind: MediaKind, medium: Any, digest: bytes, number: int) -> Processed:
+    def _process(self, intake: _Intake, medium: Any, digest: bytes, number: int) -> Processed:
         """A medium as the model's processor makes it in a prompt with `number` of them, alone so that no other has to
         do with it. Raises `RequestError` for a sound of which the model would hear a part, or nothing."""
+        if isinstance(medium, Embeddings):
+            return self._process_embeddings(intake, medium, digest)
+        kind = intake.kind
         is_sound = kind is AUDIO
         if is_sound:
             longest_s = self.config.longest_s or getattr(self._processor, "max_audio_len", None)
@@ -268,6 +289,25 @@ class MediaProcessor:
             time, height, width = found["image_grid_thw"][0].tolist()
             grid = time, height // merge, width // merge
         return Processed(text, MediaInput(digest, int(num_tokens), tuple(arrays), grid))
+
+    def _process_embeddings(self, intake: _Intake, given: Embeddings, digest: bytes) -> Processed:
+        """Rows in the place of a medium: the marks around one's tokens, and as many tokens as there are rows."""
+        kind, num_tokens = intake.kind, given.rows.shape[1]
+        example = self._process(intake, intake.reader.example(), b"", 1)
+        tokenizer = getattr(self._processor, "tokenizer", None)
+        token = tokenizer.convert_ids_to_tokens(self.config.token_id) if tokenizer else self.placeholders[kind.name]
+        before, run, behind = example.text.partition(token * example.input.num_tokens)
+        if not run or token in before + behind:
+            raise kind.refusal("embeddings in its place are not built for models with marks between its rows.")
+        grid = None
+        if given.grid is not None:
+            merge = self._processor.image_processor.merge_size
+            time, height, width = given.grid
+            grid = time, height // merge, width // merge
+            if time != 1 or height % merge or width % merge or grid[1] * grid[2] != num_tokens:
+                raise kind.refusal(f"its image_grid_thw {list(given.grid)} is not that of {num_tokens} rows.")
+        array = MediaArray(EMBEDDINGS, given.rows.dtype.name, given.rows.shape, given.rows.tobytes())
+        return Processed(before + token * num_tokens + behind, MediaInput(digest, num_tokens, (array,), grid))
 
     def _warm_up(self) -> None:
         try:

@@ -238,10 +238,42 @@ class InputAudioPart(BaseModel):
     uuid: Uuid | None = None
 
 
+class ImageEmbeds(BaseModel):
+    """Rows of a tower in base64, and how many patches they have in time, height and width."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    image_embeds: str
+    image_grid_thw: str | list[int] | None = None
+
+
+class ImageEmbedsPart(BaseModel):
+    """What a tower makes of a picture, in its place: a tensor [tokens, hidden_size] as `torch.save` or safetensors
+    write it."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    type: Literal["image_embeds"]
+    image_embeds: str | ImageEmbeds | None = None
+    uuid: Uuid | None = None
+
+
+class AudioEmbedsPart(BaseModel):
+    """What a tower makes of a sound, in its place."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    type: Literal["audio_embeds"]
+    audio_embeds: str | None = None
+    uuid: Uuid | None = None
+
+
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[TextPart])]
 MessageContent = Annotated[
     str | list[dict[str, Any]],
     PlainValidator(
-        _check_message_content, json_schema_input_type=str | list[TextPart | ImagePart | AudioUrlPart | InputAudioPart]
+        _check_message_content,
+        json_schema_input_type=str
+        | list[TextPart | ImagePart | AudioUrlPart | InputAudioPart | ImageEmbedsPart | AudioEmbedsPart],
     ),
 ]
