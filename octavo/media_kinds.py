@@ -18,7 +18,7 @@ _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w-]+=[^;,]*)*);base64,"
 
 @dataclass(frozen=True, slots=True)
 class MediaKind:
-    """Pictures or sounds. What a model takes is one of these."""
+    """Pictures, sounds or videos."""
 
     name: str  # in multi_modal_data, --limit-mm-per-prompt and metrics, and the type of a part as templates know it
     noun: str
@@ -67,7 +67,13 @@ AUDIO = MediaKind(
     ),
     "wav, mp3, flac and ogg",
 )  # fmt: skip
-KINDS = {kind.name: kind for kind in (IMAGE, AUDIO)}
+VIDEO = MediaKind(
+    "video", "video", "video_url", "videos", "video", ("PIL", "av", "torchvision", "httpx"), "sees",
+    "an array of uint8 [frames, height, width, 3], or a pair of one and a dictionary with fps",
+    ("video/mp4", "video/quicktime", "video/webm", "video/x-matroska", "video/mkv", "video/x-m4v"),
+    "mp4, mov, webm and mkv",
+)  # fmt: skip
+KINDS = {kind.name: kind for kind in (IMAGE, AUDIO, VIDEO)}
 
 
 class SentMedium(NamedTuple):

@@ -15,6 +15,7 @@ from octavo.config.engine_config import (
     ModelConfig,
     SchedulerConfig,
     SoundConfig,
+    VideoConfig,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "ModelConfig",
     "SchedulerConfig",
     "SoundConfig",
+    "VideoConfig",
 ]

@@ -1,5 +1,5 @@
-"""Pictures and sounds in conversations: the parts of messages that they are, what templates get in their place, and the
-media themselves in order. For `LLM` and the server.
+"""Pictures, videos and sounds in conversations: the parts of messages that they are, what templates get in their place,
+and the media themselves in order. For `LLM` and the server.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from octavo.media_kinds import AUDIO, IMAGE, KINDS, SentEmbeddings, SentMedium, 
 # Types of parts, and how one of each looks.
 MEDIA_PARTS = {
     "image_url": '{"type": "image_url", "image_url": {"url": "data:..."}}',
+    "video_url": '{"type": "video_url", "video_url": {"url": "data:..."}}',
     "audio_url": '{"type": "audio_url", "audio_url": {"url": "data:..."}}',
     "input_audio": '{"type": "input_audio", "input_audio": {"data": "base64 ...", "format": "wav"}}',
     "image_embeds": '{"type": "image_embeds", "image_embeds": "base64 ..."}',
@@ -121,4 +122,4 @@ def message_for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_role(role: object) -> None:
     """Raise `RequestError` where messages of a role have no media."""
     if role != "user":
-        raise RequestError("only messages of the user have pictures or sounds.", param="messages")
+        raise RequestError("only messages of the user have pictures, videos or sounds.", param="messages")

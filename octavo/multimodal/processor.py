@@ -9,16 +9,27 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from threading import Lock, Thread
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from octavo.config import MediaConfig
 from octavo.errors import LoadError, RequestError
-from octavo.media_kinds import AUDIO, IMAGE, KINDS, MediaKind, MediaReader, SentEmbeddings, SentMedium, checked_uuid
+from octavo.media_kinds import (
+    AUDIO,
+    IMAGE,
+    KINDS,
+    VIDEO,
+    MediaKind,
+    MediaReader,
+    SentEmbeddings,
+    SentMedium,
+    checked_uuid,
+)
 from octavo.metrics.media import MediaMetrics
 from octavo.multimodal.connector import MediaConnector, fetch_all, needs_fetching
 from octavo.multimodal.embeddings import Embeddings, EmbeddingsReader
@@ -26,9 +37,13 @@ from octavo.multimodal.named_media import NamedMedia
 from octavo.multimodal.sound_decoder import RATE
 from octavo.request import EMBEDDINGS, MediaArray, MediaInput, MediaItem
 
+if TYPE_CHECKING:
+    from octavo.multimodal.videos import Video
+
 logger = logging.getLogger(__name__)
 
 
+_PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}  # of a processor
 # What a processor makes of the text.
 _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 
@@ -61,13 +76,16 @@ class _Intake:
 
     def is_many(self, given: object) -> bool:
         """Whether a value of `multi_modal_data` is a sequence of media."""
+        if self.kind is VIDEO:
+            return self.reader.is_many(given)
         if self.embeddings.is_one(given):
             return False
         return self.reader.is_many(given) or len(getattr(given, "shape", ())) == 3
 
     def normalized(self, given: object) -> Any:
         """The medium of a value. Raises `RequestError`."""
-        return self.embeddings.read(given) if self.embeddings.is_one(given) else self.reader.normalized(given)
+        is_embeddings = self.kind is not VIDEO and self.embeddings.is_one(given)
+        return self.embeddings.read(given) if is_embeddings else self.reader.normalized(given)
 
     def read(self, url: str, file: bytes | None) -> Any:
         """The medium of a data: URL, or of the file that was fetched from `url`. Raises `RequestError`."""
@@ -80,6 +98,11 @@ class MediaProcessor:
     def __init__(self, config: MediaConfig) -> None:
         self.config = config
         self._intakes: dict[str, _Intake] = {config.kind: _Intake(config)}
+        self._tokens: dict[str, int] = {config.kind: config.token_id}  # by kind, which a row stands in the place of
+        if (video := config.video) is not None:
+            bounds = replace(config, kind="video", max_count=video.max_count, max_bytes=video.max_bytes)
+            self._intakes[VIDEO.name] = _Intake(bounds)
+            self._tokens[VIDEO.name] = video.token_id
         self.kinds = tuple(intake.kind for intake in self._intakes.values())  # that the model takes
         self.metrics = MediaMetrics(*self._intakes)
         self._named = NamedMedia(config.named_bytes)
@@ -211,7 +234,8 @@ class MediaProcessor:
 
     def _items(self, token_ids: Sequence[int], media: Sequence[MediaInput]) -> tuple[MediaItem, ...]:
         """The runs of tokens that stand for the rows of `media`, which have them one after the other."""
-        places = [i for i, token in enumerate(token_ids) if token == self.config.token_id]
+        tokens = set(self._tokens.values())
+        places = [i for i, token in enumerate(token_ids) if token in tokens]
         if len(places) != sum(one.num_tokens for one in media):
             nouns = " or a ".join(kind.noun for kind in self.kinds)
             raise RequestError(f"the prompt's own text has tokens that stand for a {nouns}.", param="prompt")
@@ -219,9 +243,14 @@ class MediaProcessor:
         start = 0
         for one in media:
             of_one, row = places[start : start + one.num_tokens], 0
-            for _, run in groupby(enumerate(of_one), lambda entry: entry[1] - entry[0]):
-                run_places = [place for _, place in run]
-                items.append(MediaItem(run_places[0], len(run_places), one.content_hash, row, one.grid))
+            runs = [
+                [place for _, place in run] for _, run in groupby(enumerate(of_one), lambda entry: entry[1] - entry[0])
+            ]
+            grid = one.grid
+            if grid is not None:  # text between the frames of a video
+                grid = grid[0] // len(runs), grid[1], grid[2]
+            for run_places in runs:
+                items.append(MediaItem(run_places[0], len(run_places), one.content_hash, row, grid, one.time_step))
                 row += len(run_places)
             start += one.num_tokens
         return tuple(items)
@@ -259,6 +288,8 @@ class MediaProcessor:
         do with it. Raises `RequestError` for a sound of which the model would hear a part, or nothing."""
         if isinstance(medium, Embeddings):
             return self._process_embeddings(intake, medium, digest)
+        if intake.kind is VIDEO:
+            return self._process_video(medium, digest)
         kind = intake.kind
         is_sound = kind is AUDIO
         if is_sound:
@@ -289,6 +320,46 @@ class MediaProcessor:
             time, height, width = found["image_grid_thw"][0].tolist()
             grid = time, height // merge, width // merge
         return Processed(text, MediaInput(digest, int(num_tokens), tuple(arrays), grid))
+
+    def _process_video(self, video: Video, digest: bytes) -> Processed:
+        """Frames that have been sampled, as the model's processor makes them. Raises `RequestError`."""
+        assert self.config.video is not None
+        count, height, width, _ = video.frames.shape
+        metadata = {
+            "total_num_frames": video.total, "fps": video.rate, "frames_indices": list(video.indices), "height": height,
+            "width": width, "duration": video.total / video.rate if video.rate else None,
+        }  # fmt: skip
+        try:
+            found = self._processor(
+                text=[self.placeholders[VIDEO.name]],
+                videos=[video.frames],
+                video_metadata=[metadata],
+                do_sample_frames=False,
+                return_text_replacement_offsets=True,
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+        except ValueError:  # frames too small for it, or too many
+            raise VIDEO.refusal(
+                f"the model's processor takes no {count} frames of {width} x {height} pixels."
+            ) from None
+        [[replaced]] = found["text_replacement_offsets"]
+        num_tokens = int(np.count_nonzero(np.asarray(found["input_ids"]) == self.config.video.token_id))
+        if not num_tokens:
+            raise VIDEO.refusal("nothing of it reaches the model.")
+        arrays = []
+        for name in ("pixel_values_videos", "video_grid_thw"):
+            if name in found:
+                values = np.ascontiguousarray(found[name])
+                arrays.append(MediaArray(name, values.dtype.name, values.shape, values.tobytes()))
+        grid, step = None, 1.0
+        if "video_grid_thw" in found:
+            merge = self._processor.video_processor.merge_size
+            time, rows, columns = found["video_grid_thw"][0].tolist()
+            grid = time, rows // merge, columns // merge
+        if "second_per_grid_ts" in found:
+            step = float(np.float32(self.config.video.positions_per_s) * np.float32(found["second_per_grid_ts"][0]))
+        return Processed(replaced["replacement"], MediaInput(digest, num_tokens, tuple(arrays), grid, step))
 
     def _process_embeddings(self, intake: _Intake, given: Embeddings, digest: bytes) -> Processed:
         """Rows in the place of a medium: the marks around one's tokens, and as many tokens as there are rows."""
@@ -321,18 +392,22 @@ class MediaProcessor:
             if self._processor is not None:
                 return
             try:
-                processor = _load_processor(self.config.folder, self.config.token_id)
+                processor = _load_processor(self.config.folder, self.config.token_id, self.config.video is not None)
                 for name in self._intakes:
                     str(getattr(processor, f"{name}_token"))  # not every class has one
             except (AttributeError, ImportError, OSError, TypeError, ValueError) as e:
                 raise LoadError(f"the processor of media cannot be loaded: {str(e).strip().splitlines()[0]}") from None
             for name in self._intakes:
-                part = processor.feature_extractor if name == AUDIO.name else processor.image_processor
+                part = getattr(processor, _PARTS[name])
                 self._settings[name] = json.dumps(part.to_dict(), sort_keys=True, default=str)
             self._processor = processor
 
 
 def _reader(config: MediaConfig) -> MediaReader:
+    if config.kind == "video":
+        from octavo.multimodal.videos import VideoReader
+
+        return VideoReader(config)
     if config.kind == "audio":
         from octavo.multimodal.sounds import SoundReader
 
@@ -342,7 +417,7 @@ def _reader(config: MediaConfig) -> MediaReader:
     return PictureReader(config)
 
 
-def _load_processor(folder: str, token_id: int) -> Any:
+def _load_processor(folder: str, token_id: int, sees_videos: bool = False) -> Any:
     from transformers import AutoConfig, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -355,7 +430,7 @@ def _load_processor(folder: str, token_id: int) -> Any:
         return VoxtralProcessor(folder, token_id)
     known = PROCESSOR_MAPPING.get(type(config), None)
     if known is not None and "video_processor" in known.get_attributes():
-        return _without_videos(known).from_pretrained(folder, **options)
+        return (_with_videos if sees_videos else _without_videos)(known).from_pretrained(folder, **options)
     return AutoProcessor.from_pretrained(folder, **options)
 
 
@@ -375,6 +450,19 @@ def _without_videos(processor: Any) -> Any:
         @classmethod
         def _get_arguments_from_pretrained(cls, *args: Any, **options: Any) -> list[Any]:
             return [*super()._get_arguments_from_pretrained(*args, **options), None]  # the last argument of all classes
+
+    return Processor
+
+
+def _with_videos(processor: Any) -> Any:
+    """A class of processors whose half for videos is torchvision's, which no other is built of."""
+    from transformers import AutoVideoProcessor
+
+    class Processor(processor):  # type: ignore[misc]
+        @classmethod
+        def _get_arguments_from_pretrained(cls, folder: str, *args: Any, **options: Any) -> list[Any]:
+            *others, _ = _without_videos(processor)._get_arguments_from_pretrained(folder, *args, **options)
+            return [*others, AutoVideoProcessor.from_pretrained(folder, trust_remote_code=False)]
 
     return Processor
 

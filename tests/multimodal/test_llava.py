@@ -173,7 +173,8 @@ def test_other_decoders(tmp_path: Path, tokenizer_that_sees: Any, model_type: st
     [
         ({"prompt": "no place", "multi_modal_data": {"image": A}}, "0 placeholders and 1 pictures"),
         ({"prompt": "<image><image>", "multi_modal_data": {"image": [A]}}, "2 placeholders and 1 pictures"),
-        ({"prompt": "<image>", "multi_modal_data": {"video": A}}, "other media are not taken here"),
+        ({"prompt": "<image>", "multi_modal_data": {"video": A}}, "takes no videos here, but pictures"),
+        ({"prompt": "<image>", "multi_modal_data": {"depth": A}}, "other media are not taken here"),
         ({"prompt": "<image>", "multi_modal_data": {"image": "file.png"}}, "must be a PIL.Image, got str"),
         ({"prompt": "<image>" * 9, "multi_modal_data": {"image": [A] * 9}}, "9 pictures, and 8 are the most"),
         ({"prompt": "<image>" + "x" * 125, "multi_modal_data": {"image": A}}, "the prompt has 129 tokens"),
@@ -204,7 +205,8 @@ def test_chats_of_scripts_have_pictures(llm: LLM) -> None:
         ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}, "not on the public internet"),
         ({"type": "input_audio", "input_audio": {}}, "like .*input_audio"),
         ({"type": "audio_url", "audio_url": "data:audio/wav;base64,"}, "takes no sounds here, but pictures"),
-        ({"type": "video_url", "video_url": "data:"}, "are not built here"),
+        ({"type": "video_url", "video_url": "data:"}, "takes no videos here, but pictures"),
+        ({"type": "file", "file": {}}, "are not built here"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.chat([{"role": "user", "content": [part]}])
@@ -288,7 +290,7 @@ def test_a_model_without_a_processor_says_so(tmp_path: Path, llava: Path) -> Non
 def test_a_model_that_does_not_see_refuses_the_flags(llava: Path) -> None:
     for more, said in (
         ({"speculative_config": {"model": "."}}, "not built yet with a model that guesses"),
-        ({"limit_mm_per_prompt": {"video": 1}}, "has video; image, audio are built"),
+        ({"limit_mm_per_prompt": {"video": 1}}, "has video; .* takes image"),
         ({"limit_mm_per_prompt": {"image": "x"}}, "must be a number of pictures"),
         ({"limit_mm_per_prompt": {"audio": 1}}, "has audio; .* takes image"),
     ):

@@ -201,6 +201,24 @@ class ImagePart(BaseModel):
     uuid: Uuid | None = None
 
 
+class VideoUrl(BaseModel):
+    """A video, as a data: URL or the address of an mp4, mov, webm or mkv file."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    url: str
+
+
+class VideoPart(BaseModel):
+    """A video in a message."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    type: Literal["video_url"]
+    video_url: VideoUrl | str | None = None
+    uuid: Uuid | None = None
+
+
 class AudioUrl(BaseModel):
     """A sound, as a data: URL or the address of a wav, mp3, flac or ogg file."""
 
@@ -274,6 +292,6 @@ MessageContent = Annotated[
     PlainValidator(
         _check_message_content,
         json_schema_input_type=str
-        | list[TextPart | ImagePart | AudioUrlPart | InputAudioPart | ImageEmbedsPart | AudioEmbedsPart],
+        | list[TextPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart | ImageEmbedsPart | AudioEmbedsPart],
     ),
 ]
