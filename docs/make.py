@@ -146,7 +146,7 @@ def exposed() -> list[Metric]:
     """The metrics of a server that has not been asked anything."""
     engine = EngineMetrics("model", 4096)
     engine.cache_config = dict.fromkeys(("block_size", "num_gpu_blocks", "num_cpu_blocks", "enable_prefix_caching"))
-    engine.others += [HttpMetrics(), MediaMetrics()]
+    engine.others += [HttpMetrics(), MediaMetrics("image")]
     return list(engine.collect())
 
 

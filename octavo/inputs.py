@@ -11,6 +11,7 @@ class TextPrompt(TypedDict):
     prompt: str
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[dict[str, Any]]  # {"image": PIL.Image, or a list of them}
+    multi_modal_uuids: NotRequired[dict[str, Any]]  # {"image": its name for later prompts, or a list of such}
 
 
 class TokensPrompt(TypedDict):
@@ -20,3 +21,4 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[dict[str, Any]]
+    multi_modal_uuids: NotRequired[dict[str, Any]]

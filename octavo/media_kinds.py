@@ -8,16 +8,17 @@ import base64
 import binascii
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from octavo.errors import RequestError
 
+_MAX_UUID = 256  # characters
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w-]+=[^;,]*)*);base64,", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class MediaKind:
-    """Pictures or sounds. What a model takes is one of these."""
+    """Pictures, sounds or videos."""
 
     name: str  # in multi_modal_data, --limit-mm-per-prompt and metrics, and the type of a part as templates know it
     noun: str
@@ -66,7 +67,36 @@ AUDIO = MediaKind(
     ),
     "wav, mp3, flac and ogg",
 )  # fmt: skip
-KINDS = {kind.name: kind for kind in (IMAGE, AUDIO)}
+VIDEO = MediaKind(
+    "video", "video", "video_url", "videos", "video", ("PIL", "av", "torchvision", "httpx"), "sees",
+    "an array of uint8 [frames, height, width, 3], or a pair of one and a dictionary with fps",
+    ("video/mp4", "video/quicktime", "video/webm", "video/x-matroska", "video/mkv", "video/x-m4v"),
+    "mp4, mov, webm and mkv",
+)  # fmt: skip
+KINDS = {kind.name: kind for kind in (IMAGE, AUDIO, VIDEO)}
+
+
+class SentMedium(NamedTuple):
+    """A medium of a request as it was sent."""
+
+    kind: MediaKind
+    given: (
+        Any  # a URL, `SentEmbeddings`, or a value of a caller in the same process; None: what was sent as `uuid` before
+    )
+    uuid: str | None = None  # by which it is known to later requests
+
+
+class SentEmbeddings(NamedTuple):
+    """What is `given` in the place of a medium: what its tower would make of it."""
+
+    value: Any  # in base64, alone or in an object beside its grid
+
+
+def checked_uuid(given: object) -> str | None:
+    """Raises `RequestError`."""
+    if given is not None and not (isinstance(given, str) and 0 < len(given) <= _MAX_UUID):
+        raise RequestError(f"the uuid of a medium must be a string of 1 to {_MAX_UUID} characters.", param="uuid")
+    return given
 
 
 class MediaReader(Protocol):
@@ -80,6 +110,9 @@ class MediaReader(Protocol):
 
     def is_many(self, given: object) -> bool:
         """Whether that is a sequence of media."""
+
+    def example(self) -> Any:
+        """Some medium."""
 
     def content_hash(self, medium: Any, settings: str, salt: str | None) -> bytes:
         """SHA-256 over all that a tower's rows depend on, and the salt that keeps tenants apart."""

@@ -20,8 +20,12 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     content_hash: bytes  # of the picture
     first_row: int = 0  # of the picture's, that of its first token
-    # How its tokens lie in time, height and width, where positions follow from that: then all of them are one run.
+    # How its tokens lie in time, height and width, where positions follow from that.
     grid: tuple[int, int, int] | None = None
+    time_step: float = 1.0  # between positions in time
+
+
+EMBEDDINGS = "embeddings"
 
 
 class MediaArray(msgspec.Struct, frozen=True, array_like=True):
@@ -34,12 +38,13 @@ class MediaArray(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MediaInput(msgspec.Struct, frozen=True, array_like=True):
-    """What a tower makes the rows of a picture of."""
+    """What a tower makes the rows of a picture of. One array named `EMBEDDINGS` is those rows."""
 
     content_hash: bytes
     num_tokens: int  # which have these rows
     arrays: tuple[MediaArray, ...]
-    grid: tuple[int, int, int] | None = None  # of `MediaItem`
+    grid: tuple[int, int, int] | None = None  # of `MediaItem`, or of as many as there are runs, one behind the other
+    time_step: float = 1.0
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -16,6 +16,7 @@ from octavo.config.engine_config import (
     NodesConfig,
     SchedulerConfig,
     SoundConfig,
+    VideoConfig,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "NodesConfig",
     "SchedulerConfig",
     "SoundConfig",
+    "VideoConfig",
 ]

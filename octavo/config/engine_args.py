@@ -230,7 +230,7 @@ class EngineArgs(Flags):
     )
     num_scheduler_steps: int = flag(1, "Steps between two schedules.", built=False)
     limit_mm_per_prompt: dict[str, Any] | None = flag(
-        None, 'Pictures or sounds of a prompt at most, as JSON: {"image": 8} or {"audio": 8}, which is the default.'
+        None, 'Media of a prompt at most, as JSON; default: {"image": 8, "video": 1}, or {"audio": 8}.'
     )
     max_image_bytes: int = flag(10_000_000, "Bytes of a picture's file at most.", positive=True)
     max_image_pixels: int = flag(
@@ -240,6 +240,22 @@ class EngineArgs(Flags):
         16384, "Tokens of pictures and sounds whose rows are kept for later turns, beside those of requests under way.",
         positive=True,
     )  # fmt: skip
+    mm_processor_cache_gb: float = flag(
+        1.0, "GiB of decoded media that are kept under the uuid they came with, for requests that send no more than "
+        "that; 0 keeps none.",
+    )  # fmt: skip
+    media_io_kwargs: dict[str, Any] | None = flag(
+        None, 'How media are read, as JSON: {"video": {"num_frames": 32}}, frames that are sampled of a video at most, '
+        'which is the default; beside it "fps", of a second at most.',
+    )  # fmt: skip
+    max_video_bytes: int = flag(50_000_000, "Bytes of a video's file at most.", positive=True)
+    max_video_seconds: float = flag(600.0, "Seconds of a video at most.", positive=True)
+    max_video_pixels: int = flag(
+        67_108_864, "Pixels of the frames that are sampled of a video, together, at most.", positive=True
+    )
+    enable_mm_embeds: bool = flag(
+        False, "Take what a tower makes of pictures and sounds in their place: image_embeds and audio_embeds of chats."
+    )
     max_audio_bytes: int = flag(25_000_000, "Bytes of a sound's file at most.", positive=True)
     max_audio_seconds: float = flag(
         600.0, "Seconds of a sound at most. Its spectrum is made at once, of about 15 MB a minute.", positive=True

@@ -91,10 +91,24 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class VideoConfig:
+    """Videos of a model that sees: what stands for them, and how many and how large."""
+
+    token_id: int  # of the prompt, one for each row
+    max_count: int  # of a prompt
+    max_bytes: int  # of a file
+    max_seconds: float
+    max_pixels: int  # of all frames that are sampled
+    num_frames: int  # that are sampled at most
+    fps: float | None = None  # of a second at most; None: as many as these are
+    positions_per_s: float = 1.0  # in time, where positions follow from seconds
+
+
+@dataclass(frozen=True, slots=True)
 class MediaConfig:
     """Pictures or sounds: what stands for them, where their tower and processor are, and how many and how large."""
 
-    kind: Literal["image", "audio"]
+    kind: Literal["image", "audio", "video"]
     folder: str  # of the checkpoint
     token_id: int  # of the prompt, one for each row
     row_multiplier: float  # of the tower's rows, where a decoder multiplies whatever it is given
@@ -103,6 +117,12 @@ class MediaConfig:
     max_pixels: int  # of a picture
     max_seconds: float  # of a sound
     cache_tokens: int
+    video: VideoConfig | None = None  # None: no videos are taken
+    hidden_size: int = 0  # of a row of the tower
+    num_parts: int = 1  # rows of a token: others are for early layers
+    has_grids: bool = False  # positions follow from those of pictures
+    takes_embeddings: bool = False  # rows in the place of pictures
+    named_bytes: int = 1 << 30  # of media that are kept under their uuid
     frames_prompts: bool = False  # marks behind the last picture and at the end of a prompt of text
     counts_pictures: bool = False  # a picture alone in its prompt is processed in another way than one of several
     longest_s: float | None = None  # what the model hears of a sound; None: all

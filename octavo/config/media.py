@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from octavo.config.engine_args import EngineArgs
-from octavo.config.engine_config import MediaConfig
+from octavo.config.engine_config import MediaConfig, VideoConfig
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
-from octavo.media_kinds import IMAGE, KINDS
+from octavo.media_kinds import IMAGE, KINDS, VIDEO
 from octavo.models.description import ModelDescription
-from octavo.models.media import MEDIA_FAMILIES, media_token
+from octavo.models.media import MEDIA_FAMILIES, media_token, video_token
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _FLAGS = (  # which a model that neither sees nor hears could only ignore
     "limit_mm_per_prompt", "language_model_only", "allowed_local_media_path", "allowed_media_domains",
-    "allow_private_media_addresses",
+    "allow_private_media_addresses", "enable_mm_embeds",
+    "media_io_kwargs",
 )  # fmt: skip
 _MODULES = ("torch", "transformers")
 _DEFAULT_COUNT = 8  # of a prompt
+_NUM_FRAMES, _MAX_FRAMES = 32, 768  # of a video; the most are those of Qwen2-VL's processor
+_MAX_CACHE_GB = 1 << 20
 _PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
 
 
@@ -32,6 +36,8 @@ def media_config(
         raise ConfigError(
             f"--max-image-pixels must be at most {_PILLOW_PIXELS}, Pillow's own bound, got {args.max_image_pixels}."
         )
+    if not 0 <= args.mm_processor_cache_gb <= _MAX_CACHE_GB:
+        raise ConfigError(f"--mm-processor-cache-gb must be 0 to {_MAX_CACHE_GB}, got {args.mm_processor_cache_gb}.")
     if args.max_media_redirects < 0:
         raise ConfigError(f"--max-media-redirects must not be negative, got {args.max_media_redirects}.")
     if not description.takes_media:
@@ -49,8 +55,11 @@ def media_config(
         return None
     family = MEDIA_FAMILIES[description.architecture]
     kind = KINDS[family.kind]
-    if others := sorted(name for name, count in limits.items() if count and name != kind.name):
-        raise ConfigError(f"--limit-mm-per-prompt has {', '.join(others)}; {checkpoint.name} takes {kind.name}.")
+    taken = [kind.name] if family.video_token is None else [kind.name, VIDEO.name]
+    if others := sorted(name for name, count in limits.items() if count and name not in taken):
+        raise ConfigError(
+            f"--limit-mm-per-prompt has {', '.join(others)}; {checkpoint.name} takes {' and '.join(taken)}."
+        )
     for what, is_so in {
         "on GPUs": device != "cpu",
         "with a model that guesses": "model" in (args.speculative_config or {})
@@ -85,12 +94,58 @@ def media_config(
         max_seconds=args.max_audio_seconds,
         longest_s=family.longest_s,
         cache_tokens=max(args.media_cache_tokens, max_model_len),
+        video=_video_config(args, checkpoint, description, limits),
+        hidden_size=description.hidden_size,
+        num_parts=1 + description.num_media_layers,
+        has_grids=description.has_axes,
+        takes_embeddings=args.enable_mm_embeds,
+        named_bytes=int(args.mm_processor_cache_gb * (1 << 30)),
         allowed_folder=_allowed_folder(args.allowed_local_media_path),
         allowed_domains=[domain.strip().rstrip(".").lower() for domain in args.allowed_media_domains],
         allows_private=args.allow_private_media_addresses,
         fetch_timeout_s=args.media_fetch_timeout,
         max_redirects=args.max_media_redirects,
     )
+
+
+def _video_config(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, limits: dict[str, int]
+) -> VideoConfig | None:
+    """None where the model takes no videos, or what decodes them is not installed and nobody has asked for them."""
+    token, options = video_token(checkpoint.config, description.architecture), _video_options(args)
+    missing = [module for module in VIDEO.modules if find_spec(module) is None]
+    if missing and token is not None and (options or limits.get(VIDEO.name)):
+        raise ConfigError(
+            f"{checkpoint.name} sees videos by {', '.join(missing)}, which is not installed: pip install "
+            f"'octavo[{VIDEO.extra}]', or leave --media-io-kwargs and the limit of videos out."
+        )
+    if token is None or missing or not limits.get(VIDEO.name, 1):
+        return None
+    return VideoConfig(
+        token_id=token,
+        max_count=limits.get(VIDEO.name, 1),
+        max_bytes=args.max_video_bytes,
+        max_seconds=args.max_video_seconds,
+        max_pixels=args.max_video_pixels,
+        num_frames=options.get("num_frames", _NUM_FRAMES),
+        fps=options.get("fps"),
+        positions_per_s=float((checkpoint.config.get("vision_config") or {}).get("tokens_per_second", 4)),
+    )
+
+
+def _video_options(args: EngineArgs) -> dict[str, Any]:
+    """What --media-io-kwargs says of videos. Raises `ConfigError`."""
+    given = args.media_io_kwargs or {}
+    if set(given) - {VIDEO.name} or not isinstance(found := given.get(VIDEO.name, {}), dict):
+        raise ConfigError(f"--media-io-kwargs must have an object for video only, got {given!r:.80}.")
+    if others := sorted(set(found) - {"num_frames", "fps"}):
+        raise ConfigError(f"--media-io-kwargs has {', '.join(others)} for video; num_frames and fps are built.")
+    count, fps = found.get("num_frames", _NUM_FRAMES), found.get("fps")
+    if type(count) is not int or not 1 <= count <= _MAX_FRAMES:
+        raise ConfigError(f"--media-io-kwargs num_frames must be 1 to {_MAX_FRAMES}, got {count!r}.")
+    if fps is not None and not (type(fps) in (int, float) and 0 < fps <= 240):
+        raise ConfigError(f"--media-io-kwargs fps must be a number up to 240, got {fps!r}.")
+    return found
 
 
 def _allowed_folder(given: str | None) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +14,7 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.errors import LoadError, RequestError
 from octavo.lora.files import source
 from octavo.lora.request import LoRARequest
-from octavo.media_kinds import KINDS, MediaKind
+from octavo.media_kinds import KINDS, MediaKind, SentMedium
 from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt
 from octavo.sampling.grammar import WantedGrammar, make_grammar
 from octavo.sampling_params import SamplingParams, is_unicode
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 # str, {"prompt": str} or {"prompt_token_ids": [int]}; the dictionaries may also hold "cache_salt", and
 # "prediction", text or token ids of which the answer may largely consist, and "multi_modal_data", {"image": PIL.Image}
 # or {"audio": samples at 16 kHz, or a pair of samples and their rate}, or a list of such, one for each placeholder of
-# the prompt in order.
+# the prompt in order; "multi_modal_uuids", {"image": "name"} or a list of names, are what later prompts may name them
+# by, with None in the place of the medium.
 PromptInput = str | Mapping[str, Any]
 
 _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabulary we know
@@ -222,7 +223,9 @@ class InputProcessor:
                 raise RequestError(
                     "truncate_prompt_tokens would cut pictures or sounds.", param="truncate_prompt_tokens"
                 )
-            token_ids, items, media = self._with_media(asked, given_media, salt, add_special_tokens)
+            token_ids, items, media = self._with_media(
+                asked, given_media, prompt.get("multi_modal_uuids"), salt, add_special_tokens
+            )
         else:
             token_ids = self.encode(asked, add_special_tokens) if isinstance(asked, str) else asked
         if keep is not None:
@@ -241,21 +244,28 @@ class InputProcessor:
         """The tokens of a prompt, of which there may be more than the model takes. Raises `RequestError`."""
         if media is None:
             return len(self.encode(text, add_special_tokens))
-        return len(self._with_media(text, media, None, add_special_tokens)[0])
+        return len(self._with_media(text, media, None, None, add_special_tokens)[0])
 
     def _with_media(
-        self, prompt: str | list[int], media: object, salt: str | None, add_special_tokens: bool
+        self, prompt: str | list[int], media: object, uuids: object, salt: str | None, add_special_tokens: bool
     ) -> tuple[list[int], tuple[MediaItem, ...], list[MediaInput]]:
-        asked = next((kind for name, kind in KINDS.items() if isinstance(media, Mapping) and name in media), None)
-        processor = self.media_processor(asked)
+        processor = self.media_processor(
+            *(kind for name, kind in KINDS.items() if isinstance(media, Mapping) and name in media)
+        )
         adds = add_special_tokens and isinstance(prompt, str)
-        return processor.expand(prompt, processor.media(media), salt, lambda text: self.encode(text, adds))
+        return processor.expand(prompt, processor.media(media, uuids, salt), salt, lambda text: self.encode(text, adds))
 
-    def media_processor(self, asked: MediaKind | None = None) -> MediaProcessor:
-        """Raises `RequestError` where the model takes no media, or none of the kind that is `asked` for."""
-        if self.media is None or asked not in (None, self.media.kind):
-            why = "" if self.media is None else f", but {self.media.kind.noun}s"
-            nouns = "pictures or sounds" if asked is None else f"{asked.noun}s"
+    def media_processor_of(self, media: Iterable[SentMedium]) -> MediaProcessor:
+        """Raises `RequestError` where the model does not take all of these."""
+        return self.media_processor(*(one.kind for one in media))
+
+    def media_processor(self, *asked: MediaKind) -> MediaProcessor:
+        """Raises `RequestError` where the model takes no media, or none of a kind that is `asked` for."""
+        taken = () if self.media is None else self.media.kinds
+        others = [kind for kind in asked if kind not in taken]
+        if self.media is None or others:
+            why = f", but {' and '.join(f'{kind.noun}s' for kind in taken)}" if taken else ""
+            nouns = f"{others[0].noun}s" if others else "pictures or sounds"
             raise RequestError(
                 f"{self.model.served_model_names[0]} takes no {nouns} here{why}.", param="messages", code="no_media"
             )

@@ -51,13 +51,14 @@ def render_chat(
     template_options: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     content_format: str = "auto",
-    placeholder: str | None = None,
+    placeholders: Mapping[str, str] | None = None,
 ) -> str:
     """The prompt of a conversation. `chat_template`, a template or the name of one of the model's, takes the place of
     the model's own; `template_options` are variables that the template may read. `tools`, in OpenAI's form, are the
     template's to describe; if it does not know of any, they are described in the system's message. By
     `content_format` the template gets texts as they are ("string") or as lists of one part ("openai"); "auto" is what
-    it reads. To a template that knows nothing of parts of their type, those that are not text are `placeholder` in it.
+    it reads. To a template that knows nothing of parts of their type, those that are not text are what
+    `placeholders` has for it.
 
     Raises `RequestError` when there is no template or the template refuses the messages.
     """
@@ -77,7 +78,7 @@ def render_chat(
             f"chat_template_kwargs must not set {', '.join(sorted(reserved))}.", param="chat_template_kwargs"
         )
     conversation = [_with_objects(message) for message in messages]
-    if placeholder is None and any(_has_other_parts(message) for message in conversation):
+    if placeholders is None and any(_has_other_parts(message) for message in conversation):
         raise RequestError(
             "parts of messages other than text are not built here; chats, Responses, Messages and LLM.chat have "
             "pictures, and all but Messages sounds.",
@@ -92,8 +93,8 @@ def render_chat(
         for message in conversation:
             if message.get("role") == "developer":
                 message["role"] = "system"
-    if placeholder is not None and (content_format == "string" or not _knows(template, conversation)):
-        conversation = [_with_placeholders(message, placeholder) for message in conversation]
+    if placeholders is not None and (content_format == "string" or not _knows(template, conversation)):
+        conversation = [_with_placeholders(message, placeholders) for message in conversation]
     if content_format == "openai" or (content_format == "auto" and _reads_parts_only(template)):
         conversation = [_with_parts(message) for message in conversation]
     try:
@@ -137,11 +138,12 @@ def _knows(template: str, messages: Sequence[Mapping[str, Any]]) -> bool:
     return all(f"'{kind}'" in template or f'"{kind}"' in template for kind in kinds - {"text"})
 
 
-def _with_placeholders(message: Mapping[str, Any], placeholder: str) -> dict[str, Any]:
+def _with_placeholders(message: Mapping[str, Any], placeholders: Mapping[str, str]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    texts = [part["text"] if part.get("type", "text") == "text" else placeholder for part in content]
+    kinds = [part.get("type", "text") for part in content]
+    texts = [part["text"] if kind == "text" else placeholders[kind] for kind, part in zip(kinds, content, strict=True)]
     return {**message, "content": "\n".join(texts)}
 
 

@@ -12,7 +12,7 @@ from octavo.engine.input_processor import PromptInput
 from octavo.engine.llm_engine import LLMEngine
 from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.llm_pooling import PoolingMethods
-from octavo.entrypoints.media_parts import take_media
+from octavo.entrypoints.media_parts import media_of, message_for_template, read_message
 from octavo.errors import RequestError
 from octavo.logs import configure_logging
 from octavo.lora.request import LoRARequest
@@ -135,26 +135,26 @@ class LLM(PoolingMethods):
         `{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}`.
         """
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        taken = [take_media(conversation) for conversation in conversations]
+        taken = [[read_message(message) for message in conversation] for conversation in conversations]
+        media = [media_of([message.get("content") for message in conversation]) for conversation in taken]
+        processors = [self.inputs.media_processor_of(given) if given else None for given in media]
         texts = [
             render_chat(
                 self.tokenizer,
-                conversation,
+                [message_for_template(message) for message in conversation],
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_options=chat_template_kwargs,
                 tools=tools,
-                placeholder=self.inputs.media_processor(kind).placeholder if kind else None,
+                placeholders=processor.placeholders if processor else None,
             )
-            for conversation, kind, _ in taken
+            for conversation, processor in zip(taken, processors, strict=True)
         ]
         prompts: list[PromptInput] = [
             # The template has put special tokens in.
-            {"prompt": text, "multi_modal_data": {kind.name: self.inputs.media_processor(kind).open(given)}}
-            if kind
-            else text
-            for text, (_, kind, given) in zip(texts, taken, strict=True)
+            {"prompt": text, "multi_modal_data": processor.open(given)} if processor else text
+            for text, processor, given in zip(texts, processors, media, strict=True)
         ]
         params = self._params_for(prompts, sampling_params)
         requests = [

@@ -142,7 +142,9 @@ def grid_positions(items: Sequence[MediaItem]) -> tuple[NDArray[np.int64], int]:
         num_text, end = item.position - place, item.position + item.num_tokens
         found[:, place : item.position] = position + np.arange(num_text)
         position += num_text
-        found[:, item.position : end] = position + np.indices(item.grid).reshape(_AXES, -1)
-        position += max(item.grid)
+        places = np.indices(item.grid).reshape(_AXES, -1)
+        places[0] = (places[0].astype(np.float32) * np.float32(item.time_step)).astype(np.int64)  # down to whole ones
+        found[:, item.position : end] = position + places
+        position += int(places.max()) + 1
         place = end
     return found, position - place

@@ -69,3 +69,18 @@ class MappedFile:
             self.data.madvise(mmap.MADV_WILLNEED, at, min(_REQUEST_BYTES, len(self.data) - at))
         if requests:
             self._requested = range(known.start if follows else begin, requests[-1] + _REQUEST_BYTES)
+
+
+class MemoryFile(MappedFile):
+    """A file that has not come from a disk."""
+
+    def __init__(self, data: bytes) -> None:
+        self.path, self._num_mapped_bytes = "the file", 0
+        self.data = mmap.mmap(-1, max(len(data), 1))
+        self.data.write(data)
+
+    def forget_pages(self) -> None:
+        """There is nowhere to read them from again."""
+
+    def _read_ahead(self, begin: int, end: int) -> None:
+        """It is there."""

@@ -59,12 +59,16 @@ class SafetensorsFile:
 
 def read_safetensors(path: str) -> SafetensorsFile:
     """Map the file and read its header. Raises `LoadError`."""
-    file = MappedFile(path)
+    return parse_safetensors(MappedFile(path))
+
+
+def parse_safetensors(file: MappedFile) -> SafetensorsFile:
+    """Read the header of an open file. Raises `LoadError`."""
     try:
         return SafetensorsFile(file, _parse(file))
     except (ValueError, RecursionError) as e:
         reason = " ".join(str(e).split())  # names of tensors may hold anything
-        raise LoadError(f"{path} is damaged or truncated ({reason}); fetch it again.") from None
+        raise LoadError(f"{file.path} is damaged or truncated ({reason}); fetch it again.") from None
 
 
 def _parse(file: MappedFile) -> dict[str, StoredTensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import LoadError
-from octavo.loading.mapped_file import MappedFile
+from octavo.loading.mapped_file import MappedFile, MemoryFile
 
 _STORAGES: dict[str, np.dtype[Any]] = {
     "DoubleStorage": np.dtype("<f8"), "FloatStorage": np.dtype("<f4"), "HalfStorage": np.dtype("<f2"),
@@ -34,6 +35,15 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn), "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4"), "uint64": np.dtype("<u8"),
 }  # fmt: skip
+# Of the pickle of one tensor: its bytes at most, and the instructions that `torch.save` makes it of.
+_MAX_PICKLE_BYTES = 4096
+_CODES = frozenset(
+    (
+        "PROTO", "GLOBAL", "BINPUT", "BINGET", "MARK", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "TUPLE",
+        "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE", "EMPTY_DICT", "NONE", "NEWTRUE", "NEWFALSE", "REDUCE", "BINPERSID",
+        "STOP",
+    )
+)  # fmt: skip
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a ZIP member: signature, length of its name, length of its extra field
 
@@ -82,7 +92,7 @@ def read_torch_archive(path: str) -> TorchArchive:
     """Map the file and read what tensors it has. Raises `LoadError`."""
     file = MappedFile(path)
     try:
-        loaded, starts = _read_zip(file) if file.data[:4] == b"PK\x03\x04" else _read_legacy(file)
+        loaded, starts = _read_zip(file, file.path) if file.data[:4] == b"PK\x03\x04" else _read_legacy(file)
         if not isinstance(loaded, dict):
             raise ValueError(f"it holds a {type(loaded).__name__}, not a dictionary of tensors")
         tensors = {str(name): _checked(str(name), tensor, starts, len(file.data)) for name, tensor in loaded.items()}
@@ -92,14 +102,28 @@ def read_torch_archive(path: str) -> TorchArchive:
     return TorchArchive(file, tensors, starts)
 
 
-def _read_zip(file: MappedFile) -> tuple[Any, dict[str, int]]:
+def read_torch_tensor(data: bytes) -> NDArray[Any]:
+    """The one tensor of a file that a stranger has sent. Raises `ValueError`."""
+    file = MemoryFile(data)
+    try:
+        loaded, starts = _read_zip(file, io.BytesIO(data), _MAX_PICKLE_BYTES)
+        return TorchArchive(file, {"tensor": _checked("tensor", loaded, starts, len(data))}, starts).array("tensor")
+    except Exception:  # as above
+        raise ValueError("it is damaged, or no file of one tensor") from None
+
+
+def _read_zip(
+    file: MappedFile, opened: str | io.BytesIO, max_pickle_bytes: int | None = None
+) -> tuple[Any, dict[str, int]]:
     starts, pickled, byteorder = {}, None, b"little"
-    with zipfile.ZipFile(file.path) as archive:
+    with zipfile.ZipFile(opened) as archive:
         for member in archive.infolist():
             _, _, name = member.filename.partition("/")  # below a folder of the file's name
             if name == "data.pkl":
+                if max_pickle_bytes is not None and member.file_size > max_pickle_bytes:
+                    raise ValueError("its pickle is too long")
                 pickled = archive.read(member)
-            elif name == "byteorder":
+            elif name == "byteorder" and member.file_size < 16:
                 byteorder = archive.read(member)
             elif name.startswith("data/"):
                 if member.compress_type != zipfile.ZIP_STORED:
@@ -111,6 +135,10 @@ def _read_zip(file: MappedFile) -> tuple[Any, dict[str, int]]:
         raise ValueError("it has no data.pkl")
     if byteorder != b"little":
         raise ValueError("it was written on a big-endian machine")
+    if max_pickle_bytes is not None:
+        for code, value, _ in pickletools.genops(pickled):
+            if code.name not in _CODES:  # a place in the memo may be a number that no memory has room for
+                raise ValueError(f"its pickle has {code.name} {value!r:.40}")
     return _Unpickler(io.BytesIO(pickled)).load(), starts
 
 

@@ -1,4 +1,4 @@
-"""Pictures or sounds that came, and what it took to fetch, decode and process them, in the front end."""
+"""Media that came, and what it took to fetch, decode and process them, in the front end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -21,28 +22,28 @@ BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 class MediaMetrics:
     """Of one front end. Threads may share it."""
 
-    def __init__(self, kind: str = "image") -> None:
-        self._kind = kind
+    def __init__(self, *kinds: str) -> None:
+        self._kinds = kinds
         self._lock = Lock()
-        self._counts: Counter[str] = Counter()  # by what became of them
-        self._seconds: dict[str, Histogram] = {}  # by phase
+        self._counts: Counter[tuple[str, str]] = Counter()  # by kind, and what became of them
+        self._seconds: dict[tuple[str, str], Histogram] = {}  # by kind and phase
 
-    def count(self, outcome: str) -> None:
+    def count(self, kind: str, outcome: str) -> None:
         with self._lock:
-            self._counts[outcome] += 1
+            self._counts[kind, outcome] += 1
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, kind: str, name: str) -> Iterator[None]:
         """Of one picture or sound, or of all that a prompt has to fetch; a refusal ends it too, and is counted."""
         start = time.monotonic()
         try:
             yield
         except RequestError:
-            self.count("refused")
+            self.count(kind, "refused")
             raise
         finally:
             with self._lock:
-                self._seconds.setdefault(name, Histogram(BOUNDS_S)).observe(time.monotonic() - start)
+                self._seconds.setdefault((kind, name), Histogram(BOUNDS_S)).observe(time.monotonic() - start)
 
     def collect(self) -> Iterator[Metric]:
         """Prometheus's collector protocol."""
@@ -53,9 +54,9 @@ class MediaMetrics:
         times = HistogramMetricFamily("octavo:media_seconds", "Seconds that media took in the front end, by phase.",
                                       labels=["kind", "phase"])  # fmt: skip
         with self._lock:
-            for outcome in ("taken", "refused"):
-                counts.add_metric((self._kind, outcome), self._counts[outcome])
-            for name, seconds in sorted(self._seconds.items()):
-                times.add_metric((self._kind, name), seconds.cumulative(), seconds.sum)
+            for labels in product(self._kinds, ("taken", "refused")):
+                counts.add_metric(labels, self._counts[labels])
+            for labels, seconds in sorted(self._seconds.items()):
+                times.add_metric(labels, seconds.cumulative(), seconds.sum)
         yield counts
         yield times

@@ -104,6 +104,7 @@ class MediaFamily:
     decoder: str  # the `model_type` of the text_config
     token: int  # which a row stands in the place of
     kind: Literal["image", "audio"] = "image"  # of the media that it takes
+    video_token: int | None = None  # which a row of a video stands in the place of; None: it takes none
     may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
     counts_pictures: bool = False  # a picture that is alone in its prompt is cut up, one among others is not
     # How many pairs of elements a token's position in time, height and width turns (M-RoPE); None: it has one position.
@@ -122,7 +123,9 @@ class MediaFamily:
 MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "LlavaForConditionalGeneration": MediaFamily("llama", 32000, may_tie_in_text=True),  # Pixtral too
     "LlavaNextForConditionalGeneration": MediaFamily("llama", 32000),
-    "LlavaOnevisionForConditionalGeneration": MediaFamily("qwen2", 151646, may_tie_in_text=True, counts_pictures=True),
+    "LlavaOnevisionForConditionalGeneration": MediaFamily(
+        "qwen2", 151646, video_token=151647, may_tie_in_text=True, counts_pictures=True
+    ),
     "VipLlavaForConditionalGeneration": MediaFamily("llama", 32000),
     "Mistral3ForConditionalGeneration": MediaFamily("mistral", 10),
     "Idefics3ForConditionalGeneration": MediaFamily("llama", 128257),
@@ -131,13 +134,13 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "AyaVisionForConditionalGeneration": MediaFamily("cohere2", 255036),
     "AriaForConditionalGeneration": MediaFamily("aria_text", 9),
     "Qwen2VLForConditionalGeneration": MediaFamily(
-        "qwen2_vl_text", 151655, may_tie_in_text=True, sections=(16, 24, 24)
+        "qwen2_vl_text", 151655, video_token=151656, may_tie_in_text=True, sections=(16, 24, 24)
     ),
     "Qwen2_5_VLForConditionalGeneration": MediaFamily(
-        "qwen2_5_vl_text", 151655, may_tie_in_text=True, sections=(16, 24, 24)
+        "qwen2_5_vl_text", 151655, video_token=151656, may_tie_in_text=True, sections=(16, 24, 24)
     ),
     "Qwen3VLForConditionalGeneration": MediaFamily(
-        "qwen3_vl_text", 151655, may_tie_in_text=True, sections=(24, 20, 20), interleaves=True,
+        "qwen3_vl_text", 151655, video_token=151656, may_tie_in_text=True, sections=(24, 20, 20), interleaves=True,
         stacked_layers=(8, 16, 24),
     ),
     "Glm4vForConditionalGeneration": MediaFamily("glm4v_text", 151343, sections=(8, 12, 12)),
@@ -261,5 +264,15 @@ def decoders_of(name: str) -> list[str]:
 def media_token(config: Mapping[str, Any], name: str) -> int:
     """The token that stands for a row of a picture or a sound."""
     family = MEDIA_FAMILIES[name]
-    found = config.get(f"{family.kind}_token_index", config.get(f"{family.kind}_token_id"))
-    return family.token if found is None else int(found)
+    return _token(config, family.kind, family.token)
+
+
+def video_token(config: Mapping[str, Any], name: str) -> int | None:
+    """The token that stands for a row of a video; None where models of the class `name` take none."""
+    default = MEDIA_FAMILIES[name].video_token
+    return None if default is None else _token(config, "video", default)
+
+
+def _token(config: Mapping[str, Any], kind: str, default: int) -> int:
+    found = config.get(f"{kind}_token_index", config.get(f"{kind}_token_id"))
+    return default if found is None else int(found)

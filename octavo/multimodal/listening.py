@@ -60,16 +60,16 @@ class Listener:
 
     def decode(self, data: bytes) -> sounds.Samples:
         """The sound of a file. Raises `RequestError`."""
-        with self.metrics.phase("decode"):
+        with self.metrics.phase("audio", "decode"):
             return sounds.from_bytes(data, self.config.max_bytes, self.config.max_seconds)
 
     def hear(self, samples: sounds.Samples) -> Spectrum:
         """Raises `LoadError` where the extractor cannot be loaded."""
         self._load()
-        self.metrics.count("taken")
+        self.metrics.count("audio", "taken")
         is_long = len(samples) > self._extractor.n_samples
         more = {"truncation": False, "padding": "longest"} if is_long else {}
-        with self.metrics.phase("process"):
+        with self.metrics.phase("audio", "process"):
             found = self._extractor(samples, sampling_rate=RATE, return_tensors="np", **more)
         return Spectrum(np.asarray(found["input_features"][0], np.float32), len(samples) / RATE)
 

@@ -38,6 +38,11 @@ class PictureReader:
     def is_many(self, given: object) -> bool:
         return isinstance(given, list | tuple)
 
+    def example(self) -> Image:
+        from PIL import Image
+
+        return Image.new("RGB", (56, 56))
+
     def content_hash(self, medium: Image, settings: str, salt: str | None) -> bytes:
         return content_hash(medium, settings, salt)
 

@@ -7,25 +7,43 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from threading import Lock, Thread
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from octavo.config import MediaConfig
 from octavo.errors import LoadError, RequestError
-from octavo.media_kinds import AUDIO, KINDS, MediaReader
+from octavo.media_kinds import (
+    AUDIO,
+    IMAGE,
+    KINDS,
+    VIDEO,
+    MediaKind,
+    MediaReader,
+    SentEmbeddings,
+    SentMedium,
+    checked_uuid,
+)
 from octavo.metrics.media import MediaMetrics
 from octavo.multimodal.connector import MediaConnector, fetch_all, needs_fetching
+from octavo.multimodal.embeddings import Embeddings, EmbeddingsReader
+from octavo.multimodal.named_media import NamedMedia
 from octavo.multimodal.sound_decoder import RATE
-from octavo.request import MediaArray, MediaInput, MediaItem
+from octavo.request import EMBEDDINGS, MediaArray, MediaInput, MediaItem
+
+if TYPE_CHECKING:
+    from octavo.multimodal.videos import Video
 
 logger = logging.getLogger(__name__)
 
 
+_PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}  # of a processor
 # What a processor makes of the text.
 _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 
@@ -37,74 +55,15 @@ class Processed(NamedTuple):
     input: MediaInput
 
 
-class MediaProcessor:
-    """Of one model, which takes media of one kind. Threads may share it."""
+class _Intake:
+    """How media of one kind come in, within the bounds of a `MediaConfig` of that kind."""
 
     def __init__(self, config: MediaConfig) -> None:
         self.config = config
         self.kind = KINDS[config.kind]
-        self.metrics = MediaMetrics(config.kind)
-        self._reader = _reader(config)
-        self._connector = MediaConnector(config)
-        self._lock = Lock()
-        self._processor: Any = None
-        self._settings = ""
-        # It takes seconds to import, which the first medium should not wait for.
-        Thread(target=self._warm_up, name="octavo-processor", daemon=True).start()
-
-    @property
-    def placeholder(self) -> str:
-        """The text that stands for a medium in a prompt. Raises `LoadError`."""
-        self._load()
-        return str(getattr(self._processor, f"{self.kind.name}_token"))
-
-    def media(self, given: object) -> list[Any]:
-        """The media of `multi_modal_data`. Raises `RequestError` for any that are refused."""
-        name = self.kind.name
-        if not isinstance(given, dict) or set(given) - {name}:
-            raise RequestError(
-                f"multi_modal_data must be a dictionary with {name}: {self.kind.values}, or a list of such; other "
-                "media are not taken here.",
-                param="multi_modal_data",
-            )
-        found = given.get(name)
-        found = [] if found is None else list(found) if self._reader.is_many(found) else [found]
-        self.check_number(len(found))
-        return [self._normalized(one) for one in found]
-
-    def open(self, given: Sequence[object]) -> list[Any]:
-        """The media of a caller in the same process: URLs, which are fetched at once and waited for, and values.
-        Raises `RequestError`."""
-        self.check_number(len(given))
-        futures = {url: self._connector.fetch(url) for url in given if isinstance(url, str) and needs_fetching(url)}
-        files = {url: future.result() for url, future in futures.items()}
-        return [self.decode(one, files.get(one)) if isinstance(one, str) else self._normalized(one) for one in given]
-
-    async def fetch(self, urls: Sequence[str]) -> dict[str, bytes]:
-        """The files of those of a prompt's URLs that say where one is. Raises `RequestError`."""
-        self.check_number(len(urls))
-        if not any(map(needs_fetching, urls)):
-            return {}
-        with self.metrics.phase("fetch"):
-            return await fetch_all(self._connector, urls)
-
-    def decode(self, url: str, file: bytes | None) -> Any:
-        """The medium of a data: URL, or of the file that was fetched from `url`. Raises `RequestError`."""
-        with self.metrics.phase("decode"), self._of_part():
-            return self._reader.from_bytes(self.kind.data_of(url, self.config.max_bytes) if file is None else file)
-
-    def _normalized(self, given: object) -> Any:
-        with self._of_part():
-            return self._reader.normalized(given)
-
-    @contextmanager
-    def _of_part(self) -> Iterator[None]:
-        """What is refused is the fault of a part of a message."""
-        try:
-            yield
-        except RequestError as error:
-            error.param = self.kind.part
-            raise
+        self.reader = _reader(config)
+        self.embeddings = EmbeddingsReader(config)
+        self.connector = MediaConnector(config)
 
     def check_number(self, count: int) -> None:
         """Raise `RequestError` for more media than a prompt may have."""
@@ -115,8 +74,139 @@ class MediaProcessor:
                 param="messages",
             )
 
+    def is_many(self, given: object) -> bool:
+        """Whether a value of `multi_modal_data` is a sequence of media."""
+        if self.kind is VIDEO:
+            return self.reader.is_many(given)
+        if self.embeddings.is_one(given):
+            return False
+        return self.reader.is_many(given) or len(getattr(given, "shape", ())) == 3
+
+    def normalized(self, given: object) -> Any:
+        """The medium of a value. Raises `RequestError`."""
+        is_embeddings = self.kind is not VIDEO and self.embeddings.is_one(given)
+        return self.embeddings.read(given) if is_embeddings else self.reader.normalized(given)
+
+    def read(self, url: str, file: bytes | None) -> Any:
+        """The medium of a data: URL, or of the file that was fetched from `url`. Raises `RequestError`."""
+        return self.reader.from_bytes(self.kind.data_of(url, self.config.max_bytes) if file is None else file)
+
+
+class MediaProcessor:
+    """Of one model. Threads may share it."""
+
+    def __init__(self, config: MediaConfig) -> None:
+        self.config = config
+        self._intakes: dict[str, _Intake] = {config.kind: _Intake(config)}
+        self._tokens: dict[str, int] = {config.kind: config.token_id}  # by kind, which a row stands in the place of
+        if (video := config.video) is not None:
+            bounds = replace(config, kind="video", max_count=video.max_count, max_bytes=video.max_bytes)
+            self._intakes[VIDEO.name] = _Intake(bounds)
+            self._tokens[VIDEO.name] = video.token_id
+        self.kinds = tuple(intake.kind for intake in self._intakes.values())  # that the model takes
+        self.metrics = MediaMetrics(*self._intakes)
+        self._named = NamedMedia(config.named_bytes)
+        self._lock = Lock()
+        self._processor: Any = None
+        self._settings: dict[str, str] = {}  # by kind
+        # It takes seconds to import, which the first medium should not wait for.
+        Thread(target=self._warm_up, name="octavo-processor", daemon=True).start()
+
+    @property
+    def placeholders(self) -> dict[str, str]:
+        """By kind, the text that stands for a medium in a prompt. Raises `LoadError`."""
+        self._load()
+        return {name: str(getattr(self._processor, f"{name}_token")) for name in self._intakes}
+
+    def media(self, given: object, uuids: object, salt: str | None) -> dict[str, list[Any]]:
+        """By kind, the media of `multi_modal_data` and their names, `multi_modal_uuids`. Raises `RequestError` for any
+        that are refused."""
+        if not isinstance(given, Mapping) or set(given) - set(self._intakes):
+            values = ", or ".join(f"{kind.name}: {kind.values}" for kind in self.kinds)
+            raise RequestError(
+                f"multi_modal_data must be a dictionary with {values}, or a list of such; other media are not taken "
+                "here.",
+                param="multi_modal_data",
+            )
+        if not isinstance(uuids, Mapping | None) or set(uuids or ()) - set(given):
+            raise _wrong_uuids()
+        found = {}
+        for name, values in given.items():
+            intake = self._intakes[name]
+            ids = None if uuids is None else uuids.get(name)
+            is_one = not intake.is_many(values) and (values is not None or isinstance(ids, str))
+            listed = [values] if is_one else [] if values is None else list(values)
+            named = [ids] if ids is None or isinstance(ids, str) else ids
+            if ids is None:
+                named = [None] * len(listed)
+            if not isinstance(named, list | tuple) or len(named) != len(listed):
+                raise _wrong_uuids()
+            intake.check_number(len(listed))
+            found[name] = [
+                self._medium(SentMedium(intake.kind, value, checked_uuid(uuid)), salt, intake.normalized)
+                for value, uuid in zip(listed, named, strict=True)
+            ]
+        return found
+
+    def open(self, media: Sequence[SentMedium], salt: str | None = None) -> dict[str, list[Any]]:
+        """By kind, the media of a caller in the same process: URLs, which are fetched at once and waited for, and
+        values. Raises `RequestError`."""
+        self._check_numbers(media)
+        futures = {url: self._intakes[kind].connector.fetch(url) for kind, url in _to_fetch(media)}
+        return self.decode(media, {url: future.result() for url, future in futures.items()}, salt)
+
+    async def fetch(self, media: Sequence[SentMedium]) -> dict[str, bytes]:
+        """By URL, the files of those of a prompt's media that say where they are. Raises `RequestError`."""
+        self._check_numbers(media)
+        files: dict[str, bytes] = {}
+        for name, intake in self._intakes.items():
+            if urls := [url for kind, url in _to_fetch(media) if kind == name]:
+                with self.metrics.phase(name, "fetch"):
+                    files |= await fetch_all(intake.connector, urls)
+        return files
+
+    def decode(self, media: Sequence[SentMedium], files: Mapping[str, bytes], salt: str | None) -> dict[str, list[Any]]:
+        """By kind, the media of a conversation, of which `files` have been fetched. Raises `RequestError`."""
+        found: dict[str, list[Any]] = {}
+        for one in media:
+            found.setdefault(one.kind.name, []).append(self._medium(one, salt, partial(self._read, one.kind, files)))
+        return found
+
+    def _read(self, kind: MediaKind, files: Mapping[str, bytes], given: object) -> Any:
+        """The medium of a URL, of embeddings, or of a value. Raises `RequestError`."""
+        intake = self._intakes[kind.name]
+        if not isinstance(given, str | SentEmbeddings):
+            return intake.normalized(given)
+        with self.metrics.phase(kind.name, "decode"):
+            if isinstance(given, SentEmbeddings):
+                return intake.embeddings.read(given.value)
+            return intake.read(given, files.get(given))
+
+    def _medium(self, sent: SentMedium, salt: str | None, read: Callable[[Any], Any]) -> Any:
+        """What `read` makes of one, which is kept under its name if it has one; or what the name stands for. Raises
+        `RequestError`."""
+        kind, given, uuid = sent
+        try:
+            if given is None and uuid is not None:
+                return self._named.find(kind, salt, uuid)
+            medium = read(given)
+        except RequestError as error:
+            error.param = kind.part  # what is refused is the fault of a part of a message
+            raise
+        if uuid is not None:
+            self._named.keep(kind, salt, uuid, medium)
+        return medium
+
+    def _check_numbers(self, media: Sequence[SentMedium]) -> None:
+        for name, intake in self._intakes.items():
+            intake.check_number(sum(one.kind.name == name for one in media))
+
     def expand(
-        self, prompt: str | Sequence[int], media: Sequence[Any], salt: str | None, encode: Callable[[str], list[int]]
+        self,
+        prompt: str | Sequence[int],
+        media: Mapping[str, Sequence[Any]],
+        salt: str | None,
+        encode: Callable[[str], list[int]],
     ) -> tuple[list[int], tuple[MediaItem, ...], list[MediaInput]]:
         """A prompt with one placeholder a medium -> its tokens, with what the processor makes of each medium in the
         place of that; the runs of tokens that stand for rows; and what the tower makes those of. A prompt of text is
@@ -124,15 +214,18 @@ class MediaProcessor:
         many placeholders as media.
         """
         if isinstance(prompt, str):
-            texts = prompt.split(self.placeholder)
+            kind_of = {text: name for name, text in self.placeholders.items()}
+            texts = re.split("|".join(f"({re.escape(text)})" for text in kind_of), prompt)
+            texts = [text for text in texts if text is not None]
+            names = [kind_of[text] for text in texts[1::2]]
             if self.config.frames_prompts:
                 texts[-1] = f"{self._processor.tokenizer.bos_token}{texts[-1]}\n"
-            found = self._processed(media, len(texts) - 1, salt)
-            more = (text for one, part in zip(found, texts[1:], strict=True) for text in (one.text, part))
+            found = self._processed(media, names, salt)
+            more = (text for one, part in zip(found, texts[2::2], strict=True) for text in (one.text, part))
             token_ids = encode("".join([texts[0], *more]))
         else:
-            first, *parts = _split(prompt, encode(self.placeholder)[0])
-            found = self._processed(media, len(parts), salt)
+            names, [first, *parts] = _split(prompt, {encode(text)[0]: name for name, text in self.placeholders.items()})
+            found = self._processed(media, names, salt)
             token_ids = first
             for one, ids in zip(found, parts, strict=True):
                 token_ids += [*encode(one.text), *ids]
@@ -141,50 +234,71 @@ class MediaProcessor:
 
     def _items(self, token_ids: Sequence[int], media: Sequence[MediaInput]) -> tuple[MediaItem, ...]:
         """The runs of tokens that stand for the rows of `media`, which have them one after the other."""
-        places = [i for i, token in enumerate(token_ids) if token == self.config.token_id]
+        tokens = set(self._tokens.values())
+        places = [i for i, token in enumerate(token_ids) if token in tokens]
         if len(places) != sum(one.num_tokens for one in media):
-            raise RequestError(f"the prompt's own text has tokens that stand for a {self.kind.noun}.", param="prompt")
+            nouns = " or a ".join(kind.noun for kind in self.kinds)
+            raise RequestError(f"the prompt's own text has tokens that stand for a {nouns}.", param="prompt")
         items: list[MediaItem] = []
         start = 0
         for one in media:
             of_one, row = places[start : start + one.num_tokens], 0
-            for _, run in groupby(enumerate(of_one), lambda entry: entry[1] - entry[0]):
-                run_places = [place for _, place in run]
-                items.append(MediaItem(run_places[0], len(run_places), one.content_hash, row, one.grid))
+            runs = [
+                [place for _, place in run] for _, run in groupby(enumerate(of_one), lambda entry: entry[1] - entry[0])
+            ]
+            grid = one.grid
+            if grid is not None:  # text between the frames of a video
+                grid = grid[0] // len(runs), grid[1], grid[2]
+            for run_places in runs:
+                items.append(MediaItem(run_places[0], len(run_places), one.content_hash, row, grid, one.time_step))
                 row += len(run_places)
             start += one.num_tokens
         return tuple(items)
 
-    def _processed(self, media: Sequence[Any], num_placeholders: int, salt: str | None) -> list[Processed]:
-        """The media of one prompt, each different one processed once. Raises `RequestError`."""
-        if num_placeholders != len(media):
-            raise RequestError(
-                f"the prompt has {num_placeholders} placeholders and {len(media)} {self.kind.noun}s; each "
-                f"{self.kind.noun} needs one.",
-                param="prompt",
-            )
-        number = 2 if self.config.counts_pictures and len(media) > 1 else 1
+    def _processed(self, media: Mapping[str, Sequence[Any]], names: Sequence[str], salt: str | None) -> list[Processed]:
+        """The media of one prompt in the order of its placeholders, which are of the kinds `names`; each different one
+        processed once. Raises `RequestError`."""
+        for name, intake in self._intakes.items():
+            if (count := len(media.get(name, ()))) != names.count(name):
+                raise RequestError(
+                    f"the prompt has {names.count(name)} placeholders and {count} {intake.kind.noun}s; each "
+                    f"{intake.kind.noun} needs one.",
+                    param="prompt",
+                )
         self._load()
         found: dict[bytes, Processed] = {}
-        digests = [self._reader.content_hash(one, f"{self._settings} {number}", salt) for one in media]
-        for digest, one in zip(digests, media, strict=True):
+        digests = []
+        following = {name: iter(values) for name, values in media.items()}
+        for name in names:
+            medium, intake = next(following[name]), self._intakes[name]
+            number = 2 if self.config.counts_pictures and name == IMAGE.name and len(media[name]) > 1 else 1
+            if isinstance(medium, Embeddings):
+                digest = medium.content_hash(salt)
+            else:
+                digest = intake.reader.content_hash(medium, f"{self._settings[name]} {number}", salt)
             if digest not in found:
-                with self.metrics.phase("process"):
-                    found[digest] = self._process(one, digest, number)
-            self.metrics.count("taken")
+                with self.metrics.phase(name, "process"):
+                    found[digest] = self._process(intake, medium, digest, number)
+            self.metrics.count(name, "taken")
+            digests.append(digest)
         return [found[digest] for digest in digests]
 
-    def _process(self, medium: Any, digest: bytes, number: int) -> Processed:
+    def _process(self, intake: _Intake, medium: Any, digest: bytes, number: int) -> Processed:
         """A medium as the model's processor makes it in a prompt with `number` of them, alone so that no other has to
         do with it. Raises `RequestError` for a sound of which the model would hear a part, or nothing."""
-        is_sound = self.kind is AUDIO
+        if isinstance(medium, Embeddings):
+            return self._process_embeddings(intake, medium, digest)
+        if intake.kind is VIDEO:
+            return self._process_video(medium, digest)
+        kind = intake.kind
+        is_sound = kind is AUDIO
         if is_sound:
             longest_s = self.config.longest_s or getattr(self._processor, "max_audio_len", None)
             if longest_s is not None and len(medium) > longest_s * RATE:
-                raise self.kind.refusal(f"it is longer than {longest_s:g} s, which is what this model hears of one.")
+                raise kind.refusal(f"it is longer than {longest_s:g} s, which is what this model hears of one.")
         found = self._processor(
-            text=[self.placeholder * number],
-            **{self.kind.argument: [medium] if number == 1 else [[medium] * number]},
+            text=[self.placeholders[kind.name] * number],
+            **{kind.argument: [medium] if number == 1 else [[medium] * number]},
             **({"sampling_rate": RATE} if is_sound else {}),
             return_text_replacement_offsets=True,
             return_tensors="pt" if is_sound else "np",  # some processors of sounds make no others
@@ -193,7 +307,7 @@ class MediaProcessor:
         text = found.pop("text_replacement_offsets")[0][0]["replacement"]
         num_tokens = np.count_nonzero(np.asarray(found.pop("input_ids")) == self.config.token_id) // number
         if not num_tokens:
-            raise self.kind.refusal("it is too short: nothing of it reaches the model.")
+            raise kind.refusal("it is too short: nothing of it reaches the model.")
         arrays = []
         for name, values in found.items():
             if name not in _OF_TEXT:
@@ -207,6 +321,65 @@ class MediaProcessor:
             grid = time, height // merge, width // merge
         return Processed(text, MediaInput(digest, int(num_tokens), tuple(arrays), grid))
 
+    def _process_video(self, video: Video, digest: bytes) -> Processed:
+        """Frames that have been sampled, as the model's processor makes them. Raises `RequestError`."""
+        assert self.config.video is not None
+        count, height, width, _ = video.frames.shape
+        metadata = {
+            "total_num_frames": video.total, "fps": video.rate, "frames_indices": list(video.indices), "height": height,
+            "width": width, "duration": video.total / video.rate if video.rate else None,
+        }  # fmt: skip
+        try:
+            found = self._processor(
+                text=[self.placeholders[VIDEO.name]],
+                videos=[video.frames],
+                video_metadata=[metadata],
+                do_sample_frames=False,
+                return_text_replacement_offsets=True,
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+        except ValueError:  # frames too small for it, or too many
+            raise VIDEO.refusal(
+                f"the model's processor takes no {count} frames of {width} x {height} pixels."
+            ) from None
+        [[replaced]] = found["text_replacement_offsets"]
+        num_tokens = int(np.count_nonzero(np.asarray(found["input_ids"]) == self.config.video.token_id))
+        if not num_tokens:
+            raise VIDEO.refusal("nothing of it reaches the model.")
+        arrays = []
+        for name in ("pixel_values_videos", "video_grid_thw"):
+            if name in found:
+                values = np.ascontiguousarray(found[name])
+                arrays.append(MediaArray(name, values.dtype.name, values.shape, values.tobytes()))
+        grid, step = None, 1.0
+        if "video_grid_thw" in found:
+            merge = self._processor.video_processor.merge_size
+            time, rows, columns = found["video_grid_thw"][0].tolist()
+            grid = time, rows // merge, columns // merge
+        if "second_per_grid_ts" in found:
+            step = float(np.float32(self.config.video.positions_per_s) * np.float32(found["second_per_grid_ts"][0]))
+        return Processed(replaced["replacement"], MediaInput(digest, num_tokens, tuple(arrays), grid, step))
+
+    def _process_embeddings(self, intake: _Intake, given: Embeddings, digest: bytes) -> Processed:
+        """Rows in the place of a medium: the marks around one's tokens, and as many tokens as there are rows."""
+        kind, num_tokens = intake.kind, given.rows.shape[1]
+        example = self._process(intake, intake.reader.example(), b"", 1)
+        tokenizer = getattr(self._processor, "tokenizer", None)
+        token = tokenizer.convert_ids_to_tokens(self.config.token_id) if tokenizer else self.placeholders[kind.name]
+        before, run, behind = example.text.partition(token * example.input.num_tokens)
+        if not run or token in before + behind:
+            raise kind.refusal("embeddings in its place are not built for models with marks between its rows.")
+        grid = None
+        if given.grid is not None:
+            merge = self._processor.image_processor.merge_size
+            time, height, width = given.grid
+            grid = time, height // merge, width // merge
+            if time != 1 or height % merge or width % merge or grid[1] * grid[2] != num_tokens:
+                raise kind.refusal(f"its image_grid_thw {list(given.grid)} is not that of {num_tokens} rows.")
+        array = MediaArray(EMBEDDINGS, given.rows.dtype.name, given.rows.shape, given.rows.tobytes())
+        return Processed(before + token * num_tokens + behind, MediaInput(digest, num_tokens, (array,), grid))
+
     def _warm_up(self) -> None:
         try:
             self._load()
@@ -219,16 +392,22 @@ class MediaProcessor:
             if self._processor is not None:
                 return
             try:
-                processor = _load_processor(self.config.folder, self.config.token_id)
-                str(getattr(processor, f"{self.kind.name}_token"))  # not every class has one
+                processor = _load_processor(self.config.folder, self.config.token_id, self.config.video is not None)
+                for name in self._intakes:
+                    str(getattr(processor, f"{name}_token"))  # not every class has one
             except (AttributeError, ImportError, OSError, TypeError, ValueError) as e:
                 raise LoadError(f"the processor of media cannot be loaded: {str(e).strip().splitlines()[0]}") from None
-            part = processor.feature_extractor if self.kind is AUDIO else processor.image_processor
-            self._settings = json.dumps(part.to_dict(), sort_keys=True, default=str)
+            for name in self._intakes:
+                part = getattr(processor, _PARTS[name])
+                self._settings[name] = json.dumps(part.to_dict(), sort_keys=True, default=str)
             self._processor = processor
 
 
 def _reader(config: MediaConfig) -> MediaReader:
+    if config.kind == "video":
+        from octavo.multimodal.videos import VideoReader
+
+        return VideoReader(config)
     if config.kind == "audio":
         from octavo.multimodal.sounds import SoundReader
 
@@ -238,7 +417,7 @@ def _reader(config: MediaConfig) -> MediaReader:
     return PictureReader(config)
 
 
-def _load_processor(folder: str, token_id: int) -> Any:
+def _load_processor(folder: str, token_id: int, sees_videos: bool = False) -> Any:
     from transformers import AutoConfig, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -251,7 +430,7 @@ def _load_processor(folder: str, token_id: int) -> Any:
         return VoxtralProcessor(folder, token_id)
     known = PROCESSOR_MAPPING.get(type(config), None)
     if known is not None and "video_processor" in known.get_attributes():
-        return _without_videos(known).from_pretrained(folder, **options)
+        return (_with_videos if sees_videos else _without_videos)(known).from_pretrained(folder, **options)
     return AutoProcessor.from_pretrained(folder, **options)
 
 
@@ -275,11 +454,39 @@ def _without_videos(processor: Any) -> Any:
     return Processor
 
 
-def _split(token_ids: Sequence[int], placeholder: int) -> list[list[int]]:
+def _with_videos(processor: Any) -> Any:
+    """A class of processors whose half for videos is torchvision's, which no other is built of."""
+    from transformers import AutoVideoProcessor
+
+    class Processor(processor):  # type: ignore[misc]
+        @classmethod
+        def _get_arguments_from_pretrained(cls, folder: str, *args: Any, **options: Any) -> list[Any]:
+            *others, _ = _without_videos(processor)._get_arguments_from_pretrained(folder, *args, **options)
+            return [*others, AutoVideoProcessor.from_pretrained(folder, trust_remote_code=False)]
+
+    return Processor
+
+
+def _split(token_ids: Sequence[int], placeholders: Mapping[int, str]) -> tuple[list[str], list[list[int]]]:
+    """What the placeholders of a prompt stand for, in order, and what is between them."""
+    names: list[str] = []
     parts: list[list[int]] = [[]]
     for token in token_ids:
-        if token == placeholder:
+        if token in placeholders:
+            names.append(placeholders[token])
             parts.append([])
         else:
             parts[-1].append(token)
-    return parts
+    return names, parts
+
+
+def _to_fetch(media: Sequence[SentMedium]) -> list[tuple[str, str]]:
+    """The kinds and the URLs of those that say where they are."""
+    return [(one.kind.name, one.given) for one in media if isinstance(one.given, str) and needs_fetching(one.given)]
+
+
+def _wrong_uuids() -> RequestError:
+    return RequestError(
+        "multi_modal_uuids must be a dictionary with a uuid, or None, for each medium of multi_modal_data.",
+        param="multi_modal_uuids",
+    )

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import LoadError
-from octavo.request import MediaInput
+from octavo.request import EMBEDDINGS, MediaInput
 
 logger = logging.getLogger(__name__)
 
@@ -71,19 +71,24 @@ class Tower:
             _check_floats(self._model, report["unexpected_keys"], folder)
         self._multiplier = multiplier
         self._features = getattr(self._model, f"get_{kind}_features", None) or partial(_of_qwen2_audio, self._model)
-        self._takes = inspect.signature(self._features).parameters
 
     def rows(self, given: MediaInput) -> Rows:
         """Of one medium at a time: their bits must not depend on other requests."""
         import torch
 
+        first = given.arrays[0]
+        if first.name == EMBEDDINGS:
+            return np.frombuffer(first.values, np.float32).reshape(first.shape) * np.float32(self._multiplier)
+        is_video = any(array.name == "pixel_values_videos" for array in given.arrays)
+        compute = self._model.get_video_features if is_video else self._features
+        takes = inspect.signature(compute).parameters
         arguments = {
             array.name: torch.tensor(np.frombuffer(array.values, array.dtype).reshape(array.shape))
             for array in given.arrays
-            if array.name in self._takes
+            if array.name in takes
         }
         with torch.inference_mode():
-            features = self._features(**arguments, return_dict=True)
+            features = compute(**arguments, return_dict=True)
         # Each one tensor [tiles, tokens, H], or a list of such of its own number of tokens a picture;
         # of sounds also [tokens, H].
         parts = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]

@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from octavo import LLM, SamplingParams
-from octavo.errors import ConfigError, LoadError
+from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.models.media import MEDIA_FAMILIES
 from octavo.models.registry import describe
 from octavo.multimodal.processor import _without_videos
@@ -529,6 +529,53 @@ def test_preempted_forked_and_found_prompts_see_the_same(tmp_path: Path, tokeniz
     for one, other in zip(alone, together, strict=True):
         assert [found.logprobs for found in one.outputs] == [found.logprobs for found in other.outputs]
     crowded.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen3VLForConditionalGeneration",
+        pytest.param("Qwen2VLForConditionalGeneration", marks=pytest.mark.long),
+        "LlavaNextForConditionalGeneration",
+        pytest.param("Qwen2AudioForConditionalGeneration", marks=pytest.mark.long),
+        "SmolVLMForConditionalGeneration",
+    ],
+)
+def test_rows_of_the_tower_may_be_brought(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    pytest.importorskip(CASES[name].needs)
+    save_case(tmp_path, name, tokenizer)
+    family = MEDIA_FAMILIES[name]
+    llm = LLM(str(tmp_path), dtype="float32", max_model_len=256, num_gpu_blocks_override=80, enable_mm_embeds=True)
+    medium, mark = MEDIA[family.kind][0], "<image>" if family.kind == "image" else CASES[name].token
+    prompt = f"number {mark} and so on"
+    alone = generate(llm, {"prompt": prompt, "multi_modal_data": {family.kind: medium}})[0]
+    [(_, made)] = tower(llm)._entries.values()
+    parts, num_rows, hidden_size = made.result().shape
+    rows = torch.tensor(made.result()).transpose(0, 1).reshape(num_rows, parts * hidden_size)
+    rows /= llm.config.media.row_multiplier  # type: ignore[union-attr]
+    given: dict[str, Any] = {f"{family.kind}_embeds": rows}
+    if family.sections is not None:
+        assert llm.inputs.media is not None
+        merge = llm.inputs.media._processor.image_processor.merge_size
+        found = llm.inputs.media._processor.image_processor(images=[medium])["image_grid_thw"][0]
+        assert found[0] * found[1] * found[2] == num_rows * merge**2
+        with pytest.raises(RequestError, match="need image_grid_thw"):
+            generate(llm, {"prompt": prompt, "multi_modal_data": {family.kind: rows}})
+        for grid in ([1, 2, 2], [2, *found[1:]], [1, 0, 1], [1, 2]):
+            with pytest.raises(RequestError, match="image_grid_thw"):
+                generate(llm, {"prompt": prompt, "multi_modal_data": {family.kind: given | {"image_grid_thw": grid}}})
+        given["image_grid_thw"] = torch.tensor(found)
+    if name.startswith("SmolVLM"):
+        with pytest.raises(RequestError, match="not built for models with marks between its rows"):
+            generate(llm, {"prompt": prompt, "multi_modal_data": {family.kind: given}})
+    else:
+        brought = generate(llm, {"prompt": prompt, "multi_modal_data": {family.kind: given}})[0]
+        assert brought.prompt_token_ids == alone.prompt_token_ids
+        for one, other in zip(brought.outputs[0].logprobs, alone.outputs[0].logprobs, strict=True):
+            assert {token: pytest.approx(of.logprob, abs=1e-4) for token, of in one.items()} == {
+                token: of.logprob for token, of in other.items()
+            }
+    llm.close()
 
 
 def test_prompts_that_see_themselves_are_not_without_pictures_nor_cut(tmp_path: Path, tokenizer: Any) -> None:

@@ -15,7 +15,8 @@ from PIL import Image
 from octavo import LLM, SamplingParams
 from octavo.entrypoints.chat_template import render_chat
 from octavo.errors import ConfigError, RequestError
-from octavo.media_kinds import KINDS
+from octavo.media_kinds import AUDIO, IMAGE, KINDS
+from octavo.multimodal.named_media import NamedMedia
 from octavo.multimodal.processor import _load_processor
 from octavo.multimodal.tower import TowerCache
 from tests.multimodal.conftest import encoded, picture, save_llava
@@ -172,7 +173,8 @@ def test_other_decoders(tmp_path: Path, tokenizer_that_sees: Any, model_type: st
     [
         ({"prompt": "no place", "multi_modal_data": {"image": A}}, "0 placeholders and 1 pictures"),
         ({"prompt": "<image><image>", "multi_modal_data": {"image": [A]}}, "2 placeholders and 1 pictures"),
-        ({"prompt": "<image>", "multi_modal_data": {"video": A}}, "other media are not taken here"),
+        ({"prompt": "<image>", "multi_modal_data": {"video": A}}, "takes no videos here, but pictures"),
+        ({"prompt": "<image>", "multi_modal_data": {"depth": A}}, "other media are not taken here"),
         ({"prompt": "<image>", "multi_modal_data": {"image": "file.png"}}, "must be a PIL.Image, got str"),
         ({"prompt": "<image>" * 9, "multi_modal_data": {"image": [A] * 9}}, "9 pictures, and 8 are the most"),
         ({"prompt": "<image>" + "x" * 125, "multi_modal_data": {"image": A}}, "the prompt has 129 tokens"),
@@ -199,10 +201,12 @@ def test_chats_of_scripts_have_pictures(llm: LLM) -> None:
     for part, message in (
         ({"type": "image_pil", "image_pil": data}, "like .*PIL.Image"),
         ({"type": "image_url", "image_url": A}, "like .*image_url"),
+        ({"type": "image_url", "uuid": "unknown"}, "nothing is kept under its uuid"),
         ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}, "not on the public internet"),
         ({"type": "input_audio", "input_audio": {}}, "like .*input_audio"),
         ({"type": "audio_url", "audio_url": "data:audio/wav;base64,"}, "takes no sounds here, but pictures"),
-        ({"type": "video_url", "video_url": "data:"}, "are not built here"),
+        ({"type": "video_url", "video_url": "data:"}, "takes no videos here, but pictures"),
+        ({"type": "file", "file": {}}, "are not built here"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.chat([{"role": "user", "content": [part]}])
@@ -210,12 +214,58 @@ def test_chats_of_scripts_have_pictures(llm: LLM) -> None:
         llm.chat([{"role": "system", "content": [{"type": "image_pil", "image_pil": A}]}])
 
 
+def test_a_picture_is_known_by_its_uuid(llm: LLM) -> None:
+    """To those with the same salt, until there is no room for it."""
+    text = "<image> and <image>"
+
+    def said(images: list[Any], uuids: list[str | None], salt: str | None = None) -> Any:
+        more = {"cache_salt": salt} if salt else {}
+        asked = {"prompt": text, "multi_modal_data": {"image": images}, "multi_modal_uuids": {"image": uuids}, **more}
+        return generate(llm, asked)[0].outputs[0].logprobs
+
+    alone = said([A, B], [None, None])
+    assert said([A, B], ["a", "b"]) == said([None, None], ["a", "b"]) == said([A, None], [None, "b"]) == alone
+    assert said([A, C], ["a", "b"]) == said([None, None], ["a", "b"]) != alone  # what was sent last
+    one = {"prompt": "<image>", "multi_modal_data": {"image": None}, "multi_modal_uuids": {"image": "a"}}
+    assert generate(llm, one)[0].outputs[0].logprobs == generate(llm, asked("first"))[0].outputs[0].logprobs
+    for images, uuids, salt, reason in (
+        ([None, A], ["c", None], None, "nothing is kept under its uuid"),
+        ([None, A], ["a", None], "another's", "nothing is kept under its uuid"),
+        ([None, A], [None, None], None, "must be a PIL.Image"),
+        ([A, A], [1, None], None, "must be a string of 1 to 256"),
+        ([A, A], ["x" * 257, None], None, "must be a string of 1 to 256"),
+        ([A, A], ["a"], None, "multi_modal_uuids must be a dictionary"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            said(images, uuids, salt)  # type: ignore[arg-type]
+
+
+def test_named_pictures_have_their_room() -> None:
+    named = NamedMedia(3 * A.width * A.height * 3)
+    for i in range(4):
+        named.keep(IMAGE, None, f"{i}", A)
+        named.find(IMAGE, "", "0")
+    named.keep(IMAGE, "mine", "0", B)
+    assert named.find(IMAGE, None, "0") is A and named.find(IMAGE, "mine", "0") is B
+    named.keep(IMAGE, None, "0", picture(0, 400, 600))  # larger than all of the room, and nothing in its place
+    for kind, salt, uuid in ((IMAGE, None, "1"), (IMAGE, None, "0"), (AUDIO, "mine", "0"), (IMAGE, "", "mine")):
+        with pytest.raises(RequestError, match="nothing is kept under its uuid"):
+            named.find(kind, salt, uuid)
+    NamedMedia(0).keep(IMAGE, None, "0", A)
+
+
 def test_a_template_that_knows_no_images_gets_placeholders_in_their_place(llm: LLM) -> None:
     parts = [{"type": "text", "text": "See"}, {"type": "image"}, {"type": "text", "text": "and say"}]
     messages = [{"role": "user", "content": parts}]
     plain = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    assert render_chat(llm.tokenizer, messages, chat_template=plain, placeholder="<image>") == "See\n<image>\nand say"
-    assert render_chat(llm.tokenizer, messages, placeholder="<image>") == "USER: <image>\nSee and say ASSISTANT:"
+    assert (
+        render_chat(llm.tokenizer, messages, chat_template=plain, placeholders={"image": "<image>"})
+        == "See\n<image>\nand say"
+    )
+    assert (
+        render_chat(llm.tokenizer, messages, placeholders={"image": "<image>"})
+        == "USER: <image>\nSee and say ASSISTANT:"
+    )
 
 
 def test_without_its_tower_it_is_a_language_model(llava: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +290,7 @@ def test_a_model_without_a_processor_says_so(tmp_path: Path, llava: Path) -> Non
 def test_a_model_that_does_not_see_refuses_the_flags(llava: Path) -> None:
     for more, said in (
         ({"speculative_config": {"model": "."}}, "not built yet with a model that guesses"),
-        ({"limit_mm_per_prompt": {"video": 1}}, "has video; image, audio are built"),
+        ({"limit_mm_per_prompt": {"video": 1}}, "has video; .* takes image"),
         ({"limit_mm_per_prompt": {"image": "x"}}, "must be a number of pictures"),
         ({"limit_mm_per_prompt": {"audio": 1}}, "has audio; .* takes image"),
     ):

@@ -111,20 +111,42 @@ def test_a_hostile_picture_is_a_400(client: openai.OpenAI, name: str) -> None:
     ("content", "message"),
     [
         ([image(A)] * 3, "3 pictures, and 2 are the most"),
-        ([{"type": "video_url", "video_url": {"url": "data:"}}], "video_url.*not built"),
+        ([{"type": "video_url", "video_url": {"url": "data:"}}], "takes no videos here, but pictures"),
         ([image(A), {"type": "input_audio", "input_audio": {}}], "a part that is not like"),
         ([SOUND], "takes no sounds here, but pictures"),
-        ([image(A), SOUND], "no model here takes both"),
-        ([{"type": "image_embeds", "image_embeds": "x"}], "image_embeds.*not built"),
+        ([image(A), SOUND], "takes no sounds here, but pictures"),
+        ([{"type": "image_embeds", "image_embeds": "x"}], "with --enable-mm-embeds only"),
+        ([{"type": "image_embeds", "image_embeds": 1}], "a part that is not like"),
+        ([{"type": "audio_embeds", "audio_embeds": "x"}], "takes no sounds here, but pictures"),
         ([{"type": "image_url"}], "a part that is not like"),
         ([{"type": "image_url", "image_url": {"url": 1}}], "a part that is not like"),
-        ([{**image(A), "uuid": "x"}], "a part with uuid, which is not built"),
+        ([{**image(A), "uuid": 1}], "the uuid of a medium must be a string"),
+        ([{"type": "image_url", "image_url": None, "uuid": "x"}], "nothing is kept under its uuid"),
         ([image(A), text("<image>")], "2 placeholders and 1 pictures"),
     ],
 )
 def test_what_is_not_built_is_a_400(client: openai.OpenAI, content: list[Any], message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         ask(client, *content)
+
+
+def test_a_picture_is_asked_about_again_by_its_uuid(client: openai.OpenAI) -> None:
+    mine: Any = {"extra_body": {"ignore_eos": True, "cache_salt": "mine"}}
+
+    def ask_by(part: dict[str, Any], **more: Any) -> Any:
+        messages: Any = [{"role": "user", "content": [text("See"), {**part, "uuid": "a"}]}]
+        more = {"extra_body": {"ignore_eos": True}} | more
+        return client.chat.completions.create(
+            model="llava", messages=messages, temperature=0, max_tokens=6, logprobs=True, **more
+        )
+
+    first = said(ask_by(image(A)))
+    for part in ({"image_url": None}, {"image_url": {}}, {}):
+        assert said(ask_by({"type": "image_url", **part})) == first == said(ask(client, text("See"), image(A)))
+    with pytest.raises(openai.BadRequestError, match="nothing is kept under its uuid"):
+        ask_by({"type": "image_url"}, **mine)
+    other = said(ask_by(image(B), **mine))
+    assert said(ask_by({"type": "image_url"}, **mine)) == other != first == said(ask_by({"type": "image_url"}))
 
 
 def test_other_roles_and_routes_refuse_pictures(client: openai.OpenAI, server: Server) -> None:

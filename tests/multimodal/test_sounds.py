@@ -161,7 +161,7 @@ def test_chats_of_scripts_have_sounds(llm: LLM) -> None:
     assert chat.outputs[0].token_ids == asked.outputs[0].token_ids
     with pytest.raises(RequestError, match="only messages of the user"):
         llm.chat([{"role": "system", "content": [given(A)]}])
-    with pytest.raises(RequestError, match="no model here takes both"):
+    with pytest.raises(RequestError, match="takes no pictures here, but sounds"):
         llm.chat([{"role": "user", "content": [given(A), {"type": "image_url", "image_url": url(A)}]}])
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.media_parts import for_template, urls_by_kind
+from octavo.entrypoints.media_parts import for_template, media_of
 from octavo.entrypoints.openai.answer import (
     AnswerFormat,
     AnswerReader,
@@ -27,7 +27,7 @@ from octavo.entrypoints.openai.errors import validation_error
 from octavo.entrypoints.openai.hints import hint_options
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TemplateRequest, Tool
 from octavo.entrypoints.openai.state import Asked, ServerState
-from octavo.media_kinds import MediaKind
+from octavo.media_kinds import SentMedium
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams
@@ -101,13 +101,12 @@ class Conversation:
 
     @property
     def has_media(self) -> bool:
-        return bool(self._media()[1])
+        return bool(self._media())
 
     async def fetch(self) -> None:
         """The media that are elsewhere, before `prepare`. Raises `RequestError`."""
-        kind, urls = self._media()
-        if urls:
-            self._files = await self._state.engine.inputs.media_processor(kind).fetch(urls)
+        if media := self._media():
+            self._files = await self._state.engine.inputs.media_processor_of(media).fetch(media)
 
     async def progress(
         self, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
@@ -142,7 +141,7 @@ class Conversation:
         tools = body.tools if body.chosen_tools else None
         hints = hint_options(state.engine.tokenizer, body, is_strict=state.args.unknown_fields == "error")
         options = {**(state.args.default_chat_template_kwargs or {}), **hints}
-        media, placeholder = self._decoded()
+        media, placeholders = self._decoded()
         prompt = render_messages(
             state.engine.tokenizer,
             body,
@@ -150,7 +149,7 @@ class Conversation:
             tools,
             options,
             content_format=state.args.chat_template_content_format,
-            placeholder=placeholder,
+            placeholders=placeholders,
         )
         self._format = answer_format(body, state.formats, prompt)
         marks = "".join(self._format.marks)
@@ -163,16 +162,16 @@ class Conversation:
         # The template has put the special tokens in already.
         return Asked(prompt, bool(body.add_special_tokens), grammar, media)
 
-    def _media(self) -> tuple[MediaKind | None, list[str]]:
-        return urls_by_kind([message.content for message in self._body.messages])
+    def _media(self) -> list[SentMedium]:
+        return media_of([message.content for message in self._body.messages])
 
-    def _decoded(self) -> tuple[dict[str, list[Any]] | None, str | None]:
-        """The media of the conversation, decoded, and the text that stands for each. Raises `RequestError`."""
-        kind, urls = self._media()
-        if kind is None:
+    def _decoded(self) -> tuple[dict[str, list[Any]] | None, Mapping[str, str] | None]:
+        """The media of the conversation by kind, decoded, and the text that stands for one of each kind. Raises
+        `RequestError`."""
+        if not (media := self._media()):
             return None, None
-        processor = self._state.engine.inputs.media_processor(kind)
-        return {kind.name: [processor.decode(url, self._files.get(url)) for url in urls]}, processor.placeholder
+        processor = self._state.engine.inputs.media_processor_of(media)
+        return processor.decode(media, self._files, self._body.cache_salt), processor.placeholders
 
 
 def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:
@@ -192,11 +191,12 @@ def render_messages(
     *,
     generates: bool = True,
     content_format: str = "auto",
-    placeholder: str | None = None,
+    placeholders: Mapping[str, str] | None = None,
 ) -> str:
     """The prompt that `messages` and `tools` make with the template's options of `body`, beside `options`; unless those
     say otherwise it ends with the beginning of an answer if the model `generates` one. Each medium becomes what the
-    template makes of it, or `placeholder`; without one, media are refused. Raises `RequestError`."""
+    template makes of it, or what `placeholders` has for its kind; without those, media are refused. Raises
+    `RequestError`."""
     continues = bool(body.continue_final_message)
     return render_chat(
         tokenizer,
@@ -208,15 +208,15 @@ def render_messages(
         template_options={**(options or {}), **(body.chat_template_kwargs or {})},
         tools=[tool.model_dump(exclude_none=True) for tool in tools or ()],
         content_format=content_format,
-        placeholder=placeholder,
+        placeholders=placeholders,
     )
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
     """A message as templates know it: without what is null, and with reasoning under its older name."""
-    fields = message.model_dump(exclude_none=True)
+    fields = message.model_dump(exclude={"content"}, exclude_none=True)
     if (reasoning := fields.pop("reasoning", None)) is not None:
         fields.setdefault("reasoning_content", reasoning)
-    if not isinstance(message.content, str):
-        fields["content"] = [for_template(part) for part in message.content]
+    content = message.content
+    fields["content"] = content if isinstance(content, str) else [for_template(part) for part in content]
     return fields

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
-from octavo.entrypoints.media_parts import MEDIA_PARTS, SoundFormat, url_of
+from octavo.entrypoints.media_parts import MEDIA_PARTS, SoundFormat, as_part, read_part
 from octavo.errors import RequestError
 
 ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part of an id
@@ -155,28 +155,17 @@ def _check_content(value: Any) -> str:
 
 
 def _check_message_content(value: Any) -> str | list[dict[str, Any]]:
-    """As `_check_content`; with pictures or sounds a list of parts, each of those an object with a URL."""
+    """As `_check_content`; with pictures or sounds a list of parts, of which those have been read."""
     if not isinstance(value, list) or not any(map(_is_medium, value)):
         return _check_content(value)
     return [
-        _check_medium(part) if _is_medium(part) else {"type": "text", "text": _check_content([part])} for part in value
+        as_part(read_part(part)) if _is_medium(part) else {"type": "text", "text": _check_content([part])}
+        for part in value
     ]
 
 
 def _is_medium(part: object) -> bool:
     return isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind in MEDIA_PARTS
-
-
-def _check_medium(part: dict[str, Any]) -> dict[str, Any]:
-    """A part that is a picture or a sound, as {"type": "image_url" or "audio_url", the same: {"url": ...}}."""
-    kind = part["type"]
-    if others := set(part) - {"type", kind}:
-        raise ValueError(f"has a part with {', '.join(sorted(map(str, others)))}, which is not built yet")
-    try:
-        name, url = url_of(kind, part.get(kind))
-    except ValueError as error:
-        raise ValueError(f"has a part that is not like {error}") from None
-    return {"type": name, name: {"url": url}}
 
 
 class TextPart(BaseModel):
@@ -186,6 +175,11 @@ class TextPart(BaseModel):
 
     type: Literal["text"]
     text: str
+
+
+Uuid = Annotated[
+    str, Field(min_length=1, max_length=256, description="A name under which the medium is kept: without it, that one.")
+]
 
 
 class ImageUrl(BaseModel):
@@ -203,7 +197,26 @@ class ImagePart(BaseModel):
     model_config = ConfigDict(defer_build=True)
 
     type: Literal["image_url"]
-    image_url: ImageUrl | str
+    image_url: ImageUrl | str | None = None
+    uuid: Uuid | None = None
+
+
+class VideoUrl(BaseModel):
+    """A video, as a data: URL or the address of an mp4, mov, webm or mkv file."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    url: str
+
+
+class VideoPart(BaseModel):
+    """A video in a message."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    type: Literal["video_url"]
+    video_url: VideoUrl | str | None = None
+    uuid: Uuid | None = None
 
 
 class AudioUrl(BaseModel):
@@ -220,7 +233,8 @@ class AudioUrlPart(BaseModel):
     model_config = ConfigDict(defer_build=True)
 
     type: Literal["audio_url"]
-    audio_url: AudioUrl | str
+    audio_url: AudioUrl | str | None = None
+    uuid: Uuid | None = None
 
 
 class InputAudio(BaseModel):
@@ -238,13 +252,46 @@ class InputAudioPart(BaseModel):
     model_config = ConfigDict(defer_build=True)
 
     type: Literal["input_audio"]
-    input_audio: InputAudio
+    input_audio: InputAudio | None = None
+    uuid: Uuid | None = None
+
+
+class ImageEmbeds(BaseModel):
+    """Rows of a tower in base64, and how many patches they have in time, height and width."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    image_embeds: str
+    image_grid_thw: str | list[int] | None = None
+
+
+class ImageEmbedsPart(BaseModel):
+    """What a tower makes of a picture, in its place: a tensor [tokens, hidden_size] as `torch.save` or safetensors
+    write it."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    type: Literal["image_embeds"]
+    image_embeds: str | ImageEmbeds | None = None
+    uuid: Uuid | None = None
+
+
+class AudioEmbedsPart(BaseModel):
+    """What a tower makes of a sound, in its place."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    type: Literal["audio_embeds"]
+    audio_embeds: str | None = None
+    uuid: Uuid | None = None
 
 
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[TextPart])]
 MessageContent = Annotated[
     str | list[dict[str, Any]],
     PlainValidator(
-        _check_message_content, json_schema_input_type=str | list[TextPart | ImagePart | AudioUrlPart | InputAudioPart]
+        _check_message_content,
+        json_schema_input_type=str
+        | list[TextPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart | ImageEmbedsPart | AudioEmbedsPart],
     ),
 ]

@@ -1,0 +1,124 @@
+"""Files of video as they come, and frames as models see them: in RGB, sampled at equal distances before they are
+converted.
+
+What strangers send is decoded in a process of its own, which has bounds on its memory and its time and may die of a
+file without harm to anybody else. Whoever asks for a video is told what is wrong with it, and nothing of the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.config import MediaConfig, VideoConfig
+from octavo.media_kinds import VIDEO
+from octavo.multimodal import video_decoder
+
+_MEMORY_BYTES = 2 << 30  # of the decoding process, beside the frames and the file
+_DECODE_S = 60.0
+_MIN_SIDE = 2
+_MAX_ASPECT = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """Frames of a video, and where in it they were."""
+
+    frames: NDArray[np.uint8]  # [frames, height, width, 3]
+    indices: tuple[int, ...]  # of each frame, of `total`
+    total: int
+    rate: float | None = None  # frames a second of all; None: not known
+
+    @property
+    def nbytes(self) -> int:
+        return self.frames.nbytes
+
+
+class VideoReader:
+    """Of one engine's bounds: a `MediaReader`."""
+
+    def __init__(self, config: MediaConfig) -> None:
+        assert config.video is not None
+        self._config, self._video = config, config.video
+
+    def from_bytes(self, data: bytes) -> Video:
+        return from_bytes(data, self._video, self._config.max_pixels)
+
+    def normalized(self, given: object) -> Video:
+        return normalized(given, self._video)
+
+    def is_many(self, given: object) -> bool:
+        return isinstance(given, list)
+
+    def example(self) -> Video:
+        return Video(np.zeros((2, 56, 56, 3), np.uint8), (0, 1), 2)
+
+    def content_hash(self, medium: Video, settings: str, salt: str | None) -> bytes:
+        places = medium.indices, medium.total, medium.rate
+        digest = hashlib.sha256(repr((salt or "", "video", settings, medium.frames.shape, places)).encode())
+        digest.update(medium.frames.data)
+        return digest.digest()
+
+
+def from_bytes(data: bytes, config: VideoConfig, max_frame_pixels: int) -> Video:
+    """The video of a file. Raises `RequestError`."""
+    if len(data) > config.max_bytes:
+        raise VIDEO.too_many_bytes(config.max_bytes)
+    limits = {
+        "max_seconds": config.max_seconds, "max_pixels": config.max_pixels, "max_frame_pixels": max_frame_pixels,
+        "num_frames": config.num_frames, "fps": config.fps,
+        "memory_bytes": _MEMORY_BYTES + config.max_pixels * 3 * 2 + max_frame_pixels * 3 * 16 + len(data) * 2,
+    }  # fmt: skip
+    # Not -m, which would import the package's parents; isolated from the environment and the working directory.
+    command = [sys.executable, "-I", str(video_decoder.__file__), json.dumps({"path": sys.path, **limits})]
+    try:
+        done = subprocess.run(
+            command, input=data, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_DECODE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise VIDEO.refusal(f"it cannot be decoded within {_DECODE_S:g} s.") from None
+    if done.returncode == 3:  # it says what is wrong
+        raise VIDEO.refusal(done.stdout.decode(errors="replace").strip()[-300:])
+    if done.returncode:
+        raise VIDEO.refusal("it is not a readable file of video.")
+    head, _, pixels = done.stdout.partition(b"\n")
+    found = json.loads(head)
+    frames = np.frombuffer(pixels, np.uint8).reshape(len(found["indices"]), *found["size"], 3).copy()
+    return Video(frames, tuple(found["indices"]), found["total"], found["rate"])
+
+
+def normalized(given: Any, config: VideoConfig) -> Video:
+    """The video of a caller in the same process: frames [frames, height, width, 3] of uint8, or a pair of these and a
+    dictionary with `fps`, and `frames_indices` and `total_num_frames` of frames that are sampled. All of them are seen.
+    Raises `RequestError`."""
+    if isinstance(given, Video):
+        return given
+    more: Any = {}
+    if isinstance(given, tuple) and len(given) == 2:
+        given, more = given
+    frames = np.ascontiguousarray(given) if isinstance(given, np.ndarray) else None
+    if frames is None or frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not len(frames):
+        found = f"{given.dtype} {list(given.shape)}" if isinstance(given, np.ndarray) else type(given).__name__
+        raise VIDEO.refusal(f"it must be an array of uint8 [frames, height, width, 3], got {found}.")
+    count, height, width, _ = frames.shape
+    if min(height, width) < _MIN_SIDE or max(height, width) > _MAX_ASPECT * min(height, width):
+        raise VIDEO.refusal(f"its frames have {width} x {height} pixels.")
+    if count * height * width > config.max_pixels:
+        raise VIDEO.refusal(f"its frames have more than {config.max_pixels} pixels together (--max-video-pixels).")
+    if not isinstance(more, Mapping):
+        raise VIDEO.refusal("beside its frames may be a dictionary with fps, frames_indices and total_num_frames.")
+    rate = more.get("fps")
+    indices = tuple(more.get("frames_indices") or range(count))
+    total = more.get("total_num_frames") or max((*indices, count - 1)) + 1
+    is_rate = rate is None or (isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate <= 1000)
+    if not is_rate or len(indices) != count or not all(type(i) is int and 0 <= i < total for i in indices):
+        raise VIDEO.refusal("its fps must be a number, and its frames_indices one place of total_num_frames each.")
+    return Video(frames, indices, total, rate)
