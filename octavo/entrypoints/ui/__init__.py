@@ -32,15 +32,17 @@ FILES = {
     "app.js": "text/javascript; charset=utf-8",
     "api.js": "text/javascript; charset=utf-8",
     "chat.js": "text/javascript; charset=utf-8",
+    "media.js": "text/javascript; charset=utf-8",
     "engine.js": "text/javascript; charset=utf-8",
     "charts.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
 OPEN_PATHS = frozenset({"/ui", "/ui/", *(f"/ui/{name}" for name in FILES)})
-# The page runs its own files and talks to its own server, and nothing else; no other page may frame it.
+# The page runs its own files, talks to its own server and shows what is put into it, and nothing else. No other page
+# may frame it.
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # asked for again each time, and answered with 304
@@ -69,7 +71,7 @@ async def stats(request: Request) -> Response:
         blocks = await engine.block_map()
     except EngineDeadError:
         blocks = None
-    engines = metrics.of_engines
+    engines, media = metrics.of_engines, engine.inputs.media
 
     def total(name: str) -> float:
         return sum(one.totals[name] for one in engines)
@@ -79,6 +81,7 @@ async def stats(request: Request) -> Response:
 
     body: dict[str, Any] = {
         "model": state.model_names[0],
+        "media": [] if media is None else [kind.name for kind in media.kinds],
         "max_model_len": engine.config.model.max_model_len,
         "block_size": engine.config.cache.block_size,
         "time_s": time.monotonic(),

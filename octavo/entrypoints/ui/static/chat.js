@@ -1,6 +1,7 @@
 // The conversation: what was said, how it is shown, and the one answer that may be under way.
 
 import { apiKey, getModels, setApiKey, streamChat } from "./api.js";
+import { contentOf, setMedia, shown, startMedia, takeMedia } from "./media.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
@@ -17,10 +18,11 @@ export function startChat() {
   });
   $("settings").addEventListener("toggle", showAdapters); // others may have been loaded since
   showAdapters();
+  startMedia();
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (answering) answering.abort();
-    else if (prompt.value.trim()) say(prompt.value);
+    else if (prompt.value.trim() || $("media").childElementCount) say(prompt.value);
   });
   prompt.addEventListener("keydown", (event) => {
     // Enter confirms a word for those who compose characters.
@@ -40,6 +42,7 @@ export function startChat() {
   $("clear").addEventListener("click", () => {
     answering?.abort();
     messages.length = 0;
+    setMedia([]);
     log.replaceChildren(welcome);
     prompt.focus();
   });
@@ -69,9 +72,16 @@ async function say(text) {
   $("welcome")?.remove();
   prompt.value = "";
   grow();
-  const asked = { role: "user", content: text };
+  const media = takeMedia();
+  const asked = { role: "user", content: contentOf(text, media) };
   messages.push(asked);
-  log.append(message("user", text).element);
+  const question = message("user", text);
+  if (media.length) {
+    const list = make("div", "media");
+    list.append(...media.map(shown));
+    question.element.prepend(list);
+  }
+  log.append(question.element);
   const answer = message("assistant", "");
   answer.element.setAttribute("aria-busy", "true");
   log.append(answer.element);
@@ -109,8 +119,9 @@ async function say(text) {
     // Nothing came: the question goes back to where it can be sent again.
     messages.splice(messages.indexOf(asked), 1);
     answer.element.remove();
-    if (failure && !prompt.value) {
+    if (failure && !prompt.value && !$("media").childElementCount) {
       prompt.value = text;
+      setMedia(media);
       grow();
     }
   }

@@ -23,7 +23,11 @@ async function poll() {
   clearTimeout(timer);
   let wait = PERIOD_MS;
   try {
-    if (isShown() || !last) take(await getStats());
+    if (isShown() || !last) {
+      const stats = await getStats();
+      document.dispatchEvent(new CustomEvent("stats", { detail: stats }));
+      take(stats);
+    }
     setStatus("ready", "ready");
   } catch (error) {
     last = null;
