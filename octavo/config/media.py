@@ -10,6 +10,7 @@ from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import MediaConfig, VideoConfig
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.weight_files import read_json
 from octavo.media_kinds import IMAGE, KINDS, VIDEO
 from octavo.models.description import ModelDescription
 from octavo.models.media import MEDIA_FAMILIES, media_token, video_token
@@ -111,15 +112,21 @@ def media_config(
 def _video_config(
     args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, limits: dict[str, int]
 ) -> VideoConfig | None:
-    """None where the model takes no videos, or what decodes them is not installed and nobody has asked for them."""
+    """None where the model takes no videos, or what takes them is not there and nobody has asked for it."""
     token, options = video_token(checkpoint.config, description.architecture), _video_options(args)
     missing = [module for module in VIDEO.modules if find_spec(module) is None]
-    if missing and token is not None and (options or limits.get(VIDEO.name)):
-        raise ConfigError(
-            f"{checkpoint.name} sees videos by {', '.join(missing)}, which is not installed: pip install "
-            f"'octavo[{VIDEO.extra}]', or leave --media-io-kwargs and the limit of videos out."
-        )
-    if token is None or missing or not limits.get(VIDEO.name, 1):
+    has_processor = _has_video_processor(Path(checkpoint.path))
+    if token is not None and (options or limits.get(VIDEO.name)):
+        if missing:
+            raise ConfigError(
+                f"{checkpoint.name} sees videos by {', '.join(missing)}, which is not installed: pip install "
+                f"'octavo[{VIDEO.extra}]', or leave --media-io-kwargs and the limit of videos out."
+            )
+        if not has_processor:
+            raise ConfigError(
+                f"{checkpoint.path} has no processor of videos; leave --media-io-kwargs and the limit of videos out."
+            )
+    if token is None or missing or not has_processor or not limits.get(VIDEO.name, 1):
         return None
     return VideoConfig(
         token_id=token,
@@ -131,6 +138,15 @@ def _video_config(
         fps=options.get("fps"),
         positions_per_s=float((checkpoint.config.get("vision_config") or {}).get("tokens_per_second", 4)),
     )
+
+
+def _has_video_processor(folder: Path) -> bool:
+    """Whether there is one, or a file from before processors of videos had their own. Whoever saves a processor where
+    torchvision is not installed saves none."""
+    whole = folder / "processor_config.json"
+    if whole.exists() and "video_processor" in read_json(str(whole)):
+        return True
+    return any((folder / name).exists() for name in ("video_preprocessor_config.json", "preprocessor_config.json"))
 
 
 def _video_options(args: EngineArgs) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -320,6 +321,11 @@ def test_flags_of_videos_are_checked(tmp_path: Path, tiny_tokenizer: Path, monke
     with pytest.raises(RequestError, match="takes no videos here, but pictures"):
         generate(llm, {"prompt": "<video>", "multi_modal_data": {"video": frames(0)}})
     llm.close()
+    whole = json.loads((tmp_path / "processor_config.json").read_text())
+    del whole["video_processor"]  # as where a processor is saved without torchvision
+    (tmp_path / "processor_config.json").write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match="has no processor of videos; leave --media-io-kwargs"):
+        engine(tmp_path)
     monkeypatch.setattr("octavo.config.media.find_spec", lambda module: None if module == "av" else module)
     with pytest.raises(ConfigError, match=r"sees videos by av, which is not installed: pip install 'octavo\[video\]'"):
         engine(tmp_path)

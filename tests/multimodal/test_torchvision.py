@@ -1,0 +1,43 @@
+"""What needs torchvision, which the tests' environment lacks: its wheels are for one build of torch, and where it does
+not fit the torch that is there, transformers cannot be imported. So it is put beside, for one process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is here: the tests have run"),
+    pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed"),
+]
+
+ROOT = Path(__file__).parents[2]
+TESTS = ["tests/multimodal/test_videos.py", "tests/multimodal/test_families.py"]
+
+
+def test_videos_and_processors_of_torchvision(tmp_path: Path) -> None:
+    minor = int(torch.__version__.split(".")[1])
+    wanted = f"torchvision==0.{minor + 15}.*"  # 0.28 goes with torch 2.13
+    installing = ["uv", "pip", "install", "--no-deps", "--python", sys.executable, "--target", str(tmp_path), wanted]
+    try:
+        subprocess.run(installing, check=True, capture_output=True, text=True, timeout=120)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"{wanted} cannot be installed here: {error.stderr[-500:]!r}")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "tests.multimodal.torchvision_ops", *TESTS,
+        "-k", "transformers_sees or chats_have or flags_of or Pixtral or Mistral3 or Qwen2VL", "-rs",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "SKIPPED" not in done.stdout, done.stdout[-2000:]
