@@ -35,8 +35,8 @@ class OutlierList {
         return list;
     }
 
-    // Adds to `rows` rows of y, `stride` apart and from `first` on, which begins a batch, what they contribute to the
-    // panel at w of a matrix of formats F.
+    // Adds to the outputs y of a batch's `rows` rows, of which `first` is the first one, what their outliers contribute
+    // to the panel at w of a matrix of format F. Outputs of rows are `stride` apart.
     template <class F>
     void add(const char* w, int64_t first, int64_t rows, float factor, float* y, int64_t stride) {
         make_columns<F>(w, first / rows_.batch_rows, 1 / factor);

@@ -201,8 +201,8 @@ class ImagePart(BaseModel):
     uuid: Uuid | None = None
 
 
-class VideoUrl(BaseModel):
-    """A video, as a data: URL or the address of an mp4, mov, webm or mkv file."""
+class MediaUrl(BaseModel):
+    """A video or a sound, as a data: URL or the address of a file: mp4, mov, webm or mkv; wav, mp3, flac or ogg."""
 
     model_config = ConfigDict(defer_build=True)
 
@@ -215,16 +215,8 @@ class VideoPart(BaseModel):
     model_config = ConfigDict(defer_build=True)
 
     type: Literal["video_url"]
-    video_url: VideoUrl | str | None = None
+    video_url: MediaUrl | str | None = None
     uuid: Uuid | None = None
-
-
-class AudioUrl(BaseModel):
-    """A sound, as a data: URL or the address of a wav, mp3, flac or ogg file."""
-
-    model_config = ConfigDict(defer_build=True)
-
-    url: str
 
 
 class AudioUrlPart(BaseModel):
@@ -233,7 +225,7 @@ class AudioUrlPart(BaseModel):
     model_config = ConfigDict(defer_build=True)
 
     type: Literal["audio_url"]
-    audio_url: AudioUrl | str | None = None
+    audio_url: MediaUrl | str | None = None
     uuid: Uuid | None = None
 
 
