@@ -67,7 +67,7 @@ struct QBlock {
 };
 
 // How many times the next magnitude of 32 elements those that are kept apart exceed: measured, see docs/kernels.md.
-constexpr float kOutlierRatio = 2.5f;
+constexpr float kOutlierRatio = 3.0f;
 
 // A packed matrix [n, k]. Integer weights are factor * (scale * (code - z) + minimum), with a scale for every `group`
 // (16 or 32) elements of k and a minimum, if there are any, for every 32. Gate and up projections that are `gated`

@@ -109,7 +109,7 @@ def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None,
 
 def _without_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., groups, 32] -> x with zeros for outliers, and those: of each 32 the elements, two at most, that exceed
-    2.5 times the next magnitude. Of the two ways to part them the one that takes more, if the largest is finite and at
+    3 times the next magnitude. Of the two ways to part them the one that takes more, if the largest is finite and at
     least 2^-100."""
     magnitudes = x.abs().nan_to_num(torch.inf)
     largest = magnitudes.amax(-1, keepdim=True)
@@ -118,7 +118,7 @@ def _without_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
 
     def parted(least: Tensor, following: Tensor) -> Tensor:
         taken = magnitudes >= least
-        return taken & (least > 2.5 * following) & (taken.sum(-1, keepdim=True) <= 2)
+        return taken & (least > 3 * following) & (taken.sum(-1, keepdim=True) <= 2)
 
     of_two = parted(second, third)
     kept_apart = torch.where(of_two.any(-1, keepdim=True), of_two, parted(largest, second))
