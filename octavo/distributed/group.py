@@ -8,8 +8,9 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -59,11 +60,24 @@ class _Member(NamedTuple):
         return f"node {self.join.rank} ({self.join.host}, {self.host})"
 
 
+class Starter(Protocol):
+    """Who starts the other nodes, where that is not the user."""
+
+    def start(self, fail: Callable[[str], None]) -> None:
+        """`fail` is called, by any thread, with why one is not going to join, or has ended."""
+        ...
+
+    def close(self) -> None:
+        """End those that are left. May be called twice."""
+        ...
+
+
 class NodeGroup:
     """A group that is complete. `gather` makes it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, starter: Starter | None = None) -> None:
         """Raises `ConfigError` where this host cannot be listened at."""
+        self._starter = starter
         self._nodes, self._settings = config.nodes, settings_of(config)
         self._size = config.tensor_parallel_size
         self._num_seats = config.pipeline_parallel_size * self._size
@@ -92,10 +106,12 @@ class NodeGroup:
         threading.Thread(target=self._listen, name="nodes", daemon=True).start()
 
     @classmethod
-    def gather(cls, config: EngineConfig) -> NodeGroup:
+    def gather(cls, config: EngineConfig, starter: Starter | None = None) -> NodeGroup:
         """Wait for all nodes. Raises `ConfigError` for one that does not fit, `LoadError` for one that is lost."""
-        group = cls(config)
+        group = cls(config, starter)
         try:
+            if starter is not None:
+                starter.start(group._lose)
             group._wait_for_nodes()
             group._wait_for_connections()
         except BaseException as error:
@@ -134,18 +150,20 @@ class NodeGroup:
         # Closing it would not wake the thread that accepts.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        if self._starter is not None:
+            self._starter.close()
 
     def _wait_for_nodes(self) -> None:
-        notice_s = _FIRST_NOTICE_S
+        next_notice = time.monotonic() + _FIRST_NOTICE_S
         while missing := [rank for rank in range(1, self._nodes.size) if rank not in self._members]:
-            try:
-                caller = self._callers.get(timeout=notice_s)
-            except queue.Empty:
-                notice_s = _NOTICE_S
-                logger.warning(
-                    "node 0 waits for node %s of %d to join at %s", ", ".join(map(str, missing)), self._nodes.size,
-                    show_address((self._nodes.master_addr, self._nodes.master_port)),
-                )  # fmt: skip
+            caller = self._next_caller()
+            if caller is None:
+                if time.monotonic() > next_notice:
+                    next_notice += _NOTICE_S
+                    logger.warning(
+                        "node 0 waits for node %s of %d to join at %s", ", ".join(map(str, missing)), self._nodes.size,
+                        show_address((self._nodes.master_addr, self._nodes.master_port)),
+                    )  # fmt: skip
                 continue
             if isinstance(caller.message, Join):
                 self._take(_Member(caller.message, caller.connection, caller.host))
@@ -188,11 +206,8 @@ class NodeGroup:
         own = self._num_seats // self._nodes.size
         links: dict[int, int] = {}
         while len(self.controls) < self._num_seats - own or len(links) < self._size:
-            if self.lost is not None:
-                raise LoadError(f"{self.lost}.")
-            try:
-                caller = self._callers.get(timeout=_LOSS_CHECK_S)
-            except queue.Empty:
+            caller = self._next_caller()
+            if caller is None:
                 continue
             match caller.message:
                 case Control(self._session, seat) if 0 <= seat < self._num_seats - own and seat not in self.controls:
@@ -202,6 +217,15 @@ class NodeGroup:
                 case _:
                     self._refuse_late(caller)
         self.links = [links[rank] for rank in range(self._size)]
+
+    def _next_caller(self) -> _Caller | None:
+        """None if there is none yet. Raises `LoadError` if a node is lost."""
+        if self.lost is not None:
+            raise LoadError(f"{self.lost}.")
+        try:
+            return self._callers.get(timeout=_LOSS_CHECK_S)
+        except queue.Empty:
+            return None
 
     def _turn_away(self) -> None:
         while not self._is_closed:

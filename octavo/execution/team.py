@@ -115,7 +115,7 @@ class Leader(Team):
         seats = seats_of_config(config)
         self.seat = next(seat for seat in seats if seat.stage == seat.num_stages - 1)
         self._seats = [seat for seat in seats if seat != self.seat]
-        self._group = NodeGroup.gather(config) if config.nodes.size > 1 else None
+        self._group = _gather(config) if config.nodes.size > 1 else None
         self._host = host = HostWorkers(config, description, self._group.links if self._group is not None else [], [])
         self.memory, self.memory_bytes = host.memory(self.seat), host.memory_bytes
         self._followers: list[Connection] = []
@@ -317,6 +317,20 @@ class Follower(Team):
         found = self.hear()
         assert isinstance(found, Number)
         return found.value
+
+
+def _gather(config: EngineConfig) -> NodeGroup:
+    """The other nodes, which Ray starts if it is to."""
+    if config.nodes.ray_flags is None:
+        return NodeGroup.gather(config)
+    from octavo.execution.ray_nodes import RayNodes
+
+    others = RayNodes(config)
+    try:
+        return NodeGroup.gather(others.config, others)
+    except BaseException:
+        others.close()  # also where there has been no group to do it
+        raise
 
 
 def has_hung_up(other: Connection, timeout_s: float = 0.0) -> bool:
