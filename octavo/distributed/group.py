@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -60,11 +61,22 @@ class _Member(NamedTuple):
         return f"node {self.join.rank} ({self.join.host}, {self.host})"
 
 
+class Loss(NamedTuple):
+    """Of a node."""
+
+    for_clients: str  # without names of hosts and addresses
+    for_log: str
+
+    def __str__(self) -> str:
+        return self.for_log
+
+
 class Starter(Protocol):
     """Who starts the other nodes, where that is not the user."""
 
-    def start(self, fail: Callable[[str], None]) -> None:
-        """`fail` is called, by any thread, with why one is not going to join, or has ended."""
+    def start(self, fail: Callable[[int, str, str], None]) -> None:
+        """`fail` is called by any thread when a node is not going to join, or has ended: with its rank, what it has
+        done, and more of it for the log."""
         ...
 
     def close(self) -> None:
@@ -86,8 +98,8 @@ class NodeGroup:
         self._heartbeats: list[Heartbeat] = []
         self.controls: dict[int, int] = {}  # by number of the worker, the connection to it
         self.links: list[int] = []  # from the last stage of the last node, by rank
-        self.lost: str | None = None  # which node, and how
-        self._acts: list[Callable[[], None]] = []
+        self.lost: Loss | None = None
+        self._acts: list[Callable[[Loss], None]] = []
         self._lock = threading.Lock()
         self._is_closed = self._is_ready = False
         self._callers: queue.SimpleQueue[_Caller] = queue.SimpleQueue()
@@ -120,13 +132,13 @@ class NodeGroup:
         threading.Thread(target=group._turn_away, name="late nodes", daemon=True).start()
         return group
 
-    def on_loss(self, act: Callable[[], None]) -> None:
+    def on_loss(self, act: Callable[[Loss], None]) -> None:
         """Have `act` called, by any thread, when a node is lost; at once if one is."""
         with self._lock:
             self._acts.append(act)
-            was_lost = self.lost is not None
-        if was_lost:
-            act()
+            lost = self.lost
+        if lost is not None:
+            act(lost)
 
     def be_ready(self) -> None:
         """All workers have loaded."""
@@ -176,7 +188,8 @@ class NodeGroup:
                 send_message(member.connection, Joined(self._session, address))
             except OSError as error:
                 raise LoadError(f"{member} is gone: {error.strerror or error}.") from None
-            self._heartbeats.append(Heartbeat(member.connection, str(member), lambda news: None, self._lose))
+            lose = partial(self._lose, rank)
+            self._heartbeats.append(Heartbeat(member.connection, str(member), lambda news: None, lose))
 
     def _take(self, member: _Member) -> None:
         """Raises `ConfigError` if it does not fit."""
@@ -242,17 +255,19 @@ class NodeGroup:
         else:
             caller.connection.close()
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, rank: int, why: str, details: str = "") -> None:
         with self._lock:
             if self._is_closed or self.lost is not None:
                 return
-            self.lost = why
+            member = self._members.get(rank)
+            where = "" if member is None else f" ({member.join.host}, {member.host})"
+            self.lost = loss = Loss(f"node {rank} {why}", f"node {rank}{where} {why}{details}")
             acts = list(self._acts)
-        logger.error("%s", why)
+        logger.error("%s", loss)
         for heartbeat in self._heartbeats:
-            heartbeat.say(Ended(why))
+            heartbeat.say(Ended(str(loss)))
         for act in acts:
-            act()
+            act(loss)
 
     def _listen(self) -> None:
         while True:

@@ -179,7 +179,10 @@ class _Membership:
                 heartbeat.be_strict()
                 become_ready()
 
-        heartbeat = self._heartbeat = Heartbeat(self._connection, "node 0", hear, lambda why: self._ends.put(_End(why)))
+        def lose(why: str) -> None:
+            self._ends.put(_End(f"node 0 {why}"))
+
+        heartbeat = self._heartbeat = Heartbeat(self._connection, "node 0", hear, lose)
         try:
             self._start(joined)
         except (OSError, EOFError, HandshakeError) as error:

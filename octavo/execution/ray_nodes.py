@@ -102,8 +102,8 @@ class RayNodes:
             )
         return room
 
-    def start(self, fail: Callable[[str], None]) -> None:
-        """Start the other nodes. `fail` is called by any thread with why one cannot join, or has ended."""
+    def start(self, fail: Callable[[int, str, str], None]) -> None:
+        """Start the other nodes. See `octavo.distributed.group.Starter`."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -132,15 +132,15 @@ class RayNodes:
             ray.util.remove_placement_group(self._reserved)
 
 
-def _watch(rank: int, end: Any, fail: Callable[[str], None]) -> None:
+def _watch(rank: int, end: Any, fail: Callable[[int, str, str], None]) -> None:
     import ray
 
     try:
-        why = ray.get(end) or "it has ended"
+        why = ray.get(end) or "its group is no more"
     except Exception as error:
         logger.debug("node %d, as Ray tells it: %s", rank, error)
-        why = f"its actor has died: {str(error).strip().splitlines()[-1]}"
-    fail(f"node {rank}, started by Ray: {why.removesuffix('.')}")
+        why = str(error).strip().splitlines()[-1]
+    fail(rank, "has ended", f", which Ray had started: {why.removesuffix('.')}")
 
 
 def _connect() -> None:

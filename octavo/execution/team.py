@@ -133,7 +133,7 @@ class Leader(Team):
         # Also when nobody refers to the team any more.
         self.close = weakref.finalize(self, _end, self._followers, host.processes, self.memory, self._group)
         if self._group is not None:
-            self._group.on_loss(self._hang_up)
+            self._group.on_loss(lambda loss: self._hang_up())
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -176,7 +176,7 @@ class Leader(Team):
                 message = decode_to_leader(follower.recv_bytes())
             except (EOFError, OSError):
                 lost = None if self._group is None else self._group.lost
-                raise LoadError(lost or f"{seat} ended before it was ready.") from None
+                raise LoadError(str(lost or f"{seat} ended before it was ready.")) from None
             if isinstance(message, CannotStart):
                 kind_of_error = ConfigError if message.is_of_flags else LoadError
                 where = f"node {seat.node}: " if seat.node != self.seat.node else ""
@@ -234,8 +234,8 @@ class Leader(Team):
         self._tell(ReleaseCache())
 
     def on_death(self, act: Callable[[str], None]) -> None:
-        """Have a thread call `act`, with what has happened, when a follower of this host ends, or another node is lost,
-        before the team is closed."""
+        """Have a thread call `act`, with what clients may know of it, when a follower of this host ends, or another
+        node is lost, before the team is closed."""
 
         def watch(seat: Seat, process: subprocess.Popen[bytes]) -> None:
             status = process.wait()
@@ -246,7 +246,7 @@ class Leader(Team):
         for seat, process in zip(own, self.processes, strict=True):
             threading.Thread(target=watch, args=(seat, process), name=str(seat), daemon=True).start()
         if (group := self._group) is not None:
-            group.on_loss(lambda: act(str(group.lost)))
+            group.on_loss(lambda loss: act(loss.for_clients))
 
     def abandon(self, why: str) -> None:
         """End a team that cannot start."""
