@@ -1,6 +1,6 @@
 """Prints how well a router over replicas does beside one large cache: hits, and how even the replicas' work is.
 
-    python benchmarks/routing.py [--replicas 4,64] [--conversations-each 2] [--turns 12]
+    python benchmarks/routing.py [--replicas 4,64] [--patterns chat,agents] [--seeds 20-29]
 
 Each replica is a real scheduler with its KV cache and an executor that computes nothing. Conversations grow by a
 message and an answer a turn and begin at times of their own; one turn follows the other after a pause. A step takes as
@@ -28,6 +28,32 @@ from octavo.sampling_params import SamplingParams
 BLOCK_SIZE = 16
 STEP_S, TOKEN_S = 0.01, 0.0001  # a step's time: so much, and so much for each token
 MAX_TOKENS = 4096  # which callers allow; answers are far shorter
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What conversations are like. Ranges are of tokens, and of turns; a conversation begins with one of `num_shared`
+    beginnings that others have too, if there are some, and then with words of its own."""
+
+    each: int  # conversations for each replica
+    turns: tuple[int, int]
+    first: tuple[int, int]
+    message: tuple[int, int]
+    answer: tuple[int, int]
+    pause_s: float  # on average
+    num_shared: int = 0
+    shared: int = 0
+    num_blocks: int = 1000  # of each replica
+
+
+PATTERNS = {
+    "chat": Pattern(2, (12, 12), (200, 800), (20, 300), (20, 200), 2),
+    "crowd": Pattern(8, (1, 12), (20, 400), (20, 300), (20, 200), 20),  # that comes and goes
+    "short": Pattern(2, (4, 4), (200, 800), (20, 300), (20, 200), 2),
+    "agents": Pattern(3, (20, 40), (100, 1000), (50, 1000), (20, 120), 0.3, num_shared=4, shared=1500, num_blocks=6000),
+    "documents": Pattern(4, (2, 6), (1000, 6000), (20, 60), (50, 300), 10, num_blocks=4000),
+    "questions": Pattern(32, (1, 1), (20, 200), (20, 60), (20, 200), 10, num_shared=8, shared=800),
+}
 
 
 class NoExecutor:
@@ -87,19 +113,27 @@ class Figures:
         return max(self.num_tokens) * len(self.num_tokens) / sum(self.num_tokens)
 
 
-def simulate(num_replicas: int, num_conversations: int, num_turns: int, num_blocks: int, seed: int = 0) -> Figures:
+def simulate(num_replicas: int, num_conversations: int, pattern: Pattern, num_blocks: int, seed: int = 0) -> Figures:
     """`num_blocks` are each replica's. The same `seed` gives the same conversations to any number of replicas."""
     rng = random.Random(seed)
     replicas = [Replica(num_blocks) for _ in range(num_replicas)]
     router = Router(num_replicas, BLOCK_SIZE, num_blocks)
+    shared = [[rng.randrange(1000) for _ in range(pattern.shared)] for _ in range(pattern.num_shared)] or [[]]
     talks = [
-        Conversation([rng.randrange(1000) for _ in range(rng.randint(200, 800))], num_turns)
+        Conversation(
+            rng.choice(shared) + [rng.randrange(1000) for _ in range(rng.randint(*pattern.first))],
+            rng.randint(*pattern.turns),
+        )
         for _ in range(num_conversations)
     ]
     # What happens when: (time, order, kind, number). Messages and pauses are drawn per turn beforehand, so that they do
     # not depend on who answers.
     drawn = [
-        [(rng.expovariate(1 / 2), rng.randint(20, 300), rng.randint(20, 200)) for _ in range(num_turns)] for _ in talks
+        [
+            (rng.expovariate(1 / pattern.pause_s), rng.randint(*pattern.message), rng.randint(*pattern.answer))
+            for _ in range(talk.turns_left)
+        ]
+        for talk in talks
     ]
     events = [(drawn[i][0][0], i, "turn", i) for i in range(num_conversations)]
     heapq.heapify(events)
@@ -145,19 +179,29 @@ def simulate(num_replicas: int, num_conversations: int, num_turns: int, num_bloc
     return Figures(sum(replica.num_hits for replica in replicas), [r.executor.num_tokens for r in replicas])
 
 
+def compare(num_replicas: int, pattern: Pattern, seed: int) -> tuple[float, float]:
+    """The hits of so many replicas over those of one with all their memory, and the largest share of the work."""
+    num_conversations = num_replicas * pattern.each
+    one = simulate(1, num_conversations, pattern, num_replicas * pattern.num_blocks, seed)
+    many = simulate(num_replicas, num_conversations, pattern, pattern.num_blocks, seed)
+    return many.num_hits / one.num_hits, many.largest_share
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", default="4,64")
-    parser.add_argument("--conversations-each", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--patterns", default=",".join(PATTERNS))
+    parser.add_argument("--seeds", default="20-29")
     args = parser.parse_args()
+    first, last = map(int, args.seeds.split("-"))
     for num in map(int, args.replicas.split(",")):
-        num_talks = num * args.conversations_each
-        one = simulate(1, num_talks, args.turns, num * 1000)
-        many = simulate(num, num_talks, args.turns, 1000)
-        share = many.num_hits / one.num_hits
-        print(f"{num} replicas, {num_talks} conversations: {share:.1%} of one cache's hits, "
-              f"largest load {many.largest_share:.2f} of the mean")  # fmt: skip
+        for name in args.patterns.split(","):
+            pattern = PATTERNS[name]
+            found = [compare(num, pattern, seed) for seed in range(first, last + 1)]
+            hits, loads = zip(*found, strict=True)
+            print(f"{num:3} replicas, {name:10} hits of one large cache's {sum(hits) / len(hits):.1%}, at least "
+                  f"{min(hits):.1%}; largest load {sum(loads) / len(loads):.2f} of the mean, at most {max(loads):.2f}",
+                  flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

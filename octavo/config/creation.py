@@ -10,10 +10,10 @@ from typing import Any
 from octavo.config.adapters import lora_config
 from octavo.config.checks import SAMPLING_DEFAULTS, check
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
-from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, NodesConfig, SchedulerConfig
+from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.config.media import media_config
 from octavo.config.number_types import cache_dtype, load_quantization, model_dtype
-from octavo.config.parallel import check_shared, layer_partition
+from octavo.config.parallel import check_shared, layer_partition, nodes_config
 from octavo.config.pooling import pooling_of
 from octavo.config.sound import sound_config
 from octavo.config.speculation import draft_config, speculative_config
@@ -113,7 +113,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         enable_expert_parallel=args.enable_expert_parallel,
         pipeline_parallel_size=args.pipeline_parallel_size,
         pipeline_layer_partition=layer_partition(args),
-        nodes=NodesConfig(args.nnodes, args.node_rank, args.master_addr, args.master_port),
+        nodes=nodes_config(args),
         data_parallel_size=args.data_parallel_size,
         cpu_threads=args.cpu_threads,
         cpus=_cpus(args),

@@ -201,7 +201,10 @@ class EngineArgs(Flags):
         None, "Those of them on this host: all, as several hosts are not built."
     )
     data_parallel_backend: str = flag("mp", "How they are run: mp, processes of this host.")
-    distributed_executor_backend: str | None = flag(None, "How workers are run: mp, processes of this host.")
+    distributed_executor_backend: str | None = flag(
+        None, "How workers are run: mp, processes of this host and those of --nnodes; or ray, which starts nodes on "
+        "other hosts of its cluster for the stages of --pipeline-parallel-size, one each or as many as --nnodes says.",
+    )  # fmt: skip
     enable_lora: bool = flag(False, "Serve LoRA adapters beside the model.")
     lora_modules: list[str] = flag(
         [], 'Adapters to serve from the start, as name=path or {"name": ..., "path": ..., "base_model_name": ...}.'

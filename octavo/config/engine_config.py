@@ -150,8 +150,9 @@ class NodesConfig:
 
     size: int = 1
     rank: int = 0
-    master_addr: str = "127.0.0.1"  # of node 0, where the others join
+    master_addr: str = "127.0.0.1"  # of node 0, where the others join; empty: that which Ray has of it
     master_port: int = 29501
+    ray_flags: dict[str, Any] | None = None  # `EngineArgs` of the other nodes, which Ray starts; None: by hand
 
 
 @dataclass(frozen=True, slots=True)

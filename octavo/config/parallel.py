@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from octavo.config.engine_args import EngineArgs
+from octavo.config.engine_config import NodesConfig
 from octavo.errors import ConfigError
 from octavo.node_token import check_token
 
@@ -16,12 +19,10 @@ if TYPE_CHECKING:
 def check_parallel(args: EngineArgs, device: str) -> None:
     """Raises `ConfigError` for what does not go together with several workers, or not yet."""
     size, num_stages, replicas = args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size
-    for flag, backend in (
-        ("distributed-executor-backend", args.distributed_executor_backend),
-        ("data-parallel-backend", args.data_parallel_backend),
-    ):
-        if backend not in (None, "mp"):
-            raise ConfigError(f"--{flag} {backend} is not built yet; mp is, processes of one host.")
+    if args.data_parallel_backend != "mp":
+        raise ConfigError(
+            f"--data-parallel-backend {args.data_parallel_backend} is not built yet; mp is, processes of one host."
+        )
     if args.data_parallel_size_local not in (None, replicas):
         raise ConfigError(
             f"--data-parallel-size-local {args.data_parallel_size_local} of --data-parallel-size {replicas}: several "
@@ -29,7 +30,7 @@ def check_parallel(args: EngineArgs, device: str) -> None:
         )
     if replicas > 1 and device != "cpu":
         raise ConfigError(f"--data-parallel-size {replicas} is not built yet on GPUs; start a server for each.")
-    num_workers = replicas * size * num_stages // args.nnodes  # of this host
+    num_workers = replicas * size * num_stages // num_nodes(args)  # of this host
     if args.cpu_threads is not None and args.cpu_threads < num_workers:
         raise ConfigError(
             f"--cpu-threads {args.cpu_threads} is the number of all workers' threads: less than the "
@@ -56,21 +57,62 @@ def check_parallel(args: EngineArgs, device: str) -> None:
             raise ConfigError(f"{asked} is not built yet {name}; leave one of them out.")
 
 
+def uses_ray(args: EngineArgs) -> bool:
+    """Whether Ray starts the nodes other than this one."""
+    return args.distributed_executor_backend == "ray"
+
+
+def num_nodes(args: EngineArgs) -> int:
+    """Hosts that share the stages out; with Ray one for each, unless --nnodes says otherwise."""
+    return args.pipeline_parallel_size if uses_ray(args) and args.nnodes == 1 else args.nnodes
+
+
+def nodes_config(args: EngineArgs) -> NodesConfig:
+    """Raises `ConfigError` for flags that other hosts cannot be told."""
+    if not uses_ray(args):
+        return NodesConfig(args.nnodes, args.node_rank, args.master_addr, args.master_port)
+    flags = {f.name: getattr(args, f.name) for f in fields(EngineArgs)} | {"distributed_executor_backend": None}
+    if any(map(callable, flags.values())):
+        raise ConfigError("--distributed-executor-backend ray tells other hosts the flags: none may be a function.")
+    address = "" if args.master_addr == EngineArgs.master_addr else args.master_addr
+    return NodesConfig(num_nodes(args), 0, address, args.master_port, flags)
+
+
+def _check_ray(args: EngineArgs) -> None:
+    backend = args.distributed_executor_backend
+    if backend not in (None, "mp", "ray"):
+        raise ConfigError(f"--distributed-executor-backend {backend} is not built; mp and ray are.")
+    if not uses_ray(args):
+        return
+    if args.pipeline_parallel_size == 1:
+        raise ConfigError(
+            "--distributed-executor-backend ray shares the stages of --pipeline-parallel-size out among hosts, and "
+            "that is 1: leave the backend out."
+        )
+    if args.node_rank:
+        raise ConfigError("--node-rank is for nodes that are started by hand, and Ray starts them: leave it out.")
+    if find_spec("ray") is None:
+        raise ConfigError("--distributed-executor-backend ray needs Ray: pip install 'octavo[ray]', on all hosts.")
+
+
 def _check_nodes(args: EngineArgs) -> None:
+    _check_ray(args)
     if not 0 <= args.node_rank < args.nnodes:
         raise ConfigError(f"--node-rank must be 0 to {args.nnodes - 1}, as --nnodes says, got {args.node_rank}.")
     if not 0 < args.master_port < 65536:
         raise ConfigError(f"--master-port must be between 1 and 65535, got {args.master_port}.")
-    if args.nnodes == 1:
+    if num_nodes(args) == 1:
         return
-    if args.pipeline_parallel_size % args.nnodes:
+    if args.pipeline_parallel_size % num_nodes(args):
         raise ConfigError(
             f"--nnodes {args.nnodes} shares out the stages of --pipeline-parallel-size, which is "
             f"{args.pipeline_parallel_size}: it must be a multiple. --tensor-parallel-size is within each host."
         )
     if args.data_parallel_size > 1:
-        raise ConfigError("--nnodes is not built yet with --data-parallel-size; leave one of them out.")
-    check_token(args.master_addr)
+        several = "--distributed-executor-backend ray" if uses_ray(args) else "--nnodes"
+        raise ConfigError(f"{several} is not built yet with --data-parallel-size; leave one of them out.")
+    if not uses_ray(args):  # for which a token is made
+        check_token(args.master_addr)
 
 
 def layer_partition(args: EngineArgs) -> list[int] | None:

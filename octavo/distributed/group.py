@@ -8,8 +8,10 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -59,11 +61,35 @@ class _Member(NamedTuple):
         return f"node {self.join.rank} ({self.join.host}, {self.host})"
 
 
+class Loss(NamedTuple):
+    """Of a node."""
+
+    for_clients: str  # without names of hosts and addresses
+    for_log: str
+
+    def __str__(self) -> str:
+        return self.for_log
+
+
+class Starter(Protocol):
+    """Who starts the other nodes, where that is not the user."""
+
+    def start(self, fail: Callable[[int, str, str], None]) -> None:
+        """`fail` is called by any thread when a node is not going to join, or has ended: with its rank, what it has
+        done, and more of it for the log."""
+        ...
+
+    def close(self) -> None:
+        """End those that are left. May be called twice."""
+        ...
+
+
 class NodeGroup:
     """A group that is complete. `gather` makes it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, starter: Starter | None = None) -> None:
         """Raises `ConfigError` where this host cannot be listened at."""
+        self._starter = starter
         self._nodes, self._settings = config.nodes, settings_of(config)
         self._size = config.tensor_parallel_size
         self._num_seats = config.pipeline_parallel_size * self._size
@@ -72,8 +98,8 @@ class NodeGroup:
         self._heartbeats: list[Heartbeat] = []
         self.controls: dict[int, int] = {}  # by number of the worker, the connection to it
         self.links: list[int] = []  # from the last stage of the last node, by rank
-        self.lost: str | None = None  # which node, and how
-        self._acts: list[Callable[[], None]] = []
+        self.lost: Loss | None = None
+        self._acts: list[Callable[[Loss], None]] = []
         self._lock = threading.Lock()
         self._is_closed = self._is_ready = False
         self._callers: queue.SimpleQueue[_Caller] = queue.SimpleQueue()
@@ -92,10 +118,12 @@ class NodeGroup:
         threading.Thread(target=self._listen, name="nodes", daemon=True).start()
 
     @classmethod
-    def gather(cls, config: EngineConfig) -> NodeGroup:
+    def gather(cls, config: EngineConfig, starter: Starter | None = None) -> NodeGroup:
         """Wait for all nodes. Raises `ConfigError` for one that does not fit, `LoadError` for one that is lost."""
-        group = cls(config)
+        group = cls(config, starter)
         try:
+            if starter is not None:
+                starter.start(group._lose)
             group._wait_for_nodes()
             group._wait_for_connections()
         except BaseException as error:
@@ -104,13 +132,13 @@ class NodeGroup:
         threading.Thread(target=group._turn_away, name="late nodes", daemon=True).start()
         return group
 
-    def on_loss(self, act: Callable[[], None]) -> None:
+    def on_loss(self, act: Callable[[Loss], None]) -> None:
         """Have `act` called, by any thread, when a node is lost; at once if one is."""
         with self._lock:
             self._acts.append(act)
-            was_lost = self.lost is not None
-        if was_lost:
-            act()
+            lost = self.lost
+        if lost is not None:
+            act(lost)
 
     def be_ready(self) -> None:
         """All workers have loaded."""
@@ -134,18 +162,20 @@ class NodeGroup:
         # Closing it would not wake the thread that accepts.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        if self._starter is not None:
+            self._starter.close()
 
     def _wait_for_nodes(self) -> None:
-        notice_s = _FIRST_NOTICE_S
+        next_notice = time.monotonic() + _FIRST_NOTICE_S
         while missing := [rank for rank in range(1, self._nodes.size) if rank not in self._members]:
-            try:
-                caller = self._callers.get(timeout=notice_s)
-            except queue.Empty:
-                notice_s = _NOTICE_S
-                logger.warning(
-                    "node 0 waits for node %s of %d to join at %s", ", ".join(map(str, missing)), self._nodes.size,
-                    show_address((self._nodes.master_addr, self._nodes.master_port)),
-                )  # fmt: skip
+            caller = self._next_caller()
+            if caller is None:
+                if time.monotonic() > next_notice:
+                    next_notice += _NOTICE_S
+                    logger.warning(
+                        "node 0 waits for node %s of %d to join at %s", ", ".join(map(str, missing)), self._nodes.size,
+                        show_address((self._nodes.master_addr, self._nodes.master_port)),
+                    )  # fmt: skip
                 continue
             if isinstance(caller.message, Join):
                 self._take(_Member(caller.message, caller.connection, caller.host))
@@ -158,7 +188,8 @@ class NodeGroup:
                 send_message(member.connection, Joined(self._session, address))
             except OSError as error:
                 raise LoadError(f"{member} is gone: {error.strerror or error}.") from None
-            self._heartbeats.append(Heartbeat(member.connection, str(member), lambda news: None, self._lose))
+            lose = partial(self._lose, rank)
+            self._heartbeats.append(Heartbeat(member.connection, str(member), lambda news: None, lose))
 
     def _take(self, member: _Member) -> None:
         """Raises `ConfigError` if it does not fit."""
@@ -188,11 +219,8 @@ class NodeGroup:
         own = self._num_seats // self._nodes.size
         links: dict[int, int] = {}
         while len(self.controls) < self._num_seats - own or len(links) < self._size:
-            if self.lost is not None:
-                raise LoadError(f"{self.lost}.")
-            try:
-                caller = self._callers.get(timeout=_LOSS_CHECK_S)
-            except queue.Empty:
+            caller = self._next_caller()
+            if caller is None:
                 continue
             match caller.message:
                 case Control(self._session, seat) if 0 <= seat < self._num_seats - own and seat not in self.controls:
@@ -202,6 +230,15 @@ class NodeGroup:
                 case _:
                     self._refuse_late(caller)
         self.links = [links[rank] for rank in range(self._size)]
+
+    def _next_caller(self) -> _Caller | None:
+        """None if there is none yet. Raises `LoadError` if a node is lost."""
+        if self.lost is not None:
+            raise LoadError(f"{self.lost}.")
+        try:
+            return self._callers.get(timeout=_LOSS_CHECK_S)
+        except queue.Empty:
+            return None
 
     def _turn_away(self) -> None:
         while not self._is_closed:
@@ -218,17 +255,19 @@ class NodeGroup:
         else:
             caller.connection.close()
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, rank: int, why: str, details: str = "") -> None:
         with self._lock:
             if self._is_closed or self.lost is not None:
                 return
-            self.lost = why
+            member = self._members.get(rank)
+            where = "" if member is None else f" ({member.join.host}, {member.host})"
+            self.lost = loss = Loss(f"node {rank} {why}", f"node {rank}{where} {why}{details}")
             acts = list(self._acts)
-        logger.error("%s", why)
+        logger.error("%s", loss)
         for heartbeat in self._heartbeats:
-            heartbeat.say(Ended(why))
+            heartbeat.say(Ended(str(loss)))
         for act in acts:
-            act()
+            act(loss)
 
     def _listen(self) -> None:
         while True:

@@ -24,11 +24,11 @@ _decode = msgspec.msgpack.Decoder(News).decode
 
 
 class Heartbeat:
-    """One end. The thread calls `hear` with what the other says other than beats, and `lose` once, with why, when it
-    has ended, closed the connection or been silent for too long."""
+    """One end. The thread calls `hear` with what the other says other than beats, and `lose` once when it has ended,
+    closed the connection or been silent for too long: with what it has done, without its name."""
 
     def __init__(self, connection: socket.socket, name: str, hear: Callable[[News], None], lose: Callable[[str], None]):
-        self._connection, self._name, self._hear, self._lose = connection, name, hear, lose
+        self._connection, self._hear, self._lose = connection, hear, lose
         self._silence_s = SILENCE_OF_START_S
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
@@ -61,7 +61,7 @@ class Heartbeat:
     def _run(self) -> None:
         why = self._listen()
         if not self._is_closed.is_set():
-            self._lose(f"{self._name} {why}")
+            self._lose(why)
 
     def _listen(self) -> str:
         """Returns why it is over."""

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -70,10 +71,11 @@ class CoreClient:
         self._receiver = self._context.socket(zmq.PULL)
         self._receiver.setsockopt(zmq.RCVHWM, 0)
         core_input, core_output = f"ipc://{self._folder.name}/in", f"ipc://{self._folder.name}/out"
+        self._end_path = Path(self._folder.name, "end")
         self._sender.bind(core_input)
         self._receiver.bind(core_output)
         log_level = logging.getLogger("octavo").getEffectiveLevel()
-        core.configure(CoreProcessArgs(config, core_input, core_output, log_level))
+        core.configure(CoreProcessArgs(config, core_input, core_output, str(self._end_path), log_level))
 
     def send(self, message: FrontendMessage) -> None:
         """Raises `EngineDeadError` if there is no core to receive it."""
@@ -116,6 +118,13 @@ class CoreClient:
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
+
+    def end_reason(self) -> str:
+        """Why a process whose status is known has ended, for clients too. To be asked before `close`."""
+        try:
+            return self._end_path.read_text(encoding="utf-8")
+        except OSError:
+            return f"exit status {self.process.returncode}"
 
     def _stop_reading(self) -> None:
         if self._reading_loop is not None and not self._reading_loop.is_closed():

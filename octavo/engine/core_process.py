@@ -8,6 +8,7 @@ otherwise it sleeps until one comes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -15,6 +16,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import zmq
@@ -42,6 +44,8 @@ from octavo.processes import follow_parent, ignore_stop_signals
 from octavo.request import EngineRequest
 
 logger = logging.getLogger("octavo.engine.core_process")  # which may run as __main__
+
+_LOSS_S = 1.0  # within which who watches the workers says which was the first to go
 
 _goodbyes: list[Callable[[], None]] = []  # to be said before the process ends with its parent
 
@@ -85,7 +89,7 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
     gc.enable()
     executor = core.executor
     if isinstance(executor, TeamExecutor):
-        executor.team.on_death(_die)
+        executor.team.on_death(partial(_die, args.end_path))
         _goodbyes.append(executor.team.say_goodbye)
     ready = Ready(
         max_model_len=executor.max_model_len,
@@ -97,6 +101,15 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
         startup=phases.seconds | executor.startup,
     )
     sender.send(encode_message(ready))
+    try:
+        _serve(core, receiver, sender)
+    except Exception:
+        if isinstance(executor, TeamExecutor):  # the step may have failed for want of a worker, as `_die` tells
+            threading.Event().wait(_LOSS_S)
+        raise
+
+
+def _serve(core: EngineCore, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> None:
     while True:
         has_news = core.has_work
         if not has_news:
@@ -136,9 +149,12 @@ def _say_goodbye() -> None:
         say()
 
 
-def _die(why: str) -> None:
-    """A worker is gone, and this one may be idle, or wait for it: the parent starts all of them again."""
+def _die(end_path: str, why: str) -> None:
+    """A worker is gone, and this one may be idle, or wait for it: the parent starts all of them again, and tells
+    clients why."""
     logger.error("%s; the engine core ends", why)
+    with contextlib.suppress(OSError), open(end_path, "x", encoding="utf-8") as file:  # the first that dies is named
+        file.write(why)
     os._exit(1)
 
 

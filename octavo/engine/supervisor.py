@@ -172,8 +172,8 @@ class Supervisor:
         finally:
             if timer is not None:
                 timer.cancel()
-        status = self.core.process.wait()
-        return self._end_reason or f"the engine core has ended (exit status {status})"
+        self.core.process.wait()
+        return self._end_reason or f"the engine core has ended ({self.core.end_reason()})"
 
     def _check_start(self, timeout_s: float) -> None:
         """Kill a core that is still not ready."""

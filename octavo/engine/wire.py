@@ -20,6 +20,7 @@ class CoreProcessArgs(msgspec.Struct):
     config: EngineConfig
     input_address: str  # the core receives here
     output_address: str  # and sends here
+    end_path: str  # of a file for why it ends, where it can send no more
     log_level: int
 
 

@@ -114,23 +114,25 @@ def request_blocks(config: EngineConfig, groups: Sequence[CacheGroup], num_token
     return cache.most_blocks(num_tokens, config.scheduler.max_num_batched_tokens)
 
 
-def num_host_blocks(
-    config: EngineConfig, num_blocks: Sequence[int], block_bytes: Sequence[int], cache_bytes_on_host: int
-) -> list[int]:
-    """Blocks of the swap tier by pool, if there is one: in the proportion of the device's. On CPU it shares the RAM
-    with the KV cache itself."""
+def num_host_blocks(config: EngineConfig, num_blocks: Sequence[int], block_bytes: Sequence[int]) -> list[int]:
+    """Blocks of the swap tier by pool, if there is one: in the proportion of the device's."""
     if config.scheduler.preemption_mode != "swap":
         return [0] * len(num_blocks)
-    available = available_memory_bytes()
-    wanted = config.cache.swap_space_bytes + cache_bytes_on_host
-    if wanted > available:
-        beside = f" and {cache_bytes_on_host / _GIB:.2f} GiB of KV cache are" if cache_bytes_on_host else " is"
-        raise ConfigError(
-            f"--swap-space {config.cache.swap_space_bytes / _GIB:g} GiB{beside} more than the "
-            f"{available / _GIB:.2f} GiB of free RAM; lower one of them."
-        )
     total = sum(count * size for count, size in zip(num_blocks, block_bytes, strict=True))
     return [count * config.cache.swap_space_bytes // total for count in num_blocks]
+
+
+def check_swap_space(swap_bytes: int, cache_bytes_on_host: int, num_workers: int) -> None:
+    """Raises `ConfigError` if the swap tier of a worker, one of `num_workers` of its host, does not fit the free RAM,
+    which on CPU it shares with the KV cache itself."""
+    available = available_memory_bytes() // num_workers
+    if swap_bytes and swap_bytes + cache_bytes_on_host > available:
+        beside = f" and {cache_bytes_on_host / _GIB:.2f} GiB of KV cache are" if cache_bytes_on_host else " is"
+        each = f" for each of {num_workers} workers" if num_workers > 1 else ""
+        raise ConfigError(
+            f"--swap-space {swap_bytes / _GIB:g} GiB{beside} more than the {available / _GIB:.2f} GiB of free RAM"
+            f"{each}; lower one of them."
+        )
 
 
 def log_capacity(

@@ -72,18 +72,19 @@ class Node:
     def __str__(self) -> str:
         return f"node {self._config.nodes.rank} ({self._host})"
 
-    def run(self) -> None:
-        """Return when node 0 has ended for good. Raises `ConfigError` or `LoadError` where this node cannot join, and
-        where the first group that it joins never gets ready."""
+    def run(self, rejoins: bool = True) -> None:
+        """Return when node 0 has ended for good, or with the first group that breaks, if it does not join again. Raises
+        `ConfigError` or `LoadError` where this node cannot join, and where the first group that it joins never gets
+        ready."""
         while True:
             with _Membership(self._config, self._description) as membership:
                 joined = self._join(membership)
                 end = membership.serve(joined, self._become_ready)
-            if end.is_over:
+            if not self._was_ready and not end.is_over:
+                raise LoadError(f"{self}: the group has not got ready: {end.reason}.")
+            if end.is_over or not rejoins:
                 logger.info("%s ends: %s", self, end.reason)
                 return
-            if not self._was_ready:
-                raise LoadError(f"{self}: the group has not got ready: {end.reason}.")
             logger.error("%s has left the group: %s; it joins again", self, end.reason)
 
     def _become_ready(self) -> None:
@@ -178,7 +179,10 @@ class _Membership:
                 heartbeat.be_strict()
                 become_ready()
 
-        heartbeat = self._heartbeat = Heartbeat(self._connection, "node 0", hear, lambda why: self._ends.put(_End(why)))
+        def lose(why: str) -> None:
+            self._ends.put(_End(f"node 0 {why}"))
+
+        heartbeat = self._heartbeat = Heartbeat(self._connection, "node 0", hear, lose)
         try:
             self._start(joined)
         except (OSError, EOFError, HandshakeError) as error:

@@ -115,7 +115,7 @@ class Leader(Team):
         seats = seats_of_config(config)
         self.seat = next(seat for seat in seats if seat.stage == seat.num_stages - 1)
         self._seats = [seat for seat in seats if seat != self.seat]
-        self._group = NodeGroup.gather(config) if config.nodes.size > 1 else None
+        self._group = _gather(config) if config.nodes.size > 1 else None
         self._host = host = HostWorkers(config, description, self._group.links if self._group is not None else [], [])
         self.memory, self.memory_bytes = host.memory(self.seat), host.memory_bytes
         self._followers: list[Connection] = []
@@ -133,7 +133,7 @@ class Leader(Team):
         # Also when nobody refers to the team any more.
         self.close = weakref.finalize(self, _end, self._followers, host.processes, self.memory, self._group)
         if self._group is not None:
-            self._group.on_loss(self._hang_up)
+            self._group.on_loss(lambda loss: self._hang_up())
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -176,7 +176,7 @@ class Leader(Team):
                 message = decode_to_leader(follower.recv_bytes())
             except (EOFError, OSError):
                 lost = None if self._group is None else self._group.lost
-                raise LoadError(lost or f"{seat} ended before it was ready.") from None
+                raise LoadError(str(lost or f"{seat} ended before it was ready.")) from None
             if isinstance(message, CannotStart):
                 kind_of_error = ConfigError if message.is_of_flags else LoadError
                 where = f"node {seat.node}: " if seat.node != self.seat.node else ""
@@ -234,8 +234,8 @@ class Leader(Team):
         self._tell(ReleaseCache())
 
     def on_death(self, act: Callable[[str], None]) -> None:
-        """Have a thread call `act`, with what has happened, when a follower of this host ends, or another node is lost,
-        before the team is closed."""
+        """Have a thread call `act`, with what clients may know of it, when a follower of this host ends, or another
+        node is lost, before the team is closed."""
 
         def watch(seat: Seat, process: subprocess.Popen[bytes]) -> None:
             status = process.wait()
@@ -246,7 +246,7 @@ class Leader(Team):
         for seat, process in zip(own, self.processes, strict=True):
             threading.Thread(target=watch, args=(seat, process), name=str(seat), daemon=True).start()
         if (group := self._group) is not None:
-            group.on_loss(lambda: act(str(group.lost)))
+            group.on_loss(lambda loss: act(loss.for_clients))
 
     def abandon(self, why: str) -> None:
         """End a team that cannot start."""
@@ -317,6 +317,20 @@ class Follower(Team):
         found = self.hear()
         assert isinstance(found, Number)
         return found.value
+
+
+def _gather(config: EngineConfig) -> NodeGroup:
+    """The other nodes, which Ray starts if it is to."""
+    if config.nodes.ray_flags is None:
+        return NodeGroup.gather(config)
+    from octavo.execution.ray_nodes import RayNodes
+
+    others = RayNodes(config)
+    try:
+        return NodeGroup.gather(others.config, others)
+    except BaseException:
+        others.close()  # also where there has been no group to do it
+        raise
 
 
 def has_hung_up(other: Connection, timeout_s: float = 0.0) -> bool:

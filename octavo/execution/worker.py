@@ -267,12 +267,13 @@ class Worker:
         def choose() -> Sizes:
             fitting = capacity.shortened(config, self.groups, sizes, budget)
             num_blocks = capacity.num_blocks(fitting, self.groups, sizes, budget, source)
-            on_host = sum(map(mul, num_blocks, sizes)) if device.shares_memory else 0
-            num_host_blocks = capacity.num_host_blocks(fitting, num_blocks, sizes, on_host)
+            num_host_blocks = capacity.num_host_blocks(fitting, num_blocks, sizes)
             return Sizes(num_blocks, num_host_blocks, fitting.model.max_model_len)
 
         self.num_blocks, self.num_host_blocks, self.max_model_len = self._team.agree(choose)
         self.cache_bytes = sum(map(mul, self.num_blocks, own_sizes))
+        swap_bytes, on_host = sum(map(mul, self.num_host_blocks, own_sizes)), self._team.seat.on_host
+        capacity.check_swap_space(swap_bytes, self.cache_bytes if device.shares_memory else 0, on_host.size)
         config = config.with_max_model_len(self.max_model_len)
         self._use(self._caches(self.num_blocks), self.num_host_blocks)
         phases.end("KV cache")

@@ -20,10 +20,10 @@ from octavo.execution.stage_links import TcpLink
 @pytest.mark.parametrize(
     ("do", "expected"),
     [
-        (lambda other: None, "node 7 has not been heard of for 0.2 s"),
-        (lambda other: other.close(), "node 7 has closed its connection"),
-        (lambda other: other.sendall(framed(Ended("it was told to"))), "node 7 has ended: it was told to"),
-        (lambda other: other.sendall(b"HTTP/1.1 400 Bad Request"), "node 7 sends what no node would .*"),
+        (lambda other: None, "has not been heard of for 0.2 s"),
+        (lambda other: other.close(), "has closed its connection"),
+        (lambda other: other.sendall(framed(Ended("it was told to"))), "has ended: it was told to"),
+        (lambda other: other.sendall(b"HTTP/1.1 400 Bad Request"), "sends what no node would .*"),
     ],
 )
 def test_a_node_is_lost(do: Callable[[socket.socket], None], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_nodes_that_beat_hear_each_other_and_end_in_order() -> None:
     assert heard.get(timeout=60) == GroupReady()
     first.close(Ended("that was all", is_over=True), grace_s=0)
     assert heard.get(timeout=60) == Ended("that was all", is_over=True)
-    assert lost.get(timeout=60) == "node 1 has ended: that was all", "told by the second alone"
+    assert lost.get(timeout=60) == "has ended: that was all", "told by the second alone"
     second.close()
     assert lost.empty()
 

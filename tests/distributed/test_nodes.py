@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config import AsyncEngineArgs, EngineConfig
+from octavo.config import AsyncEngineArgs, EngineConfig, parallel
 from octavo.distributed import group
 from octavo.distributed.group import NodeGroup
 from octavo.engine.core import EngineCore
@@ -27,6 +27,7 @@ from tests.execution.test_runner import config_of, model, run, told
 
 __all__ = ["model"]
 
+RAY = {"distributed_executor_backend": "ray", "pipeline_parallel_size": 2}
 FOUR_LAYERS = {"hf_overrides": {"num_hidden_layers": 4}}
 
 
@@ -201,12 +202,16 @@ def test_without_node_0_a_node_gives_up(model: Path, port: int) -> None:
             {"nnodes": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2},
             "not built yet with --data-parallel-size",
         ),
+        (RAY, r"needs Ray: pip install 'octavo\[ray\]', on all hosts"),
+        (RAY | {"pipeline_parallel_size": 1}, "ray shares the stages of --pipeline-parallel-size out"),
+        (RAY | {"nnodes": 2, "node_rank": 1}, "--node-rank is for nodes that are started by hand"),
     ],
 )
 def test_flags_of_nodes_are_checked(
     model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], message: str
 ) -> None:
     monkeypatch.delenv("OCTAVO_NODES_TOKEN", raising=False)
+    monkeypatch.setattr(parallel, "find_spec", lambda name: None)  # whether or not it is here
     with pytest.raises(ConfigError, match=message):
         config_of(model, **flags)
 

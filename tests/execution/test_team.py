@@ -14,6 +14,7 @@ import pytest
 
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
+from octavo.execution import capacity
 from octavo.execution.executor import TeamExecutor
 from octavo.lora.files import source
 from octavo.plan import StepPlan
@@ -231,6 +232,16 @@ def told_exactly(outputs: list[SequenceOutput]) -> list[tuple[int, list[float]]]
     return [(token, list(entry.logprobs)) for token, entry in zip(tokens, entries, strict=True)]
 
 
+def test_swap_space_must_fit_the_memory_of_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 4 << 30)
+    capacity.check_swap_space(1 << 30, 1 << 30, 2)
+    capacity.check_swap_space(0, 8 << 30, 1)
+    with pytest.raises(
+        ConfigError, match=r"1 GiB and 1.50 GiB of KV cache are more than the 2.00 GiB .* each of 2 workers"
+    ):
+        capacity.check_swap_space(1 << 30, 3 << 29, 2)
+
+
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
@@ -276,7 +287,7 @@ def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.Monk
         ({"tensor_parallel_size": 2, "quantization": "int8"}, "columns 0 to 48 of a INT8 matrix .* lie together by 32"),
         ({"tensor_parallel_size": 2, "cpu_threads": 1}, "less than the 2 workers of"),
         ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses"),
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray is not built yet; mp is"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray shares the stages of .*: leave"),
         ({"tensor_parallel_size": 0}, "must be greater than 0"),
         ({"enable_expert_parallel": True}, "workers of --tensor-parallel-size, which is 1"),
         ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "LlamaForCausalLM has no experts; leave it out"),

@@ -1,0 +1,179 @@
+"""Nodes that Ray starts on the hosts of a cluster, which here are two raylets of this machine.
+
+The tests' environment lacks Ray. The first test puts it beside that for one process, which runs the others.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.errors import ConfigError, LoadError
+from octavo.execution import ray_nodes
+from octavo.execution.executor import TeamExecutor
+from tests.distributed.test_nodes import FOUR_LAYERS
+from tests.e2e.prometheus import free_port
+from tests.e2e.server import running_server
+from tests.e2e.test_nodes import complete
+from tests.execution.test_guesses import guessed_requests
+from tests.execution.test_runner import config_of, model, run, told
+
+__all__ = ["model"]
+
+HAS_RAY = find_spec("ray") is not None
+ROOT = Path(__file__).parents[2]
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: the first test runs these where it is")
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+
+@pytest.mark.skipif(HAS_RAY, reason="Ray is here: the tests below are run")
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+def test_the_tests_below_pass_where_ray_is(tmp_path: Path) -> None:
+    installing = ["uv", "pip", "install", "--python", sys.executable, "--target", str(tmp_path), "ray>=2.50"]
+    try:
+        subprocess.run(installing, check=True, capture_output=True, text=True, timeout=120)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"Ray cannot be installed here: {error.stderr[-500:]!r}")
+    # Behind what the tests' environment has.
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(tmp_path)]))
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-n", "0", "--long", __file__]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " 1 skipped" in done.stdout.splitlines()[-1], "this one"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Of two hosts with two processors each, the first of which is this one."""
+    from ray.cluster_utils import Cluster
+
+    small = {"num_cpus": 2, "object_store_memory": 80 << 20}
+    with pytest.MonkeyPatch.context() as changed:
+        cluster = Cluster(initialize_head=True, head_node_args=small | {"include_dashboard": False})
+        try:
+            cluster.add_node(**small)
+            changed.setenv("RAY_ADDRESS", cluster.address)
+            yield cluster
+        finally:
+            sys.modules["ray"].shutdown()
+            cluster.shutdown()
+
+
+def ray_config(model: Path, **flags: Any) -> EngineConfig:
+    shared = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray", "master_port": free_port()}
+    return config_of(model, **(shared | FOUR_LAYERS | flags))
+
+
+def wait_until(is_so: Callable[[], bool], of_what: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline, of_what()
+        threading.Event().wait(0.05)
+
+
+def wait_until_free() -> None:
+    """Until nothing of the cluster is taken."""
+    import ray
+
+    ray_nodes._connect()
+    wait_until(lambda: ray.available_resources().get("CPU") == 4, ray.available_resources)
+    wait_until(lambda: not actors(), actors)
+
+
+def actors() -> list[psutil.Process]:
+    found = psutil.process_iter(["cmdline"])
+    return [one for one in found if (one.info["cmdline"] or [""])[0].startswith("ray::RayNode")]
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 4, "nnodes": 2, "cpu_threads": 2}],
+    ids=["pp 2", "tp 2 x pp 2", "pp 4 on 2 hosts"],
+)
+def test_nodes_of_ray_answer_as_one_worker(
+    cluster: Any, model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]
+) -> None:
+    """The same bits, where each layer is one worker's, and tokens in any case. The token is made at the start."""
+    monkeypatch.setenv("OCTAVO_NODES_TOKEN", "")
+    executor = TeamExecutor(config := ray_config(model, **flags))
+    try:
+        assert executor.team._group is not None
+        assert executor.team._group._nodes.master_addr == cluster.address.rpartition(":")[0]
+        found = run(EngineCore(config, executor), guessed_requests(1), 1)
+    finally:
+        executor.team.close()
+    expected = run(EngineCore(config_of(model, **FOUR_LAYERS)), guessed_requests(1), 1)
+    assert found.keys() == expected.keys()
+    for key, outputs in found.items():
+        was, should_be = told(outputs), told(expected[key])
+        tolerance = 2e-3 if "tensor_parallel_size" in flags else 0
+        assert was.pop("values") == pytest.approx(should_be.pop("values"), abs=tolerance)
+        assert was == should_be
+    wait_until_free()
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("flags", "of_node", "kind", "message"),
+    [
+        ({"cpu_threads": 3}, {}, ConfigError, r"no room for 2 nodes .* 3 CPUs each .* 2, .* 2, of which 4 are free"),
+        ({"pipeline_parallel_size": 4}, {}, ConfigError, "no room for 4 nodes .* --nnodes says how many hosts"),
+        ({}, {"model": "/nowhere"}, LoadError, "node 1 has ended, which Ray had started: .*/nowhere"),
+        ({}, {"max_num_seqs": 4}, ConfigError, r"node 1 .* cannot join: its scheduler.max_num_seqs is 4"),
+    ],
+)
+def test_a_bad_start_is_told(
+    cluster: Any, model: Path, flags: dict[str, Any], of_node: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    config = ray_config(model, **flags)
+    assert config.nodes.ray_flags is not None
+    config.nodes.ray_flags.update(of_node)
+    begin = time.monotonic()
+    with pytest.raises(kind, match=message):
+        TeamExecutor(config)
+    assert time.monotonic() - begin < 60  # on its way from 10 s
+    wait_until_free()
+
+
+@needs_ray
+def test_without_a_cluster_the_server_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    flags = ["-pp", "2", "--distributed-executor-backend", "ray", "--max-model-len", "512"]
+    with running_server(tmp_path, *flags, wait=False) as server:
+        assert server.process.wait(120) == 1
+        assert "finds no cluster at RAY_ADDRESS 127.0.0.1" in server.log.read_text()
+
+
+@needs_ray
+def test_an_actor_that_dies_costs_its_requests_and_all_start_again(cluster: Any, tmp_path: Path) -> None:
+    flags = ["-pp", "2", "--distributed-executor-backend", "ray", "--master-port", str(free_port())]
+    small = ["--cpu-threads", "1", "--max-model-len", "2048", "--kv-cache-memory-bytes", "100000000"]
+    with running_server(tmp_path, *flags, *small) as server:
+        assert "Paris" in complete(server.url, max_tokens=8).read().decode()
+        for part in ("actor", "worker"):
+            (actor,) = actors()
+            (worker,) = actor.children()
+            stream = complete(server.url, max_tokens=2000, stream=True)
+            stream.readline()
+            (actor if part == "actor" else worker).kill()
+            told = stream.read().decode()
+            assert "engine_dead" in told and "the engine core has ended (node 1 has " in told
+            wait_until(lambda: server.get("/health")[0] == 200, server.log.read_text)
+            assert "Paris" in complete(server.url, max_tokens=8).read().decode()
+            assert not worker.is_running()
+        assert server.stop() == 0
+    wait_until_free()
