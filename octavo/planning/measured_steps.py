@@ -22,13 +22,12 @@ from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepShape
 from octavo.kv_cache.groups import group_layers
-from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
-from octavo.models.inventory import record
 from octavo.models.registry import build
 from octavo.ops import LayerKVCache, load
 from octavo.plan import PlannedRow, StepPlan
+from octavo.planning.formats import packed_weight_bytes
 from octavo.step_cost import StepCostModel, StepWork
 
 _LEAST_BYTES = 192 << 20  # of the part's layers, where the model has so many: more than most caches hold
@@ -98,9 +97,7 @@ def _part_of(description: ModelDescription, weights: Weights, dtype: str) -> tup
         return replace(description, layers=description.layers[:count], vocab_size=num_tokens)
 
     def num_bytes(count: int) -> int:
-        recorded = RecordingWeights(dtype, weights)
-        record(with_layers(count), recorded)
-        return recorded.packed_bytes()[0]
+        return packed_weight_bytes(with_layers(count), weights, dtype)[0]
 
     none, all_layers, total = num_bytes(0), len(description.layers), num_bytes(len(description.layers))
     of_layers = total - none
