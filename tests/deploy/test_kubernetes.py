@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
 from octavo.metrics.prometheus import EngineMetrics
-from tests.deploy.kubernetes import built, check, containers
+from tests.deploy.kubernetes import Manifest, built, check, containers, pods
 
 ROOT = Path(__file__).parents[2] / "deploy" / "kubernetes"
 COMPONENTS = {path.name for path in (ROOT / "components").iterdir()}
@@ -28,7 +30,7 @@ def test_overlays(device: str, scaler: str, tmp_path: Path) -> None:
     check(manifests)
     kinds = {manifest["kind"] for manifest in manifests}
     assert {"PodDisruptionBudget", "NetworkPolicy", "ServiceMonitor", "Ingress", "PriorityClass"} <= kinds
-    (server,) = (c for m in manifests if m["kind"] == "Deployment" for c in containers(m))
+    (server,) = (c for m in manifests for pod in pods(m) for c in containers(pod))
     assert server["image"] == {"cpu": "octavo:cpu", "gpu": "octavo:cuda"}[device]
     assert ("nvidia.com/gpu" in server["resources"]["limits"]) == (device == "gpu")
 
@@ -39,6 +41,36 @@ def test_what_is_applied_as_it_stands(device: str) -> None:
     check(manifests)
     (scaler,) = [m for m in manifests if m["kind"] == "HorizontalPodAutoscaler"]
     assert scaler["spec"]["minReplicas"] == 2
+
+
+def test_groups_of_pods() -> None:
+    manifests = built(ROOT / "leaderworkerset")
+    check(manifests)
+    images = [c["image"] for m in manifests for pod in pods(m) for c in containers(pod)]
+    assert images == ["octavo:cpu"] * 2
+
+
+def _worker(manifests: list[Manifest]) -> dict[str, Any]:
+    (group,) = [m for m in manifests if m["kind"] == "LeaderWorkerSet"]
+    spec: dict[str, Any] = pods(group)[1]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda worker: worker["containers"][0]["args"].remove("--headless"),
+        lambda worker: worker["containers"][0]["args"].append("--max-model-len=8192"),
+        lambda worker: worker["containers"][0]["lifecycle"]["preStop"]["exec"].update(command=["sleep", "5"]),
+        lambda worker: worker["containers"][0]["env"].pop(0),
+        lambda worker: worker["securityContext"].update(runAsNonRoot=False),
+    ],
+)
+def test_a_group_that_does_not_fit_together_is_noticed(spoil: Callable[[dict[str, Any]], object]) -> None:
+    manifests = built(ROOT / "leaderworkerset")
+    spoil(_worker(manifests))
+    with pytest.raises(AssertionError):
+        check(manifests)
 
 
 def test_what_scalers_ask_for_is_exported() -> None:
