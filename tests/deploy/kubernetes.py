@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 from collections.abc import Set
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ import yaml
 
 Manifest = dict[str, Any]
 # Which kubernetes-validate has no schemas of.
-CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "LeaderWorkerSet"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "LeaderWorkerSet", "RayCluster"}
 KUBERNETES = "1.30"
 _KNOWN = {"apiVersion", "kind", "resources", "components", "labels", "images", "patches"}
 
@@ -74,10 +75,13 @@ def _apply(operation: dict[str, Any], manifest: Manifest) -> None:
 
 
 def pods(workload: Manifest) -> list[Manifest]:
-    """Pods, or templates of such: of a LeaderWorkerSet the leader's and the workers'."""
+    """Pods, or templates of such: of a group the one of the server, then those of workers."""
     if workload["kind"] == "LeaderWorkerSet":
         group = workload["spec"]["leaderWorkerTemplate"]
         return [group["leaderTemplate"], group["workerTemplate"]]
+    if workload["kind"] == "RayCluster":
+        groups = workload["spec"]["headGroupSpec"], *workload["spec"]["workerGroupSpecs"]
+        return [group["template"] for group in groups]
     if workload["kind"] == "Deployment":
         return [workload["spec"]["template"]]
     return [workload] if workload["kind"] == "Pod" else []
@@ -103,13 +107,17 @@ def check(manifests: list[Manifest], others: Set[str] = frozenset()) -> None:
         whole = {"apiVersion": "v1", "kind": "Pod", **pod}
         kubernetes_validate.validate(json.loads(json.dumps(whole)), KUBERNETES, strict=True)
         _check_restricted(pod)
-    deployments, groups = (by_kind.get(kind, []) for kind in ("Deployment", "LeaderWorkerSet"))
+    deployments = by_kind.get("Deployment", [])
     for deployment in deployments:
         template = deployment["spec"]["template"]
         _check_server(template, by_kind, len(deployments))
         assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-    for group in groups:
+    for group in by_kind.get("LeaderWorkerSet", []):
         _check_group(group, by_kind)
+        _check_nodes(group)
+    for cluster in by_kind.get("RayCluster", []):
+        _check_group(cluster, by_kind)
+        _check_ray(cluster, by_kind)
     names = {deployment["metadata"]["name"] for deployment in deployments}
     for scaler in by_kind.get("HorizontalPodAutoscaler", []) + by_kind.get("ScaledObject", []):
         target = scaler["spec"]["scaleTargetRef"]["name"]
@@ -157,7 +165,7 @@ def _check_server(template: Manifest, by_kind: dict[str, list[Manifest]], num_bu
     mean its pods."""
     pod, labels = template["spec"], template["metadata"]["labels"]
     (server,) = pod["containers"]
-    args = _parsed(server, {"LWS_GROUP_SIZE": "2", "POD_IP": "10.0.0.1"})
+    args = _parsed(server)
     assert server["startupProbe"]["httpGet"]["path"] == server["readinessProbe"]["httpGet"]["path"] == "/health"
     assert server["livenessProbe"]["httpGet"]["path"] == "/version"
     assert {port["name"]: port["containerPort"] for port in server["ports"]}["http"] == args.port
@@ -186,47 +194,78 @@ def _check_server(template: Manifest, by_kind: dict[str, list[Manifest]], num_bu
 
 
 def _check_group(group: Manifest, by_kind: dict[str, list[Manifest]]) -> None:
-    """All nodes have the same flags, but for those that say who they are; workers outlive the leader's drain; policy
-    and budget mean both, the Service the leader alone."""
-    spec = group["spec"]["leaderWorkerTemplate"]
-    leader, worker = pods(group)
+    """Workers outlive the server's drain; policy and budget mean all, the Service the server alone."""
+    leader, *workers = pods(group)
     _check_server(leader, by_kind, 1)
-    _check_volumes(worker["spec"], by_kind)
-    (server,), (node,) = containers(leader), containers(worker)
-    size = str(spec["size"])
-    own = _parsed(server, {"LWS_GROUP_SIZE": size, "POD_IP": "10.0.0.1"})
-    other = _parsed(node, {"LWS_GROUP_SIZE": size, "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "g-0.g.default"})
+    (service,), (budget,), (policy,) = (by_kind[kind] for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy"))
+    selected = policy["spec"]["podSelector"]
+    assert {"from": [{"podSelector": selected}]} in policy["spec"]["ingress"]
+    assert {"to": [{"podSelector": selected}]} in policy["spec"]["egress"]
+    (server,) = containers(leader)
+    drain_s = _drain_s(server, _parsed(server))
+    for worker in workers:
+        _check_volumes(worker["spec"], by_kind)
+        (node,), labels = containers(worker), worker["metadata"]["labels"]
+        stays_s = int(node["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert drain_s < stays_s < worker["spec"]["terminationGracePeriodSeconds"]
+        assert not service["spec"]["selector"].items() <= labels.items()
+        assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert selected["matchLabels"].items() <= labels.items()
+        assert server["resources"] == node["resources"], "stages have equally many layers"
+
+
+def _check_nodes(group: Manifest) -> None:
+    """Of a LeaderWorkerSet: all nodes have the same flags, but for those that say who they are."""
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    (server,), (node,) = (containers(pod) for pod in pods(group))
+    own, other = _parsed(server, LWS_GROUP_SIZE=str(size)), _parsed(node, LWS_GROUP_SIZE=str(size))
     assert own.node_rank == 0 and other.node_rank == 1 and other.headless and not own.headless
-    assert own.nnodes == spec["size"] and own.pipeline_parallel_size % own.nnodes == 0
-    of_a_node = {"node_rank", "master_addr", "headless"}
+    assert own.nnodes == size and own.pipeline_parallel_size % size == 0
     differing = {name for name, value in vars(own).items() if vars(other)[name] != value}
-    assert differing == of_a_node, differing
+    assert differing == {"node_rank", "master_addr", "headless"}, differing
     (port,) = [port["containerPort"] for port in server["ports"] if port["name"] == "nodes"]
     assert port == own.master_port
     for container in (server, node):
         tokens = [e["valueFrom"]["secretKeyRef"] for e in container["env"] if e["name"] == "OCTAVO_NODES_TOKEN"]
         assert len(tokens) == 1 and not tokens[0].get("optional"), "nodes of other hosts need one to join"
-    stays_s = int(node["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert _drain_s(server, own) < stays_s < worker["spec"]["terminationGracePeriodSeconds"]
     assert group["spec"]["startupPolicy"] == "LeaderCreated", "the leader is not ready before its workers"
-    (service,) = by_kind["Service"]
-    assert service["metadata"]["name"] != group["metadata"]["name"], "the controller makes one of its name"
-    labels = worker["metadata"]["labels"]
-    assert not service["spec"]["selector"].items() <= labels.items()
-    (budget,), (policy,) = by_kind["PodDisruptionBudget"], by_kind["NetworkPolicy"]
-    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-    among = {"podSelector": {"matchLabels": policy["spec"]["podSelector"]["matchLabels"]}}
-    assert {"from": [among]} in policy["spec"]["ingress"] and {"to": [among]} in policy["spec"]["egress"]
+    assert group["metadata"]["name"] != "octavo", "the controller makes a Service of its name"
 
 
-def _parsed(container: dict[str, Any], variables: dict[str, str]) -> argparse.Namespace:
+def _check_ray(cluster: Manifest, by_kind: dict[str, list[Manifest]]) -> None:
+    """Of a RayCluster: a pod for each stage, which are waited for, and no port of Ray's without its token."""
+    (server,) = containers(pods(cluster)[0])
+    args, spec = _parsed(server), cluster["spec"]
+    num_pods = 1 + sum(group["replicas"] for group in spec["workerGroupSpecs"])
+    assert args.distributed_executor_backend == "ray" and args.pipeline_parallel_size == num_pods
+    assert f"< {num_pods})" in server["args"][0]
+    assert spec["authOptions"] == {"mode": "token"}
+    assert cluster["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
+    assert all("$KUBERAY_GEN_RAY_START_CMD" in containers(pod)[0]["args"][0] for pod in pods(cluster))
+    for group in spec["workerGroupSpecs"]:
+        (port,) = containers(group["template"])[0]["ports"]
+        assert str(port["containerPort"]) == group["rayStartParams"]["node-manager-port"]
+    (budget,) = by_kind["PodDisruptionBudget"]
+    assert "maxUnavailable" not in budget["spec"], "RayClusters have no scale, from which it would be counted"
+
+
+# As the controller of LeaderWorkerSets, or the manifest, sets them.
+_VARIABLES = {
+    "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "octavo-group-0.octavo-group.default",
+    "POD_IP": "10.0.0.1",
+}  # fmt: skip
+
+
+def _parsed(container: dict[str, Any], **variables: str) -> argparse.Namespace:
     """The server's arguments, with variables in them as the kubelet writes them out."""
     from octavo.entrypoints.cli.serve import parse_args
 
-    engine_args, server_args = parse_args(
-        [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], arg) for arg in container["args"]], "octavo serve"
-    )
+    words = container["args"]
+    if "command" in container:  # a script that ends in it
+        words = shlex.split(words[0].split("exec octavo serve ")[1])
+    values = _VARIABLES | variables
+    words = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in words]
+    engine_args, server_args = parse_args(words, "octavo serve")
     return argparse.Namespace(**(asdict(server_args) | asdict(engine_args)))
 
 

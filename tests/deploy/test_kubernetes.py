@@ -43,31 +43,36 @@ def test_what_is_applied_as_it_stands(device: str) -> None:
     assert scaler["spec"]["minReplicas"] == 2
 
 
-def test_groups_of_pods() -> None:
-    manifests = built(ROOT / "leaderworkerset")
+@pytest.mark.parametrize(("overlay", "image"), [("leaderworkerset", "octavo:cpu"), ("kuberay", "octavo:ray")])
+def test_pods_that_share_a_model(overlay: str, image: str) -> None:
+    manifests = built(ROOT / overlay)
     check(manifests)
-    images = [c["image"] for m in manifests for pod in pods(m) for c in containers(pod)]
-    assert images == ["octavo:cpu"] * 2
+    assert [c["image"] for m in manifests for pod in pods(m) for c in containers(pod)] == [image] * 2
 
 
 def _worker(manifests: list[Manifest]) -> dict[str, Any]:
-    (group,) = [m for m in manifests if m["kind"] == "LeaderWorkerSet"]
+    (group,) = [m for m in manifests if len(pods(m)) > 1]
     spec: dict[str, Any] = pods(group)[1]["spec"]
     return spec
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    ("overlay", "spoil"),
     [
-        lambda worker: worker["containers"][0]["args"].remove("--headless"),
-        lambda worker: worker["containers"][0]["args"].append("--max-model-len=8192"),
-        lambda worker: worker["containers"][0]["lifecycle"]["preStop"]["exec"].update(command=["sleep", "5"]),
-        lambda worker: worker["containers"][0]["env"].pop(0),
-        lambda worker: worker["securityContext"].update(runAsNonRoot=False),
+        ("leaderworkerset", lambda worker: worker["containers"][0]["args"].remove("--headless")),
+        ("leaderworkerset", lambda worker: worker["containers"][0]["args"].append("--max-model-len=8192")),
+        ("leaderworkerset", lambda worker: worker["containers"][0]["env"].pop(0)),
+        ("leaderworkerset", lambda worker: worker["securityContext"].update(runAsNonRoot=False)),
+        ("leaderworkerset", lambda worker: worker.update(terminationGracePeriodSeconds=25)),
+        (
+            "kuberay",
+            lambda worker: worker["containers"][0]["lifecycle"]["preStop"]["exec"].update(command=["sleep", "5"]),
+        ),
+        ("kuberay", lambda worker: worker["containers"][0]["ports"][0].update(containerPort=6381)),
     ],
 )
-def test_a_group_that_does_not_fit_together_is_noticed(spoil: Callable[[dict[str, Any]], object]) -> None:
-    manifests = built(ROOT / "leaderworkerset")
+def test_pods_that_do_not_fit_together_are_noticed(overlay: str, spoil: Callable[[dict[str, Any]], object]) -> None:
+    manifests = built(ROOT / overlay)
     spoil(_worker(manifests))
     with pytest.raises(AssertionError):
         check(manifests)
