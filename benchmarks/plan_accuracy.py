@@ -1,9 +1,10 @@
-"""Compares what `octavo plan` predicts for this machine's processors with what `octavo bench latency` takes, in turn.
+"""Compares what `octavo plan` predicts for this machine's processors with what the engine takes, in turn.
 
     python benchmarks/plan_accuracy.py [--rounds 5] [--batches 1 4 16] [--outputs 64] [MODEL] [--format int8]
 
-A decode step is the time of `--outputs` more tokens behind prompts of 128; a prompt has 512 tokens. Figures are medians
-over the rounds. Other programs on the machine move both: believe it only where the rounds agree.
+The engine is measured as `octavo bench latency` does it. A decode step is the time of `--outputs` more tokens behind
+cached prompts of 128; a prompt has 512 tokens. Figures are medians over the rounds. Other programs on the machine
+move both: believe it only where the rounds agree.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
+import time
 from typing import Any
 
+import numpy as np
+
+from octavo import LLM, SamplingParams
+
 _PROMPT, _LONG_PROMPT = 128, 512
-_OCTAVO = [sys.executable, "-m", "octavo.entrypoints.cli.main"]
+_TRIES = 3  # in a round
+_PLAN = [sys.executable, "-m", "octavo.entrypoints.cli.main", "plan", "--json"]
 
 
-def bench_s(flags: list[str], batch: int, num_in: int, num_out: int) -> float:
-    """Median seconds of a batch."""
-    sizes = [f"--batch-size={batch}", f"--input-len={num_in}", f"--output-len={num_out}"]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        command = [*_OCTAVO, "bench", "latency", *flags, *sizes, "--num-iters=3", "--num-iters-warmup=1"]
-        subprocess.run([*command, f"--json={file}", "--temperature=0"], check=True, capture_output=True)
-        return statistics.median(json.loads(file.read_text())["latencies"])
+def batch_s(llm: LLM, prompts: list[list[int]], num_out: int) -> float:
+    """Seconds of a batch."""
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=num_out)
+    begin = time.perf_counter()
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return time.perf_counter() - begin
 
 
 def main() -> None:
@@ -40,19 +43,27 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--outputs", type=int, default=64)
     args = parser.parse_args()
-    of_plan = [*([args.model] if args.model else []), f"--format={args.format}", "--json", "--batch-sizes"]
+    of_plan = [*([args.model] if args.model else []), f"--format={args.format}", "--batch-sizes"]
     of_plan += [*map(str, args.batches), f"--context-len={_PROMPT + args.outputs // 2}", f"--input-len={_LONG_PROMPT}"]
-    of_bench = [f"--model={args.model}", "--device=cpu"]
-    of_bench += [f"--quantization={args.format}"] * (args.format != "as-is")
+    quantization = None if args.format == "as-is" else args.format
+    llm = LLM(args.model, device="cpu", quantization=quantization)
+    random = np.random.default_rng(0)
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        tokens: list[list[int]] = random.integers(llm.config.model.vocab_size, size=(count, length)).tolist()
+        return tokens
+
     pairs: dict[str, list[tuple[float, float]]] = {}
     for _ in range(args.rounds):
-        done = subprocess.run([*_OCTAVO, "plan", *of_plan], check=True, capture_output=True, text=True)
+        done = subprocess.run([*_PLAN, *of_plan], check=True, capture_output=True, text=True)
         plan: dict[str, Any] = json.loads(done.stdout)
         for entry in plan["decode"]:
-            batch = entry["batch"]
-            more, one = (bench_s(of_bench, batch, _PROMPT, count) for count in (1 + args.outputs, 1))
-            pairs.setdefault(f"decode, {batch} at once", []).append((entry["seconds"], (more - one) / args.outputs))
-        prompt_s = bench_s(of_bench, 1, _LONG_PROMPT, 1)
+            batch = prompts(entry["batch"], _PROMPT)
+            batch_s(llm, batch, 1)  # from here on the prompts are in the cache
+            times_s = [(batch_s(llm, batch, 1 + args.outputs), batch_s(llm, batch, 1)) for _ in range(_TRIES)]
+            step_s = statistics.median(more - one for more, one in times_s) / args.outputs
+            pairs.setdefault(f"decode, {entry['batch']} at once", []).append((entry["seconds"], step_s))
+        prompt_s = statistics.median(batch_s(llm, prompts(1, _LONG_PROMPT), 1) for _ in range(_TRIES))
         pairs.setdefault(f"prompt of {_LONG_PROMPT}", []).append((plan["prefill"][0]["seconds"], prompt_s))
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
     print(f"{'':24}{'predicted':>12}{'measured':>12}{'ratio':>8}   ratios of the rounds")

@@ -48,11 +48,13 @@ def weights_like(weights: Weights, description: ModelDescription, dtype: str) ->
     return BlockWeights(dtype, {t.name: _stand_in(t) for t in recorded.tensors if t.is_matrix}, weights)
 
 
-def packed_weight_bytes(description: ModelDescription, weights: Weights, dtype: str) -> tuple[int, str]:
+def packed_weight_bytes(
+    description: ModelDescription, weights: Weights, dtype: str, *, on_gpu: bool = False
+) -> tuple[int, str]:
     """Bytes that the model's matrices take once they are packed, and in what they are held."""
     recorded = RecordingWeights(dtype, weights)
     record(description, recorded)
-    return recorded.packed_bytes()
+    return recorded.packed_bytes(keeps_superblocks=not on_gpu)
 
 
 class BlockWeights(DummyWeights):

@@ -8,6 +8,7 @@ multiplied as the engine does it, by a captured step of the engine's own runner.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -22,21 +23,20 @@ from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepShape
 from octavo.kv_cache.groups import group_layers
-from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
-from octavo.models.inventory import record
 from octavo.models.registry import build
 from octavo.ops import LayerKVCache, load
 from octavo.plan import PlannedRow, StepPlan
+from octavo.planning.formats import packed_weight_bytes
 from octavo.step_cost import StepCostModel, StepWork
 
 _LEAST_BYTES = 192 << 20  # of the part's layers, where the model has so many: more than most caches hold
 _MOST_VOCABULARY_BYTES = 64 << 20  # of the part's output matrix
 _MOST_TOKENS = 512  # of a step
 _MOST_ROWS = 32
-_TRIES_S = 0.08  # for each step
-_LEAST_TRIES = 3
+_PASSES = 3  # over all steps, so that no step is seen only while a neighbour is busy
+_TRIES_S = 0.03  # for each step in a pass
 _FITS = 40  # observations of each step
 # Around a step in the engine's core, by `benchmarks/step_overhead.py` in docs/performance.md: 483 us at 1 stream,
 # 1,676 at 256.
@@ -61,17 +61,23 @@ def measure_steps(config: EngineConfig, description: ModelDescription, weights: 
     Takes a second or two, and more where a layer of the model is large."""
     part, layer_scale, vocabulary_scale = _part_of(description, weights, dtype)
     runner = _runner(config, part, weights, dtype)
-    steps = []
-    for num_rows, num_computed, num_tokens in _STEPS:
-        if num_computed + num_tokens > config.model.max_model_len:
-            continue
-        seconds = layer_scale * _measure(runner, num_rows, num_computed, num_tokens, num_rows)
-        if layer_scale != vocabulary_scale:
-            without = _measure(runner, num_rows, num_computed, num_tokens, 0)
-            seconds += (vocabulary_scale - layer_scale) * max(0.0, seconds / layer_scale - without)
+    steps = [step for step in _STEPS if step[1] + step[2] <= config.model.max_model_len]
+    is_alike = layer_scale == vocabulary_scale
+    times_s: dict[tuple[int, int, int, int], list[float]] = defaultdict(list)
+    for _ in range(_PASSES):
+        for step in steps:
+            for num_samples in (step[0],) if is_alike else (step[0], 0):
+                times_s[*step, num_samples] += _times_s(runner, *step, num_samples)
+    measured = []
+    for num_rows, num_computed, num_tokens in steps:
+        part_s = median(times_s[num_rows, num_computed, num_tokens, num_rows])
+        seconds = layer_scale * part_s
+        if not is_alike:
+            without_s = median(times_s[num_rows, num_computed, num_tokens, 0])
+            seconds += (vocabulary_scale - layer_scale) * max(0.0, part_s - without_s)
         work = StepWork.of([(0, num_computed, num_tokens, 1, 1, ())] * num_rows)
-        steps.append(MeasuredStep(work, seconds + _HOST_STEP_S + _HOST_ROW_S * num_rows))
-    return fitted(steps)
+        measured.append(MeasuredStep(work, seconds + _HOST_STEP_S + _HOST_ROW_S * num_rows))
+    return fitted(measured)
 
 
 def fitted(steps: Sequence[MeasuredStep]) -> StepCostModel:
@@ -98,9 +104,7 @@ def _part_of(description: ModelDescription, weights: Weights, dtype: str) -> tup
         return replace(description, layers=description.layers[:count], vocab_size=num_tokens)
 
     def num_bytes(count: int) -> int:
-        recorded = RecordingWeights(dtype, weights)
-        record(with_layers(count), recorded)
-        return recorded.packed_bytes()[0]
+        return packed_weight_bytes(with_layers(count), weights, dtype)[0]
 
     none, all_layers, total = num_bytes(0), len(description.layers), num_bytes(len(description.layers))
     of_layers = total - none
@@ -134,8 +138,8 @@ def _write(cache: LayerKVCache) -> None:
         part.view(np.uint8)[...] = 0
 
 
-def _measure(runner: Runner, num_rows: int, num_computed: int, num_tokens: int, num_samples: int) -> float:
-    """Median seconds of a step."""
+def _times_s(runner: Runner, num_rows: int, num_computed: int, num_tokens: int, num_samples: int) -> list[float]:
+    """Of a step, as often as there is time for it."""
     table, [captured] = runner.table, runner.captured
     per_row = -(-(num_computed + num_tokens) // table.block_size)
     order = np.random.default_rng(2).permutation(num_rows * per_row).astype(np.int32) + 1
@@ -146,8 +150,8 @@ def _measure(runner: Runner, num_rows: int, num_computed: int, num_tokens: int, 
     captured.step.replay(shape)
     times_s: list[float] = []
     end = perf_counter() + _TRIES_S
-    while len(times_s) < _LEAST_TRIES or perf_counter() < end:
+    while not times_s or perf_counter() < end:
         begin = perf_counter()
         captured.step.replay(shape)
         times_s.append(perf_counter() - begin)
-    return median(times_s)
+    return times_s

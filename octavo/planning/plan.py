@@ -57,7 +57,7 @@ def make_plan(config: EngineConfig, options: PlanOptions) -> dict[str, Any]:
     if options.format != AS_IS:
         dtype = "bfloat16"  # of what is not quantized
     try:
-        weight_bytes, kinds = packed_weight_bytes(description, weights, dtype)
+        weight_bytes, kinds = packed_weight_bytes(description, weights, dtype, on_gpu=options.gpu is not None)
         caches = _caches(config, description, dtype, options.gpu is not None)
         memory = _gpu_memory(config, options, description) if options.gpu else available_memory_bytes()
         placed = _Placed(config, options, weight_bytes, memory, caches[0][1])
@@ -153,7 +153,8 @@ def _formats(
         if name == "fp8" and options.gpu is None:
             continue
         try:
-            num_bytes, _ = packed_weight_bytes(description, weights_in(name, description), "bfloat16")
+            own = weights_in(name, description)
+            num_bytes, _ = packed_weight_bytes(description, own, "bfloat16", on_gpu=options.gpu is not None)
         except (ConfigError, LoadError):  # a format that some of its matrices cannot have
             continue
         found.append(

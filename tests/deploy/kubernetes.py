@@ -6,20 +6,20 @@ images, and patches as RFC 6902 has them) and refuses anything else.
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+import shlex
 from collections.abc import Set
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 Manifest = dict[str, Any]
-CUSTOM = {
-    "ServiceMonitor",
-    "PrometheusRule",
-    "ScaledObject",
-    "HTTPRoute",
-}  # which kubernetes-validate has no schemas of
+# Which kubernetes-validate has no schemas of.
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "LeaderWorkerSet", "RayCluster"}
 KUBERNETES = "1.30"
 _KNOWN = {"apiVersion", "kind", "resources", "components", "labels", "images", "patches"}
 
@@ -50,7 +50,7 @@ def _with(folder: Path, manifests: list[Manifest]) -> list[Manifest]:
         for manifest in manifests:
             manifest["metadata"].setdefault("labels", {}).update(labels["pairs"])
     for image in own.get("images", ()):
-        for container in (c for m in manifests if m["kind"] == "Deployment" for c in containers(m)):
+        for container in (c for m in manifests for pod in pods(m) for c in containers(pod)):
             if container["image"] == image["name"]:
                 container["image"] = f"{image['newName']}:{image['newTag']}"
     return manifests
@@ -74,10 +74,21 @@ def _apply(operation: dict[str, Any], manifest: Manifest) -> None:
             at[last] = operation["value"]
 
 
-def containers(workload: Manifest) -> list[dict[str, Any]]:
-    """Of a Deployment, or of a Pod."""
-    pod = workload["spec"]["template"]["spec"] if "template" in workload["spec"] else workload["spec"]
-    return [*pod.get("initContainers", ()), *pod["containers"]]
+def pods(workload: Manifest) -> list[Manifest]:
+    """Pods, or templates of such: of a group the one of the server, then those of workers."""
+    if workload["kind"] == "LeaderWorkerSet":
+        group = workload["spec"]["leaderWorkerTemplate"]
+        return [group["leaderTemplate"], group["workerTemplate"]]
+    if workload["kind"] == "RayCluster":
+        groups = workload["spec"]["headGroupSpec"], *workload["spec"]["workerGroupSpecs"]
+        return [group["template"] for group in groups]
+    if workload["kind"] == "Deployment":
+        return [workload["spec"]["template"]]
+    return [workload] if workload["kind"] == "Pod" else []
+
+
+def containers(pod: Manifest) -> list[dict[str, Any]]:
+    return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
 
 
 def check(manifests: list[Manifest], others: Set[str] = frozenset()) -> None:
@@ -92,11 +103,21 @@ def check(manifests: list[Manifest], others: Set[str] = frozenset()) -> None:
         by_kind.setdefault(manifest["kind"], []).append(manifest)
         if manifest["kind"] not in CUSTOM:
             kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
-    for workload in by_kind.get("Deployment", []) + by_kind.get("Pod", []):
-        _check_restricted(workload)
-    deployments = by_kind["Deployment"]
+    for pod in (pod for workload in manifests for pod in pods(workload)):
+        whole = {"apiVersion": "v1", "kind": "Pod", **pod}
+        kubernetes_validate.validate(json.loads(json.dumps(whole)), KUBERNETES, strict=True)
+        _check_restricted(pod)
+    deployments = by_kind.get("Deployment", [])
     for deployment in deployments:
-        _check_server(deployment, by_kind)
+        template = deployment["spec"]["template"]
+        _check_server(template, by_kind, len(deployments))
+        assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    for group in by_kind.get("LeaderWorkerSet", []):
+        _check_group(group, by_kind)
+        _check_nodes(group)
+    for cluster in by_kind.get("RayCluster", []):
+        _check_group(cluster, by_kind)
+        _check_ray(cluster, by_kind)
     names = {deployment["metadata"]["name"] for deployment in deployments}
     for scaler in by_kind.get("HorizontalPodAutoscaler", []) + by_kind.get("ScaledObject", []):
         target = scaler["spec"]["scaleTargetRef"]["name"]
@@ -121,7 +142,7 @@ def check(manifests: list[Manifest], others: Set[str] = frozenset()) -> None:
 
 def _check_restricted(workload: Manifest) -> None:
     """The Pod Security Standard `restricted`, and a root file system that cannot be written."""
-    pod = workload["spec"].get("template", workload)["spec"]
+    pod = workload["spec"]
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] == 10001, "the image's"
@@ -139,28 +160,17 @@ def _check_restricted(workload: Manifest) -> None:
         assert "memory" in container["resources"]["limits"]
 
 
-def _check_server(deployment: Manifest, by_kind: dict[str, list[Manifest]]) -> None:
-    """Its flags are the server's, it drains in its grace time, and service, budget and policy mean its pods."""
-    from octavo.entrypoints.cli.serve import parse_args
-
-    template = deployment["spec"]["template"]
+def _check_server(template: Manifest, by_kind: dict[str, list[Manifest]], num_budgets: int) -> None:
+    """Its flags are the server's, it drains in its grace time, and service, one in `num_budgets` budgets and the policy
+    mean its pods."""
     pod, labels = template["spec"], template["metadata"]["labels"]
     (server,) = pod["containers"]
-    args = parse_args(server["args"], "octavo serve")[1]
+    args = _parsed(server)
     assert server["startupProbe"]["httpGet"]["path"] == server["readinessProbe"]["httpGet"]["path"] == "/health"
     assert server["livenessProbe"]["httpGet"]["path"] == "/version"
     assert {port["name"]: port["containerPort"] for port in server["ports"]}["http"] == args.port
-    command, seconds = server["lifecycle"]["preStop"]["exec"]["command"]
-    assert command == "sleep" and pod["terminationGracePeriodSeconds"] > int(seconds) + args.shutdown_timeout
-    assert pod["enableServiceLinks"] is False
-    mounted = {mount["name"]: mount["mountPath"] for mount in server["volumeMounts"]}
-    assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
-    assert {"/data", "/tmp"} <= set(mounted.values())
-    claims = {claim["metadata"]["name"] for claim in by_kind.get("PersistentVolumeClaim", [])}
-    for volume in pod["volumes"]:
-        if claim := volume.get("persistentVolumeClaim"):
-            assert claim["claimName"] in claims or claim["claimName"].startswith("existing")
-    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert pod["terminationGracePeriodSeconds"] > _drain_s(server, args)
+    _check_volumes(pod, by_kind)
 
     def mean_it(kind: str, *path: str) -> list[Manifest]:
         found = []
@@ -174,8 +184,106 @@ def _check_server(deployment: Manifest, by_kind: dict[str, list[Manifest]]) -> N
 
     (service,) = mean_it("Service", "selector")
     assert {port["targetPort"] for port in service["spec"]["ports"]} == {"http"}
-    assert len(mean_it("PodDisruptionBudget", "selector", "matchLabels")) == len(
-        by_kind.get("PodDisruptionBudget", [])
-    ) / len(by_kind["Deployment"])
+    assert (
+        len(mean_it("PodDisruptionBudget", "selector", "matchLabels"))
+        == len(by_kind.get("PodDisruptionBudget", [])) / num_budgets
+    )
     for policy in mean_it("NetworkPolicy", "podSelector", "matchLabels"):
-        assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]} == {args.port}
+        ports = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", ())}
+        assert ports == {args.port}
+
+
+def _check_group(group: Manifest, by_kind: dict[str, list[Manifest]]) -> None:
+    """Workers outlive the server's drain; policy and budget mean all, the Service the server alone."""
+    leader, *workers = pods(group)
+    _check_server(leader, by_kind, 1)
+    (service,), (budget,), (policy,) = (by_kind[kind] for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy"))
+    selected = policy["spec"]["podSelector"]
+    assert {"from": [{"podSelector": selected}]} in policy["spec"]["ingress"]
+    assert {"to": [{"podSelector": selected}]} in policy["spec"]["egress"]
+    (server,) = containers(leader)
+    drain_s = _drain_s(server, _parsed(server))
+    for worker in workers:
+        _check_volumes(worker["spec"], by_kind)
+        (node,), labels = containers(worker), worker["metadata"]["labels"]
+        stays_s = int(node["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert drain_s < stays_s < worker["spec"]["terminationGracePeriodSeconds"]
+        assert not service["spec"]["selector"].items() <= labels.items()
+        assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert selected["matchLabels"].items() <= labels.items()
+        assert server["resources"] == node["resources"], "stages have equally many layers"
+
+
+def _check_nodes(group: Manifest) -> None:
+    """Of a LeaderWorkerSet: all nodes have the same flags, but for those that say who they are."""
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    (server,), (node,) = (containers(pod) for pod in pods(group))
+    own, other = _parsed(server, LWS_GROUP_SIZE=str(size)), _parsed(node, LWS_GROUP_SIZE=str(size))
+    assert own.node_rank == 0 and other.node_rank == 1 and other.headless and not own.headless
+    assert own.nnodes == size and own.pipeline_parallel_size % size == 0
+    differing = {name for name, value in vars(own).items() if vars(other)[name] != value}
+    assert differing == {"node_rank", "master_addr", "headless"}, differing
+    (port,) = [port["containerPort"] for port in server["ports"] if port["name"] == "nodes"]
+    assert port == own.master_port
+    for container in (server, node):
+        tokens = [e["valueFrom"]["secretKeyRef"] for e in container["env"] if e["name"] == "OCTAVO_NODES_TOKEN"]
+        assert len(tokens) == 1 and not tokens[0].get("optional"), "nodes of other hosts need one to join"
+    assert group["spec"]["startupPolicy"] == "LeaderCreated", "the leader is not ready before its workers"
+    assert group["metadata"]["name"] != "octavo", "the controller makes a Service of its name"
+
+
+def _check_ray(cluster: Manifest, by_kind: dict[str, list[Manifest]]) -> None:
+    """Of a RayCluster: a pod for each stage, which are waited for, and no port of Ray's without its token."""
+    (server,) = containers(pods(cluster)[0])
+    args, spec = _parsed(server), cluster["spec"]
+    num_pods = 1 + sum(group["replicas"] for group in spec["workerGroupSpecs"])
+    assert args.distributed_executor_backend == "ray" and args.pipeline_parallel_size == num_pods
+    assert f"< {num_pods})" in server["args"][0]
+    assert spec["authOptions"] == {"mode": "token"}
+    assert cluster["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
+    assert all("$KUBERAY_GEN_RAY_START_CMD" in containers(pod)[0]["args"][0] for pod in pods(cluster))
+    for group in spec["workerGroupSpecs"]:
+        (port,) = containers(group["template"])[0]["ports"]
+        assert str(port["containerPort"]) == group["rayStartParams"]["node-manager-port"]
+    (budget,) = by_kind["PodDisruptionBudget"]
+    assert "maxUnavailable" not in budget["spec"], "RayClusters have no scale, from which it would be counted"
+
+
+# As the controller of LeaderWorkerSets, or the manifest, sets them.
+_VARIABLES = {
+    "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "octavo-group-0.octavo-group.default",
+    "POD_IP": "10.0.0.1",
+}  # fmt: skip
+
+
+def _parsed(container: dict[str, Any], **variables: str) -> argparse.Namespace:
+    """The server's arguments, with variables in them as the kubelet writes them out."""
+    from octavo.entrypoints.cli.serve import parse_args
+
+    words = container["args"]
+    if "command" in container:  # a script that ends in it
+        words = shlex.split(words[0].split("exec octavo serve ")[1])
+    values = _VARIABLES | variables
+    words = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in words]
+    engine_args, server_args = parse_args(words, "octavo serve")
+    return argparse.Namespace(**(asdict(server_args) | asdict(engine_args)))
+
+
+def _drain_s(server: dict[str, Any], args: argparse.Namespace) -> float:
+    """From the end's beginning to that of the server: preStop, then the requests under way."""
+    command, seconds = server["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep"
+    drain_s: float = int(seconds) + args.shutdown_timeout
+    return drain_s
+
+
+def _check_volumes(pod: dict[str, Any], by_kind: dict[str, list[Manifest]]) -> None:
+    (container,) = pod["containers"]
+    assert pod["enableServiceLinks"] is False
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
+    assert {"/data", "/tmp"} <= set(mounted.values())
+    claims = {claim["metadata"]["name"] for claim in by_kind.get("PersistentVolumeClaim", [])}
+    for volume in pod["volumes"]:
+        if claim := volume.get("persistentVolumeClaim"):
+            assert claim["claimName"] in claims or claim["claimName"].startswith("existing")

@@ -13,7 +13,7 @@ import yaml
 
 from octavo.version import __version__
 from tests.deploy.helm import installed, kubeconfig
-from tests.deploy.kubernetes import Manifest, check, containers
+from tests.deploy.kubernetes import Manifest, check, containers, pods
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "octavo"
@@ -70,7 +70,7 @@ def test_values(path: Path) -> None:
 
 def test_several_models_behind_one_ingress() -> None:
     created = installed(CHART, yaml.safe_load((CHART.parent / "examples" / "several-models.yaml").read_text())).created
-    servers = {m["metadata"]["name"]: containers(m)[0] for m in of_kind(created, "Deployment")}
+    servers = {m["metadata"]["name"]: containers(pods(m)[0])[0] for m in of_kind(created, "Deployment")}
     (ingress,) = of_kind(created, "Ingress")
     for path in ingress["spec"]["rules"][0]["http"]["paths"]:
         assert f"--root-path={path['path']}" in servers[path["backend"]["service"]["name"]]["args"]
@@ -122,7 +122,9 @@ def test_a_canary_gets_its_share_of_each_model(by: str) -> None:
     }
     # Both answer at the same path, and without a canary all requests are the first one's.
     other = installed(CHART, {"models": models, "image": {"tag": "new"}}, "next").created
-    paths = [[containers(m)[0]["args"] for m in of_kind(manifests, "Deployment")] for manifests in (created, other)]
+    paths = [
+        [containers(pods(m)[0])[0]["args"] for m in of_kind(manifests, "Deployment")] for manifests in (created, other)
+    ]
     assert paths[0] == paths[1] and all("--root-path=/" in " ".join(args) for args in paths[0])
     assert not shares(other)
     alone = installed(CHART, {"models": models[:1], by: {"enabled": True}}).created
@@ -132,7 +134,7 @@ def test_a_canary_gets_its_share_of_each_model(by: str) -> None:
 def test_secrets_are_made_or_named() -> None:
     def variables(**values: Any) -> tuple[dict[str, str], list[Manifest]]:
         created = installed(CHART, {"models": [{"name": "m"}], **values}).created
-        (server,) = (containers(m)[0] for m in of_kind(created, "Deployment"))
+        (server,) = (containers(pods(m)[0])[0] for m in of_kind(created, "Deployment"))
         refs = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in server["env"] if "valueFrom" in e}
         return {name: f"{ref['name']}/{ref['key']}" for name, ref in refs.items()}, of_kind(created, "Secret")
 

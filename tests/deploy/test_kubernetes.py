@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
 from octavo.metrics.prometheus import EngineMetrics
-from tests.deploy.kubernetes import built, check, containers
+from tests.deploy.kubernetes import Manifest, built, check, containers, pods
 
 ROOT = Path(__file__).parents[2] / "deploy" / "kubernetes"
 COMPONENTS = {path.name for path in (ROOT / "components").iterdir()}
@@ -28,7 +30,7 @@ def test_overlays(device: str, scaler: str, tmp_path: Path) -> None:
     check(manifests)
     kinds = {manifest["kind"] for manifest in manifests}
     assert {"PodDisruptionBudget", "NetworkPolicy", "ServiceMonitor", "Ingress", "PriorityClass"} <= kinds
-    (server,) = (c for m in manifests if m["kind"] == "Deployment" for c in containers(m))
+    (server,) = (c for m in manifests for pod in pods(m) for c in containers(pod))
     assert server["image"] == {"cpu": "octavo:cpu", "gpu": "octavo:cuda"}[device]
     assert ("nvidia.com/gpu" in server["resources"]["limits"]) == (device == "gpu")
 
@@ -39,6 +41,41 @@ def test_what_is_applied_as_it_stands(device: str) -> None:
     check(manifests)
     (scaler,) = [m for m in manifests if m["kind"] == "HorizontalPodAutoscaler"]
     assert scaler["spec"]["minReplicas"] == 2
+
+
+@pytest.mark.parametrize(("overlay", "image"), [("leaderworkerset", "octavo:cpu"), ("kuberay", "octavo:ray")])
+def test_pods_that_share_a_model(overlay: str, image: str) -> None:
+    manifests = built(ROOT / overlay)
+    check(manifests)
+    assert [c["image"] for m in manifests for pod in pods(m) for c in containers(pod)] == [image] * 2
+
+
+def _worker(manifests: list[Manifest]) -> dict[str, Any]:
+    (group,) = [m for m in manifests if len(pods(m)) > 1]
+    spec: dict[str, Any] = pods(group)[1]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("overlay", "spoil"),
+    [
+        ("leaderworkerset", lambda worker: worker["containers"][0]["args"].remove("--headless")),
+        ("leaderworkerset", lambda worker: worker["containers"][0]["args"].append("--max-model-len=8192")),
+        ("leaderworkerset", lambda worker: worker["containers"][0]["env"].pop(0)),
+        ("leaderworkerset", lambda worker: worker["securityContext"].update(runAsNonRoot=False)),
+        ("leaderworkerset", lambda worker: worker.update(terminationGracePeriodSeconds=25)),
+        (
+            "kuberay",
+            lambda worker: worker["containers"][0]["lifecycle"]["preStop"]["exec"].update(command=["sleep", "5"]),
+        ),
+        ("kuberay", lambda worker: worker["containers"][0]["ports"][0].update(containerPort=6381)),
+    ],
+)
+def test_pods_that_do_not_fit_together_are_noticed(overlay: str, spoil: Callable[[dict[str, Any]], object]) -> None:
+    manifests = built(ROOT / overlay)
+    spoil(_worker(manifests))
+    with pytest.raises(AssertionError):
+        check(manifests)
 
 
 def test_what_scalers_ask_for_is_exported() -> None:

@@ -13,7 +13,8 @@ from octavo.config import EngineArgs
 from octavo.entrypoints.cli.main import main
 from octavo.entrypoints.cli.plan import _FORMATS, _GPUS
 from octavo.execution.executor import LocalExecutor
-from octavo.models.registry import describe
+from octavo.models.registry import build, describe
+from octavo.ops import load
 from octavo.planning.cache_sizes import cache_sizes
 from octavo.planning.formats import AS_IS, FORMATS, packed_weight_bytes, weights_in
 from octavo.planning.measured_steps import MeasuredStep, _part_of, fitted, measure_steps
@@ -199,6 +200,17 @@ def test_formats_of_mixtures_are_llama_cpp_s() -> None:
     assert formats.stored_format("lm_head.weight") == "Q6_K"
     sizes = [packed_weight_bytes(description, weights_in(name, description), "bfloat16")[0] for name in FORMATS]
     assert sizes[0] == max(sizes), "floats are the largest"
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q5_k_m", "q4_k_m", "q4_0"])
+def test_mixtures_take_what_they_are_packed_into(name: str) -> None:
+    """On CPUs superblocks keep the file's bits; on GPUs they are written out. Q4_0's output matrix is one in Q6_K."""
+    description = describe(_SIZES | _MODELS["untied"] | {"num_hidden_layers": 8})
+    weights = weights_in(name, description)
+    packed = build(description, weights, load(1), 64, "bfloat16").num_weight_bytes()
+    assert packed_weight_bytes(description, weights, "bfloat16")[0] == packed
+    on_gpu = packed_weight_bytes(description, weights, "bfloat16", on_gpu=True)[0]
+    assert on_gpu == packed if name == "q8_0" else on_gpu > packed
 
 
 def test_the_command_names_the_formats_and_gpus_that_there_are() -> None:
