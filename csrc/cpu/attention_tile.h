@@ -13,28 +13,6 @@ constexpr int kTileGroups = kKeyTile / kGroupKeys;
 // To the second-level cache: it takes far more requests at once than the first, which a task's own loads then meet.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// 2^x for weights (x <= 0): exactly 1 at 0, exactly 0 below -126.5, NaN for NaN. The polynomials are minimax fits of
-// 2^r on [-1/2, 1/2] through 1 at 0: relative errors of 9e-8, and 3e-6 where the weight is rounded to bf16 anyway.
-template <class E>
-inline Vec pow2(Vec x) {
-    const Vec magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer.
-    const Vec clamped = max(set1(-127.0f), x);
-    const Vec t = add(clamped, magic);
-    const Vec r = sub(clamped, sub(t, magic));
-    Vec p;
-    if constexpr (E::kStep == 1) {
-        p = fma(set1(1.326472749e-3f), r, set1(9.671512642e-3f));
-        p = fma(p, r, set1(5.550733742e-2f));
-        p = fma(p, r, set1(2.402224209e-1f));
-        p = fma(p, r, set1(6.931469776e-1f));
-    } else {
-        p = fma(set1(9.582853121e-3f), r, set1(5.590642482e-2f));
-        p = fma(p, r, set1(2.402409861e-1f));
-        p = fma(p, r, set1(6.931241934e-1f));
-    }
-    return mul(fma(p, r, set1(1.0f)), pow2_of_magic(t));
-}
-
 inline void store_weights(float* p, Vec v) { store(p, v); }
 inline void store_weights(uint16_t* p, Vec v) { store_own(p, v); }
 

@@ -239,15 +239,45 @@ inline void write_slot(C cache, const typename C::T* key, const typename C::T* v
     for (int64_t i = 0; i < value_size; ++i) value_slot[i * 4] = bytes[i];
 }
 
+// How many tokens from `t` on, up to `end`, go one after the other into one block.
+inline int64_t tokens_of_block(const RotaryArgs& a, int64_t t, int64_t end) {
+    const int64_t slot = a.slots[t];
+    const int64_t most = min_of(end - t, a.block_size - slot % a.block_size);
+    int64_t n = 1;
+    while (n < most && a.slots[t + n] == slot + n) ++n;
+    return n;
+}
+
+template <class C>
+inline void write_tokens(const RotaryArgs& a, int64_t begin, int64_t end, float* mixed) {
+    using T = typename C::T;
+    const int64_t half = a.rotary_size / 2;
+    const int64_t stride = static_cast<int64_t>(a.block_size) * C::kStep;
+    T rotated[kMaxHeadSize];
+    // Head by head: keys of neighbours share their cache lines, of which those of all heads are too many to stay.
+    for (int32_t g = 0; g < a.kv_heads; ++g) {
+        for (int64_t t = begin; t < end; ++t) {
+            const CacheSlot<C> s = find_slot<C>(a, a.slots[t]);
+            const T* key = static_cast<const T*>(a.key) + t * a.key_stride + g * a.key_size;
+            const T* value = static_cast<const T*>(a.value) + t * a.value_stride + g * a.value_size;
+            if (half > 0) {
+                memcpy(rotated, key, static_cast<size_t>(a.key_size) * sizeof(T));
+                rotate(key, rotated, find_rotation(a, t, mixed), half);
+                key = rotated;
+            }
+            write_slot(C{}, key, value, a.key_size, a.value_size, stride, s.key + g * s.key_head,
+                       s.value + g * s.value_head);
+        }
+    }
+}
+
 template <class C>
 void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
     using T = typename C::T;
     const int64_t d = a.head_size;
     const int64_t half = a.rotary_size / 2;
-    T rotated[kMaxHeadSize];
     float mixed[kMaxHeadSize];
-    for (int64_t t = begin; t < end; ++t) {
-        if (t + 1 < end && a.slots && a.slots[t + 1] >= 0) prefetch_slot<C>(a, a.slots[t + 1]);
+    const auto prepare_query = [&](int64_t t) {
         const float* cos_sin = find_rotation(a, t, mixed);
         T* query = static_cast<T*>(a.query) + t * a.query_stride;
         for (int32_t h = 0; h < a.query_heads; ++h) rotate(query + h * d, query + h * d, cos_sin, half);
@@ -257,17 +287,13 @@ void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
                 store_some(query + i, mul(load_some(query + i, lanes), scale), lanes);
             });
         }
-        if (!a.slots || a.slots[t] < 0) continue;
-        const CacheSlot<C> s = find_slot<C>(a, a.slots[t]);
-        const int64_t stride = static_cast<int64_t>(a.block_size) * C::kStep;
-        for (int32_t g = 0; g < a.kv_heads; ++g) {
-            const T* key = static_cast<const T*>(a.key) + t * a.key_stride + g * a.key_size;
-            const T* value = static_cast<const T*>(a.value) + t * a.value_stride + g * a.value_size;
-            memcpy(rotated, key, static_cast<size_t>(a.key_size) * sizeof(T));
-            rotate(key, rotated, cos_sin, half);
-            write_slot(C{}, rotated, value, a.key_size, a.value_size, stride, s.key + g * s.key_head,
-                       s.value + g * s.value_head);
-        }
+    };
+    for (int64_t t = begin, next; t < end; t = next) {
+        const bool is_kept = a.slots && a.slots[t] >= 0;
+        next = t + (is_kept ? tokens_of_block(a, t, end) : 1);
+        if (next < end && a.slots && a.slots[next] >= 0) prefetch_slot<C>(a, a.slots[next]);
+        for (int64_t i = t; i < next; ++i) prepare_query(i);
+        if (is_kept) write_tokens<C>(a, t, next, mixed);
     }
 }
 

@@ -94,7 +94,7 @@ inline void scatter(const LinearArgs& a, const Products& p) {
 }
 
 // Rows of shrunk inputs that meet the same factors at once.
-constexpr int kExpandRows = kTileRows;
+constexpr int kExpandRows = kTileRows * kTileVecs / 2;
 
 // y[r] += s[r] B^T for V vectors of outputs, on top of the sums of the product, pair by pair in order.
 template <class E, int R, int V>

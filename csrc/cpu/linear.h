@@ -173,7 +173,7 @@ void linear_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64
     } else if (rows <= kTileRows4) {
         linear_columns<E, 4, kTileRows4>(a, row_begin, row_end, vec_begin, vec_end);
     } else {
-        linear_columns<E, 2, kTileRows>(a, row_begin, row_end, vec_begin, vec_end);
+        linear_columns<E, kTileVecs, kTileRows>(a, row_begin, row_end, vec_begin, vec_end);
     }
 }
 

@@ -2,8 +2,10 @@
 // Included by simd.h only, inside the namespace of its instruction set.
 
 constexpr int kLanes = 16;
-// Linear tiles are up to kTileRows rows by 2 vectors; narrow batches take 4 or 8 vectors instead to hide latency.
-constexpr int kTileRows = 12;
+// Linear tiles are up to kTileRows rows by kTileVecs vectors; narrow batches take 4 or 8 vectors to hide latency. Of
+// the tiles that fill the registers 6 by 4 load least often: on Zen 4 they are 4% faster than 12 by 2.
+constexpr int kTileRows = 6;
+constexpr int kTileVecs = 4;
 constexpr int kTileRows4 = 6;
 constexpr int kTileRows8 = 2;
 // Integer tiles: rows, vectors of a panel that are worked on at a time. Without VNNI a product takes registers of its

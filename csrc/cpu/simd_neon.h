@@ -5,6 +5,7 @@
 constexpr int kLanes = 4;
 // There are 32 registers, as in AVX-512.
 constexpr int kTileRows = 12;
+constexpr int kTileVecs = 2;
 constexpr int kTileRows4 = 6;
 constexpr int kTileRows8 = 2;
 #ifdef OCTAVO_MATRICES

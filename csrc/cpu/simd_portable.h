@@ -3,6 +3,7 @@
 
 constexpr int kLanes = 4;
 constexpr int kTileRows = 4;
+constexpr int kTileVecs = 2;
 constexpr int kTileRows4 = 2;
 constexpr int kTileRows8 = 1;
 constexpr int kIntRows = 2;

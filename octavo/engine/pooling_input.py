@@ -85,12 +85,14 @@ class PoolingInput:
         add_special_tokens: bool = True,
         priority: int = 0,
         arrival_time: float | None = None,
+        cache_salt: str | None = None,
     ) -> list[EngineRequest]:
-        """A request for the core for each text, under ids that no others have."""
+        """A request for the core for each text, under ids that no others have. Those of different salts share no cached
+        blocks."""
         params = self.config.settle(PoolingParams() if params is None else params)
         self._inputs.check_priority(priority)
         now = time.monotonic() if arrival_time is None else arrival_time
-        prompts = self._prompts(texts, params, add_special_tokens)
+        prompts = self._prompts(texts, params, add_special_tokens, cache_salt)
         return [
             EngineRequest(
                 request_id=self._inputs.new_id(), prompt=prompt, params=_NO_SAMPLING, eos_token_ids=[], max_tokens=0,
@@ -108,7 +110,7 @@ class PoolingInput:
         return [text[:end] for text, end in zip(texts, ends, strict=True)]
 
     def _prompts(
-        self, texts: Sequence[Text], params: PoolingParams, add_special_tokens: bool
+        self, texts: Sequence[Text], params: PoolingParams, add_special_tokens: bool, cache_salt: str | None
     ) -> list[tuple[Prompt, PoolingParams]]:
         written = [(text, self._prefix(text)) for text in texts]
         given = [self._given(text, prefix) for text, prefix in written]
@@ -126,7 +128,7 @@ class PoolingInput:
                     its = self._skipping(prefix, params, add_special_tokens)
             self._check_length(ids)
             shown = text.first if isinstance(text.first, str) else None
-            found.append((Prompt(ids, shown, second_start=second_start), its))
+            found.append((Prompt(ids, shown, second_start=second_start, cache_salt=cache_salt), its))
         return found
 
     def _prefix(self, text: Text) -> str:
@@ -212,6 +214,7 @@ class Scores:
         instruction: str | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         if not queries or not documents:
             raise RequestError("there must be a query and a document at least.")
@@ -235,7 +238,7 @@ class Scores:
                 self._places.setdefault(text, len(self._places))
         self._config, self._instruction = config, instruction
         self.requests = inputs.process(
-            [*self._places], params, priority=priority, arrival_time=arrival_time,
+            [*self._places], params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt,
             add_special_tokens=config.score_template is None,
         )  # fmt: skip
 

@@ -162,12 +162,17 @@ def test_a_batch_through_the_client(client: openai.OpenAI) -> None:
     assert batch.output_file_id and len(client.files.content(batch.output_file_id).text.splitlines()) == 20
 
 
+NUM_QUESTIONS = 40  # that a batch asks again and again
+
+
 def write_requests(path: Path, number: int) -> None:
     with open(path, "w") as file:
         for i in range(number):
-            url, body = "/v1/completions", {"prompt": f"{i} and", "max_tokens": 2, "temperature": 0}
-            if i % 3 == 1:
-                url, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": f"{i}"}], "max_tokens": 1}
+            asked = i % NUM_QUESTIONS
+            url, body = "/v1/completions", {"prompt": f"{asked} and", "max_tokens": 2, "temperature": 0}
+            if asked % 3 == 1:
+                messages = [{"role": "user", "content": f"{asked}"}]
+                url, body = "/v1/chat/completions", {"messages": messages, "max_tokens": 1, "temperature": 0}
             file.write(json.dumps({"custom_id": f"r{i}", "method": "POST", "url": url, "body": body}) + "\n")
 
 
@@ -187,7 +192,19 @@ def run_batch(source: Path, target: Path, num_at_kill: int | None) -> None:
         assert num_at_kill is not None or process.returncode == 0, said.decode()
 
 
-@pytest.mark.parametrize("number", [40, pytest.param(5000, marks=pytest.mark.long)])
+def answers_of(target: Path) -> dict[int, Any]:
+    """What each line was answered, by its number."""
+    answers: dict[int, Any] = {}
+    for line in target.read_bytes().splitlines():
+        answer = json.loads(line)
+        number, response = int(answer["custom_id"][1:]), answer["response"]
+        assert number not in answers and response["status_code"] == 200
+        [choice] = response["body"]["choices"]
+        answers[number] = choice["text"] if "text" in choice else choice["message"]["content"]
+    return answers
+
+
+@pytest.mark.parametrize("number", [2 * NUM_QUESTIONS, pytest.param(5000, marks=pytest.mark.long)])
 def test_a_batch_that_is_killed_loses_and_repeats_no_line(tmp_path: Path, number: int) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_requests(source, number)
@@ -195,6 +212,10 @@ def test_a_batch_that_is_killed_loses_and_repeats_no_line(tmp_path: Path, number
     for _ in range(3 if number > 1000 else 1):
         run_batch(source, target, chosen.randrange(1, number // 4))
     run_batch(source, target, None)
-    answers = [json.loads(text) for text in target.read_bytes().splitlines()]
-    assert sorted(int(one["custom_id"][1:]) for one in answers) == list(range(number))
-    assert all(one["response"]["status_code"] == 200 for one in answers)
+    answers = answers_of(target)
+    assert sorted(answers) == list(range(number))
+    # Each question has one right answer, whatever it was asked with: that of a batch which nothing has disturbed.
+    write_requests(tmp_path / "once.jsonl", NUM_QUESTIONS)
+    run_batch(tmp_path / "once.jsonl", tmp_path / "right.jsonl", None)
+    right = answers_of(tmp_path / "right.jsonl")
+    assert {i: text for i, text in answers.items() if text != right[i % NUM_QUESTIONS]} == {}

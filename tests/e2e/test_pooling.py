@@ -236,6 +236,20 @@ def test_scores_of_embeddings_are_cosines(embeddings: httpx.Client) -> None:
     assert first["score"] == second["score"]
 
 
+def test_requests_of_other_salts_share_no_cached_prefix(tmp_path: Path) -> None:
+    with running_server(tmp_path, "--runner", "pooling") as server:
+
+        def num_hits(**fields: str) -> float:
+            before = server.metric("prefix_cache_hits_total")
+            body = {"input": "one two three " * 20, **fields}
+            assert httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).status_code == 200
+            return server.metric("prefix_cache_hits_total") - before
+
+        assert num_hits(cache_salt="mine") == 0
+        assert num_hits(cache_salt="mine") > 0
+        assert num_hits(cache_salt="yours") == 0 == num_hits()
+
+
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "x"},
     "/pooling": {"input": "x"},
@@ -250,7 +264,7 @@ FIELDS = (
     "instruction",
     "max_tokens_per_doc", "use_activation", "chat_template_kwargs", "add_special_tokens", "texts", "inputs",
     "input_type", "embedding_types", "output_dimension", "truncate", "embed_dtype", "endianness", "queries", "items",
-    "return_documents", "max_tokens_per_query",
+    "return_documents", "max_tokens_per_query", "cache_salt",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from octavo.entrypoints.openai import (
     models,
     tokenize,
 )
-from octavo.entrypoints.openai.errors import add_error_handlers
+from octavo.entrypoints.openai.errors import NOT_BUILT, add_error_handlers, refuse_not_built
 from octavo.entrypoints.openai.fields import ID_PATTERN
 from octavo.entrypoints.openai.gate import Gate
 from octavo.entrypoints.openai.routes import Declared, Later, make_routes
@@ -145,7 +145,9 @@ def build_app(engine: EngineClient, args: ServerArgs) -> Starlette:
     routers = [*ROUTERS, control.router] if args.is_dev_mode else ROUTERS
     declared: list[Declared | Later] = [one for router in routers for one in router.declared]
     declared += [Later(module, *route.split(" ")) for module, routes in LATER.items() for route in routes]
-    routes = make_routes(declared)
+    # Before patterns that they would match.
+    unbuilt = [Route(path, refuse_not_built, methods=["GET", "POST", "PUT", "DELETE"]) for path in NOT_BUILT]
+    routes = [*unbuilt, *make_routes(declared)]
     app = _App(routes=routes)
     app.state.octavo = state
     app.counts = state.http_metrics

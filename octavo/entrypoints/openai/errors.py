@@ -28,10 +28,12 @@ NOT_BUILT = frozenset((
     "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
     "/v1/moderations", "/v1/conversations", "/v1/fine_tuning/jobs", "/v1/uploads", "/v1/vector_stores",
     "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact", "/v1/responses/input_tokens",
-    "/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/generate", "/invocations", "/load",
-    "/tokenizer_info", "/server_info", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
-    "/collective_rpc", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/update_weights",
-    "/init_weight_transfer_engine", "/get_world_size", "/abort_requests",
+    "/v1/completions/render", "/v1/completions/derender", "/v1/chat/completions/render",
+    "/v1/chat/completions/derender", "/v1/chat/completions/batch", "/generative_scoring", "/inference/v1/generate",
+    "/invocations", "/load", "/tokenizer_info", "/server_info", "/reset_mm_cache", "/reset_encoder_cache",
+    "/start_profile", "/stop_profile", "/collective_rpc", "/scale_elastic_ep", "/is_scaling_elastic_ep",
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+    "/get_world_size", "/abort_requests",
 ))  # fmt: skip
 # Routes of `control`, which a server has that is told so.
 WITH_DEV_MODE = frozenset({
@@ -130,6 +132,11 @@ def refusal(error: Exception) -> Response:
     return error_response(**describe(error), headers=headers)
 
 
+async def refuse_not_built(request: Request) -> Response:
+    """What answers the routes of `NOT_BUILT`."""
+    return error_response(f"{request.url.path} is not built yet.", 404, code="not_built")
+
+
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
     # Starlette raises it again for uvicorn to log.
     return error_response("Internal error.", 500, code="internal_error")
@@ -140,8 +147,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     message, path = str(error.detail), request.url.path
     if error.status_code == 404:
         route = path.removeprefix(str(request.scope.get("root_path", "")))
-        if route in NOT_BUILT:
-            return error_response(f"{path} is not built yet.", 404, code="not_built")
         if route in WITH_DEV_MODE:
             said = f"This server has no {path}: start it with --enable-server-dev-mode."
             return error_response(said, 404, code="not_enabled")

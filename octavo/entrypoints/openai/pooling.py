@@ -181,7 +181,7 @@ class _Job:
                 )  # fmt: skip
             return self.inputs.process(
                 body.texts(conversation), params, add_special_tokens=body.adds_special_tokens, priority=body.priority,
-                arrival_time=self._arrival_time,
+                arrival_time=self._arrival_time, cache_salt=body.cache_salt,
             )  # fmt: skip
 
         return await run_off_loop(make, length=self._length)
@@ -191,7 +191,8 @@ class _Job:
 
         def make() -> list[EngineRequest]:
             return self.inputs.process(
-                texts, params, priority=self._body.priority, arrival_time=self._arrival_time
+                texts, params, priority=self._body.priority, arrival_time=self._arrival_time,
+                cache_salt=self._body.cache_salt,
             )  # fmt: skip
 
         return await run_off_loop(make, length=self._length)
@@ -207,6 +208,7 @@ class _Job:
                 self.inputs.shortened(queries, body.max_tokens_per_query),
                 self.inputs.shortened(documents, body.max_tokens_per_doc),
                 body.params(), instruction=body.instruction, priority=body.priority, arrival_time=self._arrival_time,
+                cache_salt=body.cache_salt,
             )  # fmt: skip
 
         return await run_off_loop(make, length=self._length)

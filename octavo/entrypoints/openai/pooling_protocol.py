@@ -30,6 +30,9 @@ class PoolingFields(PromptRequest):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = described(
         "Lower goes first, with --scheduling-policy priority.", default=0
     )
+    cache_salt: Annotated[Text, Field(min_length=1)] | None = described(
+        "Requests with different salts share no cached prefixes; encoders keep none."
+    )
     request_id: Id | None = described("Becomes part of the answer's id, and comes back as header X-Request-Id.")
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
         "Seconds after arrival in which the answer must come; 408 if it does not."
