@@ -5,8 +5,8 @@
 #pragma once
 
 #include "epilogue.h"
-#include "int_formats.h"
 #include "outliers.h"
+#include "super_formats.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

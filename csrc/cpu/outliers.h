@@ -12,7 +12,7 @@ namespace {
 
 // Rows that share columns, whose outputs wait for them meanwhile: these fit a first-level cache.
 constexpr int kOutlierRows = 64;
-// As many as share opened blocks (int_formats.h).
+// As many as share opened blocks (super_formats.h).
 constexpr int kOpenedRows = 96;
 
 struct Outlier {

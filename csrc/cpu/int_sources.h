@@ -1,0 +1,509 @@
+// What integer matrices are packed from: the bytes of files' formats, codes, and floats that are quantized here.
+// Included by pack_int.cpp only.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace octavo {
+namespace {
+
+constexpr int kScales = 4;  // of a block, at the finest: one for 16 elements
+constexpr int kMinima = 2;
+
+template <class T>
+T load(const void* from) {
+    T value;
+    std::memcpy(&value, from, sizeof(T));
+    return value;
+}
+
+uint32_t bits_of(float value) { return load<uint32_t>(&value); }
+
+float float_of(uint32_t bits) { return load<float>(&bits); }
+
+float half_to_float(uint16_t half) {
+    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, mantissa = half & 1023;
+    if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(mantissa) * 0x1p-24f));
+    return float_of(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
+}
+
+// To nearest even, as all conversions here.
+uint16_t float_to_half(float value) {
+    const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude >= bits_of(65536.0f)) return static_cast<uint16_t>(sign | (magnitude > 0x7f800000 ? 0x7e00 : 0x7c00));
+    if (magnitude < bits_of(0x1p-14f)) {
+        // Below the normal numbers: from 0.5 on, floats lie as far apart as these halves, so the addition rounds.
+        return static_cast<uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
+    }
+    return static_cast<uint16_t>(sign | (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13);
+}
+
+uint16_t float_to_bf16(float value) {
+    const uint32_t bits = bits_of(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// A source reads 64 elements of a row, of which the first `valid` exist (0 elsewhere). `read_scales` finds
+// scales by 16 elements and, if kHasMinima, minima by 32; `read_codes` finds codes. An element is
+// scale * code + minimum, or scale * (code - kZero). Both are called for one block after the other.
+
+// Formats whose superblocks have a layout that keeps their scales, of which kKept is the number, also `gather` what a
+// row of a superblock becomes in kWords words, which are lanes of as many vectors from byte kWordsAt of a panel's
+// superblock on, but for kGap, and `keep` what else there is of it. `largest_scale` is that of a row of a superblock,
+// or no number.
+constexpr int32_t kNotKept = -1;
+constexpr int kBlocksOfSuper = kSuperblock / kQBlock;
+constexpr int kQ4KBlock = kPanel * kQBlock / 2 + 128;
+constexpr int kQ5KBlock = kPanel * kQBlock * 5 / 8 + 128;
+constexpr int kQ3KWordsAt = kPanel * 2;
+constexpr int kQ3KSuper = kQ3KWordsAt + kPanel * (12 + kSuperblock * 3 / 8);
+constexpr int kQ6KHeader = kPanel * (2 + kSuperblock / 16);
+constexpr int kQ6KSuper = kQ6KHeader + kPanel * kSuperblock * 6 / 8;
+
+// A float16 unit; one NaN for all, which kernels may round as a number.
+void store_unit(const uint8_t* from, uint8_t* to) {
+    const uint16_t unit = load<uint16_t>(from);
+    const uint16_t stored = (unit & 0x7fff) > 0x7c00 ? 0x7e00 : unit;
+    std::memcpy(to, &stored, 2);
+}
+
+// Sixteen numbers of six bits in three words, as SixBits (super_formats.h) has them.
+void store_six_bits(const int* numbers, uint32_t* words, int step) {
+    for (int i = 0; i < 3; ++i) {
+        uint32_t word = static_cast<uint32_t>(numbers[15] >> (2 * i) & 3) << 30;
+        for (int n = 0; n < 5; ++n) word |= static_cast<uint32_t>(numbers[5 * i + n]) << (6 * n);
+        words[i * step] = word;
+    }
+}
+
+// 32 elements in `kBytes` bytes: float16 scale, float16 minimum if there is one, then `Codes`.
+template <bool kMinimum, int kCodeZero, int kCodeBits, int kCodeBytes>
+struct Blocks32 {
+    static constexpr int32_t kKept = kNotKept;
+    static constexpr bool kHasMinima = kMinimum;
+    static constexpr int kZero = kCodeZero, kBits = kCodeBits, kElements = 32;
+    static constexpr int kHeader = kMinimum ? 4 : 2, kBytes = kHeader + kCodeBytes;
+
+    static void read_scales(const uint8_t* row, int64_t block, int valid, float* scales, float* minima) {
+        for (int i = 0; 32 * i < valid; ++i) {
+            const uint8_t* from = row + (2 * block + i) * kBytes;
+            scales[2 * i] = scales[2 * i + 1] = half_to_float(load<uint16_t>(from));
+            if (kMinimum) minima[i] = half_to_float(load<uint16_t>(from + 2));
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int valid, const float*, uint8_t* codes) {
+        for (int i = 0; 32 * i < valid; ++i) {
+            const uint8_t* from = row + (2 * block + i) * kBytes + kHeader;
+            uint8_t* out = codes + 32 * i;
+            if (kBits == 8) {
+                for (int e = 0; e < 32; ++e) out[e] = from[e] ^ 0x80;
+                continue;
+            }
+            const uint8_t* nibbles = kBits == 5 ? from + 4 : from;
+            for (int e = 0; e < 16; ++e) {
+                out[e] = nibbles[e] & 15;
+                out[e + 16] = nibbles[e] >> 4;
+            }
+            if (kBits == 5) {
+                for (int byte = 0; byte < 4; ++byte) add_fifth_bits(from[byte], out + 8 * byte);
+            }
+        }
+    }
+
+    // Bit i of `bits` is bit 4 of code i.
+    static void add_fifth_bits(uint64_t bits, uint8_t* codes) {
+        const uint64_t spread = bits * 0x0101010101010101 & 0x8040201008040201;  // byte i: bit i or nothing
+        const uint64_t fifth = (spread + 0x7f7f7f7f7f7f7f7f) >> 3 & 0x1010101010101010;
+        const uint64_t both = load<uint64_t>(codes) | fifth;
+        std::memcpy(codes, &both, 8);
+    }
+};
+
+using Q4_0 = Blocks32<false, 8, 4, 16>;
+using Q4_1 = Blocks32<true, 0, 4, 16>;
+using Q5_0 = Blocks32<false, 16, 5, 20>;
+using Q5_1 = Blocks32<true, 0, 5, 20>;
+using Q8_0 = Blocks32<false, 128, 8, 32>;
+
+// Q4_K and Q5_K: 256 elements; float16 units of the scales and of the minima, eight of each in 12 bytes, fifth bits,
+// then nibbles, of which 32 bytes make 64 elements.
+template <int kCodeBits>
+struct BlocksK {
+    static constexpr int32_t kKept = kCodeBits == 4 ? kWeightQ4K : kWeightQ5K;
+    static constexpr bool kHasMinima = true;
+    static constexpr int kZero = 0, kBits = kCodeBits, kElements = 256;
+    static constexpr int kFifth = 16, kNibbles = kBits == 5 ? 48 : 16, kBytes = kNibbles + 128;
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float* minima) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const float unit = half_to_float(load<uint16_t>(from)), minimum = half_to_float(load<uint16_t>(from + 2));
+        for (int i = 0; i < 2; ++i) {
+            int scale, below;
+            read_six_bits(from + 4, static_cast<int>(block % 4) * 2 + i, scale, below);
+            scales[2 * i] = scales[2 * i + 1] = unit * static_cast<float>(scale);
+            minima[i] = -(minimum * static_cast<float>(below));
+        }
+    }
+
+    // The numbers of one of eight groups of 32. The first four of each kind have six bits of a byte; the last four
+    // share bytes 8 to 11, and the top two bits of bytes 0 to 7.
+    static void read_six_bits(const uint8_t* packed, int group, int& scale, int& below) {
+        scale = packed[group] & 63;
+        below = packed[group + 4] & 63;
+        if (group >= 4) {
+            scale = (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4;
+            below = packed[group + 4] >> 4 | packed[group] >> 6 << 4;
+        }
+    }
+
+    // Of FormatQ4K and FormatQ5K (super_formats.h): of each block eight words of nibbles, perhaps two of fifth bits,
+    // and one of numbers; where that of the first would be are the units.
+    static constexpr int kWordsOfBlock = kBits == 5 ? 11 : 9;
+    static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 4 * kWordsOfBlock, kGap = kWordsOfBlock - 1;
+    static void gather(const uint8_t* from, uint32_t* words) {
+        constexpr uint32_t kLow = 0x0f0f0f0f, kHigh = 0xf0f0f0f0;
+        for (int block = 0; block < kBlocksOfSuper; ++block) {
+            const uint8_t* nibbles = from + kNibbles + 32 * block;
+            uint32_t* of_block = words + block * kWordsOfBlock;
+            for (int step = 0; step < 4; ++step) {
+                const uint32_t a = load<uint32_t>(nibbles + 8 * step), b = load<uint32_t>(nibbles + 8 * step + 4);
+                of_block[step] = (a & kLow) | (b & kLow) << 4;
+                of_block[4 + step] = (a >> 4 & kLow) | (b & kHigh);
+            }
+            if (kBits == 5) {
+                for (int half = 0; half < 2; ++half) {
+                    uint32_t word = 0;
+                    for (int i = 0; i < 8; ++i) {
+                        word |= (load<uint32_t>(from + kFifth + 4 * i) >> (2 * block + half) & 0x01010101) << i;
+                    }
+                    of_block[8 + half] = word;
+                }
+            }
+        }
+        int numbers[16];
+        read_numbers(from, numbers);
+        words[kGap] = 0;
+        store_six_bits(numbers, words + kGap + kWordsOfBlock, kWordsOfBlock);
+    }
+    static void keep(const uint8_t* from, int lane, uint8_t* out) {
+        store_unit(from, out + 4 * kPanel * kGap + 2 * lane);
+        store_unit(from + 2, out + 4 * kPanel * kGap + 2 * (kPanel + lane));
+    }
+
+    // Eight scales and eight minima.
+    static void read_numbers(const uint8_t* from, int* numbers) {
+        for (int group = 0; group < 8; ++group) {
+            read_six_bits(from + 4, group, numbers[group], numbers[8 + group]);
+        }
+    }
+
+    static float largest_scale(const uint8_t* from) {
+        int numbers[16];
+        read_numbers(from, numbers);
+        return std::fabs(half_to_float(load<uint16_t>(from))) *
+               static_cast<float>(*std::max_element(numbers, numbers + 8));
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int, const float*, uint8_t* codes) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const int quarter = static_cast<int>(block % 4);
+        const uint8_t* nibbles = from + kNibbles + 32 * quarter;
+        for (int e = 0; e < 32; ++e) {
+            codes[e] = nibbles[e] & 15;
+            codes[e + 32] = nibbles[e] >> 4;
+        }
+        if (kBits == 5) {
+            const uint8_t* fifth = from + kFifth;  // bit g of byte e belongs to element e of group g
+            for (int e = 0; e < 32; ++e) {
+                const int two = fifth[e] >> (2 * quarter);
+                codes[e] = static_cast<uint8_t>(codes[e] | (two & 1) << 4);
+                codes[e + 32] = static_cast<uint8_t>(codes[e + 32] | (two & 2) << 3);
+            }
+        }
+    }
+};
+
+using Q4_K = BlocksK<4>;
+using Q5_K = BlocksK<5>;
+
+// 256 elements: 128 bytes of nibbles and 64 of top bits, 16 signed scales, and their float16 unit. Of each half of 128
+// elements, runs 0 and 1 (of 32) are low nibbles, 2 and 3 high ones, and the four share 32 bytes of top bits.
+struct Q6_K {
+    static constexpr int32_t kKept = kWeightQ6K;
+    static constexpr bool kHasMinima = false;
+    static constexpr int kZero = 32, kBits = 6, kElements = 256, kBytes = 210;
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const float unit = half_to_float(load<uint16_t>(from + 208));
+        for (int i = 0; i < kScales; ++i) {
+            scales[i] = unit * static_cast<float>(static_cast<int8_t>(from[192 + block % 4 * 4 + i]));
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int, const float*, uint8_t* codes) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const int half = static_cast<int>(block % 4) / 2, shift = static_cast<int>(block % 2) * 4;
+        const uint8_t *nibbles = from + 64 * half, *top = from + 128 + 32 * half;
+        constexpr uint64_t kNibbles = 0x0f0f0f0f0f0f0f0f, kLowTwo = 0x0303030303030303, kHighTwo = 0x0c0c0c0c0c0c0c0c;
+        for (int e = 0; e < 32; e += 8) {
+            const uint64_t two = load<uint64_t>(top + e) >> shift;
+            const uint64_t first = load<uint64_t>(nibbles + e) >> shift,
+                           second = load<uint64_t>(nibbles + e + 32) >> shift;
+            const uint64_t eight[2] = {(first & kNibbles) | (two & kLowTwo) << 4, (second & kNibbles) | (two & kHighTwo)
+                                                                                                            << 2};
+            std::memcpy(codes + e, eight, 8);
+            std::memcpy(codes + e + 32, eight + 1, 8);
+        }
+    }
+
+    // Of FormatQ6K (super_formats.h): codes of which sixteen are three words.
+    static constexpr int kScalesAt = 192, kWordsAt = kQ6KHeader, kWords = kSuperblock / 16 * 3, kGap = -1;
+    static void gather(const uint8_t* from, uint32_t* words) {
+        for (int block = 0; block < kBlocksOfSuper; ++block) {
+            uint32_t codes[kQBlock / 4];
+            read_codes(from, block, kQBlock, nullptr, reinterpret_cast<uint8_t*>(codes));
+            for (int step = 0; step < kQBlock / 16; ++step) {
+                const uint32_t fourth = codes[4 * step + 3];
+                for (int i = 0; i < 3; ++i) *words++ = codes[4 * step + i] | (fourth >> (2 * i) & 0x03030303) << 6;
+            }
+        }
+    }
+    static void keep(const uint8_t* from, int lane, uint8_t* out) {
+        store_unit(from + 208, out + 2 * lane);
+        for (int group = 0; group < kSuperblock / 16; ++group) {
+            out[(2 + group) * kPanel + lane] = from[192 + group] ^ 0x80;
+        }
+    }
+
+    static float largest_scale(const uint8_t* from) {
+        int largest = 0;
+        for (int group = 0; group < kSuperblock / 16; ++group) {
+            largest = std::max(largest, std::abs(static_cast<int>(static_cast<int8_t>(from[192 + group]))));
+        }
+        return std::fabs(half_to_float(load<uint16_t>(from + 208))) * static_cast<float>(largest);
+    }
+};
+
+// 256 elements: a third bit of each in 32 bytes (bit r of byte e is element e of run r, of 32), two low bits in 64 in
+// the order of Q6_K's top bits, 16 scales of six bits, 32 more than they stand for, and their float16 unit.
+struct Q3_K {
+    static constexpr int32_t kKept = kWeightQ3K;
+    static constexpr bool kHasMinima = false;
+    static constexpr int kZero = 4, kBits = 3, kElements = 256, kBytes = 110, kUnit = 108;
+
+    static int scale(const uint8_t* from, int group) {
+        const int low = group < 8 ? from[96 + group] & 15 : from[88 + group] >> 4;
+        return low | (from[104 + group % 4] >> (group / 4 * 2) & 3) << 4;
+    }
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const float unit = half_to_float(load<uint16_t>(from + kUnit));
+        for (int i = 0; i < kScales; ++i) {
+            scales[i] = unit * static_cast<float>(scale(from, static_cast<int>(block % 4) * 4 + i) - 32);
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int, const float*, uint8_t* codes) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        for (int half = 0; half < 2; ++half) {
+            const int run = static_cast<int>(block % 4) * 2 + half;
+            const uint8_t* low = from + 32 + run / 4 * 32;
+            for (int e = 0; e < 32; e += 8) {
+                const uint64_t two = load<uint64_t>(low + e) >> (run % 4 * 2) & 0x0303030303030303;
+                const uint64_t third = load<uint64_t>(from + e) >> run & 0x0101010101010101;
+                const uint64_t eight = two | third << 2;
+                std::memcpy(codes + 32 * half + e, &eight, 8);
+            }
+        }
+    }
+
+    // Of FormatQ3K (super_formats.h): numbers, then of each block four words of low bits and two of high ones.
+    static constexpr int kScalesAt = 96, kWordsAt = kQ3KWordsAt, kWords = 27, kGap = -1;
+    static void gather(const uint8_t* from, uint32_t* words) {
+        int numbers[16];
+        for (int group = 0; group < 16; ++group) numbers[group] = scale(from, group);
+        store_six_bits(numbers, words, 1);
+        words += 3;
+        for (int block = 0; block < kBlocksOfSuper; ++block, words += 6) {
+            uint32_t codes[kQBlock / 4];
+            read_codes(from, block, kQBlock, nullptr, reinterpret_cast<uint8_t*>(codes));
+            for (int i = 0; i < 6; ++i) words[i] = 0;
+            for (int step = 0; step < kQBlock / 8; ++step) {
+                const uint32_t eight = codes[2 * step] | codes[2 * step + 1] << 4;
+                words[step / 2] |= (eight & 0x33333333) << (step % 2 * 2);
+                words[4 + step / 4] |= (eight >> 2 & 0x11111111) << (step % 4);
+            }
+        }
+    }
+    static void keep(const uint8_t* from, int lane, uint8_t* out) { store_unit(from + kUnit, out + 2 * lane); }
+
+    static float largest_scale(const uint8_t* from) {
+        int largest = 0;
+        for (int group = 0; group < 16; ++group) largest = std::max(largest, std::abs(scale(from, group) - 32));
+        return std::fabs(half_to_float(load<uint16_t>(from + kUnit))) * static_cast<float>(largest);
+    }
+};
+
+// 256 elements: 16 scales and minima of four bits each, two bits of each element in the order of Q6_K's top bits, and
+// the float16 units of both. Minima by 16 elements are in no layout: of each 16 the values are rounded to eight bits.
+struct Q2_K {
+    static constexpr int32_t kKept = kNotKept;
+    static constexpr bool kHasMinima = false;
+    static constexpr int kZero = 128, kBits = 8, kElements = 256, kBytes = 84;
+
+    // Of 16 elements: the bytes that hold their codes, how far up these are, and what codes of 0 to 3 stand for.
+    struct Group {
+        const uint8_t* codes;
+        int shift;
+        float values[4];
+
+        Group(const uint8_t* row, int64_t block, int i) {
+            const uint8_t* from = row + block / 4 * kBytes;
+            const int group = static_cast<int>(block % 4) * kScales + i, run = group / 2;
+            codes = from + 16 + run / 4 * 32 + group % 2 * 16;
+            shift = run % 4 * 2;
+            const float scale = half_to_float(load<uint16_t>(from + 80)) * static_cast<float>(from[group] & 15);
+            const float minimum = half_to_float(load<uint16_t>(from + 82)) * static_cast<float>(from[group] >> 4);
+            for (int code = 0; code < 4; ++code) values[code] = scale * static_cast<float>(code) - minimum;
+        }
+
+        int code(int e) const { return codes[e] >> shift & 3; }
+    };
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
+        for (int i = 0; i < kScales; ++i) {
+            const Group group(row, block, i);
+            bool is_there[4] = {};
+            for (int e = 0; e < 16; ++e) is_there[group.code(e)] = true;
+            float largest = 0;
+            for (int code = 0; code < 4; ++code) {
+                const float magnitude = std::fabs(group.values[code]);
+                if (is_there[code] && !(magnitude <= largest)) largest = magnitude + 0 * largest;  // a NaN stays
+            }
+            scales[i] = largest / 127;
+        }
+    }
+
+    // `scales` as they were rounded.
+    static void read_codes(const uint8_t* row, int64_t block, int, const float* scales, uint8_t* codes) {
+        for (int i = 0; i < kScales; ++i) {
+            const Group group(row, block, i);
+            uint8_t rounded[4];
+            for (int code = 0; code < 4; ++code) {
+                const float steps = group.values[code] / scales[i];
+                const bool is_number = std::fabs(steps) <= 0x1p30f;
+                rounded[code] = static_cast<uint8_t>(
+                    kZero + (is_number ? std::clamp(static_cast<int>(std::lrintf(steps)), -127, 127) : 0));
+            }
+            for (int e = 0; e < 16; ++e) codes[16 * i + e] = rounded[group.code(e)];
+        }
+    }
+};
+
+// Codes that were unpacked elsewhere, of formats whose bytes are not read here: of 32 elements the scales of both
+// halves and, if there is one, the minimum, as float32, then a byte for each code.
+template <int kCodeBits, bool kMinimum>
+struct Codes {
+    static constexpr int32_t kKept = kNotKept;
+    static constexpr bool kHasMinima = kMinimum;
+    static constexpr int kZero = kMinimum ? 0 : 1 << kCodeBits >> 1, kBits = kCodeBits, kElements = 1;
+    static constexpr int kHeader = 12, kBlock = kHeader + 32, kBytes = 1;
+
+    static void read_scales(const uint8_t* row, int64_t block, int valid, float* scales, float* minima) {
+        for (int i = 0; 32 * i < valid; ++i) {
+            const uint8_t* from = row + (2 * block + i) * kBlock;
+            scales[2 * i] = load<float>(from);
+            scales[2 * i + 1] = load<float>(from + 4);
+            if (kMinimum) minima[i] = load<float>(from + 8);
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int valid, const float*, uint8_t* codes) {
+        for (int i = 0; 32 * i < valid; ++i) std::memcpy(codes + 32 * i, row + (2 * block + i) * kBlock + kHeader, 32);
+    }
+};
+
+// Floats, quantized here. Of 8 bits, the scale of 32 elements is their largest magnitude over 127; of 4, the element of
+// the largest magnitude over -8, so that it has a code of its own. A scale is NaN where there is a NaN or an infinity,
+// so that the output is NaN as well.
+template <class Element, int kCodeBits = 8>
+struct Floats {
+    static constexpr int32_t kKept = kNotKept;
+    static constexpr bool kHasMinima = false;
+    static constexpr int kZero = 1 << kCodeBits >> 1, kBits = kCodeBits, kElements = 1, kBytes = sizeof(Element);
+    static constexpr int kHighest = kZero - 1, kLowest = kBits == 8 ? -kHighest : -kZero;
+
+    static void read_scales(const uint8_t* row, int64_t block, int valid, float* scales, float*) {
+        float values[kQBlock];
+        read(row, block, valid, values);
+        for (int i = 0; i < 2; ++i) {
+            int32_t largest = 0;  // magnitudes compare as the integers that their bits are
+            float lowest = 0;
+            for (int e = 0; e < 32; ++e) {
+                const int32_t magnitude = load<int32_t>(values + 32 * i + e) & 0x7fffffff;
+                largest = magnitude > largest ? magnitude : largest;
+                lowest = values[32 * i + e] < lowest ? values[32 * i + e] : lowest;
+            }
+            const bool finite = largest < 0x7f800000;
+            const float highest = float_of(static_cast<uint32_t>(largest));
+            const float scale = kBits == 8 ? highest / 127 : (lowest == -highest ? highest : -highest) / 8;
+            scales[2 * i] = scales[2 * i + 1] = finite ? scale : float_of(0x7fc00000);
+        }
+    }
+
+    // `scales` as they were rounded.
+    static void read_codes(const uint8_t* row, int64_t block, int valid, const float* scales, uint8_t* codes) {
+        float values[kQBlock];
+        read(row, block, valid, values);
+        for (int i = 0; i < 2; ++i) {
+            const float scale = scales[2 * i];
+            const float inverse = scale != 0 && std::fabs(scale) <= 0x1p127f ? 1 / scale : 0;
+            // The sum rounds to an integer, which is the last bits of the float. Scales that lost bits to float16 are
+            // too small by less than half, so the integer is far from overflowing.
+            constexpr float kRound = 0x1.8p23f;
+            float sums[32];
+            for (int e = 0; e < 32; ++e) sums[e] = values[32 * i + e] * inverse + kRound;
+            int32_t steps[32];
+            std::memcpy(steps, sums, sizeof(steps));
+            for (int e = 0; e < 32; ++e) {
+                const int32_t step = steps[e] - static_cast<int32_t>(bits_of(kRound));
+                const int32_t below = step < kHighest ? step : kHighest;
+                codes[32 * i + e] = static_cast<uint8_t>((below > kLowest ? below : kLowest) + kZero);
+            }
+        }
+    }
+
+  private:
+    static void read(const uint8_t* row, int64_t block, int valid, float* values) {
+        Element stored[kQBlock] = {};
+        std::memcpy(stored, row + block * kQBlock * kBytes, static_cast<size_t>(valid) * kBytes);
+        for (int e = 0; e < kQBlock; ++e) values[e] = stored[e].value();
+    }
+};
+
+struct F32Element {
+    float bits;
+    float value() const { return bits; }
+};
+
+struct F16Element {
+    uint16_t bits;
+    float value() const { return half_to_float(bits); }
+};
+
+struct BF16Element {
+    uint16_t bits;
+    float value() const { return float_of(static_cast<uint32_t>(bits) << 16); }
+};
+
+}  // namespace
+}  // namespace octavo

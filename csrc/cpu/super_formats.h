@@ -1,0 +1,408 @@
+// Layouts that keep the scales of a file's superblocks, 256 elements (docs/kernels.md), and which layout a matrix has.
+// Included by linear_int.h only.
+#pragma once
+
+#include "int_formats.h"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+constexpr int kBlocksOfSuper = kSuperblock / kQBlock;
+
+// Superblocks of F that become blocks of its flat format as a whole.
+template <class F>
+inline IntView open_whole(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+    for (int64_t b = 0; b < blocks; b += kBlocksOfSuper) {
+        const char* super = panel + (block + b) * F::kBlockBytes;
+        char* to = opened + b * F::kOpenedBytes;
+        for (int v = 0; v < kVecsPerPanel; ++v) {
+            const typename F::Header header(super, v, inverse);
+            F::template open_block<0>(header, super, v, to);
+            F::template open_block<1>(header, super, v, to);
+            F::template open_block<2>(header, super, v, to);
+            F::template open_block<3>(header, super, v, to);
+        }
+    }
+    return {opened, F::kOpenedBytes, opened + F::Flat::kCodeBytes, F::kOpenedBytes};
+}
+
+// The fourth of six-bit numbers of which three stand in the low bits of bytes: its bits are their high ones.
+inline Ints fourth_of_six_bits(Ints a, Ints b, Ints c) {
+    const Ints low = and_ints(shift_right<6>(a), set1_int(0x03030303));
+    const Ints middle = and_ints(shift_right<4>(b), set1_int(0x0c0c0c0c));
+    return or_ints(or_ints(low, middle), and_ints(shift_right<2>(c), set1_int(0x30303030)));
+}
+
+// Sixteen numbers of six bits of each output of a vector, in three words that lie `stride` bytes apart: five a word
+// from its low bits on, and the last in the high bits of all three.
+struct SixBits {
+    Ints words[3];
+
+    SixBits(const char* first, int64_t stride) {
+        for (int i = 0; i < 3; ++i) words[i] = load_ints(first + i * stride);
+    }
+
+    template <int number>
+    inline Vec at() const {
+        if constexpr (number == 15) {
+            const Ints low = or_ints(shift_right<30>(words[0]), and_ints(shift_right<28>(words[1]), set1_int(12)));
+            return to_float(or_ints(low, and_ints(shift_right<26>(words[2]), set1_int(48))));
+        } else {
+            return to_float(and_ints(shift_right<number % 5 * 6>(words[number / 5]), set1_int(63)));
+        }
+    }
+};
+
+// What a superblock of Q4_K and Q5_K has beside its codes, of a vector of outputs; units over the factor. Of each of
+// four blocks it is 128 bytes: those of the first are the float16 units of scales and of minima, those of the others
+// words of numbers, which are eight scales and then eight minima.
+template <int kCodeBytes>
+struct ScalesAndMinima {
+    static constexpr int kBlockBytes = kCodeBytes + kPanel * 4;
+    Vec unit, minimum_unit;
+    SixBits numbers;
+
+    ScalesAndMinima(const char* super, int v, float inverse)
+        : numbers(super + kBlockBytes + kCodeBytes + v * kLanes * 4, kBlockBytes) {
+        const uint16_t* units = reinterpret_cast<const uint16_t*>(super + kCodeBytes) + v * kLanes;
+        unit = mul(load_half(units), set1(inverse));
+        minimum_unit = mul(load_half(units + kPanel), set1(-inverse));
+    }
+
+    // Of a group, not rounded yet.
+    template <int group>
+    inline Vec scale() const {
+        return mul(unit, numbers.at<group>());
+    }
+};
+
+// Q4_K: four blocks are 256 elements, each of which has its codes and a quarter of what there is beside them.
+struct FormatQ4K {
+    using Flat = IntFormat<4, 32, true, float>;
+    static constexpr int kBits = 4;
+    static constexpr int kBlockBytes = Flat::kCodeBytes + kPanel * 4;
+    static constexpr int kOpenedBytes = Flat::kScaleBytes + Flat::kMinimumBytes;
+
+    struct Header : ScalesAndMinima<Flat::kCodeBytes> {
+        using ScalesAndMinima::ScalesAndMinima;
+
+        // The scale of a group, rounded to float16, and its minimum for codes whose zero is 8, not rounded yet.
+        template <int group>
+        inline Vec scale(Vec& minimum) const {
+            const Vec exact = ScalesAndMinima::scale<group>();
+            minimum = fma(minimum_unit, numbers.at<8 + group>(), mul(exact, set1(8)));
+            return round_to_half(exact);
+        }
+    };
+
+    template <int block>
+    static inline void open_block(const Header& header, int v, char* to) {
+        Vec minima[2];
+        float* scales = reinterpret_cast<float*>(to) + v * kLanes;
+        store(scales, header.scale<2 * block>(minima[0]));
+        store(scales + kPanel, header.scale<2 * block + 1>(minima[1]));
+        store_ints(to + Flat::kScaleBytes + v * kLanes * 4, as_ints(round_to_pairs(minima[0], minima[1])));
+    }
+
+    static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+        const char* super = panel + block * kBlockBytes;
+        const IntView view = {super, kBlockBytes, opened, kOpenedBytes};
+        for (int64_t b = 0; b < blocks; b += kBlocksOfSuper, super += kBlocksOfSuper * kBlockBytes) {
+            for (int v = 0; v < kVecsPerPanel; ++v) {
+                const Header header(super, v, inverse);
+                open_block<0>(header, v, opened + b * kOpenedBytes);
+                open_block<1>(header, v, opened + (b + 1) * kOpenedBytes);
+                open_block<2>(header, v, opened + (b + 2) * kOpenedBytes);
+                open_block<3>(header, v, opened + (b + 3) * kOpenedBytes);
+            }
+        }
+        return view;
+    }
+
+    static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
+        const char* super = panel + k / kSuperblock * kBlocksOfSuper * kBlockBytes;
+        const int at = static_cast<int>(k % kQBlock);
+        const char* codes = panel + k / kQBlock * kBlockBytes + at / 8 * kPanel * 4;
+        const int group = static_cast<int>(k % kSuperblock / 32), shift = at % 4 * 8 + at / 4 % 2 * 4;
+        for (int v = 0; v < kVecsPerPanel; ++v) {
+            const Header header(super, v, inverse);
+            const Vec code = to_float(code_at<4>(load_ints(codes + v * kLanes * 4), shift));
+            with_constant<8>(group + 1, [&](auto g) {
+                Vec minimum;
+                const Vec scale = header.template scale<decltype(g)::kValue - 1>(minimum);
+                out[v] = add(mul(scale, code), one_of_pairs(round_to_pairs(minimum, minimum), 0));
+            });
+        }
+    }
+};
+
+// Q5_K: as Q4_K, and after the nibbles of a block the fifth bits: of each 32 elements a word, in which bit j of byte i
+// belongs to element 4j + i.
+struct FormatQ5K {
+    using Flat = IntFormat<8, 32, true, float>;
+    static constexpr int kBits = 5;
+    static constexpr int kNibbleBytes = kPanel * kQBlock / 2;
+    static constexpr int kCodeBytes = kNibbleBytes + kPanel * kQBlock / 8;
+    static constexpr int kBlockBytes = kCodeBytes + kPanel * 4;
+    static constexpr int kOpenedBytes = Flat::kBlockBytes;
+
+    struct Header : ScalesAndMinima<kCodeBytes> {
+        using ScalesAndMinima::ScalesAndMinima;
+
+        // The scale of a group, rounded to float16, how much less its codes become so that hardly any minimum remains,
+        // and what remains, not rounded yet. Codes have room for -96 to 128; as the packer does it.
+        template <int group>
+        inline Vec scale(Vec& less, Vec& minimum) const {
+            const Vec exact = ScalesAndMinima::scale<group>();
+            const Vec below = mul(minimum_unit, numbers.at<8 + group>());
+            const Vec steps = div(sub(zero(), below), exact), magic = set1(0x1.8p23f);
+            const Vec whole = sub(add(min(max(steps, set1(-96)), set1(128)), magic), magic);
+            less = select_greater(set1(0x1p30f), max(steps, sub(zero(), steps)), whole, zero());
+            minimum = add(below, mul(less, exact));
+            return round_to_half(exact);
+        }
+    };
+
+    template <int bit>
+    static inline Ints fifth_bits(Ints word) {
+        const Ints ones = set1_int(0x10101010);
+        if constexpr (bit < 4) {
+            return and_ints(shift_left<4 - bit>(word), ones);
+        } else {
+            return and_ints(shift_right<bit - 4>(word), ones);
+        }
+    }
+
+    template <int step>
+    static inline void open_step(const char* nibbles, Ints fifth, Ints more, char* to) {
+        const Ints both = load_ints(nibbles + step * kPanel * 4);
+        store_ints(to + 2 * step * kPanel * 4, add_ints(or_ints(low_nibbles(both), fifth_bits<2 * step>(fifth)), more));
+        store_ints(to + (2 * step + 1) * kPanel * 4,
+                   add_ints(or_ints(high_nibbles(both), fifth_bits<2 * step + 1>(fifth)), more));
+    }
+
+    // Codes become those of the flat format, whose zero is 128. Returns the minimum of the group.
+    template <int group>
+    static inline Vec open_group(const Header& header, const char* block, int v, char* to) {
+        constexpr int half = group % 2;
+        Vec less, minimum;
+        store(reinterpret_cast<float*>(to + Flat::kCodeBytes) + half * kPanel + v * kLanes,
+              header.template scale<group>(less, minimum));
+        const Ints more = in_all_bytes(sub(set1(128), less));
+        const Ints fifth = load_ints(block + kNibbleBytes + (half * kPanel + v * kLanes) * 4);
+        const char* nibbles = block + (4 * half * kPanel + v * kLanes) * 4;
+        char* codes = to + (8 * half * kPanel + v * kLanes) * 4;
+        open_step<0>(nibbles, fifth, more, codes);
+        open_step<1>(nibbles, fifth, more, codes);
+        open_step<2>(nibbles, fifth, more, codes);
+        open_step<3>(nibbles, fifth, more, codes);
+        return minimum;
+    }
+
+    template <int block>
+    static inline void open_block(const Header& header, const char* super, int v, char* opened) {
+        const char* from = super + block * kBlockBytes;
+        char* to = opened + block * kOpenedBytes;
+        const Vec first = open_group<2 * block>(header, from, v, to);
+        const Vec second = open_group<2 * block + 1>(header, from, v, to);
+        store_ints(to + Flat::kCodeBytes + Flat::kScaleBytes + v * kLanes * 4, as_ints(round_to_pairs(first, second)));
+    }
+
+    static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+        return open_whole<FormatQ5K>(panel, block, blocks, inverse, opened);
+    }
+
+    static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
+        const char* super = panel + k / kSuperblock * kBlocksOfSuper * kBlockBytes;
+        const char* block = panel + k / kQBlock * kBlockBytes;
+        const int at = static_cast<int>(k % kQBlock), byte = at % 4 * 8;
+        for (int v = 0; v < kVecsPerPanel; ++v) {
+            const Header header(super, v, inverse);
+            const Ints nibbles = load_ints(block + (at / 8 * kPanel + v * kLanes) * 4);
+            const Ints word = load_ints(block + kNibbleBytes + (at / 32 * kPanel + v * kLanes) * 4);
+            // Less 8 and less 1 of them.
+            const Vec low = to_float(code_at<4>(nibbles, byte + at / 4 % 2 * 4));
+            const Vec fifth = to_float(code_at<1>(word, byte + at % 32 / 4));
+            const Vec code = fma(fifth, set1(16), add(low, set1(24)));
+            with_constant<8>(k % kSuperblock / 32 + 1, [&](auto g) {
+                Vec less, minimum;
+                const Vec scale = header.template scale<decltype(g)::kValue - 1>(less, minimum);
+                out[v] = add(mul(scale, sub(code, less)), one_of_pairs(round_to_pairs(minimum, minimum), 0));
+            });
+        }
+    }
+};
+
+// Q3_K: 256 elements are the float16 units of their scales, sixteen scales of six bits, 32 more than they stand for,
+// and the codes of four blocks. Those of eight elements are the low and the high halves of four bytes. Of a block's
+// eight times eight elements, two share a word of low bits, two apart, and four a word of high bits, one apart.
+struct FormatQ3K {
+    using Flat = IntFormat<4, 16, false, float>;
+    static constexpr int kBits = 3;
+    static constexpr int kUnitBytes = kPanel * 2;
+    static constexpr int kHeaderBytes = kUnitBytes + 3 * kPanel * 4;
+    static constexpr int kLowBytes = kPanel * kQBlock / 4;
+    static constexpr int kCodeBytes = kLowBytes + kPanel * kQBlock / 8;
+    static constexpr int kSuperBytes = kHeaderBytes + kBlocksOfSuper * kCodeBytes;
+    static constexpr int kBlockBytes = kSuperBytes / kBlocksOfSuper;
+    static constexpr int kOpenedBytes = Flat::kBlockBytes;
+
+    struct Header {
+        Vec unit;
+        SixBits numbers;
+
+        Header(const char* super, int v, float inverse)
+            : unit(mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse))),
+              numbers(super + kUnitBytes + v * kLanes * 4, kPanel * 4) {}
+
+        template <int group>
+        inline Vec scale() const {
+            return round_to_half(mul(unit, sub(numbers.at<group>(), set1(32))));
+        }
+    };
+
+    template <int step>
+    static inline void open_step(const Ints* low, const Ints* high, char* to) {
+        const Ints two = and_ints(shift_right<step % 2 * 2>(low[step / 2]), set1_int(0x33333333));
+        const Ints third =
+            step % 4 < 2 ? shift_left<2 - step % 4 % 2>(high[step / 4]) : shift_right<step % 4 % 2>(high[step / 4]);
+        // Four more: from codes whose zero is 4 to those whose zero is 8.
+        const Ints four = set1_int(0x44444444);
+        store_ints(to + step * kPanel * 4, add_ints(or_ints(two, and_ints(third, four)), four));
+    }
+
+    template <int block>
+    static inline void open_block(const Header& header, const char* super, int v, char* opened) {
+        const char* from = super + kHeaderBytes + block * kCodeBytes + v * kLanes * 4;
+        char* to = opened + block * kOpenedBytes;
+        Ints low[4], high[2];
+        for (int i = 0; i < 4; ++i) low[i] = load_ints(from + i * kPanel * 4);
+        for (int i = 0; i < 2; ++i) high[i] = load_ints(from + kLowBytes + i * kPanel * 4);
+        char* codes = to + v * kLanes * 4;
+        open_step<0>(low, high, codes);
+        open_step<1>(low, high, codes);
+        open_step<2>(low, high, codes);
+        open_step<3>(low, high, codes);
+        open_step<4>(low, high, codes);
+        open_step<5>(low, high, codes);
+        open_step<6>(low, high, codes);
+        open_step<7>(low, high, codes);
+        float* scales = reinterpret_cast<float*>(to + Flat::kCodeBytes) + v * kLanes;
+        store(scales, header.template scale<4 * block>());
+        store(scales + kPanel, header.template scale<4 * block + 1>());
+        store(scales + 2 * kPanel, header.template scale<4 * block + 2>());
+        store(scales + 3 * kPanel, header.template scale<4 * block + 3>());
+    }
+
+    static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+        return open_whole<FormatQ3K>(panel, block, blocks, inverse, opened);
+    }
+
+    static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
+        const char* super = panel + k / kSuperblock * kSuperBytes;
+        const int at = static_cast<int>(k % kQBlock), step = at / 8, place = at % 4 * 8 + at / 4 % 2 * 4;
+        const char* codes = super + kHeaderBytes + k % kSuperblock / kQBlock * kCodeBytes;
+        for (int v = 0; v < kVecsPerPanel; ++v) {
+            const Header header(super, v, inverse);
+            const Ints low = load_ints(codes + (step / 2 * kPanel + v * kLanes) * 4);
+            const Ints high = load_ints(codes + kLowBytes + (step / 4 * kPanel + v * kLanes) * 4);
+            // Less 2 and less 1 of them.
+            const Vec two = to_float(code_at<2>(low, place + step % 2 * 2));
+            const Vec third = to_float(code_at<1>(high, place + step % 4));
+            const Vec code = fma(third, set1(4), add(two, set1(2)));
+            with_constant<16>(k % kSuperblock / 16 + 1,
+                              [&](auto g) { out[v] = mul(header.template scale<decltype(g)::kValue - 1>(), code); });
+        }
+    }
+};
+
+// Q6_K: 256 elements are the float16 units of their scales, 16 scales of eight bits (128 more than they stand for), and
+// codes of which sixteen neighbours are three vectors of lanes of four, and the fourth in their high bits.
+struct FormatQ6K {
+    using Flat = IntFormat<8, 16, false, float>;
+    static constexpr int kBits = 6;
+    static constexpr int kHeaderBytes = kPanel * (2 + kSuperblock / 16);
+    static constexpr int kCodeBytes = kPanel * kQBlock * 6 / 8;
+    static constexpr int kSuperBytes = kHeaderBytes + kBlocksOfSuper * kCodeBytes;
+    static constexpr int kBlockBytes = kSuperBytes / kBlocksOfSuper;
+    static constexpr int kOpenedBytes = Flat::kBlockBytes;
+
+    static inline Vec scale(const char* super, int group, int v, Vec unit) {
+        const uint8_t* scales = reinterpret_cast<const uint8_t*>(super) + kPanel * (2 + group) + v * kLanes;
+        return round_to_half(mul(unit, to_float(add_ints(load_bytes(scales), set1_int(-128)))));
+    }
+
+    static inline Vec scale_unit(const char* super, int v, float inverse) {
+        return mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse));
+    }
+
+    // Codes become those of the flat format, whose zero is 128.
+    static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+        const Ints less = set1_int(static_cast<int32_t>(0xa0a0a0a0u));
+        const Ints six = set1_int(0x3f3f3f3f);
+        const char* super = panel + block * kBlockBytes;
+        const IntView view = {opened, kOpenedBytes, opened + Flat::kCodeBytes, kOpenedBytes};
+        for (int64_t b = 0; b < blocks; b += kBlocksOfSuper, super += kSuperBytes) {
+            const char* from = super + kHeaderBytes;
+            for (int i = 0; i < kBlocksOfSuper; ++i) {
+                char* to = opened + (b + i) * kOpenedBytes;
+                for (int step = 0; step < kQBlock / 16; ++step, from += 3 * kPanel * 4) {
+                    for (int v = 0; v < kVecsPerPanel; ++v) {
+                        Ints three[3];
+                        for (int s = 0; s < 3; ++s) three[s] = load_ints(from + (s * kPanel + v * kLanes) * 4);
+                        char* out = to + (4 * step * kPanel + v * kLanes) * 4;
+                        for (int s = 0; s < 3; ++s) {
+                            store_ints(out + s * kPanel * 4, sub_bytes(and_ints(three[s], six), less));
+                        }
+                        store_ints(out + 3 * kPanel * 4,
+                                   sub_bytes(fourth_of_six_bits(three[0], three[1], three[2]), less));
+                    }
+                }
+                float* scales = reinterpret_cast<float*>(to + Flat::kCodeBytes);
+                for (int v = 0; v < kVecsPerPanel; ++v) {
+                    const Vec unit = scale_unit(super, v, inverse);
+                    for (int g = 0; g < Flat::kGroups; ++g) {
+                        store(scales + g * kPanel + v * kLanes, scale(super, i * Flat::kGroups + g, v, unit));
+                    }
+                }
+            }
+        }
+        return view;
+    }
+
+    static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
+        const char* super = panel + k / kSuperblock * kSuperBytes;
+        const int at = static_cast<int>(k % kSuperblock), step = at % 16 / 4, shift = at % 4 * 8;
+        const char* codes = super + kHeaderBytes + at / 16 * 3 * kPanel * 4;
+        for (int v = 0; v < kVecsPerPanel; ++v) {
+            Ints three[3];
+            for (int s = 0; s < 3; ++s) three[s] = load_ints(codes + (s * kPanel + v * kLanes) * 4);
+            const Ints lane = step < 3 ? three[step] : fourth_of_six_bits(three[0], three[1], three[2]);
+            const Vec code = to_float(code_at<6>(lane, shift));
+            out[v] = mul(scale(super, at / 16, v, scale_unit(super, v, inverse)), code);
+        }
+    }
+};
+
+// Calls f with the format of an integer matrix.
+template <class Function>
+inline void with_format(const Matrix& m, Function f) {
+    if (m.format == kWeightQ4K) {
+        f(FormatQ4K{});
+    } else if (m.format == kWeightQ6K) {
+        f(FormatQ6K{});
+    } else if (m.format == kWeightQ5K) {
+        f(FormatQ5K{});
+    } else if (m.format == kWeightQ3K) {
+        f(FormatQ3K{});
+    } else if (m.format == kWeightInt4) {
+        m.minima ? f(IntFormat<4, 32, true>{}) : f(IntFormat<4, 32, false>{});
+    } else if (m.group == 32) {
+        m.minima ? f(IntFormat<8, 32, true>{}) : f(IntFormat<8, 32, false>{});
+    } else {
+        m.minima ? f(IntFormat<8, 16, true>{}) : f(IntFormat<8, 16, false>{});
+    }
+}
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA
