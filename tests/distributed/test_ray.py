@@ -62,6 +62,7 @@ def cluster() -> Iterator[Any]:
 
     small = {"num_cpus": 2, "object_store_memory": 80 << 20}
     with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("RAY_raylet_start_wait_time_s", "300")  # instead of 30, where others compute too
         cluster = Cluster(initialize_head=True, head_node_args=small | {"include_dashboard": False})
         try:
             cluster.add_node(**small)
