@@ -78,6 +78,6 @@ def test_answers_count_as_long_as_they_have_been_and_not_as_long_as_they_may_be(
 
 
 def test_conversations_find_their_prefixes_again_and_replicas_work_alike() -> None:
-    hits, largest_load = compare(4, PATTERNS["chat"], seed=0)
+    hits, figures = compare(4, PATTERNS["chat"], seed=0)
     assert hits >= 0.95
-    assert largest_load < 1.2
+    assert figures.largest_share < 1.2
