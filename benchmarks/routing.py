@@ -14,6 +14,7 @@ import heapq
 import random
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -106,6 +107,7 @@ class Conversation:
 class Figures:
     num_hits: int  # prompt tokens found in the caches
     num_tokens: list[int]  # that each replica computed
+    ttft_s: float  # on average
 
     @property
     def largest_share(self) -> float:
@@ -138,6 +140,8 @@ def simulate(num_replicas: int, num_conversations: int, pattern: Pattern, num_bl
     events = [(drawn[i][0][0], i, "turn", i) for i in range(num_conversations)]
     heapq.heapify(events)
     order = num_conversations
+    begun: dict[str, float] = {}  # of requests without a token, when they came
+    waits: list[float] = []
     while events:
         now, _, kind, number = heapq.heappop(events)
         if kind == "turn":
@@ -153,6 +157,7 @@ def simulate(num_replicas: int, num_conversations: int, pattern: Pattern, num_bl
             allowed = EngineRequest(request.request_id, request.prompt, params, [], MAX_TOKENS, now)
             chosen = router.route(allowed, block_hashes(request.prompt, BLOCK_SIZE), range(num_replicas))
             replicas[chosen].core.add(request)
+            begun[request.request_id] = now
             if not replicas[chosen].is_stepping:
                 replicas[chosen].is_stepping = True
                 heapq.heappush(events, (now, order := order + 1, "step", chosen))
@@ -164,6 +169,8 @@ def simulate(num_replicas: int, num_conversations: int, pattern: Pattern, num_bl
         later = now + STEP_S + TOKEN_S * (replica.executor.num_tokens - num_before)
         for output in outputs.outputs:
             i = int(output.request_id.partition("-")[0])
+            if output.token_ids and output.request_id in begun:
+                waits.append(later - begun.pop(output.request_id))
             talks[i].answer += output.token_ids
             if output.finish_reason is not None:
                 router.end(output.request_id, talks[i].answer)
@@ -176,15 +183,16 @@ def simulate(num_replicas: int, num_conversations: int, pattern: Pattern, num_bl
         replica.is_stepping = replica.core.has_work
         if replica.is_stepping:
             heapq.heappush(events, (later, order := order + 1, "step", number))
-    return Figures(sum(replica.num_hits for replica in replicas), [r.executor.num_tokens for r in replicas])
+    num_hits = sum(replica.num_hits for replica in replicas)
+    return Figures(num_hits, [replica.executor.num_tokens for replica in replicas], sum(waits) / len(waits))
 
 
-def compare(num_replicas: int, pattern: Pattern, seed: int) -> tuple[float, float]:
-    """The hits of so many replicas over those of one with all their memory, and the largest share of the work."""
+def compare(num_replicas: int, pattern: Pattern, seed: int) -> tuple[float, Figures]:
+    """The hits of so many replicas over those of one with all their memory, and their figures."""
     num_conversations = num_replicas * pattern.each
     one = simulate(1, num_conversations, pattern, num_replicas * pattern.num_blocks, seed)
     many = simulate(num_replicas, num_conversations, pattern, pattern.num_blocks, seed)
-    return many.num_hits / one.num_hits, many.largest_share
+    return many.num_hits / one.num_hits, many
 
 
 def main() -> None:
@@ -198,10 +206,12 @@ def main() -> None:
         for name in args.patterns.split(","):
             pattern = PATTERNS[name]
             found = [compare(num, pattern, seed) for seed in range(first, last + 1)]
-            hits, loads = zip(*found, strict=True)
-            print(f"{num:3} replicas, {name:10} hits of one large cache's {sum(hits) / len(hits):.1%}, at least "
-                  f"{min(hits):.1%}; largest load {sum(loads) / len(loads):.2f} of the mean, at most {max(loads):.2f}",
-                  flush=True)  # fmt: skip
+            hits = [share for share, _ in found]
+            loads = [figures.largest_share for _, figures in found]
+            ttft_s = fmean(figures.ttft_s for _, figures in found)
+            print(f"{num:3} replicas, {name:10} hits of one large cache's {fmean(hits):.1%}, at least {min(hits):.1%}; "
+                  f"largest load {fmean(loads):.2f} of the mean, at most {max(loads):.2f}; first token after "
+                  f"{ttft_s * 1e3:.0f} ms", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

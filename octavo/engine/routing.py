@@ -1,10 +1,10 @@
 """Which of several replicas of the engine core a request goes to.
 
-Pure arithmetic over what was routed: no processes and no messages. The replica is the one that has the least to compute
-with the request: its outstanding tokens, and those of the prompt that it is not known to have cached. Answers count as
-long as answers have lately been, for most callers allow far more than they get. What a replica was lately given counts
-beside what is outstanding: conversations come back to where they began, and one that begins must not go where others
-merely pause.
+Pure arithmetic over what was routed: no processes and no messages. The replica is the one where the tokens of the
+prompt that it is not known to have cached, and most of what it was lately given, are least. Load is counted over many
+turns and not by what is outstanding, as conversations come back to where they began: one that begins must not go where
+others merely pause, and none must leave its cache because two have come at once. Answers count as long as answers have
+lately been, until they have ended, for most callers allow far more than they get.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ class _Routed:
     request: EngineRequest
     replica: int
     hashes: list[bytes]
+    num_expected: int  # tokens of its answers
 
 
 _FIRST_ANSWER_TOKENS = 128  # taken for an answer's length before one has ended
 _ANSWER_MEMORY = 32  # answers: older ones count e times less
-_REQUEST_MEMORY = 16  # requests a replica, the same
-# Of recent tokens beside outstanding ones. benchmarks/routing.py, 4 replicas: with 1 up to 6% of the hits are lost, and
-# with this and a memory of 32 requests one replica has 1.52 times the mean.
-_RECENT_WEIGHT = 0.5
+_REQUEST_MEMORY = 64  # requests a replica, the same: some turns of each conversation
+# A conversation has mostly been given what is cached of it. So with a weight above 1/2 a replica that has two of them
+# more than another gives one away; from 1 on it would for one more, which goes to and fro.
+_LOAD_WEIGHT = 0.85
 
 
 def block_hashes(prompt: Prompt, block_size: int) -> list[bytes]:
@@ -87,7 +88,7 @@ class Router:
         `end`. `hashes` are the `block_hashes` of its prompt. Raises `ValueError` if none is available."""
         num_tokens = len(request.prompt.token_ids)
         missing = {i: self._num_missing(i, num_tokens, hashes) for i in available}
-        chosen = min(missing, key=lambda i: self._cost(i) + missing[i])
+        chosen = min(missing, key=lambda i: missing[i] + _LOAD_WEIGHT * self._load(i))
         replica = self._replicas[chosen]
         expected = min(request.max_tokens, round(self._answer_tokens)) * request.params.num_completions
         num_given = missing[chosen] + expected
@@ -97,7 +98,7 @@ class Router:
         replica.num_tokens += num_given
         replica.num_recent_tokens += num_given
         replica.index.add(hashes)
-        self._routed[request.request_id] = _Routed(request, chosen, hashes)
+        self._routed[request.request_id] = _Routed(request, chosen, hashes, expected)
         return chosen
 
     def end(self, request_id: str, output_ids: list[int]) -> None:
@@ -108,6 +109,8 @@ class Router:
             return
         replica, prompt = self._replicas[routed.replica], routed.request.prompt
         replica.num_tokens -= replica.load.pop(request_id)
+        num_given = len(output_ids) * routed.request.params.num_completions
+        replica.num_recent_tokens += num_given - routed.num_expected
         if output_ids:
             self._answer_tokens += (len(output_ids) - self._answer_tokens) / _ANSWER_MEMORY
         # The last token's keys and values have not been computed.
@@ -133,8 +136,9 @@ class Router:
         """Tokens that a replica is expected to have still to compute."""
         return self._replicas[number].num_tokens
 
-    def _cost(self, number: int) -> float:
-        return self._replicas[number].num_tokens + _RECENT_WEIGHT * self._replicas[number].num_recent_tokens
+    def _load(self, number: int) -> float:
+        """What it was lately given. More may be outstanding, where that goes back further."""
+        return max(self._replicas[number].num_recent_tokens, self._replicas[number].num_tokens)
 
     def _num_missing(self, number: int, num_tokens: int, hashes: list[bytes]) -> int:
         # One token at least is computed, as nothing else gives logits.

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Together less than the 10 s within which a start that cannot succeed says so. Ray itself would wait for ever for room,
-# and for most of a minute for a cluster that does not answer.
-_CONNECT_S, _PLACEMENT_S = 4.0, 4.0
+# Within which a start that cannot succeed says so. Ray itself would wait for ever for room, and for minutes for a
+# cluster that is not there.
+_PROBE_S, _PLACEMENT_S = 4.0, 8.0
+_CONNECT_S = 60.0  # to one that is
 _CARRIED = ("OCTAVO_", "HF_")  # variables of these names are those of node 0 on all hosts
 
 
@@ -139,34 +141,41 @@ def _watch(rank: int, end: Any, fail: Callable[[int, str, str], None]) -> None:
         why = ray.get(end) or "its group is no more"
     except Exception as error:
         logger.debug("node %d, as Ray tells it: %s", rank, error)
-        why = str(error).strip().splitlines()[-1]
+        why = _first_line(getattr(error, "cause", None) or error)
     fail(rank, "has ended", f", which Ray had started: {why.removesuffix('.')}")
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].removesuffix(".")
+
+
 def _connect() -> None:
-    """Be a driver of the cluster of this host, or of RAY_ADDRESS. Raises `ConfigError`."""
+    """Be a driver of RAY_ADDRESS's cluster, or of this host's. Raises `ConfigError`."""
     import ray
+    from ray._private.services import canonicalize_bootstrap_address_or_die
 
     if ray.is_initialized():
         return
     connected: Future[None] = Future()
 
-    def connect() -> None:
+    def connect(address: str) -> None:
         try:
-            ray.init("auto", configure_logging=False)
+            ray.init(address, logging_level=logging.ERROR)
             connected.set_result(None)
         except BaseException as error:
             connected.set_exception(error)
 
-    # A thread, because Ray neither takes a timeout nor lets the main thread keep its SIGTERM.
-    threading.Thread(target=connect, name="Ray", daemon=True).start()
     try:
+        address: str = canonicalize_bootstrap_address_or_die("auto")
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+        # A thread, because Ray neither takes a timeout nor lets the main thread keep its SIGTERM.
+        threading.Thread(target=connect, args=(address,), name="Ray", daemon=True).start()
         connected.result(_CONNECT_S)
     except Exception as error:
         where = f" at RAY_ADDRESS {os.environ['RAY_ADDRESS']}" if os.environ.get("RAY_ADDRESS") else ""
-        why = str(error).strip().splitlines()
-        found = why[0] if why else f"it does not answer within {_CONNECT_S:g} s"
+        why = _first_line(error) or f"it does not answer within {_CONNECT_S:g} s"
         raise ConfigError(
-            f"--distributed-executor-backend ray finds no cluster{where} that this host belongs to: {found} Run "
-            "`ray start --head` here, and `ray start --address` on the other hosts."
+            f"--distributed-executor-backend ray finds no cluster{where} that this host belongs to: {why}. Run `ray "
+            "start --head` here, and `ray start --address` on the other hosts."
         ) from None

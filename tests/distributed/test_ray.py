@@ -62,6 +62,7 @@ def cluster() -> Iterator[Any]:
 
     small = {"num_cpus": 2, "object_store_memory": 80 << 20}
     with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("RAY_raylet_start_wait_time_s", "300")  # instead of 30, where others compute too
         cluster = Cluster(initialize_head=True, head_node_args=small | {"include_dashboard": False})
         try:
             cluster.add_node(**small)
@@ -137,15 +138,15 @@ def test_nodes_of_ray_answer_as_one_worker(
     ],
 )
 def test_a_bad_start_is_told(
-    cluster: Any, model: Path, flags: dict[str, Any], of_node: dict[str, Any], kind: type[Exception], message: str
-) -> None:
+    cluster: Any, model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], of_node: dict[str, Any],
+    kind: type[Exception], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(ray_nodes, "_PLACEMENT_S", 2.0 if kind is ConfigError and not of_node else 60.0)
     config = ray_config(model, **flags)
     assert config.nodes.ray_flags is not None
     config.nodes.ray_flags.update(of_node)
-    begin = time.monotonic()
     with pytest.raises(kind, match=message):
         TeamExecutor(config)
-    assert time.monotonic() - begin < 60  # on its way from 10 s
     wait_until_free()
 
 
@@ -164,14 +165,17 @@ def test_an_actor_that_dies_costs_its_requests_and_all_start_again(cluster: Any,
     small = ["--cpu-threads", "1", "--max-model-len", "2048", "--kv-cache-memory-bytes", "100000000"]
     with running_server(tmp_path, *flags, *small) as server:
         assert "Paris" in complete(server.url, max_tokens=8).read().decode()
-        for part in ("actor", "worker"):
+        for part in ("actor", "worker", "core"):
             (actor,) = actors()
             (worker,) = actor.children()
+            (core,) = psutil.Process(server.process.pid).children()
             stream = complete(server.url, max_tokens=2000, stream=True)
             stream.readline()
-            (actor if part == "actor" else worker).kill()
+            {"actor": actor, "worker": worker, "core": core}[part].kill()
             told = stream.read().decode()
-            assert "engine_dead" in told and "the engine core has ended (node 1 has " in told
+            why = "exit status -9" if part == "core" else "node 1 "
+            assert "engine_dead" in told and f"the engine core has ended ({why}" in told
+            assert cluster.address.partition(":")[0] not in told
             wait_until(lambda: server.get("/health")[0] == 200, server.log.read_text)
             assert "Paris" in complete(server.url, max_tokens=8).read().decode()
             assert not worker.is_running()

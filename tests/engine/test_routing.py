@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.routing import simulate
+from benchmarks.routing import PATTERNS, compare
 from octavo.engine.routing import PrefixIndex, Router, block_hashes
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
@@ -78,8 +78,6 @@ def test_answers_count_as_long_as_they_have_been_and_not_as_long_as_they_may_be(
 
 
 def test_conversations_find_their_prefixes_again_and_replicas_work_alike() -> None:
-    num_replicas, num_conversations, num_turns, num_blocks = 4, 8, 12, 1000
-    alone = simulate(1, num_conversations, num_turns, num_replicas * num_blocks)
-    replicated = simulate(num_replicas, num_conversations, num_turns, num_blocks)
-    assert replicated.num_hits >= 0.95 * alone.num_hits
-    assert replicated.largest_share < 1.2
+    hits, figures = compare(4, PATTERNS["chat"], seed=0)
+    assert hits >= 0.95
+    assert figures.largest_share < 1.2
