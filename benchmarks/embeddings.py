@@ -4,7 +4,8 @@ OpenVINO, in one run over the same texts.
     python benchmarks/embeddings.py FOLDER [--onnx FILE] [--texts 256] [--lengths 16 256] [--clients 64]
 
 FOLDER is a sentence-transformers folder with a vocab.txt; FILE has the network with its pooling, of inputs `i` (token
-ids) and `a` (their mask), both [texts, tokens] int64. The others get texts sorted by length in batches of 32, padded.
+ids) and `a` (their mask), both [texts, tokens] int64, as torch.onnx.export writes it. The others get texts sorted by
+length in batches of 32, padded.
 
 With --clients Octavo is a server, and so many clients send it one text a request. The others have no server: they are
 called in this process with one text after the other, OpenVINO also with as many at once as it wants for its throughput.
@@ -70,7 +71,7 @@ def report(name: str, count: int, run: Run) -> None:
         begin = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - begin)
-    print(f"{name:28s} {count / min(seconds):8.1f} texts/s", flush=True)
+    print(f"{name:30s} {count / min(seconds):8.1f} texts/s", flush=True)
 
 
 def octavo(folder: str, texts: list[str], settings: dict[str, str]) -> Run:
@@ -125,9 +126,10 @@ def others(folder: Path, onnx: Path | None, texts: list[str], *, is_single: bool
     try:
         from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found, unused-ignore]
 
-        model = SentenceTransformer(str(folder), device="cpu")
         asked = [[text] for text in texts] if is_single else [texts]
-        found["sentence-transformers"] = lambda: [model.encode(some) for some in asked]
+        for dtype in ("float32", "bfloat16"):
+            model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype})
+            found[f"sentence-transformers {dtype}"] = lambda m=model: [m.encode(some) for some in asked]  # type: ignore[misc]
     except ImportError:
         pass
     if onnx is None:

@@ -74,18 +74,20 @@ class InputProcessor:
         """An id that no request has."""
         return str(next(self._ids))
 
-    def encode_all(self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool, many: int) -> list[Encoding]:
-        """The encodings of texts and pairs, `many` or more of them on several threads."""
+    def encode_all(
+        self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool, many: int, *, has_offsets: bool = False
+    ) -> list[Encoding]:
+        """The encodings of texts and pairs, `many` or more of them on several threads. Offsets, which say where tokens
+        lie in the text, take a fifth of the time."""
         for text in texts:
             for part in (text,) if isinstance(text, str) else text:
                 self._check_characters(part)
         backend = self.tokenizer.backend_tokenizer
+        encode = backend.encode_batch if has_offsets else backend.encode_batch_fast
         try:
             if len(texts) >= many:
-                encodings: list[Encoding] = backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-                return encodings
-            pairs = [(text, None) if isinstance(text, str) else text for text in texts]
-            return [backend.encode(one, other, add_special_tokens=add_special_tokens) for one, other in pairs]
+                return list(encode(list(texts), add_special_tokens=add_special_tokens))
+            return [encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
         except (TypeError, UnicodeEncodeError) as e:  # lone surrogates
             raise RequestError(f"the prompt is not valid Unicode text: {e}.", param="prompt") from None
 

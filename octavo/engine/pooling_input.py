@@ -105,7 +105,7 @@ class PoolingInput:
         """Texts cut at the end of their first `num_tokens` tokens; 0 cuts nothing."""
         if not num_tokens:
             return list(texts)
-        encodings = self._inputs.encode_all(list(texts), False, _MANY)
+        encodings = self._inputs.encode_all(list(texts), False, _MANY, has_offsets=True)
         ends = [encoding.offsets[:num_tokens][-1][1] if encoding.ids else 0 for encoding in encodings]
         return [text[:end] for text, end in zip(texts, ends, strict=True)]
 

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from octavo.entrypoints import ui
@@ -87,10 +87,28 @@ LATER = {
 }
 
 
+class _Router(Router):
+    """Finds routes without patterns by their path at once; a list would be gone through for each request."""
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self.plain.get(_below(scope["root_path"], scope["path"])) if scope["type"] == "http" else None
+        if route is None:
+            await super().app(scope, receive, send)
+            return
+        scope.update({"router": self, "route": route, "endpoint": route.endpoint, "path_params": {}})
+        await route.handle(scope, receive, send)
+
+    @cached_property
+    def plain(self) -> dict[str, Route]:
+        """The routes without patterns."""
+        return {route.path: route for route in self.routes if isinstance(route, Route) and "{" not in route.path}
+
+
 class _App(Starlette):
     """Counts requests, and lets streams past our own middlewares, but not past those of --middleware."""
 
     counts: HttpMetrics
+    router: _Router
     lets_streams_past = True
     sends_ids = True
 
@@ -117,19 +135,19 @@ class _App(Starlette):
 
     def _route(self, path: str) -> str:
         """The path of the route that answers, as it was declared."""
-        root: str = self.state.octavo.args.root_path.rstrip("/")
-        path = path.removeprefix(root) if root and path.startswith(root + "/") else path
-        if path in self._plain_paths:
+        path = _below(self.state.octavo.args.root_path.rstrip("/"), path)
+        if path in self.router.plain:
             return path
         return next((route.path for route in self._patterns if route.path_regex.match(path)), "none")
 
     @cached_property
-    def _plain_paths(self) -> frozenset[str]:
-        return frozenset(route.path for route in self.routes if isinstance(route, Route) and "{" not in route.path)
-
-    @cached_property
     def _patterns(self) -> list[Route]:
         return [route for route in self.routes if isinstance(route, Route) and "{" in route.path]
+
+
+def _below(root_path: str, path: str) -> str:
+    """The path as routes have it: a proxy may have taken the root path off or not."""
+    return path[len(root_path) :] if root_path and path.startswith(root_path + "/") else path
 
 
 def _add_id(answer: MutableHeaders, request: Headers) -> None:
@@ -145,10 +163,10 @@ def build_app(engine: EngineClient, args: ServerArgs) -> Starlette:
     routers = [*ROUTERS, control.router] if args.is_dev_mode else ROUTERS
     declared: list[Declared | Later] = [one for router in routers for one in router.declared]
     declared += [Later(module, *route.split(" ")) for module, routes in LATER.items() for route in routes]
-    # Before patterns that they would match.
     unbuilt = [Route(path, refuse_not_built, methods=["GET", "POST", "PUT", "DELETE"]) for path in NOT_BUILT]
-    routes = [*unbuilt, *make_routes(declared)]
-    app = _App(routes=routes)
+    routes = [*make_routes(declared), *unbuilt]
+    app = _App()
+    app.router = _Router(routes)
     app.state.octavo = state
     app.counts = state.http_metrics
     app.lets_streams_past = not args.middleware
