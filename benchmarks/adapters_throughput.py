@@ -4,7 +4,7 @@
 
 FOLDER holds a Llama in Hugging Face's layout. All requests are asked for at once: of the base model on an engine
 without LoRA, then on one with it; with one adapter of rank 16 on all linear layers; over 16 of them. Rounds take turns,
-and the best of each counts.
+and the best of each counts. vLLM's Python wants -P, or it takes kernels.py beside this file for a package of that name.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def main() -> None:
         "model": str(args.model), "dtype": "bfloat16", "max_num_seqs": args.requests, "max_model_len": 1024,
         "enable_prefix_caching": False,
     }  # fmt: skip
+    if args.engine == "vllm":
+        common["gpu_memory_utilization"] = 0.2  # of the machine's memory: there are two engines
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     generator = random.Random(0)
     prompts = [
