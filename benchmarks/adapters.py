@@ -1,10 +1,12 @@
 """What adapters cost: the time of decode steps on the default model, 64 requests at once.
 
-    python benchmarks/adapters.py [--rank 16] [--adapters 16] [--rounds 12]
+    python benchmarks/adapters.py [--model FILE] [--rank 16] [--adapters 16] [--rounds 12] [--calls]
 
 Compared are a server without LoRA, one with LoRA whose requests are all of the base model, one adapter for all
 requests, and many mixed at random. The adapters are random, on all linear layers. The kinds of steps take turns, a few
 steps at a time, so that other programs disturb all of them alike; the figures are medians, and ratios of one run.
+`--calls` gives what the native calls of a step take by themselves, each the least of its times, which other programs
+disturb less still.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import random
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -27,11 +31,15 @@ PROMPT_TOKENS = 32
 STEPS_AT_ONCE = 8
 
 
+def runner_of(llm: LLM) -> Any:
+    return llm.core.executor.worker.runner  # type: ignore[union-attr]
+
+
 def write_adapter(folder: Path, llm: LLM, rank: int, seed: int) -> None:
     """Random factors for every product but the output matrix, small enough to leave answers readable."""
     generator = np.random.default_rng(seed)
     tensors = {}
-    for matrix in llm.core.executor.worker.runner.model.matrices:  # type: ignore[attr-defined]
+    for matrix in runner_of(llm).model.matrices:
         for module in matrix.modules:
             if module.name == "lm_head":
                 continue
@@ -51,6 +59,7 @@ class Load:
 
     def __init__(self, llm: LLM, adapters: list[LoRARequest | None], num_tokens: int, seed: int) -> None:
         self.llm, self.times = llm, list[float]()
+        self.calls: list[tuple[str, float]] = []  # of a step, and the least nanoseconds that each has taken
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         generator = random.Random(seed)
         for adapter in adapters:
@@ -75,9 +84,28 @@ class Load:
             self.llm.core.step()
             self.times.append(time.perf_counter() - begin)
 
+    def measure_calls(self) -> None:
+        """Of the step that was measured last, once more: it writes what it wrote."""
+        program = runner_of(self.llm).captured[0].step.program
+        for _ in range(STEPS_AT_ONCE):
+            times = program.profile(self._live, self._live, self._live)
+            least = [ns for _, ns in self.calls] or [float("inf")] * len(times)
+            self.calls = [(name, min(ns, old)) for (name, ns), old in zip(times, least, strict=True)]
+
     def end(self) -> None:
         for request_id in list(self.llm.core.scheduler.live.requests):
             self.llm.core.abort(request_id)
+
+
+def print_calls(loads: dict[str, Load]) -> None:
+    base = sum(ns for _, ns in loads["no LoRA"].calls)
+    for name, load in loads.items():
+        by_kernel = defaultdict[str, float](float)
+        for kernel, ns in load.calls:
+            by_kernel[kernel] += ns / 1e6
+        whole = sum(by_kernel.values())
+        parts = ", ".join(f"{kernel} {by_kernel[kernel]:.2f}" for kernel in ("linear", "shrink"))
+        print(f"{name:12} {whole:7.2f} ms of calls, {100 * (1e6 * whole / base - 1):+6.1f}%: {parts}")
 
 
 def main() -> None:
@@ -86,8 +114,13 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=16)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--model", help="the default model without")
+    parser.add_argument("--calls", action="store_true", help="times of the native calls by themselves")
     args = parser.parse_args()
-    common = {"max_num_seqs": args.requests, "num_gpu_blocks_override": 3000, "disable_log_stats": True}
+    blocks = args.requests * (PROMPT_TOKENS + (args.rounds + 2) * STEPS_AT_ONCE + 64) // 16 + args.requests + 256
+    common = {"max_num_seqs": args.requests, "num_gpu_blocks_override": blocks, "disable_log_stats": True}
+    if args.model is not None:
+        common |= {"model": args.model, "max_model_len": 1024}
     num_tokens = (args.rounds + 2) * STEPS_AT_ONCE + 64
 
     def with_lora() -> LLM:
@@ -112,6 +145,11 @@ def main() -> None:
         for _ in range(args.rounds):
             for load in loads.values():
                 load.measure()
+                if args.calls:
+                    load.measure_calls()
+    if args.calls:
+        print_calls(loads)
+        return
     base = statistics.median(loads["no LoRA"].times)
     for name, load in loads.items():
         took = statistics.median(load.times)

@@ -19,7 +19,11 @@ inline void copy_input(const ShrinkArgs& a, int64_t row, T* to) {
             const int half = static_cast<int>(begin % kQBlock / kHalf);
             const Vec scale = set1(block.scale[half]);
             for_vectors(min_of<int64_t>(kHalf, a.k - begin), [&](int64_t i, int lanes) {
-                store_some(to + begin + i, mul(to_float(load_signed_bytes(q + i)), scale), lanes);
+                const Vec values = mul(to_float(load_signed_bytes(q + i)), scale);
+                if constexpr (sizeof(T) != sizeof(float)) {
+                    if (lanes == kLanes) return store_own(to + begin + i, values);
+                }
+                store_some(to + begin + i, values, lanes);
             });
             for (int i = 0; i < kMaxOutliers; ++i) {
                 const float outlier = block.outlier[half][i];

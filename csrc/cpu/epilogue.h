@@ -2,6 +2,7 @@
 // here they get their bias and are stored, added to what is there, or gated. Included by linear.h only.
 #pragma once
 
+#include "factors.h"
 #include "quantize.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -20,6 +21,10 @@ inline int64_t unit_vecs(const LinearArgs& a, int64_t otherwise) {
     return (is_quantized ? 4 : 2) * kVecsPerPanel;
 }
 constexpr int kMaxUnit = 4 * kPanel;
+
+inline int64_t panels_of(const Matrix& m) {
+    return m.gated ? (m.n / 2 + kPanel - 1) / kPanel * 2 : (m.n + kPanel - 1) / kPanel;
+}
 
 // Rows of products, from output `col` of the packed matrix on.
 struct Products {
@@ -130,11 +135,6 @@ void expand_rows(const LinearArgs& a, const Products& p, int64_t row, int64_t ro
         const AdapterPanel& panel = f.panels[col / kPanel];
         if (panel.count > 0) {
             const T* b = static_cast<const T*>(f.b) + panel.offset + col % kPanel * E::kStep;
-            // The panel that these rows meet when all others have met this one.
-            const T* next = b + max_of<int64_t>(p.width, kPanel) * panel.count;
-            for (int64_t line = 0; line < panel.count * width; line += 64 / static_cast<int64_t>(sizeof(T))) {
-                __builtin_prefetch(next + line);
-            }
             for (int64_t t = 0; t < tiles; ++t) {
                 const int64_t begin = row + rows * t / tiles, end = row + rows * (t + 1) / tiles;
                 for (int64_t r = begin; r < end; ++r) {
@@ -164,33 +164,12 @@ void expand_rows(const LinearArgs& a, const Products& p, int64_t row, int64_t ro
     }
 }
 
-// Calls f(row, rows, factors) for the neighbours among rows row .. end - 1 that have the same adapter.
-template <class F>
-inline void for_adapters(const LinearArgs& a, int64_t row, int64_t end, F f) {
-    for (int64_t next; row < end; row = next) {
-        const int32_t slot = a.slots[row];
-        for (next = row + 1; next < end && a.slots[next] == slot;) ++next;
-        if (slot >= 0 && a.factors[slot].panels != nullptr) f(row, next - row, a.factors[slot]);
-    }
-}
-
 // What the rows' adapters add to the products. A row's bits do not depend on which rows are next to it.
 void expand(const LinearArgs& a, const Products& p) {
     with_element(a.factor_dtype, [&](auto element) {
         for_adapters(a, p.row, p.row + p.rows, [&](int64_t row, int64_t rows, const AdapterFactors& f) {
             expand_rows<decltype(element)>(a, p, row - p.row, rows, f);
         });
-    });
-}
-
-// Fetches what rows row .. end - 1 add to the panels that a task begins with: expand() fetches those that follow.
-inline void fetch_first_factors(const LinearArgs& a, int64_t row, int64_t end, int64_t panel, int64_t panels) {
-    for_adapters(a, row, end, [&](int64_t, int64_t, const AdapterFactors& f) {
-        const int64_t size = a.factor_dtype == kF32 ? 4 : 2;
-        for (int64_t i = panel; i < panel + panels; ++i) {
-            const char* b = static_cast<const char*>(f.b) + f.panels[i].offset * size;
-            for (int64_t at = 0; at < f.panels[i].count * kPanel * size; at += 64) __builtin_prefetch(b + at);
-        }
     });
 }
 

@@ -145,6 +145,7 @@ struct AdapterFactors {
 // y[rows, n] = x[rows, k] W^T + bias. Packed f32 weights are [panel][k][32] and multiply f32 rows, bf16 ones are
 // [panel][ceil(k / 2)][32][2] and multiply bf16 rows; integer ones (docs/kernels.md) multiply quantized rows. Strides
 // are in elements, those of quantized rows in blocks.
+struct ShrinkArgs;
 struct LinearArgs : RowArgs {
     const void* x;
     int64_t x_stride;
@@ -162,6 +163,7 @@ struct LinearArgs : RowArgs {
     int64_t shrunk_stride, num_slots;
     int32_t factor_dtype;
     int32_t expands;                   // Planned: some row has an adapter.
+    const ShrinkArgs* next;            // Planned: what reads factors next after this, or null.
     int64_t row_chunks, panel_chunks;  // Planned: the grid of tasks.
 };
 

@@ -156,6 +156,10 @@ void linear_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int
     const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
     for (int64_t vec = vec_begin; vec < vec_end; vec += unit) {
         const int64_t vecs = min_of(unit, vec_end - vec);
+        if (a.expands && vec + vecs < vec_end) {
+            const int64_t next = vec + vecs, width = min_of(unit, vec_end - next);
+            fetch_factors(a, row_begin, row_end, next / kVecsPerPanel, (width + kVecsPerPanel - 1) / kVecsPerPanel);
+        }
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t begin = row_begin + rows * t / tiles;
             const int64_t end = row_begin + rows * (t + 1) / tiles;
@@ -197,7 +201,7 @@ void product_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int6
 void linear(const void* args, int64_t task) {
     const LinearArgs& a = *static_cast<const LinearArgs*>(args);
     const Matrix& m = a.matrix;
-    const int64_t panels = m.gated ? (m.n / 2 + kPanel - 1) / kPanel * 2 : (m.n + kPanel - 1) / kPanel;
+    const int64_t panels = panels_of(m);
     const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
     const int64_t units = (panels + unit - 1) / unit;
     const int64_t row_chunk = task / a.panel_chunks;
@@ -206,7 +210,10 @@ void linear(const void* args, int64_t task) {
     const int64_t row_end = a.rows * (row_chunk + 1) / a.row_chunks;
     const int64_t panel_begin = units * panel_chunk / a.panel_chunks * unit;
     const int64_t panel_end = min_of(units * (panel_chunk + 1) / a.panel_chunks * unit, panels);
-    if (a.expands) fetch_first_factors(a, row_begin, row_end, panel_begin, min_of(unit, panel_end - panel_begin));
+    // Integer products list what the next task begins with; where rows are not shared out that may be another thread's.
+    if (a.expands && (m.format < kWeightInt4 || panel_begin == 0 || a.row_chunks == 1)) {
+        fetch_factors(a, row_begin, row_end, panel_begin, min_of(unit, panel_end - panel_begin));
+    }
     product_block(a, row_begin, row_end, panel_begin, panel_end);
 }
 

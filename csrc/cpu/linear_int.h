@@ -25,10 +25,11 @@ static_assert(kOpenedBlocks % kBlocksOfSuper == 0, "whole superblocks are opened
 // How far ahead a single row tile fetches, into the second-level cache: the first has no room for what else it reads.
 constexpr int kIntPrefetchBytes = 8192;
 
-// What to fetch while a tile is computed: so many lines a block, from here on.
+// What to fetch while a tile is computed: so many lines a block, from here on, and factors of adapters.
 struct Fetch {
     const char* from;
     int lines;
+    Lines factors;
 };
 
 // Blocks that a product sees at a time: all of a panel, or as many as are opened together. A single tile of rows opens
@@ -56,6 +57,7 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
     }
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
         for (int i = 0; i < fetch.lines; ++i, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
+        for (int64_t i = 0; i < fetch.factors.each; ++i) __builtin_prefetch(*fetch.factors.from++, 0, 2);
 #pragma GCC unroll 8
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
@@ -138,6 +140,7 @@ void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t
     }
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
         for (int i = 0; i < fetch.lines; ++i, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
+        for (int64_t i = 0; i < fetch.factors.each; ++i) __builtin_prefetch(*fetch.factors.from++, 0, 2);
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
             for (int g = 0; g < F::kGroups; ++g) {
@@ -228,9 +231,12 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
     const int lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + all_tiles - 1) / all_tiles);
     const int64_t step = blocks_at_a_time<F>(blocks, all_tiles);
     const float inverse = 1 / a.matrix.factor;
+    const int64_t all_panels = panels_of(a.matrix);
+    FactorLines factors(a, row_begin, row_end, panel_begin, all_panels);
     for (int64_t panel = panel_begin; panel < panel_end; panel += unit) {
         const int64_t panels = min_of(unit, panel_end - panel);
         const char* w = static_cast<const char*>(a.matrix.data) + panel * panel_bytes;
+        factors.list(panel, panels, panels * all_tiles * blocks);
         int64_t tile = 0;
         for (int64_t first = 0; first < rows; first += kRows) {
             const int64_t some = min_of<int64_t>(kRows, rows - first);
@@ -251,7 +257,7 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
                             int_tile_of_rows<Flat, decltype(r)::kValue>(
                                 view, count, x + (first + begin) * a.x_stride + block, a.x_stride, block == 0,
                                 set1(is_last ? a.matrix.factor : 1), y + begin * kMaxUnit + p * kPanel,
-                                Fetch{next, lines});
+                                Fetch{next, lines, factors.take(count)});
                         });
                     }
                 }

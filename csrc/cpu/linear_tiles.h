@@ -86,7 +86,8 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
     const TileScope scope(shapes);
     const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
     for (int64_t panel = panel_begin; panel < panel_end; panel += unit) {
-        const int64_t panels = min_of(unit, panel_end - panel);
+        const int64_t panels = min_of(unit, panel_end - panel), next = panel + panels;
+        if (a.expands) fetch_factors(a, row_begin, row_end, next, min_of(unit, panel_end - next));
         for (int64_t row = row_begin; row < row_end; row += count) {
             for (int64_t p = 0; p < panels; ++p) bf16_tiles<kTall>(a, row, count, panel + p, y + p * kPanel);
             finish(a, {y, kMaxUnit, row, count, panel * kPanel, panels * kPanel});

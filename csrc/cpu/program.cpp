@@ -101,6 +101,7 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
     std::vector<const RotaryArgs*> checked;
     std::vector<const AttentionPlan*> planned;
     std::vector<const AdapterPlan*> ordered;
+    LinearArgs* last_product = nullptr;  // that no product of adapters has come after
     launches_.clear();
     names_.clear();
     for (Call& call : calls_) {
@@ -148,6 +149,8 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                     if (launch.num_tasks == 0) return;  // a step of the base model alone is as fast as without adapters
                     names_.push_back(name_of(call.args));
                     launches_.push_back(launch);
+                    if (last_product != nullptr) last_product->next = &args;
+                    last_product = nullptr;
                 } else if constexpr (std::is_same_v<A, ExpertsArgs>) {
                     call.experts->plan(args, table, threads, experts_scratch_);
                     const std::vector<Launch>& launches = call.experts->launches();
@@ -163,6 +166,7 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                     }
                 } else {
                     launches_.push_back(octavo::plan(args, table, threads));
+                    if constexpr (std::is_same_v<A, LinearArgs>) last_product = &args;
                 }
             },
             call.args);

@@ -1,0 +1,144 @@
+// Which factors of adapters are read soon. They are small pieces far apart, which a processor does not see coming, so
+// they are fetched by name: a few lines at a time between the products of the base, or all at once where these have no
+// place for it. Included by epilogue.h only.
+#pragma once
+
+#include "simd.h"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+constexpr int64_t kLineBytes = 64;
+
+// Calls f(row, rows, factors) for the neighbours among rows row .. end - 1 that have the same adapter.
+template <class F>
+inline void for_adapters(const LinearArgs& a, int64_t row, int64_t end, F f) {
+    for (int64_t next; row < end; row = next) {
+        const int32_t slot = a.slots[row];
+        for (next = row + 1; next < end && a.slots[next] == slot;) ++next;
+        if (slot >= 0 && a.factors[slot].panels != nullptr) f(row, next - row, a.factors[slot]);
+    }
+}
+
+// Calls f(first byte, number of bytes) for what rows row .. end - 1 add to `panels` panels of outputs from `panel` on.
+template <class F>
+inline void for_factors(const LinearArgs& a, int64_t row, int64_t end, int64_t panel, int64_t panels, F f) {
+    const int64_t size = a.factor_dtype == kF32 ? 4 : 2;
+    for_adapters(a, row, end, [&](int64_t, int64_t, const AdapterFactors& factors) {
+        for (int64_t i = panel; i < panel + panels; ++i) {
+            const AdapterPanel& one = factors.panels[i];
+            if (one.count > 0) f(static_cast<const char*>(factors.b) + one.offset * size, one.count * kPanel * size);
+        }
+    });
+}
+
+// All of it now.
+inline void fetch_factors(const LinearArgs& a, int64_t row, int64_t end, int64_t panel, int64_t panels) {
+    for_factors(a, row, end, panel, panels, [](const char* from, int64_t bytes) {
+        for (int64_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(from + at);
+    });
+}
+
+// So many lines of a list for each block of a tile.
+struct Lines {
+    const char* const* from;
+    int64_t each;
+};
+
+// What a task of a product fetches while it computes one unit of panels: what the epilogue of the next unit adds, and
+// its share of the factors that the next product of adapters reads, in the order in which that one's tasks take them.
+class FactorLines {
+  public:
+    // For rows row_begin .. row_end - 1 by panels from `panel` on, of `panels` that the matrix has.
+    FactorLines(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel, int64_t panels)
+        : a_(a), row_begin_(row_begin), row_end_(row_end), panels_(panels) {
+        if (a.expands && a.next) seek(panel);
+    }
+
+    // Lists what is to be fetched while `count` panels from `panel` on meet all rows, in `steps` steps.
+    void list(int64_t panel, int64_t count, int64_t steps) {
+        if (!a_.expands) return;
+        count_ = taken_ = 0;
+        const int64_t after = panel + count;
+        for_factors(a_, row_begin_, row_end_, after, min_of(count, panels_ - after),
+                    [&](const char* from, int64_t bytes) {
+                        for (int64_t at = 0; at < bytes && count_ < kMostLines; at += kLineBytes)
+                            lines_[count_++] = from + at;
+                    });
+        if (a_.next) take_shares(place(after));
+        each_ = (count_ + steps - 1) / steps;
+    }
+
+    // What the next `steps` steps fetch.
+    Lines take(int64_t steps) {
+        if (taken_ == count_) return {nullptr, 0};
+        const int64_t each = min_of(each_, (count_ - taken_) / steps);
+        const Lines lines{lines_ + taken_, each};
+        taken_ += each * steps;
+        return lines;
+    }
+
+  private:
+    static constexpr int64_t kMostLines = 2048;
+    static constexpr int64_t kFirstPanels = 4;  // a unit of gated ones
+
+    // Lines of the A that part `part` of the next product reads.
+    int64_t lines_of(int64_t part) const {
+        const ShrinkArgs& s = *a_.next;
+        const int64_t step = s.dtype == kF32 ? 1 : 2;
+        const int64_t panel_bytes = (s.k + step - 1) / step * kFactorPanel * 4;
+        return (s.factors[s.schedule->parts[part].slot].rank + kFactorPanel - 1) / kFactorPanel * panel_bytes /
+               kLineBytes;
+    }
+
+    // How many lines the tasks fetch that come before this one's panel `panel`: tasks are in order of rows first.
+    int64_t place(int64_t panel) const {
+        const double rows = static_cast<double>(row_begin_) + static_cast<double>(row_end_ - row_begin_) *
+                                                                  static_cast<double>(panel) /
+                                                                  static_cast<double>(panels_);
+        return static_cast<int64_t>(static_cast<double>(total_) * rows / static_cast<double>(a_.rows));
+    }
+
+    void seek(int64_t panel) {
+        for (int64_t i = 0; i < a_.next->schedule->num_parts; ++i) total_ += lines_of(i);
+        at_ = line_ = place(panel);
+        while (part_ < a_.next->schedule->num_parts && line_ >= lines_of(part_)) line_ -= lines_of(part_++);
+    }
+
+    // B's first panels, which come soon after A. What lies behind a small B is fetched in vain.
+    void add_beginning(const AdapterFactors& f) {
+        const int64_t size = a_.next->dtype == kF32 ? 4 : 2;
+        const int64_t bytes = kFirstPanels * f.panels[0].count * kPanel * size;
+        const char* from = static_cast<const char*>(f.b) + f.panels[0].offset * size;
+        for (int64_t at = 0; at < bytes && count_ < kMostLines; at += kLineBytes) lines_[count_++] = from + at;
+    }
+
+    void take_shares(int64_t end) {
+        const ShrinkArgs& s = *a_.next;
+        while (at_ < end && part_ < s.schedule->num_parts) {
+            const int64_t of_part = lines_of(part_);
+            const int64_t lines = min_of(end - at_, of_part - line_);
+            const char* from = static_cast<const char*>(s.factors[s.schedule->parts[part_].slot].a);
+            for (int64_t i = line_; i < line_ + lines && count_ < kMostLines; ++i) {
+                lines_[count_++] = from + i * kLineBytes;
+            }
+            at_ += lines;
+            line_ += lines;
+            if (line_ == of_part) {
+                if (of_part > 0) add_beginning(s.factors[s.schedule->parts[part_].slot]);
+                ++part_;
+                line_ = 0;
+            }
+        }
+    }
+
+    const LinearArgs& a_;
+    const int64_t row_begin_, row_end_, panels_;
+    int64_t count_ = 0, taken_ = 0, each_ = 0;
+    int64_t total_ = 0, at_ = 0;   // lines of all parts; those that have been listed, by this task and before it
+    int64_t part_ = 0, line_ = 0;  // where these end
+    const char* lines_[kMostLines];
+};
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA
