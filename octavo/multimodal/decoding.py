@@ -64,10 +64,7 @@ class DecoderProcess:
     def close(self) -> None:
         """End the process. A file that is being decoded is decoded to its end."""
         with self._lock:
-            if self._process is not None and self._control is not None:
-                self._control.close()
-                self._process.wait()
-            self._process = self._control = None
+            self._end()
 
     def _connected(self, byte: bytes) -> socket.socket:
         """This side of a socket whose other one a child reads that decodes what the byte stands for."""
@@ -77,14 +74,19 @@ class DecoderProcess:
             try:
                 socket.send_fds(self._running(), [byte], [theirs.fileno()])
             except OSError:  # it is gone
-                self._control = None
+                self._end()
                 socket.send_fds(self._running(), [byte], [theirs.fileno()])
         return ours
 
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.wait()
+        self._process = self._control = None
+
     def _running(self) -> socket.socket:
         if self._control is None:
-            if self._process is not None:
-                self._process.wait()
             self._control, theirs = socket.socketpair()
             with theirs:
                 self._process = subprocess.Popen(
