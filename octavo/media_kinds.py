@@ -30,6 +30,7 @@ class MediaKind:
     values: str  # what multi_modal_data has of it
     media_types: tuple[str, ...]  # of data: URLs, the first where those say none, and of what is fetched
     built: str  # the formats, in words
+    file: str  # of these, in words
 
     def refusal(self, reason: str) -> RequestError:
         """What a medium is refused with."""
@@ -56,7 +57,7 @@ class MediaKind:
 
 IMAGE = MediaKind(
     "image", "picture", "image_url", "images", "vision", ("PIL", "httpx"), "sees", "a PIL.Image",
-    ("image/png", "image/jpeg", "image/jpg"), "image/png and image/jpeg",
+    ("image/png", "image/jpeg", "image/jpg"), "image/png and image/jpeg", "PNG or JPEG file",
 )  # fmt: skip
 AUDIO = MediaKind(
     "audio", "sound", "audio_url", "audio", "audio", ("soundfile", "soxr", "httpx"), "hears",
@@ -65,13 +66,13 @@ AUDIO = MediaKind(
         "audio/wav", "audio/x-wav", "audio/wave", "audio/vnd.wave", "audio/mpeg", "audio/mp3", "audio/flac",
         "audio/x-flac", "audio/ogg",
     ),
-    "wav, mp3, flac and ogg",
+    "wav, mp3, flac and ogg", "file of sound",
 )  # fmt: skip
 VIDEO = MediaKind(
     "video", "video", "video_url", "videos", "video", ("PIL", "av", "torchvision", "httpx"), "sees",
     "an array of uint8 [frames, height, width, 3], or a pair of one and a dictionary with fps",
     ("video/mp4", "video/quicktime", "video/webm", "video/x-matroska", "video/mkv", "video/x-m4v"),
-    "mp4, mov, webm and mkv",
+    "mp4, mov, webm and mkv", "file of video",
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in (IMAGE, AUDIO, VIDEO)}
 

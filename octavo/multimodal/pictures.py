@@ -1,26 +1,27 @@
 """Pictures as they come: base64 `data:` URLs, files that `connector` has fetched, or Pillow's images of a caller in the
 same process. What comes out is RGB, upright and without transparency, and known by a hash.
 
-What strangers send is checked in the order in which it costs: the length of the text, the bytes, then the size that the
-header gives, and only then the pixels. Error texts say what is wrong with the picture, and nothing of the machine.
+What strangers send is checked in the order in which it costs: the length of the text, the bytes, and then, in a process
+with bounds, the size that the header gives and the pixels. Error texts say what is wrong with the picture, and nothing
+of the machine.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import MediaConfig
-from octavo.errors import RequestError
 from octavo.media_kinds import IMAGE
+from octavo.multimodal.decoder_process import Refused
+from octavo.multimodal.decoding import decode
+from octavo.multimodal.picture_decoder import check_size, upright
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("PNG", "JPEG")
-MIN_SIDE = 2  # a picture of one pixel is a mistake or an attack; processors take its sides for channels
-MAX_ASPECT = 50  # processors scale the shorter side to a fixed size, and the longer one grows with it
+# Of the process that decodes: what it is itself, and the copies that Pillow makes of four bytes a pixel.
+_MEMORY_BYTES, _BYTES_A_PIXEL = 1 << 30, 32
 
 
 class PictureReader:
@@ -58,35 +59,23 @@ def from_bytes(data: bytes, max_bytes: int, max_pixels: int) -> Image:
 
     if len(data) > max_bytes:
         raise IMAGE.too_many_bytes(max_bytes)
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_size(image, max_pixels)  # of the header
-            image.load()
-            return normalized(image, max_pixels)
-    except RequestError:
-        raise
-    except Image.DecompressionBombError:
-        raise IMAGE.refusal(f"it has more than {max_pixels} pixels (--max-image-pixels).") from None
-    except Exception:  # decoders of strangers' bytes raise what they like
-        raise IMAGE.refusal("it is not a readable PNG or JPEG file.") from None
+    limits = {"max_pixels": max_pixels, "memory_bytes": _MEMORY_BYTES + max_pixels * _BYTES_A_PIXEL}
+    found, pixels = decode(IMAGE, data, limits)
+    return Image.frombytes("RGB", tuple(found["size"]), pixels)
 
 
 def normalized(image: Any, max_pixels: int) -> Image:
     """A Pillow image as RGB: turned upright by its EXIF orientation, what is transparent on white. Raises
     `RequestError`."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     if not isinstance(image, Image.Image):
         raise IMAGE.refusal(f"it must be a PIL.Image, got {type(image).__name__}.")
-    _check_size(image, max_pixels)
     try:
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I;16"):  # Pillow clips what is above 255
-            upright = upright.point(lambda value: value / 256).convert("L")
-        if upright.has_transparency_data:
-            upright = upright.convert("RGBA")
-            upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
-        return upright.convert("RGB")
+        check_size(image, max_pixels)
+        return upright(image)
+    except Refused as e:
+        raise IMAGE.refusal(str(e)) from None
     except Exception:
         raise IMAGE.refusal("it is not a readable picture.") from None
 
@@ -96,13 +85,3 @@ def content_hash(image: Image, settings: str, salt: str | None) -> bytes:
     digest = hashlib.sha256(repr((salt or "", settings, image.mode, image.size)).encode())
     digest.update(image.tobytes())
     return digest.digest()
-
-
-def _check_size(image: Image, max_pixels: int) -> None:
-    width, height = image.size
-    if min(width, height) < MIN_SIDE:
-        raise IMAGE.refusal(f"it has {width} x {height} pixels; {MIN_SIDE} x {MIN_SIDE} are the least.")
-    if width * height > max_pixels:
-        raise IMAGE.refusal(f"it has {width} x {height} pixels; {max_pixels} are the most (--max-image-pixels).")
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        raise IMAGE.refusal(f"it has {width} x {height} pixels; one side may be {MAX_ASPECT} times the other at most.")

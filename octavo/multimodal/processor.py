@@ -109,6 +109,7 @@ class MediaProcessor:
         self._lock = Lock()
         self._processor: Any = None
         self._settings: dict[str, str] = {}  # by kind
+        self._found_marks: dict[str, tuple[str, str, str]] = {}  # likewise
         # It takes seconds to import, which the first medium should not wait for.
         Thread(target=self._warm_up, name="octavo-processor", daemon=True).start()
 
@@ -364,12 +365,7 @@ class MediaProcessor:
     def _process_embeddings(self, intake: _Intake, given: Embeddings, digest: bytes) -> Processed:
         """Rows in the place of a medium: the marks around one's tokens, and as many tokens as there are rows."""
         kind, num_tokens = intake.kind, given.rows.shape[1]
-        example = self._process(intake, intake.reader.example(), b"", 1)
-        tokenizer = getattr(self._processor, "tokenizer", None)
-        token = tokenizer.convert_ids_to_tokens(self.config.token_id) if tokenizer else self.placeholders[kind.name]
-        before, run, behind = example.text.partition(token * example.input.num_tokens)
-        if not run or token in before + behind:
-            raise kind.refusal("embeddings in its place are not built for models with marks between its rows.")
+        before, token, behind = self._marks(intake)
         grid = None
         if given.grid is not None:
             merge = self._processor.image_processor.merge_size
@@ -379,6 +375,23 @@ class MediaProcessor:
                 raise kind.refusal(f"its image_grid_thw {list(given.grid)} is not that of {num_tokens} rows.")
         array = MediaArray(EMBEDDINGS, given.rows.dtype.name, given.rows.shape, given.rows.tobytes())
         return Processed(before + token * num_tokens + behind, MediaInput(digest, num_tokens, (array,), grid))
+
+    def _marks(self, intake: _Intake) -> tuple[str, str, str]:
+        """What stands before the rows of a medium, in the place of each of them, and behind them: by an example, the
+        first time. Raises `RequestError` for models with marks between them."""
+        kind = intake.kind
+        if (found := self._found_marks.get(kind.name)) is None:
+            example = self._process(intake, intake.reader.example(), b"", 1)
+            tokenizer = getattr(self._processor, "tokenizer", None)
+            token = tokenizer.convert_ids_to_tokens(self.config.token_id) if tokenizer else self.placeholders[kind.name]
+            before, run, behind = example.text.partition(token * example.input.num_tokens)
+            if not run:
+                token = ""
+            self._found_marks[kind.name] = found = before, token, behind
+        before, token, behind = found
+        if not token or token in before + behind:
+            raise kind.refusal("embeddings in its place are not built for models with marks between its rows.")
+        return found
 
     def _warm_up(self) -> None:
         try:

@@ -7,9 +7,6 @@ file without harm to anybody else. Whoever asks for a sound is told what is wron
 from __future__ import annotations
 
 import hashlib
-import json
-import subprocess
-import sys
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,11 +15,10 @@ from numpy.typing import NDArray
 from octavo.config import MediaConfig
 from octavo.errors import RequestError
 from octavo.media_kinds import AUDIO
-from octavo.multimodal import sound_decoder
+from octavo.multimodal.decoding import decode
 from octavo.multimodal.sound_decoder import MAX_CHANNELS, RATE, RATES
 
 _MEMORY_BYTES = 1 << 30  # of the decoding process, beside the samples
-_DECODE_S = 60.0
 
 Samples = NDArray[np.float32]  # [n], 16,000 a second
 
@@ -55,19 +51,11 @@ def from_bytes(data: bytes, max_bytes: int, max_seconds: float) -> Samples:
     if len(data) > max_bytes:
         raise too_many_bytes(max_bytes)
     limits = {"max_seconds": max_seconds, "memory_bytes": _MEMORY_BYTES + int(max_seconds * RATE * 8)}
-    # Not -m, which would import the package's parents; isolated from the environment and the working directory.
-    command = [sys.executable, "-I", str(sound_decoder.__file__), json.dumps({"path": sys.path, **limits})]
     try:
-        done = subprocess.run(
-            command, input=data, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_DECODE_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        refuse(f"it cannot be decoded within {_DECODE_S:g} s.")
-    if done.returncode == 3:  # it says what is wrong
-        refuse(done.stdout.decode(errors="replace").strip()[-300:])
-    if done.returncode:
-        refuse("it is not a readable file of sound.")
-    return checked(np.frombuffer(done.stdout, np.float32), max_seconds)
+        _, samples = decode(AUDIO, data, limits)
+    except RequestError as error:
+        raise _of_file(error) from None
+    return checked(np.frombuffer(samples, np.float32), max_seconds)
 
 
 def from_array(given: Any, max_seconds: float) -> Samples:

@@ -9,6 +9,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from octavo.request import EMBEDDINGS, MediaInput
 
 logger = logging.getLogger(__name__)
 
+_NICENESS = 10  # of the tower's threads
 _OF_DECODER = re.compile(r"\b(language_model|text_model|lm_head)\b")
 Rows = NDArray[np.float32]  # [1 + D, tokens, H]: in the place of embeddings, and after each of the first D layers
 
@@ -158,6 +160,13 @@ class RowMaker(Protocol):
     def rows(self, given: MediaInput) -> Rows: ...
 
 
+def _yield_to_steps() -> None:
+    """Let the calling thread and those that it starts compute in the time that others leave: the threads of a step wait
+    for each other, and for each that is not running. Linux alone has priorities of threads."""
+    if sys.platform == "linux":
+        os.nice(_NICENESS)
+
+
 class TowerCache:
     """The rows of pictures, by content: those of requests that are under way, and others as long as there is room for
     so many tokens. Made in a thread, one picture after the other; everything else is the core's thread's."""
@@ -165,7 +174,7 @@ class TowerCache:
     def __init__(self, tower: RowMaker, max_tokens: int) -> None:
         self._tower, self._max_tokens = tower, max_tokens
         self._entries: OrderedDict[bytes, tuple[int, Future[Rows]]] = OrderedDict()  # the latest used last
-        self._thread = ThreadPoolExecutor(1, "octavo-tower")
+        self._thread = ThreadPoolExecutor(1, "octavo-tower", _yield_to_steps)
         self.num_runs = 0  # of the tower
         self._num_queries = self._num_hits = 0
         self._seconds = self._told_seconds = 0.0  # of the tower's thread, and of the core's

@@ -1,17 +1,11 @@
-"""The process that decodes one file of video: the file on its standard input, sampled frames on its standard output
-behind a line of JSON that says what they are.
-
-It is started by `videos.from_bytes` with bounds as JSON, which it puts on itself before it looks at the file; what it
-refuses it says there too, with exit status 3. It imports nothing of Octavo, so that it starts in 0.2 s.
-"""
+"""Sampled frames of a file of video, in RGB, and where in it they are, for `decoder_process`."""
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
-import sys
 from typing import Any
+
+from octavo.multimodal.decoder_process import Refused
 
 # By what a file begins with: no other format is opened, some of which lead to other files.
 _FORMATS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "matroska"}
@@ -19,11 +13,6 @@ CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 _MIN_SIDE = 2
 _MAX_ASPECT = 50
 _RATES = (0.1, 240.0)  # frames a second that are believed
-_CPU_S = 60
-
-
-class Refused(Exception):
-    """What is wrong with the file, in words for whoever has sent it."""
 
 
 def decode(data: bytes, limits: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
@@ -123,28 +112,3 @@ def _decoded(file: Any, wanted: set[int], limits: dict[str, Any]) -> tuple[dict[
             if index == max(wanted):
                 break
     return frames, size, max(index, max(wanted)) + 1
-
-
-def main() -> None:
-    asked = json.loads(sys.argv[1])
-    sys.path[:] = asked["path"]
-    with contextlib.suppress(ImportError, ValueError, OSError):  # a system may have lower bounds, or none
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
-        resource.setrlimit(resource.RLIMIT_AS, (asked["memory_bytes"], asked["memory_bytes"]))
-    try:
-        found, frames = decode(sys.stdin.buffer.read(), asked)
-    except Refused as e:
-        sys.stdout.write(str(e))
-        sys.exit(3)
-    except Exception:  # decoders of strangers' bytes raise what they like
-        sys.exit(4)
-    sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
-    for frame in frames:
-        sys.stdout.buffer.write(frame)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,9 +8,6 @@ file without harm to anybody else. Whoever asks for a video is told what is wron
 from __future__ import annotations
 
 import hashlib
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +17,9 @@ from numpy.typing import NDArray
 
 from octavo.config import MediaConfig, VideoConfig
 from octavo.media_kinds import VIDEO
-from octavo.multimodal import video_decoder
+from octavo.multimodal.decoding import decode
 
 _MEMORY_BYTES = 2 << 30  # of the decoding process, beside the frames and the file
-_DECODE_S = 60.0
 _MIN_SIDE = 2
 _MAX_ASPECT = 50
 
@@ -77,21 +73,8 @@ def from_bytes(data: bytes, config: VideoConfig, max_frame_pixels: int) -> Video
         "num_frames": config.num_frames, "fps": config.fps,
         "memory_bytes": _MEMORY_BYTES + config.max_pixels * 3 * 2 + max_frame_pixels * 3 * 16 + len(data) * 2,
     }  # fmt: skip
-    # Not -m, which would import the package's parents; isolated from the environment and the working directory.
-    command = [sys.executable, "-I", str(video_decoder.__file__), json.dumps({"path": sys.path, **limits})]
-    try:
-        done = subprocess.run(
-            command, input=data, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_DECODE_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise VIDEO.refusal(f"it cannot be decoded within {_DECODE_S:g} s.") from None
-    if done.returncode == 3:  # it says what is wrong
-        raise VIDEO.refusal(done.stdout.decode(errors="replace").strip()[-300:])
-    if done.returncode:
-        raise VIDEO.refusal("it is not a readable file of video.")
-    head, _, pixels = done.stdout.partition(b"\n")
-    found = json.loads(head)
-    frames = np.frombuffer(pixels, np.uint8).reshape(len(found["indices"]), *found["size"], 3).copy()
+    found, pixels = decode(VIDEO, data, limits)
+    frames = np.frombuffer(pixels, np.uint8).reshape(len(found["indices"]), *found["size"], 3)
     return Video(frames, tuple(found["indices"]), found["total"], found["rate"])
 
 

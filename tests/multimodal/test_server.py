@@ -172,8 +172,14 @@ def test_responses_have_pictures(client: openai.OpenAI) -> None:
     assert again.usage is not None and again.usage.input_tokens > response.usage.input_tokens + 4
     kept = client.responses.input_items.list(response.id).data[0].model_dump()
     assert [part["type"] for part in kept["content"]] == ["input_text", "input_image"]
+    for given in ({"image_url": A}, {"image_url": None}, {}):
+        named: Any = [{"role": "user", "content": [see, {"type": "input_image", "uuid": "of responses", **given}]}]
+        assert client.responses.create(input=named, **more).output_text == response.output_text
     for content, message in (
         ([{"type": "input_image", "file_id": "file-1"}], "file_id is not built"),
+        ([{"type": "input_image", "uuid": "another"}], "nothing is kept under its uuid"),
+        ([{"type": "input_image", "uuid": 1}], "uuid should be a string"),
+        ([{"type": "input_video", "video_url": "data:"}], "'input_video', which is not built here; text and, in"),
         ([{"type": "input_image", "image_url": 1}], r"image_url should be a string"),
         ([look] * 3, "3 pictures, and 2 are the most"),
         ([{**look, "image_url": "http://127.0.0.1/"}], "not on the public internet"),

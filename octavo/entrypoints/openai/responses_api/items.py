@@ -118,15 +118,24 @@ def _parts(value: Any, where: str, kind: str, takes_media: bool = False) -> list
 def _picture(part: Mapping[str, Any], where: str) -> dict[str, Any]:
     if part.get("file_id") is not None:
         raise _wrong(f"{where}.file_id", "is not built; image_url is")
-    return {"type": "input_image", "image_url": _text(part, "image_url", where), "detail": part.get("detail", "auto")}
+    uuid = _uuid(part, where)
+    url = None if uuid and part.get("image_url") is None else _text(part, "image_url", where)
+    return {"type": "input_image", "image_url": url, "detail": part.get("detail", "auto"), **uuid}
 
 
 def _sound(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    given = part.get("input_audio")
+    given, uuid = part.get("input_audio"), _uuid(part, where)
+    if given is None and uuid:
+        return {"type": "input_audio", "input_audio": None, **uuid}
     if not isinstance(given, Mapping):
         raise _wrong(f"{where}.input_audio", "should be an object with data and format")
     fields = {name: _text(given, name, f"{where}.input_audio") for name in ("data", "format")}
-    return {"type": "input_audio", "input_audio": fields}
+    return {"type": "input_audio", "input_audio": fields, **uuid}
+
+
+def _uuid(part: Mapping[str, Any], where: str) -> dict[str, str]:
+    """The name under which a medium is kept, or was: of a part that has one."""
+    return {} if part.get("uuid") is None else {"uuid": _text(part, "uuid", where)}
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
@@ -189,7 +198,8 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
 
 def _for_chat(part: Mapping[str, Any]) -> dict[str, Any]:
     if part["type"] == "input_image":
-        return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part["detail"]}}
+        url, uuid = part["image_url"], {name: part[name] for name in ("uuid",) if name in part}
+        return {"type": "image_url", "image_url": url and {"url": url, "detail": part["detail"]}, **uuid}
     if part["type"] == "input_audio":
         return dict(part)
     return {"type": "text", "text": part["text"]}

@@ -1,0 +1,57 @@
+"""Pictures as models see them, of files (for `decoder_process`) and of Pillow's images: RGB, upright and without
+transparency. The size that a header gives is checked before any pixels are made.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from octavo.multimodal.decoder_process import Refused
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG")
+MIN_SIDE = 2  # a picture of one pixel is a mistake or an attack; processors take its sides for channels
+MAX_ASPECT = 50  # processors scale the shorter side to a fixed size, and the longer one grows with it
+
+
+def decode(data: bytes, limits: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+    """The size of the picture of a PNG or JPEG file, and its pixels. Raises `Refused`."""
+    from PIL import Image
+
+    max_pixels = limits["max_pixels"]
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            check_size(image, max_pixels)  # of the header
+            image.load()
+            found = upright(image)
+    except Image.DecompressionBombError:
+        raise Refused(f"it has more than {max_pixels} pixels (--max-image-pixels).") from None
+    return {"size": found.size}, [found.tobytes()]
+
+
+def upright(image: Image) -> Image:
+    """A picture in RGB, turned by its EXIF orientation; what is transparent is on white. Pillow raises what it likes of
+    a broken one."""
+    from PIL import Image, ImageOps
+
+    turned = ImageOps.exif_transpose(image)
+    if turned.mode.startswith("I;16"):  # Pillow clips what is above 255
+        turned = turned.point(lambda value: value / 256).convert("L")
+    if turned.has_transparency_data:
+        turned = turned.convert("RGBA")
+        turned = Image.alpha_composite(Image.new("RGBA", turned.size, "white"), turned)
+    return turned.convert("RGB")
+
+
+def check_size(image: Image, max_pixels: int) -> None:
+    """Raise `Refused` for a picture that is too large, too small or too long."""
+    width, height = image.size
+    if min(width, height) < MIN_SIDE:
+        raise Refused(f"it has {width} x {height} pixels; {MIN_SIDE} x {MIN_SIDE} are the least.")
+    if width * height > max_pixels:
+        raise Refused(f"it has {width} x {height} pixels; {max_pixels} are the most (--max-image-pixels).")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise Refused(f"it has {width} x {height} pixels; one side may be {MAX_ASPECT} times the other at most.")

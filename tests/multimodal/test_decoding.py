@@ -1,0 +1,56 @@
+"""The process that decodes files: it may die, and so may what it makes for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.media_kinds import AUDIO, IMAGE
+from octavo.multimodal.decoding import DecoderProcess
+from tests.multimodal.conftest import encoded, picture
+from tests.speech.test_sounds import wav
+
+LIMITS = {"max_pixels": 10**6, "max_seconds": 2, "memory_bytes": 1 << 30}
+
+
+@pytest.fixture
+def decoder() -> Iterator[DecoderProcess]:
+    process = DecoderProcess()
+    yield process
+    process.close()
+
+
+def test_threads_share_a_process(decoder: DecoderProcess) -> None:
+    def check(seed: int) -> None:
+        found, pixels = decoder.decode(IMAGE, encoded(picture(seed, 20 + seed, 30)), LIMITS)
+        assert found == {"size": [20 + seed, 30]} and pixels == picture(seed, 20 + seed, 30).tobytes()
+        assert decoder.decode(AUDIO, wav(data=bytes(320)), LIMITS)[1] == bytes(640)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(check, range(8)))) == 8
+
+
+def test_a_process_that_is_gone_is_started_again(decoder: DecoderProcess) -> None:
+    for end in ("killed", "closed"):
+        assert decoder.decode(IMAGE, encoded(picture(0)), LIMITS)[1] == picture(0).tobytes()
+        process = decoder._process
+        assert process is not None
+        if end == "killed":
+            process.kill()
+            process.wait()
+        else:
+            decoder.close()
+        assert process.returncode is not None
+    assert decoder.decode(IMAGE, encoded(picture(0)), LIMITS)[1] == picture(0).tobytes()
+
+
+def test_a_file_that_takes_more_than_it_may_is_refused_alone(decoder: DecoderProcess) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"A picture is refused: it is not a readable PNG or JPEG file\.$"):
+            decoder.decode(IMAGE, encoded(picture(0)), LIMITS | {"memory_bytes": 1 << 20})
+        first = decoder._process
+        assert decoder.decode(IMAGE, encoded(picture(0)), LIMITS)[1] == picture(0).tobytes()
+        assert decoder._process is first
