@@ -26,9 +26,9 @@ def test_a_prompt_goes_where_it_is_cached_and_another_elsewhere(with_engine: Eng
     async def use(engine: DataParallelEngine) -> None:
         await engine.wait_ready()
         for _ in range(3):
-            assert await ask(engine, ANSWER + [5] * 40) == "length"
+            assert await ask(engine, ANSWER + [5] * 48) == "length"
         assert finished(engine.metrics, "length") == [3, 0]  # type: ignore[arg-type]
-        assert await ask(engine, ANSWER + [6] * 40) == "length"
+        assert await ask(engine, ANSWER + [6] * 48) == "length"
         assert engine.stats.num_blocks == 20
 
     metrics = with_engine(use, replicas=2)
@@ -94,7 +94,7 @@ def test_when_none_is_left_the_engine_has_died(with_engine: Engines) -> None:
 def test_what_is_asked_of_all_is_done_by_all(with_engine: Engines) -> None:
     async def use(engine: DataParallelEngine) -> None:
         await engine.wait_ready()
-        assert await ask(engine, ANSWER + [5] * 40) == "length"
+        assert await ask(engine, ANSWER + [5] * 48) == "length"
         assert await engine.reset_prefix_cache()
         assert engine._router._replicas[0].index.num_found([]) == 0 == len(engine._router._replicas[0].index)
         await engine.pause_generation("wait")
