@@ -244,8 +244,8 @@ class EngineArgs(Flags):
         positive=True,
     )  # fmt: skip
     mm_processor_cache_gb: float = flag(
-        1.0, "GiB of decoded media that are kept under the uuid they came with, for requests that send no more than "
-        "that; 0 keeps none.",
+        1.0, "GiB of media that are kept for later requests, decoded and as the model's processor makes them: by their "
+        "contents, and by the uuid that they came with; 0 keeps none.",
     )  # fmt: skip
     media_io_kwargs: dict[str, Any] | None = flag(
         None, 'How media are read, as JSON: {"video": {"num_frames": 32}}, frames that are sampled of a video at most, '

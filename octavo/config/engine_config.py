@@ -122,7 +122,7 @@ class MediaConfig:
     num_parts: int = 1  # rows of a token: others are for early layers
     has_grids: bool = False  # positions follow from those of pictures
     takes_embeddings: bool = False  # rows in the place of pictures
-    named_bytes: int = 1 << 30  # of media that are kept under their uuid
+    kept_bytes: int = 1 << 30  # of media that are kept for later requests
     frames_prompts: bool = False  # marks behind the last picture and at the end of a prompt of text
     counts_pictures: bool = False  # a picture alone in its prompt is processed in another way than one of several
     longest_s: float | None = None  # what the model hears of a sound; None: all

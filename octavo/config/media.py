@@ -100,7 +100,7 @@ def media_config(
         num_parts=1 + description.num_media_layers,
         has_grids=description.has_axes,
         takes_embeddings=args.enable_mm_embeds,
-        named_bytes=int(args.mm_processor_cache_gb * (1 << 30)),
+        kept_bytes=int(args.mm_processor_cache_gb * (1 << 30)),
         allowed_folder=_allowed_folder(args.allowed_local_media_path),
         allowed_domains=[domain.strip().rstrip(".").lower() for domain in args.allowed_media_domains],
         allows_private=args.allow_private_media_addresses,

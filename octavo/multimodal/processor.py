@@ -19,21 +19,13 @@ import numpy as np
 
 from octavo.config import MediaConfig
 from octavo.errors import LoadError, RequestError
-from octavo.media_kinds import (
-    AUDIO,
-    IMAGE,
-    KINDS,
-    VIDEO,
-    MediaKind,
-    MediaReader,
-    SentEmbeddings,
-    SentMedium,
-    checked_uuid,
-)
+from octavo.media_kinds import AUDIO, IMAGE, VIDEO, MediaKind, SentEmbeddings, SentMedium, checked_uuid
 from octavo.metrics.media import MediaMetrics
-from octavo.multimodal.connector import MediaConnector, fetch_all, needs_fetching
-from octavo.multimodal.embeddings import Embeddings, EmbeddingsReader
-from octavo.multimodal.named_media import NamedMedia
+from octavo.multimodal.connector import fetch_all, needs_fetching
+from octavo.multimodal.embeddings import Embeddings
+from octavo.multimodal.intake import Intake
+from octavo.multimodal.kept_media import KeptMedia, medium_bytes
+from octavo.multimodal.processor_class import load_processor
 from octavo.multimodal.sound_decoder import RATE
 from octavo.request import EMBEDDINGS, MediaArray, MediaInput, MediaItem
 
@@ -55,57 +47,20 @@ class Processed(NamedTuple):
     input: MediaInput
 
 
-class _Intake:
-    """How media of one kind come in, within the bounds of a `MediaConfig` of that kind."""
-
-    def __init__(self, config: MediaConfig) -> None:
-        self.config = config
-        self.kind = KINDS[config.kind]
-        self.reader = _reader(config)
-        self.embeddings = EmbeddingsReader(config)
-        self.connector = MediaConnector(config)
-
-    def check_number(self, count: int) -> None:
-        """Raise `RequestError` for more media than a prompt may have."""
-        if count > self.config.max_count:
-            raise RequestError(
-                f"the prompt has {count} {self.kind.noun}s, and {self.config.max_count} are the most "
-                "(--limit-mm-per-prompt).",
-                param="messages",
-            )
-
-    def is_many(self, given: object) -> bool:
-        """Whether a value of `multi_modal_data` is a sequence of media."""
-        if self.kind is VIDEO:
-            return self.reader.is_many(given)
-        if self.embeddings.is_one(given):
-            return False
-        return self.reader.is_many(given) or len(getattr(given, "shape", ())) == 3
-
-    def normalized(self, given: object) -> Any:
-        """The medium of a value. Raises `RequestError`."""
-        is_embeddings = self.kind is not VIDEO and self.embeddings.is_one(given)
-        return self.embeddings.read(given) if is_embeddings else self.reader.normalized(given)
-
-    def read(self, url: str, file: bytes | None) -> Any:
-        """The medium of a data: URL, or of the file that was fetched from `url`. Raises `RequestError`."""
-        return self.reader.from_bytes(self.kind.data_of(url, self.config.max_bytes) if file is None else file)
-
-
 class MediaProcessor:
     """Of one model. Threads may share it."""
 
     def __init__(self, config: MediaConfig) -> None:
         self.config = config
-        self._intakes: dict[str, _Intake] = {config.kind: _Intake(config)}
+        self._kept = KeptMedia(config.kept_bytes)
+        self._intakes: dict[str, Intake] = {config.kind: Intake(config, self._kept)}
         self._tokens: dict[str, int] = {config.kind: config.token_id}  # by kind, which a row stands in the place of
         if (video := config.video) is not None:
             bounds = replace(config, kind="video", max_count=video.max_count, max_bytes=video.max_bytes)
-            self._intakes[VIDEO.name] = _Intake(bounds)
+            self._intakes[VIDEO.name] = Intake(bounds, self._kept)
             self._tokens[VIDEO.name] = video.token_id
         self.kinds = tuple(intake.kind for intake in self._intakes.values())  # that the model takes
         self.metrics = MediaMetrics(*self._intakes)
-        self._named = NamedMedia(config.named_bytes)
         self._lock = Lock()
         self._processor: Any = None
         self._settings: dict[str, str] = {}  # by kind
@@ -170,10 +125,11 @@ class MediaProcessor:
         """By kind, the media of a conversation, of which `files` have been fetched. Raises `RequestError`."""
         found: dict[str, list[Any]] = {}
         for one in media:
-            found.setdefault(one.kind.name, []).append(self._medium(one, salt, partial(self._read, one.kind, files)))
+            read = partial(self._read, one.kind, files, salt)
+            found.setdefault(one.kind.name, []).append(self._medium(one, salt, read))
         return found
 
-    def _read(self, kind: MediaKind, files: Mapping[str, bytes], given: object) -> Any:
+    def _read(self, kind: MediaKind, files: Mapping[str, bytes], salt: str | None, given: object) -> Any:
         """The medium of a URL, of embeddings, or of a value. Raises `RequestError`."""
         intake = self._intakes[kind.name]
         if not isinstance(given, str | SentEmbeddings):
@@ -181,21 +137,26 @@ class MediaProcessor:
         with self.metrics.phase(kind.name, "decode"):
             if isinstance(given, SentEmbeddings):
                 return intake.embeddings.read(given.value)
-            return intake.read(given, files.get(given))
+            return intake.read(given, files.get(given), salt)
 
     def _medium(self, sent: SentMedium, salt: str | None, read: Callable[[Any], Any]) -> Any:
         """What `read` makes of one, which is kept under its name if it has one; or what the name stands for. Raises
         `RequestError`."""
         kind, given, uuid = sent
+        key = "uuid", kind.name, salt or "", uuid
         try:
-            if given is None and uuid is not None:
-                return self._named.find(kind, salt, uuid)
-            medium = read(given)
+            if given is not None or uuid is None:
+                medium = read(given)
+            elif (medium := self._kept.find(key)) is None:
+                raise kind.refusal(
+                    "nothing is kept under its uuid: it was not sent here with the same cache_salt, or had to go "
+                    "(--mm-processor-cache-gb). Send it again."
+                )
         except RequestError as error:
             error.param = kind.part  # what is refused is the fault of a part of a message
             raise
-        if uuid is not None:
-            self._named.keep(kind, salt, uuid, medium)
+        if given is not None and uuid is not None:
+            self._kept.keep(key, medium, medium_bytes(medium))
         return medium
 
     def _check_numbers(self, media: Sequence[SentMedium]) -> None:
@@ -279,12 +240,21 @@ class MediaProcessor:
                 digest = intake.reader.content_hash(medium, f"{self._settings[name]} {number}", salt)
             if digest not in found:
                 with self.metrics.phase(name, "process"):
-                    found[digest] = self._process(intake, medium, digest, number)
+                    found[digest] = self._made(intake, medium, digest, number)
             self.metrics.count(name, "taken")
             digests.append(digest)
         return [found[digest] for digest in digests]
 
-    def _process(self, intake: _Intake, medium: Any, digest: bytes, number: int) -> Processed:
+    def _made(self, intake: Intake, medium: Any, digest: bytes, number: int) -> Processed:
+        """What `_process` makes of it, or has made lately of the same."""
+        key = "made", digest
+        made: Processed | None = self._kept.find(key)
+        if made is None:
+            made = self._process(intake, medium, digest, number)
+            self._kept.keep(key, made, sum(len(array.values) for array in made.input.arrays))
+        return made
+
+    def _process(self, intake: Intake, medium: Any, digest: bytes, number: int) -> Processed:
         """A medium as the model's processor makes it in a prompt with `number` of them, alone so that no other has to
         do with it. Raises `RequestError` for a sound of which the model would hear a part, or nothing."""
         if isinstance(medium, Embeddings):
@@ -362,7 +332,7 @@ class MediaProcessor:
             step = float(np.float32(self.config.video.positions_per_s) * np.float32(found["second_per_grid_ts"][0]))
         return Processed(replaced["replacement"], MediaInput(digest, num_tokens, tuple(arrays), grid, step))
 
-    def _process_embeddings(self, intake: _Intake, given: Embeddings, digest: bytes) -> Processed:
+    def _process_embeddings(self, intake: Intake, given: Embeddings, digest: bytes) -> Processed:
         """Rows in the place of a medium: the marks around one's tokens, and as many tokens as there are rows."""
         kind, num_tokens = intake.kind, given.rows.shape[1]
         before, token, behind = self._marks(intake)
@@ -376,7 +346,7 @@ class MediaProcessor:
         array = MediaArray(EMBEDDINGS, given.rows.dtype.name, given.rows.shape, given.rows.tobytes())
         return Processed(before + token * num_tokens + behind, MediaInput(digest, num_tokens, (array,), grid))
 
-    def _marks(self, intake: _Intake) -> tuple[str, str, str]:
+    def _marks(self, intake: Intake) -> tuple[str, str, str]:
         """What stands before the rows of a medium, in the place of each of them, and behind them: by an example, the
         first time. Raises `RequestError` for models with marks between them."""
         kind = intake.kind
@@ -405,7 +375,7 @@ class MediaProcessor:
             if self._processor is not None:
                 return
             try:
-                processor = _load_processor(self.config.folder, self.config.token_id, self.config.video is not None)
+                processor = load_processor(self.config.folder, self.config.token_id, self.config.video is not None)
                 for name in self._intakes:
                     str(getattr(processor, f"{name}_token"))  # not every class has one
             except (AttributeError, ImportError, OSError, TypeError, ValueError) as e:
@@ -414,70 +384,6 @@ class MediaProcessor:
                 part = getattr(processor, _PARTS[name])
                 self._settings[name] = json.dumps(part.to_dict(), sort_keys=True, default=str)
             self._processor = processor
-
-
-def _reader(config: MediaConfig) -> MediaReader:
-    if config.kind == "video":
-        from octavo.multimodal.videos import VideoReader
-
-        return VideoReader(config)
-    if config.kind == "audio":
-        from octavo.multimodal.sounds import SoundReader
-
-        return SoundReader(config)
-    from octavo.multimodal.pictures import PictureReader
-
-    return PictureReader(config)
-
-
-def _load_processor(folder: str, token_id: int, sees_videos: bool = False) -> Any:
-    from transformers import AutoConfig, AutoProcessor
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-
-    # Pillow's arithmetic, whether torchvision is installed or not: the same picture has the same rows.
-    options = {"backend": "pil", "trust_remote_code": False}
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if config.model_type == "voxtral":
-        from octavo.multimodal.voxtral import VoxtralProcessor
-
-        return VoxtralProcessor(folder, token_id)
-    known = PROCESSOR_MAPPING.get(type(config), None)
-    if known is not None and "video_processor" in known.get_attributes():
-        return (_with_videos if sees_videos else _without_videos)(known).from_pretrained(folder, **options)
-    return AutoProcessor.from_pretrained(folder, **options)
-
-
-def _without_videos(processor: Any) -> Any:
-    """A class of processors without its half for videos, which cannot be made where torchvision is not installed."""
-    from transformers import ProcessorMixin
-
-    class Base(ProcessorMixin):  # type: ignore[misc]
-        def __init__(self, *args: Any, video_processor: None = None, **options: Any) -> None:
-            super().__init__(*args, **options)  # some classes hand it on by its name
-
-    class Processor(processor, Base):  # type: ignore[misc]
-        @classmethod
-        def get_attributes(cls) -> list[str]:
-            return [name for name in super().get_attributes() if name != "video_processor"]
-
-        @classmethod
-        def _get_arguments_from_pretrained(cls, *args: Any, **options: Any) -> list[Any]:
-            return [*super()._get_arguments_from_pretrained(*args, **options), None]  # the last argument of all classes
-
-    return Processor
-
-
-def _with_videos(processor: Any) -> Any:
-    """A class of processors whose half for videos is torchvision's, which no other is built of."""
-    from transformers import AutoVideoProcessor
-
-    class Processor(processor):  # type: ignore[misc]
-        @classmethod
-        def _get_arguments_from_pretrained(cls, folder: str, *args: Any, **options: Any) -> list[Any]:
-            *others, _ = _without_videos(processor)._get_arguments_from_pretrained(folder, *args, **options)
-            return [*others, AutoVideoProcessor.from_pretrained(folder, trust_remote_code=False)]
-
-    return Processor
 
 
 def _split(token_ids: Sequence[int], placeholders: Mapping[int, str]) -> tuple[list[str], list[list[int]]]:

@@ -15,7 +15,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.models.media import MEDIA_FAMILIES
 from octavo.models.registry import describe
-from octavo.multimodal.processor import _without_videos
+from octavo.multimodal.processor_class import without_videos
 from tests.multimodal.conftest import picture, save
 from tests.multimodal.test_llava import assert_as_transformers, generate, tower
 from tests.speech.conftest import sound
@@ -92,19 +92,19 @@ def aya(tokenizer: Any) -> Any:
 
 
 def internvl(tokenizer: Any) -> Any:
-    return _without_videos(transformers.InternVLProcessor)(tiles(), tokenizer, image_seq_length=1)
+    return without_videos(transformers.InternVLProcessor)(tiles(), tokenizer, image_seq_length=1)
 
 
 def onevision(tokenizer: Any) -> Any:
     images = transformers.LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=GRID)
-    return _without_videos(transformers.LlavaOnevisionProcessor)(
+    return without_videos(transformers.LlavaOnevisionProcessor)(
         images, tokenizer, num_image_tokens=4, vision_feature_select_strategy="full"
     )
 
 
 def smolvlm(tokenizer: Any) -> Any:
     images = transformers.SmolVLMImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
-    return _without_videos(transformers.SmolVLMProcessor)(images, tokenizer, None, image_seq_len=1)
+    return without_videos(transformers.SmolVLMProcessor)(images, tokenizer, None, image_seq_len=1)
 
 
 def aria(tokenizer: Any) -> Any:
@@ -116,12 +116,12 @@ def qwen_vl(processor: Any, patch_size: int = 14) -> Callable[[Any], Any]:
     images = transformers.Qwen2VLImageProcessorPil(
         size={"shortest_edge": 84 * 84, "longest_edge": 112 * 112}, patch_size=patch_size
     )
-    return lambda tokenizer: _without_videos(processor)(images, tokenizer)
+    return lambda tokenizer: without_videos(processor)(images, tokenizer)
 
 
 def glm4v(tokenizer: Any) -> Any:
     images = transformers.Glm4vImageProcessorPil(size={"shortest_edge": 84 * 84 * 2, "longest_edge": 112 * 112 * 2})
-    return _without_videos(transformers.Glm4vProcessor)(images, tokenizer)
+    return without_videos(transformers.Glm4vProcessor)(images, tokenizer)
 
 
 def gemma3(tokenizer: Any) -> Any:
@@ -139,7 +139,7 @@ def gemma4(tokenizer: Any) -> Any:
     tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=TOKENS | marks)
     tokenizer.add_special_tokens({"additional_special_tokens": MORE_TOKENS})
     images = transformers.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
-    processor = _without_videos(transformers.Gemma4Processor)
+    processor = without_videos(transformers.Gemma4Processor)
     return processor(transformers.Gemma4AudioFeatureExtractor(), images, tokenizer, None)
 
 

@@ -15,9 +15,9 @@ from PIL import Image
 from octavo import LLM, SamplingParams
 from octavo.entrypoints.chat_template import render_chat
 from octavo.errors import ConfigError, RequestError
-from octavo.media_kinds import AUDIO, IMAGE, KINDS
-from octavo.multimodal.named_media import NamedMedia
-from octavo.multimodal.processor import _load_processor
+from octavo.media_kinds import IMAGE, KINDS, SentMedium
+from octavo.multimodal.kept_media import KeptMedia
+from octavo.multimodal.processor_class import load_processor
 from octavo.multimodal.tower import TowerCache
 from tests.multimodal.conftest import encoded, picture, save_llava
 
@@ -59,7 +59,7 @@ def assert_as_transformers(
     """The prompt's tokens, the answer's, and log-probabilities within 1e-4."""
     builder = getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
     model = builder.from_pretrained(folder)
-    processor = processor or _load_processor(str(folder), 0)
+    processor = processor or load_processor(str(folder), 0)
     inputs = processor(text=text, **{KINDS[kind].argument: media or None}, return_tensors="pt")
     assert inputs["input_ids"][0].tolist() == output.prompt_token_ids
     [answer] = output.outputs
@@ -240,18 +240,34 @@ def test_a_picture_is_known_by_its_uuid(llm: LLM) -> None:
             said(images, uuids, salt)  # type: ignore[arg-type]
 
 
-def test_named_pictures_have_their_room() -> None:
-    named = NamedMedia(3 * A.width * A.height * 3)
+def test_a_second_turn_decodes_and_processes_no_picture_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, done = llm.inputs.media, list[str]()
+    assert processor is not None
+    owners: dict[str, Any] = {"from_bytes": processor._intakes["image"].reader, "_process": processor}
+    for name, owner in owners.items():
+        does = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, name=name, does=does: (done.append(name), does(*args))[1])
+    sent = [SentMedium(IMAGE, f"data:image/png;base64,{base64.b64encode(encoded(picture(7))).decode()}", None)]
+
+    def turn(salt: str | None) -> Any:
+        return processor.expand("<image>", processor.decode(sent, {}, salt), salt, llm.tokenizer.encode)
+
+    assert turn(None) == turn(None) == turn("")
+    assert done == ["from_bytes", "_process"]
+    turn("another's")
+    assert done == ["from_bytes", "_process"] * 2
+
+
+def test_what_is_kept_has_its_room() -> None:
+    kept = KeptMedia(30)
     for i in range(4):
-        named.keep(IMAGE, None, f"{i}", A)
-        named.find(IMAGE, "", "0")
-    named.keep(IMAGE, "mine", "0", B)
-    assert named.find(IMAGE, None, "0") is A and named.find(IMAGE, "mine", "0") is B
-    named.keep(IMAGE, None, "0", picture(0, 400, 600))  # larger than all of the room, and nothing in its place
-    for kind, salt, uuid in ((IMAGE, None, "1"), (IMAGE, None, "0"), (AUDIO, "mine", "0"), (IMAGE, "", "mine")):
-        with pytest.raises(RequestError, match="nothing is kept under its uuid"):
-            named.find(kind, salt, uuid)
-    NamedMedia(0).keep(IMAGE, None, "0", A)
+        kept.keep(i, f"{i}", 10)
+        assert kept.find(0) == "0"
+    kept.keep("mine", "other", 10)
+    assert [kept.find(key) for key in (0, 1, 2, 3, "mine")] == ["0", None, None, "3", "other"]
+    kept.keep(0, "too large", 31)  # and nothing in its place
+    assert kept.find(0) is None
+    KeptMedia(0).keep(0, "0", 1)
 
 
 def test_a_template_that_knows_no_images_gets_placeholders_in_their_place(llm: LLM) -> None:

@@ -22,7 +22,7 @@ from octavo import LLM
 from octavo.config import VideoConfig
 from octavo.errors import ConfigError, RequestError
 from octavo.execution.media_table import grid_positions
-from octavo.multimodal import processor as processors
+from octavo.multimodal.processor_class import load_processor
 from octavo.multimodal.videos import Video, from_bytes, normalized
 from octavo.request import MediaItem
 from tests.multimodal.conftest import picture, save
@@ -231,7 +231,7 @@ def test_videos_are_seen_as_transformers_sees_them(tmp_path: Path, tiny_tokenize
         "behind a picture": ("<image> and <video>?", {"video": [sampled], "image": [image]}),
     }
     model = getattr(transformers, name).from_pretrained(tmp_path)
-    made = processors._load_processor(str(tmp_path), 0, sees_videos=True)
+    made = load_processor(str(tmp_path), 0, sees_videos=True)
     asked = [{"prompt": text, "multi_modal_data": media} for text, media in prompts.values()]
     alone = []
     for prompt, (text, media) in zip(asked, prompts.values(), strict=True):

@@ -1,0 +1,71 @@
+"""Media as requests bring them, up to what the model's processor takes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from octavo.config import MediaConfig
+from octavo.errors import RequestError
+from octavo.media_kinds import KINDS, VIDEO, MediaReader
+from octavo.multimodal.connector import MediaConnector
+from octavo.multimodal.embeddings import EmbeddingsReader
+from octavo.multimodal.kept_media import KeptMedia, medium_bytes
+
+
+class Intake:
+    """How media of one kind come in, within the bounds of a `MediaConfig` of that kind."""
+
+    def __init__(self, config: MediaConfig, kept: KeptMedia) -> None:
+        self.config = config
+        self._kept = kept
+        self.kind = KINDS[config.kind]
+        self.reader = _reader(config)
+        self.embeddings = EmbeddingsReader(config)
+        self.connector = MediaConnector(config)
+
+    def check_number(self, count: int) -> None:
+        """Raise `RequestError` for more media than a prompt may have."""
+        if count > self.config.max_count:
+            raise RequestError(
+                f"the prompt has {count} {self.kind.noun}s, and {self.config.max_count} are the most "
+                "(--limit-mm-per-prompt).",
+                param="messages",
+            )
+
+    def is_many(self, given: object) -> bool:
+        """Whether a value of `multi_modal_data` is a sequence of media."""
+        if self.kind is VIDEO:
+            return self.reader.is_many(given)
+        if self.embeddings.is_one(given):
+            return False
+        return self.reader.is_many(given) or len(getattr(given, "shape", ())) == 3
+
+    def normalized(self, given: object) -> Any:
+        """The medium of a value. Raises `RequestError`."""
+        is_embeddings = self.kind is not VIDEO and self.embeddings.is_one(given)
+        return self.embeddings.read(given) if is_embeddings else self.reader.normalized(given)
+
+    def read(self, url: str, file: bytes | None, salt: str | None) -> Any:
+        """The medium of a data: URL, or of the file that was fetched from `url`: decoded, unless it was so lately for
+        the same salt. Raises `RequestError`."""
+        data = self.kind.data_of(url, self.config.max_bytes) if file is None else file
+        key = "file", self.kind.name, salt or "", hashlib.sha256(data).digest()
+        if (medium := self._kept.find(key)) is None:
+            medium = self.reader.from_bytes(data)
+            self._kept.keep(key, medium, medium_bytes(medium))
+        return medium
+
+
+def _reader(config: MediaConfig) -> MediaReader:
+    if config.kind == "video":
+        from octavo.multimodal.videos import VideoReader
+
+        return VideoReader(config)
+    if config.kind == "audio":
+        from octavo.multimodal.sounds import SoundReader
+
+        return SoundReader(config)
+    from octavo.multimodal.pictures import PictureReader
+
+    return PictureReader(config)
