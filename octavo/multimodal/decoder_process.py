@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import json
 import os
-import resource
 import signal
 import socket
 import struct
@@ -71,6 +70,8 @@ def _answer(connection: socket.socket, decoder: str) -> None:
 
 
 def _set_bounds(memory_bytes: int) -> None:
+    import resource  # which Windows has not
+
     signal.alarm(DECODE_S)
     for bound, value in {
         resource.RLIMIT_CORE: 0,
