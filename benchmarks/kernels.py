@@ -37,13 +37,14 @@ ROWS = [1, 6, 16, 64, 256]
 # (bits, group, minima) of matrices that come from these formats.
 INTEGERS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q8_0": (8, 32, False)}
 # Formats that keep a file's superblocks, of 256 elements, and where in them the float16 units lie.
-SUPERBLOCKS = {"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SUPERBLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 OUTPUTS = {
     "Q4_0": "Q8_0",
     "Q4_1": "Q8_0",
     "Q4_K": "Q6_K",
     "Q5_K": "Q6_K",
     "Q3_K": "Q6_K",
+    "Q2_K": "Q6_K",
 }  # of a model's output matrix, where it has another format
 CACHES = ["int8", "float8_e4m3fn", "float8_e5m2"]  # beside those of the dtype
 ROTATED_BYTES = 200e6

@@ -28,18 +28,20 @@ inline float half_value(uint16_t h) {
 inline float scale_value(uint16_t scale) { return half_value(scale); }
 inline float scale_value(float scale) { return scale; }
 
-// Blocks of codes, then scales (float16, or float32 where they were opened), then minima.
-template <int bits, int group, bool minima, class ScaleType = uint16_t>
+// Blocks of codes, then scales (float16, or float32 where they were opened), then minima: of no element, bfloat16 of
+// 32, or of 16 what a start value of QBlock is to be multiplied by, float32.
+template <int bits, int group, int minima, class ScaleType = uint16_t>
 struct IntFormat {
     using Flat = IntFormat;
     using Scale = ScaleType;
     static constexpr int kBits = bits;
     static constexpr int kGroup = group;
-    static constexpr bool kMinima = minima;
+    static constexpr bool kMinima = minima == 32, kMinimaBy16 = minima == 16;
     static constexpr int kGroups = kQBlock / group;
     static constexpr int kCodeBytes = kPanel * kQBlock * bits / 8;
     static constexpr int kScaleBytes = kPanel * kGroups * static_cast<int>(sizeof(Scale));
-    static constexpr int kMinimumBytes = minima ? kPanel * 4 : 0;
+    static_assert(minima == 0 || minima == 32 || group == 16);
+    static constexpr int kMinimumBytes = kMinima ? kPanel * 4 : kMinimaBy16 ? kPanel * kGroups * 4 : 0;
     static constexpr int kBlockBytes = kCodeBytes + kScaleBytes + kMinimumBytes;
     // What opening a block writes; blocks that are opened together.
     static constexpr int kOpenedBytes = 0;
@@ -60,7 +62,7 @@ struct IntFormat {
         for (int v = 0; v < kVecsPerPanel; ++v) {
             const Vec code = to_float(code_at<bits>(load_ints(codes + v * kLanes * 4), shift));
             out[v] = mul(load_scale(scales + v * kLanes), code);
-            if constexpr (minima) {
+            if constexpr (kMinima) {
                 out[v] = add(out[v], one_of_pairs(load_pairs(added + v * kLanes * 2), at / 32));
             }
         }

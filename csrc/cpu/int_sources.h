@@ -63,6 +63,8 @@ constexpr int kQ4KBlock = kPanel * kQBlock / 2 + 128;
 constexpr int kQ5KBlock = kPanel * kQBlock * 5 / 8 + 128;
 constexpr int kQ3KWordsAt = kPanel * 2;
 constexpr int kQ3KSuper = kQ3KWordsAt + kPanel * (12 + kSuperblock * 3 / 8);
+constexpr int kQ2KWordsAt = 2 * kPanel * 2;
+constexpr int kQ2KSuper = kQ2KWordsAt + kPanel * (16 + kSuperblock * 2 / 8);
 constexpr int kQ6KHeader = kPanel * (2 + kSuperblock / 16);
 constexpr int kQ6KSuper = kQ6KHeader + kPanel * kSuperblock * 6 / 8;
 
@@ -354,9 +356,10 @@ struct Q3_K {
 };
 
 // 256 elements: 16 scales and minima of four bits each, two bits of each element in the order of Q6_K's top bits, and
-// the float16 units of both. Minima by 16 elements are in no layout: of each 16 the values are rounded to eight bits.
+// the float16 units of both. Beside another format the values of each 16 elements are rounded to eight bits: minima by
+// 16 are in no layout but its own.
 struct Q2_K {
-    static constexpr int32_t kKept = kNotKept;
+    static constexpr int32_t kKept = kWeightQ2K;
     static constexpr bool kHasMinima = false;
     static constexpr int kZero = 128, kBits = 8, kElements = 256, kBytes = 84;
 
@@ -406,6 +409,36 @@ struct Q2_K {
             }
             for (int e = 0; e < 16; ++e) codes[16 * i + e] = rounded[group.code(e)];
         }
+    }
+
+    // Of FormatQ2K (super_formats.h): the bytes of scales and minima, then a word of codes for each 16 elements.
+    static constexpr int kScalesAt = 0, kWordsAt = kQ2KWordsAt, kWords = 20, kGap = -1;
+    static void gather(const uint8_t* from, uint32_t* words) {
+        std::memcpy(words, from, 16);
+        words += 4;
+        for (int group = 0; group < 16; ++group) {
+            const uint8_t* bytes = from + 16 + group / 8 * 32 + group % 2 * 16;
+            uint32_t word = 0;
+            for (int four = 0; four < 4; ++four) {
+                const uint32_t codes = load<uint32_t>(bytes + 4 * four) >> (group / 2 % 4 * 2) & 0x03030303;
+                word |= codes << (four % 2 * 4 + four / 2 * 2);
+            }
+            words[group] = word;
+        }
+    }
+    static void keep(const uint8_t* from, int lane, uint8_t* out) {
+        store_unit(from + 80, out + 2 * lane);
+        store_unit(from + 82, out + 2 * (kPanel + lane));
+    }
+
+    static float largest_scale(const uint8_t* from) {
+        int scale = 0, minimum = 0;
+        for (int group = 0; group < 16; ++group) {
+            scale = std::max(scale, from[group] & 15);
+            minimum = std::max(minimum, from[group] >> 4);
+        }
+        return std::max(std::fabs(half_to_float(load<uint16_t>(from + 80))) * static_cast<float>(scale),
+                        std::fabs(half_to_float(load<uint16_t>(from + 82))) * static_cast<float>(minimum) / 128);
     }
 };
 

@@ -44,6 +44,7 @@ enum WeightFormat : int32_t {
     kWeightQ6K = 5,
     kWeightQ5K = 6,
     kWeightQ3K = 7,
+    kWeightQ2K = 8,
 };
 
 // Elements of a row that are quantized together, and the blocks that k is padded to in integer matrices.

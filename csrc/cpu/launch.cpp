@@ -51,6 +51,7 @@ double weight_bytes(const Matrix& m) {
     if (m.format == kWeightQ6K) return 6.5625 / 8;
     if (m.format == kWeightQ5K) return 5.5 / 8;
     if (m.format == kWeightQ3K) return 3.4375 / 8;
+    if (m.format == kWeightQ2K) return 2.625 / 8;
     return (m.format == kWeightInt4 ? 0.5 : 1.0) + 2.0 / m.group + (m.minima ? 2.0 / 32 : 0.0);
 }
 

@@ -98,8 +98,14 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
                 for (int v = 0; v < V; ++v) {
                     const Vec d = load_scale(scales + (v0 + v) * kLanes);
                     for (int r = 0; r < R; ++r) {
-                        const Vec scaled = mul(d, set1(x[r][b].scale[g * F::kGroup / 32]));
-                        acc[r][v0 + v] = fma(scaled, to_float(sum[r][v]), acc[r][v0 + v]);
+                        const Vec of_row = set1(x[r][b].scale[g * F::kGroup / 32]);
+                        if constexpr (F::kMinimaBy16) {
+                            const Vec added = mul(load_scale(scales + F::kGroups * kPanel + (v0 + v) * kLanes),
+                                                  set1(static_cast<float>(x[r][b].start16[g])));
+                            acc[r][v0 + v] = fma(fma(d, to_float(sum[r][v]), added), of_row, acc[r][v0 + v]);
+                        } else {
+                            acc[r][v0 + v] = fma(mul(d, of_row), to_float(sum[r][v]), acc[r][v0 + v]);
+                        }
                     }
                 }
             }
@@ -175,9 +181,15 @@ void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t
                 for (int v = 0; v < V; ++v) {
                     const Vec d = load_scale(scales + (v0 + v) * kLanes);
                     for (int r = 0; r < R; ++r) {
-                        const Ints of_row = sums_by_row(sum[r / 2][v][0], sum[r / 2][v][1]).of[r % 2];
-                        const Vec scaled = mul(d, set1(x[r][b].scale[g * F::kGroup / 32]));
-                        acc[r][v0 + v] = fma(scaled, to_float(of_row), acc[r][v0 + v]);
+                        const Vec of_row = set1(x[r][b].scale[g * F::kGroup / 32]);
+                        const Vec found = to_float(sums_by_row(sum[r / 2][v][0], sum[r / 2][v][1]).of[r % 2]);
+                        if constexpr (F::kMinimaBy16) {
+                            const Vec added = mul(load_scale(scales + F::kGroups * kPanel + (v0 + v) * kLanes),
+                                                  set1(static_cast<float>(x[r][b].start16[g])));
+                            acc[r][v0 + v] = fma(fma(d, found, added), of_row, acc[r][v0 + v]);
+                        } else {
+                            acc[r][v0 + v] = fma(mul(d, of_row), found, acc[r][v0 + v]);
+                        }
                     }
                 }
             }
@@ -302,6 +314,8 @@ inline void int_row(const Matrix& m, int64_t n, Function f) {
             float value = scale_value(scales[at / Flat::kGroup * kPanel + lane]) * static_cast<float>(code);
             if constexpr (Flat::kMinima) {
                 value += bits_of<float>(static_cast<uint32_t>(minima[lane * 2 + at / 32]) << 16);
+            } else if constexpr (Flat::kMinimaBy16) {
+                value += reinterpret_cast<const float*>(minima)[at / 16 * kPanel + lane] * F::kStartOfOne;
             }
             f(k, m.factor * value);
         }

@@ -349,6 +349,7 @@ NB_MODULE(_cpu, m) {
     m.attr("WEIGHT_Q6_K") = static_cast<int>(octavo::kWeightQ6K);
     m.attr("WEIGHT_Q5_K") = static_cast<int>(octavo::kWeightQ5K);
     m.attr("WEIGHT_Q3_K") = static_cast<int>(octavo::kWeightQ3K);
+    m.attr("WEIGHT_Q2_K") = static_cast<int>(octavo::kWeightQ2K);
     m.attr("STORE") = static_cast<int>(octavo::kStore);
     m.attr("ADD") = static_cast<int>(octavo::kAdd);
     m.attr("GATED") = static_cast<int>(octavo::kGated);

@@ -85,6 +85,7 @@ int64_t packed_block_bytes(const Matrix& matrix) {
     if (matrix.format == kWeightQ5K) return kQ5KBlock;
     if (matrix.format == kWeightQ6K) return kQ6KSuper / kBlocksOfSuper;
     if (matrix.format == kWeightQ3K) return kQ3KSuper / kBlocksOfSuper;
+    if (matrix.format == kWeightQ2K) return kQ2KSuper / kBlocksOfSuper;
     const int64_t codes = matrix.format == kWeightInt4 ? kQBlock / 2 : kQBlock;
     return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
 }

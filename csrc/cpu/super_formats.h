@@ -78,7 +78,7 @@ struct ScalesAndMinima {
 
 // Q4_K: four blocks are 256 elements, each of which has its codes and a quarter of what there is beside them.
 struct FormatQ4K {
-    using Flat = IntFormat<4, 32, true, float>;
+    using Flat = IntFormat<4, 32, 32, float>;
     static constexpr int kBits = 4;
     static constexpr int kBlockBytes = Flat::kCodeBytes + kPanel * 4;
     static constexpr int kOpenedBytes = Flat::kScaleBytes + Flat::kMinimumBytes;
@@ -139,7 +139,7 @@ struct FormatQ4K {
 // Q5_K: as Q4_K, and after the nibbles of a block the fifth bits: of each 32 elements a word, in which bit j of byte i
 // belongs to element 4j + i.
 struct FormatQ5K {
-    using Flat = IntFormat<8, 32, true, float>;
+    using Flat = IntFormat<8, 32, 32, float>;
     static constexpr int kBits = 5;
     static constexpr int kNibbleBytes = kPanel * kQBlock / 2;
     static constexpr int kCodeBytes = kNibbleBytes + kPanel * kQBlock / 8;
@@ -237,7 +237,7 @@ struct FormatQ5K {
 // and the codes of four blocks. Those of eight elements are the low and the high halves of four bytes. Of a block's
 // eight times eight elements, two share a word of low bits, two apart, and four a word of high bits, one apart.
 struct FormatQ3K {
-    using Flat = IntFormat<4, 16, false, float>;
+    using Flat = IntFormat<4, 16, 0, float>;
     static constexpr int kBits = 3;
     static constexpr int kUnitBytes = kPanel * 2;
     static constexpr int kHeaderBytes = kUnitBytes + 3 * kPanel * 4;
@@ -316,10 +316,90 @@ struct FormatQ3K {
     }
 };
 
+// Q2_K: 256 elements are the float16 units of scales and of minima, sixteen bytes of which the low halves are scales
+// and the high ones minima, and a word of codes for each 16 elements: those of the first eight as codes of four bits
+// would lie, in the low two of each four bits, and of the others in the high two. Nothing of it is rounded.
+struct FormatQ2K {
+    using Flat = IntFormat<4, 16, 16, float>;
+    static constexpr int kBits = 2;
+    static constexpr int kUnitBytes = 2 * kPanel * 2;
+    static constexpr int kHeaderBytes = kUnitBytes + 4 * kPanel * 4;
+    static constexpr int kCodeBytes = kPanel * kQBlock / 4;
+    static constexpr int kSuperBytes = kHeaderBytes + kBlocksOfSuper * kCodeBytes;
+    static constexpr int kBlockBytes = kSuperBytes / kBlocksOfSuper;
+    static constexpr int kOpenedBytes = Flat::kBlockBytes;
+    static constexpr float kStartOfOne = -128;  // start values by 16 are so many times the sum of the elements
+
+    struct Header {
+        Vec unit, minimum_unit;
+        const char* numbers;
+
+        Header(const char* super, int v, float inverse) : numbers(super + kUnitBytes + v * kLanes * 4) {
+            const uint16_t* units = reinterpret_cast<const uint16_t*>(super) + v * kLanes;
+            unit = mul(load_half(units), set1(inverse));
+            minimum_unit = mul(load_half(units + kPanel), set1(-inverse / kStartOfOne));
+        }
+
+        // Of a group the scale, and what its start value is to be multiplied by.
+        template <int group>
+        inline Vec scale(Vec& minimum) const {
+            const Ints four = load_ints(numbers + group / 4 * kPanel * 4), ones = set1_int(15);
+            minimum = mul(minimum_unit, to_float(and_ints(shift_right<group % 4 * 8 + 4>(four), ones)));
+            return mul(unit, to_float(and_ints(shift_right<group % 4 * 8>(four), ones)));
+        }
+    };
+
+    template <int group>
+    static inline void open_group(const Header& header, const char* codes, int v, char* to) {
+        constexpr int at = group % Flat::kGroups;
+        const Ints word = load_ints(codes + (at * kPanel + v * kLanes) * 4);
+        // Eight more: from codes whose zero is 0 to those whose zero is 8.
+        const Ints twos = set1_int(0x33333333), eights = set1_int(static_cast<int32_t>(0x88888888u));
+        char* out = to + (2 * at * kPanel + v * kLanes) * 4;
+        store_ints(out, or_ints(and_ints(word, twos), eights));
+        store_ints(out + kPanel * 4, or_ints(and_ints(shift_right<2>(word), twos), eights));
+        Vec minimum;
+        float* scales = reinterpret_cast<float*>(to + Flat::kCodeBytes) + at * kPanel + v * kLanes;
+        store(scales, header.template scale<group>(minimum));
+        store(scales + Flat::kGroups * kPanel, minimum);
+    }
+
+    template <int block>
+    static inline void open_block(const Header& header, const char* super, int v, char* opened) {
+        const char* codes = super + kHeaderBytes + block * kCodeBytes;
+        char* to = opened + block * kOpenedBytes;
+        open_group<4 * block>(header, codes, v, to);
+        open_group<4 * block + 1>(header, codes, v, to);
+        open_group<4 * block + 2>(header, codes, v, to);
+        open_group<4 * block + 3>(header, codes, v, to);
+    }
+
+    static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+        return open_whole<FormatQ2K>(panel, block, blocks, inverse, opened);
+    }
+
+    static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
+        const char* super = panel + k / kSuperblock * kSuperBytes;
+        const int at = static_cast<int>(k % kSuperblock);
+        const char* codes = super + kHeaderBytes + at / 16 * kPanel * 4;
+        for (int v = 0; v < kVecsPerPanel; ++v) {
+            const Header header(super, v, inverse);
+            // Less 2.
+            const Vec code =
+                to_float(code_at<2>(load_ints(codes + v * kLanes * 4), at % 4 * 8 + at / 4 % 2 * 4 + at / 8 % 2 * 2));
+            with_constant<16>(at / 16 + 1, [&](auto g) {
+                Vec minimum;
+                const Vec scale = header.template scale<decltype(g)::kValue - 1>(minimum);
+                out[v] = fma(scale, add(code, set1(2)), mul(minimum, set1(kStartOfOne)));
+            });
+        }
+    }
+};
+
 // Q6_K: 256 elements are the float16 units of their scales, 16 scales of eight bits (128 more than they stand for), and
 // codes of which sixteen neighbours are three vectors of lanes of four, and the fourth in their high bits.
 struct FormatQ6K {
-    using Flat = IntFormat<8, 16, false, float>;
+    using Flat = IntFormat<8, 16, 0, float>;
     static constexpr int kBits = 6;
     static constexpr int kHeaderBytes = kPanel * (2 + kSuperblock / 16);
     static constexpr int kCodeBytes = kPanel * kQBlock * 6 / 8;
@@ -395,12 +475,14 @@ inline void with_format(const Matrix& m, Function f) {
         f(FormatQ5K{});
     } else if (m.format == kWeightQ3K) {
         f(FormatQ3K{});
+    } else if (m.format == kWeightQ2K) {
+        f(FormatQ2K{});
     } else if (m.format == kWeightInt4) {
-        m.minima ? f(IntFormat<4, 32, true>{}) : f(IntFormat<4, 32, false>{});
+        m.minima ? f(IntFormat<4, 32, 32>{}) : f(IntFormat<4, 32, 0>{});
     } else if (m.group == 32) {
-        m.minima ? f(IntFormat<8, 32, true>{}) : f(IntFormat<8, 32, false>{});
+        m.minima ? f(IntFormat<8, 32, 32>{}) : f(IntFormat<8, 32, 0>{});
     } else {
-        m.minima ? f(IntFormat<8, 16, true>{}) : f(IntFormat<8, 16, false>{});
+        m.minima ? f(IntFormat<8, 16, 32>{}) : f(IntFormat<8, 16, 0>{});
     }
 }
 

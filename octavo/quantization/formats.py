@@ -45,7 +45,7 @@ PLAIN_OF_DTYPE = {dtype: name for name, dtype in PLAIN.items()}
 # --quantization -> the format of floats that are to be quantized so
 QUANTIZED_AT_LOAD = {"int8": "INT8", "int4": "INT4", "fp8": "FP8"}
 # Types whose superblocks stay as they are in the memory of CPUs, where they have a matrix for themselves.
-KEPT_ON_CPUS = ("Q3_K", "Q4_K", "Q5_K", "Q6_K")
+KEPT_ON_CPUS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 BLOCK_TYPES = {t.name: t for t in TENSOR_TYPES.values() if t.block_size > 1}
 
 # Elements of a row that lie together and cannot be divided, where that is not 1.

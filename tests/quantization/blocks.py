@@ -29,7 +29,7 @@ BLOCKS = {
     "TQ2_0": (66, 256, (64,)),
 }
 # Bits of a weight in layouts that keep superblocks, by their number (csrc/cpu/kernels.h: WeightFormat).
-KEPT_BITS = {4: 4.5, 5: 6.5625, 6: 5.5, 7: 3.4375}
+KEPT_BITS = {4: 4.5, 5: 6.5625, 6: 5.5, 7: 3.4375, 8: 2.625}
 # What a float16 can be at its worst.
 EXTREMES = np.array(
     [0.0, -0.0, 65504.0, -65504.0, 2.0**-14, -(2.0**-14), 2.0**-24, -(2.0**-24), 1023 * 2.0**-24, 1.0, -1.0, 2.0**-15],
@@ -64,7 +64,8 @@ def read_packed(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
     Written after the description of the layout: [panel][64 elements][codes, scales, minima]. Float64 throughout.
     """
     if packed.format in KEPT_BITS:
-        found = {4: _read_q4_k, 5: _read_q6_k, 6: _read_q5_k, 7: _read_q3_k}[packed.format](packed)
+        readers = {4: _read_q4_k, 5: _read_q6_k, 6: _read_q5_k, 7: _read_q3_k, 8: _read_q2_k}
+        found = readers[packed.format](packed)
         return _outputs(packed, found[0]), _outputs(packed, found[1])
     layout = packed.layout
     blocks = -(-packed.num_in // 64)
@@ -167,6 +168,21 @@ def _read_q3_k(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
     codes = _read_nibbles(both.reshape(-1, supers, 4, 1024))
     products = scales * (codes - 4)
     return products, np.zeros_like(products)
+
+
+def _read_q2_k(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
+    """[panel][256 elements][units of scales and of minima, sixteen bytes of both, a word of codes for each 16]. Bits of
+    byte i, from the lowest on, are elements i, 8 + i, 4 + i and 12 + i."""
+    supers = packed.num_in // 256
+    memory = np.asarray(packed.data).reshape(-1, supers, 2688)
+    units = np.ascontiguousarray(memory[..., :128]).view(np.float16).reshape(-1, supers, 2, 32).astype(np.float64)
+    each = memory[..., 128:640].reshape(-1, supers, 4, 32, 4).transpose(0, 1, 3, 2, 4).reshape(-1, supers, 32, 16)
+    scales, minima = units[:, :, 0, :, None] * (each & 15), -units[:, :, 1, :, None] * (each >> 4)
+    words = memory[..., 640:].reshape(-1, supers, 16, 32, 4)
+    codes = np.stack([words >> shift & 3 for shift in (0, 4, 2, 6)], 4).astype(np.int64)  # [.., group, output, 4, 4]
+    codes = codes.transpose(0, 3, 1, 2, 4, 5).reshape(len(memory), 32, supers, 256)
+    spread = [x.transpose(0, 2, 1, 3).repeat(16, -1) for x in (scales, minima)]
+    return spread[0] * codes, spread[1]
 
 
 def _read_q6_k(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
