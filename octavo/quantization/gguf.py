@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from octavo.quantization import gguf_codebooks as codebooks
 from octavo.quantization.arrays import Array, arange, cast, constant, namespace, reinterpret
 from octavo.quantization.codes import Codes, rounded
 from octavo.quantization.formats import BLOCK_TYPES
@@ -28,6 +29,13 @@ LAYOUTS = {
     "IQ4_NL": Layout(8, 32, False),
     "IQ4_XS": Layout(8, 32, False),
     "MXFP4": Layout(8, 32, False),
+    "IQ1_S": Layout(8, 32, False),
+    "IQ1_M": Layout(8, 16, False),
+    "IQ2_XXS": Layout(8, 32, False),
+    "IQ2_XS": Layout(8, 16, False),
+    "IQ2_S": Layout(8, 16, False),
+    "IQ3_XXS": Layout(8, 32, False),
+    "IQ3_S": Layout(8, 32, False),
     "TQ1_0": Layout(4, 32, False),
     "TQ2_0": Layout(4, 32, False),
 }
@@ -185,4 +193,11 @@ _UNPACKERS: dict[str, Callable[[Array], _Unpacked]] = {
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
     "MXFP4": _mxfp4,
+    "IQ1_S": codebooks.iq1_s,
+    "IQ1_M": codebooks.iq1_m,
+    "IQ2_XXS": codebooks.iq2_xxs,
+    "IQ2_XS": codebooks.iq2_xs,
+    "IQ2_S": codebooks.iq2_s,
+    "IQ3_XXS": codebooks.iq3_xxs,
+    "IQ3_S": codebooks.iq3_s,
 }

@@ -140,7 +140,7 @@ def _with_tensor(tmp_path: Path, dims: tuple[int, ...], kind: int, offset: int, 
         ((33,), 8, 0, r"dimensions \[33\], of which the first must be a multiple of 32 for Q8_0"),
         ((0,), 0, 0, r"dimensions \[0\]"),
         ((2, 2, 2, 2, 2), 0, 0, "5 dimensions"),
-        ((256,), 16, 0, "type IQ2_XXS, which is not built; these are: F32"),
+        ((256,), 15, 0, "type Q8_K, which is not built; these are: F32"),
         ((256,), 99, 0, "type 99, which is not built"),
     ],
 )

@@ -15,6 +15,7 @@ from octavo.loading.gguf_tensors import NamedTensor, stored_tensor
 from octavo.quantization import dequantize, unpacking
 from octavo.quantization.arrays import FLOATS
 from octavo.quantization.formats import TENSOR_TYPES
+from tests.quantization.blocks import random_matrix
 
 Write = Callable[..., Path]
 _NUMBERS = {t.name: n for n, t in TENSOR_TYPES.items()}
@@ -34,17 +35,9 @@ def _written(tmp_path: Path, write_gguf: Write, name: str, packed: np.ndarray) -
 
 def _random_blocks(name: str, rows: int, blocks_in_row: int) -> np.ndarray:
     """Rows of blocks of random bytes, but for the float16 scales, which stay finite."""
-    rng = np.random.default_rng(len(name))
-    tensor_type = TENSOR_TYPES[_NUMBERS[name]]
-    packed = rng.integers(0, 256, (rows * blocks_in_row, tensor_type.block_bytes), dtype=np.uint8)
-    scale_offsets = {
-        "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82),
-        "Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (),
-    }.get(name, (0,))  # fmt: skip
-    for offset in scale_offsets:
-        scales = rng.standard_normal(len(packed)).astype(np.float16)
-        packed[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return packed.reshape(rows, -1)
+    if name == "MXFP4":  # whose scales are powers of two
+        return np.random.default_rng(5).integers(0, 256, (rows, blocks_in_row * 17), dtype=np.uint8)
+    return random_matrix(name, rows, blocks_in_row * TENSOR_TYPES[_NUMBERS[name]].block_size).data
 
 
 @pytest.mark.parametrize("name", _QUANTIZED)

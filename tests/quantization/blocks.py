@@ -23,6 +23,13 @@ BLOCKS = {
     "Q6_K": (210, 256, (208,)),
     "Q2_K": (84, 256, (80, 82)),
     "Q3_K": (110, 256, (108,)),
+    "IQ1_S": (50, 256, (0,)),
+    "IQ1_M": (56, 256, ()),
+    "IQ2_XXS": (66, 256, (0,)),
+    "IQ2_XS": (74, 256, (0,)),
+    "IQ2_S": (82, 256, (0,)),
+    "IQ3_XXS": (98, 256, (0,)),
+    "IQ3_S": (110, 256, (0,)),
     "IQ4_NL": (18, 32, (0,)),
     "IQ4_XS": (136, 256, (0,)),
     "TQ1_0": (54, 256, (52,)),
@@ -43,11 +50,18 @@ def random_matrix(name: str, rows: int, num_in: int, seed: int = 0, extreme: boo
     block_bytes, elements, halves = BLOCKS[name]
     assert num_in % elements == 0
     packed = rng.integers(0, 256, (rows * num_in // elements, block_bytes), dtype=np.uint8)
-    for offset in halves:
-        scales = rng.standard_normal(len(packed)).astype(np.float16) * np.float16(0.01)
+
+    def units() -> np.ndarray:
         if extreme:
-            scales = rng.choice(EXTREMES, len(packed))
-        packed[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
+            return rng.choice(EXTREMES, len(packed))
+        return rng.standard_normal(len(packed)).astype(np.float16) * np.float16(0.01)
+
+    for offset in halves:
+        packed[:, offset : offset + 2] = units().view(np.uint8).reshape(-1, 2)
+    if name == "IQ1_M":  # whose unit lies in the high bits of four words
+        words = packed[:, 48:].view(np.uint16)
+        unit = units().view(np.uint16)[:, None] >> np.arange(0, 16, 4, dtype=np.uint16)
+        words[:] = words & 0xFFF | (unit & 15) << 12
     return StoredWeight(name, {"data": packed.reshape(rows, -1)}, (rows, num_in))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.quantization import Codes, StoredWeight, dequantize, unpack
+from octavo.quantization import Codes, StoredWeight, dequantize, gguf_codebooks, unpack
 from octavo.quantization.gguf import LAYOUTS
 from tests.quantization.blocks import BLOCKS, random_matrix, values_of
 from tests.quantization.groups import awq_matrix, expected_of, gptq_matrix, grouped_matrix
@@ -69,6 +70,13 @@ def test_both_libraries_unpack_the_same(name: str) -> None:
         if ours is not None:
             assert isinstance(ours, np.ndarray) and isinstance(theirs, torch.Tensor)
             assert np.array_equal(ours, theirs.numpy())
+
+
+def test_codebooks_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf_codebooks._codebook.cache_clear()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"IQ3_S matrices need the codebooks .* pip install 'octavo\[gguf\]'"):
+        unpack(random_matrix("IQ3_S", 2, 256))
 
 
 def assert_same(found: Codes, expected: np.ndarray) -> None:
