@@ -350,6 +350,21 @@ _LFM: dict[str, Setting] = {
     "conv_L_cache": _number("shortconv.l_cache"),
     "conv_bias": lambda m: m.has_biases(("shortconv.conv", "shortconv.in_proj", "shortconv.out_proj")),
 }
+
+
+def _growing_rope(m: Metadata) -> dict[str, Any]:
+    """Queries grow with their positions from where the original context ends on."""
+    rope, growth = m.rope(), m.real("attention.temperature_scale", 0.0)
+    if not growth:
+        return rope
+    sharper = m.real("rope.scaling.yarn_log_multiplier", 0.0)
+    rope |= {"mscale": 1.0, "mscale_all_dim": sharper} if sharper else {}
+    for key, name in (("beta_fast", "rope.scaling.yarn_beta_fast"), ("beta_slow", "rope.scaling.yarn_beta_slow")):
+        if (beta := m.real(name, None)) is not None:
+            rope[key] = beta
+    return rope | {"llama_4_scaling_beta": growth}
+
+
 _HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -370,6 +385,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture(class_name="Qwen2ForCausalLM", settings=_SILU),
     "qwen3": Architecture(class_name="Qwen3ForCausalLM", settings=_SILU),
+    # The language models of those that see: for text alone their three positions are one, and pictures' deeper
+    # features, which a file of its own has the weights for, are none.
+    "qwen2vl": Architecture(class_name="Qwen2ForCausalLM", settings=_SILU),
+    "qwen3vl": Architecture(class_name="Qwen3ForCausalLM", settings=_SILU),
+    "qwen3vlmoe": Architecture(
+        class_name="Qwen3MoeForCausalLM", names=_LLAMA_NAMES | _EXPERT_NAMES, settings=_experts(normalizes=True),
+        has_experts=True,
+    ),
+    "mistral3": Architecture(
+        class_name="MistralForCausalLM", settings={"rope_parameters": _growing_rope}, rows=_PERMUTED,
+        variants={"Ministral3ForCausalLM": lambda m: m.get("attention.temperature_scale") is not None},
+    ),
     "arcee": Architecture(class_name="ArceeForCausalLM", rows=_PERMUTED),
     "seed_oss": Architecture(
         class_name="SeedOssForCausalLM", settings=_QKV_BIAS,

@@ -568,6 +568,26 @@ CASES: dict[str, Case] = {
     ),
     "qwen2": Case("qwen2", transformers.Qwen2Config(**SMALL)),
     "qwen3": Case("qwen3", transformers.Qwen3Config(**SMALL)),
+    "qwen2 vl": Case("qwen2vl", transformers.Qwen2Config(**_NO_HEAD), {"rope.dimension_sections": [2, 3, 3, 0]}),
+    "qwen3 vl": Case(
+        "qwen3vl", transformers.Qwen3Config(**SMALL), {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 3}
+    ),
+    "qwen3 vl moe": Case(
+        "qwen3vlmoe", transformers.Qwen3MoeConfig(
+            **WIDE, **_EXPERTS, moe_intermediate_size=24, norm_topk_prob=True, decoder_sparse_step=1
+        ),
+        _MOE_KEYS | {"rope.dimension_sections": [3, 3, 2, 0]}, (split_experts,),
+    ),
+    "mistral 3": Case("mistral3", transformers.MistralConfig(**SMALL, sliding_window=None), {}, (permuted,)),
+    "ministral 3": Case(
+        "mistral3", transformers.Ministral3Config(**SMALL, rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+        }),
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
+         "rope.scaling.yarn_log_multiplier": 1.0, "rope.scaling.yarn_beta_fast": 32.0,
+         "rope.scaling.yarn_beta_slow": 1.0, "attention.temperature_scale": 0.3}, (permuted,),
+    ),
     "arcee": Case("arcee", transformers.ArceeConfig(**SMALL), {}, (permuted,)),
     "seed-oss": Case("seed_oss", transformers.SeedOssConfig(**SMALL, attention_bias=True, attention_out_bias=False)),
     "smollm3": Case(
