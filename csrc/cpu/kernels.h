@@ -344,6 +344,7 @@ struct DeltaArgs : StateArgs {
         value_size;
     float beta_scale, lowest;
     int32_t dtype, by_element;  // of the key: decays and their biases
+    int32_t alternates;         // value heads of one key head are not neighbours
 };
 
 // See octavo.ops.Ops.gated_recurrence. The state is one number a channel.

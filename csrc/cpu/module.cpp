@@ -309,7 +309,7 @@ void define_operations(nb::module_& m) {
            &D::seq_lens, &D::num_seqs, &D::rows, &D::dtype, &D::out, &D::query, &D::query_stride, &D::key,
            &D::key_stride, &D::value, &D::value_stride, &D::decay, &D::decay_stride, &D::beta, &D::beta_stride, &D::a,
            &D::decay_bias, &D::beta_scale, &D::key_heads, &D::value_heads, &D::key_size, &D::value_size, &D::by_element,
-           &D::lowest>(m, "gated_delta");
+           &D::lowest, &D::alternates>(m, "gated_delta");
     define<G, &G::states, &G::state_stride, &G::num_blocks, &G::block_tables, &G::table_stride, &G::query_start,
            &G::seq_lens, &G::num_seqs, &G::rows, &G::dtype, &G::out, &G::x, &G::x_stride, &G::input, &G::input_stride,
            &G::decay, &G::decay_stride, &G::a, &G::input_bias, &G::decay_bias, &G::width>(m, "gated_recurrence");

@@ -140,7 +140,7 @@ template <class T, bool kByElement>
 void delta_tile(const DeltaArgs& a, int64_t tile, float* state, int64_t begin, int64_t end, bool fresh) {
     const int64_t n = a.key_size;
     const int64_t head = tile / tiles_of(a.value_size);
-    const int64_t key_head = head / (a.value_heads / a.key_heads);
+    const int64_t key_head = a.alternates ? head % a.key_heads : head / (a.value_heads / a.key_heads);
     const int64_t first = tile % tiles_of(a.value_size) * kStateTile;
     const int64_t count = min_of(kStateTile, a.value_size - first);
     state += tile * n * kStateTile;

@@ -209,7 +209,8 @@ class GatedDeltaDescription:
     norm: NormDescription  # of each head's output
     beta_scale: float = 1.0
     decays_by_element: bool = False
-    lowest: float = 0.0  # see `Ops.gated_delta`
+    lowest: float = 0.0  # see `Ops.gated_delta`, as for the next one
+    alternates: bool = False
     rank: int = 0
     gate_activation: str = "silu"
     inner_names: tuple[str, str] = ("g_b_proj", "f_b_proj")
@@ -307,6 +308,7 @@ class GatedDelta:
             mixed[:, 2 * keys :].reshape(num_tokens, heads, d.value_size), decays,
             projected[:, end_gates:end_betas], self._rates, self._decay_bias, d.beta_scale,
             cache.key[:, self._conv.num_floats :], tables.block_tables, batch.query_start_loc, batch.seq_lens, d.lowest,
+            d.alternates,
         )  # fmt: skip
         normed = self._norm.forward(y.reshape(num_tokens, heads, d.value_size)).reshape(num_tokens, -1)
         gated = ops.multiply(normed, gates, d.gate_activation, self._output)

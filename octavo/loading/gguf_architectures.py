@@ -365,6 +365,23 @@ def _growing_rope(m: Metadata) -> dict[str, Any]:
     return rope | {"llama_4_scaling_beta": growth}
 
 
+_DELTA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z", "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+}  # fmt: skip
+_DELTA: dict[str, Setting] = {
+    "linear_conv_kernel_dim": _number("ssm.conv_kernel"), "linear_key_head_dim": _number("ssm.state_size"),
+    "linear_num_key_heads": _number("ssm.group_count"), "linear_num_value_heads": _number("ssm.time_step_rank"),
+    "linear_value_head_dim": lambda m: m.number("ssm.inner_size") // m.number("ssm.time_step_rank"),
+    "layer_types": _layers_by({"attn_q.weight": "full_attention"}, "linear_attention"),
+}  # fmt: skip
+# Their values' heads go by turns to the keys', and the layers that guess come last.
+_DELTA_OF_35: dict[str, Setting] = {
+    "linear_value_heads_alternate": lambda m: True,
+    "num_hidden_layers": lambda m: m.number("block_count") - m.number("nextn_predict_layers", 0),
+}
 _HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -510,19 +527,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3next": Architecture(
         class_name="Qwen3NextForCausalLM", norm_offset=1.0, tensor_names=_state_tensors("linear_attn"),
-        names=_LLAMA_NAMES | _EXPERT_NAMES | {
-            "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
-            "attn_gate": "linear_attn.in_proj_z", "ssm_in": "linear_attn.in_proj_qkvz",
-            "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
-            "ssm_out": "linear_attn.out_proj",
-        },
-        settings=_experts(normalizes=True) | {
-            "linear_conv_kernel_dim": _number("ssm.conv_kernel"), "linear_key_head_dim": _number("ssm.state_size"),
-            "linear_num_key_heads": _number("ssm.group_count"),
-            "linear_num_value_heads": _number("ssm.time_step_rank"),
-            "linear_value_head_dim": lambda m: m.number("ssm.inner_size") // m.number("ssm.time_step_rank"),
-            "layer_types": _layers_by({"attn_q.weight": "full_attention"}, "linear_attention"),
-        },
+        names=_LLAMA_NAMES | _EXPERT_NAMES | _DELTA_NAMES, settings=_experts(normalizes=True) | _DELTA,
+        has_experts=True,
+    ),
+    "qwen35": Architecture(
+        class_name="Qwen3_5ForCausalLM", norm_offset=1.0, tensor_names=_state_tensors("linear_attn"),
+        names=_LLAMA_NAMES | _DELTA_NAMES, settings=_DELTA | _DELTA_OF_35,
+    ),
+    "qwen35moe": Architecture(
+        class_name="Qwen3_5MoeForCausalLM", norm_offset=1.0, tensor_names=_state_tensors("linear_attn"),
+        names=_LLAMA_NAMES | _EXPERT_NAMES | _DELTA_NAMES, settings=_experts(normalizes=True) | _DELTA | _DELTA_OF_35,
         has_experts=True,
     ),
     "dots1": Architecture(

@@ -98,7 +98,7 @@ def selective_scan(
 def gated_delta(
     query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], decay: NDArray[Any], beta: NDArray[Any],
     a: NDArray[Any], decay_bias: NDArray[Any], beta_scale: float, states: NDArray[Any], block_tables: NDArray[Any],
-    query_start_loc: NDArray[Any], seq_lens: NDArray[Any], lowest: float = 0.0,
+    query_start_loc: NDArray[Any], seq_lens: NDArray[Any], lowest: float = 0.0, alternates: bool = False,
 ) -> NDArray[Any]:  # fmt: skip
     (rows, heads, width), (key_heads, size) = value.shape, key.shape[1:]
     by_element = decay.shape[1] != heads
@@ -112,7 +112,7 @@ def gated_delta(
     _cpu.gated_delta(
         *sequences, rows, code_of("gated_delta", query, key, value, decay, beta), out, *_by_row(query), *_by_row(key),
         *_by_row(value), *_by_row(decay), *_by_row(beta), a, decay_bias, beta_scale, key_heads, heads, size, width,
-        by_element, lowest,
+        by_element, lowest, alternates,
     )  # fmt: skip
     return out
 

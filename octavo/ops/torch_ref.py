@@ -402,10 +402,12 @@ def selective_scan(
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, a: Tensor, decay_bias: Tensor,
     beta_scale: float, states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
-    lowest: float = 0.0,
+    lowest: float = 0.0, alternates: bool = False,
 ) -> Tensor:  # fmt: skip
     (num_tokens, heads, width), size = value.shape, key.shape[2]
-    q, k = (part.float().repeat_interleave(heads // key.shape[1], 1) for part in (query, key))
+    serving = torch.arange(heads, device=key.device)
+    serving = serving % key.shape[1] if alternates else serving // (heads // key.shape[1])
+    q, k = query.float()[:, serving], key.float()[:, serving]
     v, e = value.float(), beta_scale * beta.float().sigmoid()
     raw, rates = (decay.float() + decay_bias).view(num_tokens, heads, -1), a[:, None]
     g = torch.exp(lowest * (-rates * raw).sigmoid() if lowest else rates * torch.nn.functional.softplus(raw))

@@ -210,6 +210,31 @@ def split_delta(tensors: Tensors, config: Any) -> Tensors:
     return states(found, config)
 
 
+def by_turns(tensors: Tensors, config: Any) -> Tensors:
+    """Qwen 3.5's value heads: the first ones of all key heads, then the second ones."""
+    keys, share, size = config.linear_num_key_heads, 2, config.linear_value_head_dim
+    assert config.linear_num_value_heads == share * keys
+
+    def heads(tensor: torch.Tensor, of: int) -> torch.Tensor:
+        return tensor.reshape(keys, share, of, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensor = tensor + 1
+        if ".in_proj_qkv." in name or ".conv1d." in name:
+            start = 2 * keys * config.linear_key_head_dim
+            tensor = torch.cat([tensor[:start], heads(tensor[start:], size)])
+        elif ".in_proj_z." in name:
+            tensor = heads(tensor, size)
+        elif name.endswith((".in_proj_a.weight", ".in_proj_b.weight", ".A_log", ".dt_bias")):
+            tensor = heads(tensor, 1)
+        elif "linear_attn.out_proj" in name:
+            tensor = heads(tensor.T, size).T
+        found[name.replace("dt_bias", "dt_proj.bias")] = tensor
+    return states(found, config)
+
+
 def under_common_names(tensors: Tensors, config: Any) -> Tensors:
     """Experts, as the converter calls those of all models before it looks for their names."""
     renamed = {
@@ -302,6 +327,10 @@ _MULTIPLIER_KEYS = {"embedding_scale": 3.0, "residual_scale": 0.6, "attention.sc
 _HYBRID = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 32}
 _HYBRID_KEYS = {
     "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2, "ssm.inner_size": 96, "ssm.time_step_rank": 6,
+}  # fmt: skip
+_DELTA_KEYS = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 12, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 80,
+    "rope.dimension_count": 6, "full_attention_interval": 2,
 }  # fmt: skip
 _MIXED = ["linear_attention", "full_attention"]
 _48 = SMALL | {"hidden_size": 48, "head_dim": 12}
@@ -416,9 +445,24 @@ CASES: dict[str, Case] = {
             linear_value_head_dim=20, linear_num_key_heads=2, linear_num_value_heads=4, layer_types=_MIXED,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         ),
-        _MOE_KEYS | {"expert_shared_feed_forward_length": 40, "ssm.conv_kernel": 4, "ssm.state_size": 12,
-                     "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 80, "rope.dimension_count": 6,
-                     "full_attention_interval": 2}, (split_experts, split_delta),
+        _MOE_KEYS | _DELTA_KEYS | {"expert_shared_feed_forward_length": 40}, (split_experts, split_delta),
+    ),
+    "qwen 3.5": Case(
+        "qwen35", transformers.Qwen3_5TextConfig(
+            **_48, linear_key_head_dim=12, linear_value_head_dim=12, linear_num_key_heads=2, linear_num_value_heads=4,
+            layer_types=_MIXED,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        ),
+        _DELTA_KEYS | {"ssm.inner_size": 48, "rope.dimension_sections": [1, 1, 1, 0]}, (by_turns,),
+    ),
+    "qwen 3.5 moe": Case(
+        "qwen35moe", transformers.Qwen3_5MoeTextConfig(
+            **_48, **_EXPERTS, moe_intermediate_size=24, shared_expert_intermediate_size=40, linear_key_head_dim=12,
+            linear_value_head_dim=12, linear_num_key_heads=2, linear_num_value_heads=4, layer_types=_MIXED,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        ),
+        _MOE_KEYS | _DELTA_KEYS | {"ssm.inner_size": 48, "expert_shared_feed_forward_length": 40, "rope.dimension_sections": [1, 1, 1, 0]},
+        (split_experts, by_turns),
     ),
     "dots 1": Case(
         "dots1", transformers.Dots1Config(**WIDE, **_ROUTED, n_shared_experts=2, routed_scaling_factor=1.5),

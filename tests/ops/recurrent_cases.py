@@ -47,6 +47,24 @@ def delta(
     return "gated_delta", [query, key, value, decay, beta], others, (heads * width, heads, size)
 
 
+def neighbours_and_alternating(ops: OverTensors, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Outputs of the same value heads, laid by key heads and by turns."""
+    _, rows, (rates, bias, scale), sizes = delta(2, 4, 12, 20, torch.float32)
+    by_turns = torch.tensor([0, 2, 1, 3])
+    found = []
+    for order in (torch.arange(4), by_turns):
+        query, key, *of_values = (x.to(device or x.device) for x in rows)
+        of_values, others = [x[:, order] for x in of_values], [x[order].to(query.device) for x in (rates, bias)]
+        states = torch.full((1, ops.num_scan_floats(*sizes)), float("nan"), device=query.device)
+        places = [
+            torch.tensor(values, dtype=torch.int32, device=query.device)
+            for values in ([[0]], [0, len(query)], [len(query)])
+        ]
+        out = ops.gated_delta(query, key, *of_values, *others, scale, states, *places, 0.0, order is by_turns)
+        found.append(out.unflatten(1, (4, -1)))
+    return found[0][:, by_turns.to(found[0].device)], found[1]
+
+
 def recurrence(width: int, dtype: torch.dtype) -> Case:
     rows = [random(i, sum(LENGTHS), 2 * width, dtype=dtype)[:, width:] for i in range(3)]
     return "gated_recurrence", rows, [-random(4, width).exp(), random(5, width), random(6, width)], (width, 1, 1)

@@ -11,7 +11,7 @@ from octavo import _cpu
 from octavo.errors import LoadError
 from octavo.ops import cpu as native
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, random
-from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run, delta
+from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run, delta, neighbours_and_alternating
 from tests.ops.tensors import OverTensors, cpu, torch_ref
 
 
@@ -39,6 +39,11 @@ def test_decays_with_a_bound(isa: str, by_element: bool) -> None:
         return ops.gated_delta(*rows, *others, states, *places, -5.0)
 
     assert_near(run(cpu), run(torch_ref))
+
+
+def test_value_heads_may_alternate(isa: str) -> None:
+    for ops in (cpu, torch_ref):
+        assert torch.equal(*neighbours_and_alternating(ops))
 
 
 def test_a_scan_without_time_steps_is_linear_attention(isa: str) -> None:

@@ -234,6 +234,7 @@ def _delta(config: Config, i: int, **changes: Any) -> GatedDeltaDescription | st
         "num_key_heads": config["linear_num_key_heads"], "num_value_heads": config["linear_num_value_heads"],
         "key_size": config["linear_key_head_dim"], "value_size": config["linear_value_head_dim"],
         "kernel": config["linear_conv_kernel_dim"], "norm": NormDescription(config["norm_eps"]),
+        "alternates": bool(config.get("linear_value_heads_alternate")),  # in GGUF files
     }  # fmt: skip
     return GatedDeltaDescription(**sizes | changes)
 

@@ -212,10 +212,10 @@ def selective_scan(
 def _delta(
     block_tables, table_stride, query_start_loc, seq_lens, states, state_stride, query, query_stride, key, key_stride,
     value, value_stride, decay, decay_stride, beta, beta_stride, a, decay_bias, beta_scale, lowest, out,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    LANES: tl.constexpr, BY_ELEMENT: tl.constexpr, BOUNDED: tl.constexpr,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    LANES: tl.constexpr, BY_ELEMENT: tl.constexpr, BOUNDED: tl.constexpr, ALTERNATES: tl.constexpr,
 ):  # fmt: skip
-    """Program (s, p): the p-th piece of a head's values, head by head; SHARE heads have one key."""
+    """Program (s, p): the p-th piece of a head's values, head by head."""
     begin, end, num_before, state = _sequence(
         block_tables, table_stride, query_start_loc, seq_lens, states, state_stride
     )
@@ -233,7 +233,8 @@ def _delta(
         decays, bias = head * SIZE + row, tl.load(decay_bias + head * SIZE + row, mask=row < SIZE, other=0.0)
     else:
         decays, bias = head, tl.load(decay_bias + head)
-    first = head // SHARE * SIZE
+    key_head = head % KEY_HEADS if ALTERNATES else head // (HEADS // KEY_HEADS)
+    first = key_head * SIZE
     for t in range(begin, end):
         q = tl.load(query + t * query_stride + first + row, mask=row < SIZE, other=0.0).to(tl.float32)
         k = tl.load(key + t * key_stride + first + row, mask=row < SIZE, other=0.0).to(tl.float32)
@@ -256,7 +257,7 @@ def _delta(
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, a: Tensor, decay_bias: Tensor,
     beta_scale: float, states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
-    lowest: float = 0.0,
+    lowest: float = 0.0, alternates: bool = False,
 ) -> Tensor:  # fmt: skip
     """`Ops.gated_delta`."""
     (rows, heads, width), (key_heads, size) = value.shape, key.shape[1:]
@@ -268,8 +269,8 @@ def gated_delta(
     _delta[(len(seq_lens), heads * triton.cdiv(width, lanes))](
         *_of_sequences(states, block_tables, query_start_loc, seq_lens), query, query.stride(0), key, key.stride(0),
         value, value.stride(0), decay, decay.stride(0), beta, beta.stride(0), a, decay_bias, beta_scale, lowest, out,
-        HEADS=heads, SHARE=heads // key_heads, SIZE=size, ROWS=triton.next_power_of_2(size), WIDTH=width, LANES=lanes,
-        BY_ELEMENT=by_element, BOUNDED=lowest != 0.0, num_warps=4, enable_fp_fusion=False,
+        HEADS=heads, KEY_HEADS=key_heads, SIZE=size, ROWS=triton.next_power_of_2(size), WIDTH=width, LANES=lanes,
+        BY_ELEMENT=by_element, BOUNDED=lowest != 0.0, ALTERNATES=alternates, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

@@ -9,7 +9,7 @@ from octavo.ops import LayerKVCache
 from octavo.ops.triton import recurrent
 from octavo.ops.triton.cache import copy_blocks
 from tests.ops.kernel_cases import assert_near, assert_same_bits, random
-from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run
+from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run, neighbours_and_alternating
 from tests.ops.tensors import OverTensors, torch_ref
 from tests.ops.triton.conftest import DEVICE
 
@@ -34,6 +34,10 @@ def test_chunks_of_any_size_give_the_reference_and_equal_bits(name: str, dtype: 
     for one, other, reference in zip(found, whole, expected, strict=True):
         assert_same_bits(one, other)
         assert_near(one.cpu(), reference)
+
+
+def test_value_heads_may_alternate() -> None:
+    assert torch.equal(*neighbours_and_alternating(kernels, DEVICE))
 
 
 def test_states_are_copied() -> None:
