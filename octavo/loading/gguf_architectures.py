@@ -382,6 +382,64 @@ _DELTA_OF_35: dict[str, Setting] = {
     "linear_value_heads_alternate": lambda m: True,
     "num_hidden_layers": lambda m: m.number("block_count") - m.number("nextn_predict_layers", 0),
 }
+_TOKEN_INPUTS_TOP = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}  # fmt: skip
+_TOKEN_INPUTS = {
+    "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"
+}  # fmt: skip
+
+
+def _each(m: Metadata, key: str) -> list[Any]:
+    """A value for each layer, where files may have one for all."""
+    value, count = m.get(key), m.number("block_count")
+    return value[:count] if isinstance(value, list) else [value] * count
+
+
+def _of_layers(key: str, slides: bool) -> Setting:
+    """The number of layers with a window, or without."""
+
+    def find(m: Metadata) -> int | None:
+        pattern = _each(m, "attention.sliding_window_pattern")
+        found = {n for n, has_window in zip(_each(m, key), pattern, strict=True) if bool(has_window) == slides}
+        if len(found) > 1:
+            raise LoadError(f"{m.file.path}: {key} of {sorted(found, key=str)} in layers of one kind is not built.")
+        return found.pop() if found else None
+
+    return find
+
+
+def _are_values(m: Metadata) -> bool:
+    """Whether layers without a window have no values' matrices: their keys are that too."""
+    full = [i for i, slides in enumerate(_each(m, "attention.sliding_window_pattern")) if not slides]
+    return any(m.has("attn_k.weight", i) and not m.has("attn_v.weight", i) for i in full)
+
+
+_GEMMA_4: dict[str, Setting] = {
+    "head_dim": lambda m: m.number("attention.key_length_swa"), "global_head_dim": _number("attention.key_length"),
+    "num_key_value_heads": _of_layers("attention.head_count_kv", slides=True),
+    "num_global_key_value_heads": lambda m: (
+        _of_layers("attention.head_count_kv", slides=False)(m) if _are_values(m) else None
+    ),
+    "attention_k_eq_v": _are_values, "num_kv_shared_layers": lambda m: m.number("attention.shared_kv_layers", 0),
+    "intermediate_size": lambda m: min(_each(m, "feed_forward_length")),
+    "use_double_wide_mlp": lambda m: len(set(_each(m, "feed_forward_length"))) > 1,
+    "hidden_size_per_layer_input": lambda m: m.number("embedding_length_per_layer_input", 0),
+    "vocab_size_per_layer_input": lambda m: (
+        m.tensors["per_layer_token_embd.weight"].shape[0] if "per_layer_token_embd.weight" in m.tensors else None
+    ),
+    "enable_moe_block": lambda m: m.number("expert_count", 0) > 0,
+    "rope_parameters": lambda m: {
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": m.real("rope.freq_base"),
+            "partial_rotary_factor": m.rotary_share(),
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": m.real("rope.freq_base_swa", 10000.0)},
+    },
+} | _window(6) | {
+    name: setting for name, setting in _experts(normalizes=True).items() if name != "mlp_only_layers"
+}  # fmt: skip
 _HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -645,6 +703,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         settings=_SOFTCAPS | _window(6) | {
             "query_pre_attn_scalar": _gemma_scalar(62), "rope_parameters": _by_layer_type(10000.0)
         },
+    ),
+    "gemma4": Architecture(
+        class_name="Gemma4ForCausalLM", top_names=_LLAMA_TOP | _TOKEN_INPUTS_TOP, settings=_SOFTCAPS | _GEMMA_4,
+        names=_LLAMA_NAMES | _AROUND_NAMES | _TOKEN_INPUTS | {
+            "ffn_gate_inp": "router.proj", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1", "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        tensor_names={
+            "layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale", "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+        },
+        has_experts=True,
     ),
     "olmo": Architecture(
         class_name="OlmoForCausalLM", settings={"clip_qkv": _real("attention.clamp_kqv")}, rows=_PERMUTED

@@ -33,7 +33,11 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     if "token_embd.weight" not in tensors:
         raise LoadError(f"{file.path} has no tensor token_embd.weight: it is not a whole model.")
     has_experts = metadata.number("expert_count", 0) > 0
-    feed_forward = metadata.number("feed_forward_length", 0) if has_experts else metadata.number("feed_forward_length")
+    said = {key: setting(metadata) for key, setting in architecture.settings.items()}
+    feed_forward = said.get("intermediate_size")
+    if feed_forward is None:
+        least = (0,) if has_experts else ()
+        feed_forward = metadata.number("feed_forward_length", *least)
     variants = [name for name, fits in architecture.variants.items() if fits(metadata)]
     # Files have the one or the other; LayerNorm's is asked for in vain only where there is neither.
     rms_eps, eps = (metadata.real(f"attention.layer_norm_{kind}epsilon", None) for kind in ("rms_", ""))
@@ -46,13 +50,12 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
         "hidden_size": metadata.number("embedding_length"),
         "intermediate_size": feed_forward,
         "num_hidden_layers": metadata.number("block_count"),
-        **({} if architecture.is_without_heads else _heads(metadata)),
+        **({} if architecture.is_without_heads else _heads(metadata, said.get("num_key_value_heads"))),
         "max_position_embeddings": metadata.number("context_length"),
         **({"layer_norm_eps": eps} if rms_eps is None else {"rms_norm_eps": rms_eps}),
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": "float32" if all(t.type.name == "F32" for t in tensors.values()) else "bfloat16",
     }
-    said = {key: setting(metadata) for key, setting in architecture.settings.items()}
     config |= {key: value for key, value in said.items() if value is not None}
     if "rope_parameters" not in config and not architecture.is_without_heads:
         config["rope_parameters"] = metadata.rope()
@@ -60,9 +63,10 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     return config | ids, ids
 
 
-def _heads(metadata: Metadata) -> dict[str, int]:
+def _heads(metadata: Metadata, num_kv_heads: int | None) -> dict[str, int]:
     path, num_heads = metadata.file.path, metadata.number("attention.head_count")
-    num_kv_heads = metadata.number("attention.head_count_kv", num_heads)
+    if num_kv_heads is None:
+        num_kv_heads = metadata.number("attention.head_count_kv", num_heads)
     if num_heads <= 0 or num_kv_heads <= 0:
         raise LoadError(f"{path} is damaged: it counts {num_heads} query and {num_kv_heads} key/value heads.")
     head_dim = metadata.head_dim

@@ -121,6 +121,15 @@ class Metadata:
             )
         return rope | self._llama3_rope(self._numbers(freqs), rope["rope_theta"])
 
+    def rotary_share(self) -> float:
+        """What part of a head rotates, of the proportional kind: the others' frequencies are divided by 1e30."""
+        info = self.tensors.get(ROPE_FREQS)
+        divisors = () if info is None or info.type.name != "F32" else self._numbers(info)
+        num_rotated = sum(divisor == 1.0 for divisor in divisors)
+        if not num_rotated or not all(divisor == 1.0 or divisor >= 1e29 for divisor in divisors):
+            raise LoadError(f"{self.file.path}: {ROPE_FREQS} does not say which part of a head rotates.")
+        return num_rotated / len(divisors)
+
     def _numbers(self, info: TensorInfo) -> tuple[float, ...]:
         """Of a tensor of float32, without numpy: most starts read no more than this of the weights."""
         return struct.unpack_from(f"<{info.num_bytes // 4}f", self.file.parts[info.part].data, info.offset)

@@ -325,8 +325,8 @@ class OpsOver(Protocol[A]):
         """The gated delta rule (Yang et al. 2025): the state S [Dk, Dv] of each value head becomes g * S + k (x) (e *
         (v - g * S^T k)), and y = S^T q: [T, V * Dv].
 
-        query, key [T, K, Dk], each head of which serves V / K heads of value [T, V, Dv]: neighbours, or every K-th where
-        that `alternates`; decay, beta [T, V];
+        query, key [T, K, Dk], each head of which serves V / K heads of value [T, V, Dv]: neighbours, or where that
+        `alternates` every K-th; decay, beta [T, V];
         g = exp(a * log(1 + exp(decay + decay_bias))) with a, decay_bias [V] float32, e = beta_scale * sigmoid(beta).
         Of decay [T, V * Dk] and decay_bias [V * Dk] each row of S has a g of its own (Kimi Team 2025). With a `lowest`
         exponent L < 0 g is exp(L * sigmoid(-a * (decay + decay_bias))). States are as in `selective_scan`."""

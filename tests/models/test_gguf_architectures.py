@@ -235,6 +235,24 @@ def by_turns(tensors: Tensors, config: Any) -> Tensors:
     return states(found, config)
 
 
+def parts_of_heads(tensors: Tensors, config: Any) -> Tensors:
+    """Gemma 4's divisors of frequencies, which say what rotates, and names that the converter gives scales."""
+    rope = config.rope_parameters["full_attention"]
+    head_size = max(tensor.numel() for name, tensor in tensors.items() if "q_norm" in name)
+    num_rotated = int(head_size * rope["partial_rotary_factor"] / 2)
+    found = {"rope_freqs.weight": torch.tensor([1.0] * num_rotated + [1e30] * (head_size // 2 - num_rotated))}
+    for name, tensor in tensors.items():
+        layer = name.removeprefix("model.layers.").split(".")[0]
+        if name.endswith("router.scale"):
+            name = f"blk.{layer}.ffn_gate_inp.scale"
+        elif name.endswith("per_expert_scale"):
+            name = f"blk.{layer}.ffn_down_exps.scale"
+        elif name.endswith("layer_scalar") or ".experts." in name:
+            name = f"{name}.weight"
+        found[name] = tensor
+    return found
+
+
 def under_common_names(tensors: Tensors, config: Any) -> Tensors:
     """Experts, as the converter calls those of all models before it looks for their names."""
     renamed = {
@@ -331,6 +349,17 @@ _HYBRID_KEYS = {
 _DELTA_KEYS = {
     "ssm.conv_kernel": 4, "ssm.state_size": 12, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 80,
     "rope.dimension_count": 6, "full_attention_interval": 2,
+}  # fmt: skip
+_GEMMA_4 = SMALL | {
+    "hidden_size": 64, "num_hidden_layers": 4, "sliding_window": 20, "head_dim": 8, "global_head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "intermediate_size": 40,
+}  # fmt: skip
+_GEMMA_4_KEYS = {
+    "attention.key_length": 16, "attention.value_length": 16, "attention.key_length_swa": 8,
+    "attention.value_length_swa": 8, "rope.dimension_count": 16, "rope.dimension_count_swa": 8,
+    "rope.freq_base": 1000000.0, "rope.freq_base_swa": 10000.0,
+    "attention.sliding_window": 20, "attention.sliding_window_pattern": [True, False, True, False],
 }  # fmt: skip
 _MIXED = ["linear_attention", "full_attention"]
 _48 = SMALL | {"hidden_size": 48, "head_dim": 12}
@@ -461,7 +490,9 @@ CASES: dict[str, Case] = {
             linear_value_head_dim=12, linear_num_key_heads=2, linear_num_value_heads=4, layer_types=_MIXED,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         ),
-        _MOE_KEYS | _DELTA_KEYS | {"ssm.inner_size": 48, "expert_shared_feed_forward_length": 40, "rope.dimension_sections": [1, 1, 1, 0]},
+        _MOE_KEYS | _DELTA_KEYS | {
+            "ssm.inner_size": 48, "expert_shared_feed_forward_length": 40, "rope.dimension_sections": [1, 1, 1, 0]
+        },
         (split_experts, by_turns),
     ),
     "dots 1": Case(
@@ -651,6 +682,27 @@ CASES: dict[str, Case] = {
         "gemma2", transformers.Gemma2Config(**SMALL, **_GEMMA),
         WINDOW | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, (one_more,),
     ),
+    "gemma 4": Case(
+        "gemma4", transformers.Gemma4TextConfig(
+            **_GEMMA_4, final_logit_softcapping=3.0, num_kv_shared_layers=2, use_double_wide_mlp=True
+        ),
+        _GEMMA_4_KEYS | {
+            "final_logit_softcapping": 3.0, "attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 16,
+            "feed_forward_length": [40, 40, 80, 80],
+        },
+        (parts_of_heads,),
+    ),
+    "gemma 4 with experts": Case(
+        "gemma4", transformers.Gemma4TextConfig(
+            **_GEMMA_4 | {"hidden_size_per_layer_input": 0}, attention_k_eq_v=True, num_global_key_value_heads=1,
+            enable_moe_block=True, top_k_experts=2, num_experts=6, moe_intermediate_size=24,
+        ),
+        _GEMMA_4_KEYS | {
+            "attention.head_count_kv": [2, 1, 2, 1], "expert_count": 6, "expert_used_count": 2,
+            "expert_feed_forward_length": 24, "embedding_length_per_layer_input": 0,
+        },
+        (parts_of_heads,),
+    ),
     "gemma 3": Case(
         "gemma3", transformers.Gemma3TextConfig(
             **SMALL | {"num_hidden_layers": 7}, **_GEMMA, rope_parameters={
@@ -762,6 +814,7 @@ def first_of(config: Any, names: Iterable[str], default: Any = None) -> Any:
 
 def common(config: Any) -> dict[str, Any]:
     """The metadata that most files have."""
+    config.allow_global_per_layer_attribute_access = True  # layers of Gemma 4 have heads of their own sizes
     hidden = first_of(config, ["hidden_size", "n_embd", "d_model"])
     heads = first_of(config, ["num_attention_heads", "n_head", "n_heads"], 1)
     head_dim = first_of(config, ["head_dim"], hidden // heads)
@@ -803,7 +856,8 @@ def write(case: Case, reference: PreTrainedModel, path: Path, quantized: str = "
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
     for name, tensor in tensors.items():
         suffixes = (".weight", ".bias")
-        gguf_name = names.get_name(name, suffixes) or names.get_name(name.removeprefix("transformer."), suffixes)
+        gguf_name = name if name.startswith(("blk.", "rope_freqs")) else names.get_name(name, suffixes)
+        gguf_name = gguf_name or names.get_name(name.removeprefix("transformer."), suffixes)
         assert gguf_name is not None, name
         kind = gguf.GGMLQuantizationType.Q8_0 if quantized in gguf_name else gguf.GGMLQuantizationType.F32
         writer.add_tensor(gguf_name, gguf.quantize(tensor.contiguous().numpy(), kind), raw_dtype=kind)
