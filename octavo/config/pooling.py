@@ -9,7 +9,7 @@ from octavo.config.engine_args import EngineArgs
 from octavo.config.wording import listed
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.sentence_transformers import read_sentence_transformer
+from octavo.loading.sentence_transformers import SentenceTransformer, read_sentence_transformer
 from octavo.models.description import ModelDescription
 from octavo.models.pooling import TASKS, Wanted, pooling_config
 from octavo.pooling_params import PoolingConfig
@@ -29,6 +29,8 @@ def pooling_of(
             raise ConfigError(f"--task must be auto, generate, {listed(TASKS, 'or')}, got {args.task!r}.")
         runner, convert = "pooling", convert or TASKS[args.task]
     sentence = read_sentence_transformer(checkpoint.path) if os.path.isdir(checkpoint.path) else None
+    if checkpoint.format == "gguf" and (kind := checkpoint.config.get("pooling_type")):
+        sentence = SentenceTransformer(kind, normalizes=True)  # as llama.cpp's server does
     if names := checkpoint.config.get("classifier_from_token"):
         from octavo.loading.tokenizer import read_tokenizer
 

@@ -442,6 +442,15 @@ _GEMMA_4: dict[str, Setting] = {
 }  # fmt: skip
 _HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 
+# An encoder's positions begin at 0 in files: those of RoBERTa's that stand for padding are left out.
+_ENCODER_TOP = {
+    "token_embd": "embeddings.word_embeddings", "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings", "token_embd_norm": "embeddings.LayerNorm",
+}  # fmt: skip
+_ENCODER: dict[str, Setting] = {
+    "type_vocab_size": lambda m: m.tensors["token_types.weight"].shape[0] if "token_types.weight" in m.tensors else 0
+}
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         class_name="LlamaForCausalLM", variants={"MixtralForCausalLM": lambda m: m.number("expert_count", 0) > 0},
@@ -863,5 +872,21 @@ ARCHITECTURES: dict[str, Architecture] = {
             "intermediate_size": lambda m: m.number("expert_feed_forward_length"),
         },
         has_experts=True,
+    ),
+    "bert": Architecture(
+        class_name="BertModel", top_names=_ENCODER_TOP, layer_prefix="encoder.layer.", settings=_ENCODER,
+        names={
+            "attn_q": "attention.self.query", "attn_k": "attention.self.key", "attn_v": "attention.self.value",
+            "attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm",
+            "ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm",
+        },
+    ),
+    "nomic-bert": Architecture(
+        class_name="NomicBertModel", top_names=_ENCODER_TOP | {"token_embd_norm": "emb_ln"},
+        layer_prefix="encoder.layers.", settings=_ENCODER,
+        names={
+            "attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj", "attn_output_norm": "norm1",
+            "ffn_up": "mlp.fc11", "ffn_gate": "mlp.fc12", "ffn_down": "mlp.fc2", "layer_output_norm": "norm2",
+        },
     ),
 }  # fmt: skip

@@ -12,6 +12,9 @@ from octavo.loading.gguf import GGUFFile
 from octavo.loading.gguf_architectures import ARCHITECTURES, Architecture
 from octavo.loading.gguf_metadata import Metadata
 
+_POOLING_TYPES = {0: None, 1: "MEAN", 2: "CLS", 3: "LAST"}
+_RANK = 4
+
 
 def architecture_of(file: GGUFFile) -> tuple[Metadata, Architecture]:
     """Raises `LoadError` for one that is not built."""
@@ -59,8 +62,21 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     config |= {key: value for key, value in said.items() if value is not None}
     if "rope_parameters" not in config and not architecture.is_without_heads:
         config["rope_parameters"] = metadata.rope()
+    if pooling := _pooling(metadata):
+        config["pooling_type"] = pooling
     ids = _token_ids(file)
     return config | ids, ids
+
+
+def _pooling(metadata: Metadata) -> str | None:
+    """How a file of a model for embeddings pools: llama.cpp's number."""
+    kind = metadata.number("pooling_type", 0)
+    if kind == _RANK:
+        raise LoadError(f"{metadata.file.path}: heads of rerankers (pooling_type {kind}) are not built for GGUF files.")
+    if kind not in _POOLING_TYPES:
+        known = ", ".join(map(str, _POOLING_TYPES))
+        raise LoadError(f"{metadata.file.path}: pooling_type {kind} is not built; {known} are.")
+    return _POOLING_TYPES[kind]
 
 
 def _heads(metadata: Metadata, num_kv_heads: int | None) -> dict[str, int]:
