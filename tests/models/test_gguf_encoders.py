@@ -1,5 +1,5 @@
-"""GGUF files of models for embeddings, small ones, tokenizer included, as llama.cpp's converter writes them: vectors are
-those of `transformers`."""
+"""GGUF files of models for embeddings, small ones and their tokenizers, as llama.cpp's converter writes them: vectors
+are those of `transformers`."""
 
 from __future__ import annotations
 
