@@ -7,8 +7,10 @@ by name. What files leave unsaid is what llama.cpp assumes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 from octavo.errors import LoadError
@@ -61,7 +63,7 @@ class Architecture:
     settings: Mapping[str, Setting] = field(default_factory=dict)  # None is not said
     names: Names | Callable[[Metadata], Names] = field(default_factory=lambda: _LLAMA_NAMES)
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # of tensors: those that end in another way
-    top_names: Mapping[str, str] | Callable[[Metadata], Mapping[str, str]] = field(default_factory=lambda: _LLAMA_TOP)
+    top_names: Names | Callable[[Metadata], Names] = field(default_factory=lambda: _LLAMA_TOP)
     layer_prefix: str = "model.layers."
     rows: Mapping[str, RowOrder] = field(default_factory=dict)  # by the file's module
     norm_offset: float = 0.0  # what files have added to the weights of norms
@@ -410,12 +412,29 @@ def _of_layers(key: str, slides: bool) -> Setting:
     return find
 
 
+def _rows_of(tensor: str) -> Setting:
+    return lambda m: m.tensors[tensor].shape[0] if tensor in m.tensors else None
+
+
 def _are_values(m: Metadata) -> bool:
     """Whether layers without a window have no values' matrices: their keys are that too."""
     full = [i for i, slides in enumerate(_each(m, "attention.sliding_window_pattern")) if not slides]
     return any(m.has("attn_k.weight", i) and not m.has("attn_v.weight", i) for i in full)
 
 
+_GEMMA_3N: dict[str, Setting] = {
+    "num_kv_shared_layers": lambda m: m.number("attention.shared_kv_layers"),
+    "intermediate_size": lambda m: _each(m, "feed_forward_length"),
+    "hidden_size_per_layer_input": _number("embedding_length_per_layer_input"),
+    "vocab_size_per_layer_input": _rows_of("per_layer_token_embd.weight"),
+    "laurel_rank": _rows_of("blk.0.laurel_l.weight"), "altup_num_inputs": _number("altup.num_inputs"),
+    "altup_active_idx": _number("altup.active_idx"),
+    # Files have how many standard deviations are cut off, checkpoints which share.
+    "activation_sparsity_pattern": lambda m: [
+        NormalDist().cdf(scale) if math.isfinite(scale) else 0.0 for scale in _each(m, "activation_sparsity_scale")
+    ],
+    "rope_parameters": _by_layer_type(10000.0),
+} | _window(5)  # fmt: skip
 _GEMMA_4: dict[str, Setting] = {
     "head_dim": lambda m: m.number("attention.key_length_swa"), "global_head_dim": _number("attention.key_length"),
     "num_key_value_heads": _of_layers("attention.head_count_kv", slides=True),
@@ -426,9 +445,7 @@ _GEMMA_4: dict[str, Setting] = {
     "intermediate_size": lambda m: min(_each(m, "feed_forward_length")),
     "use_double_wide_mlp": lambda m: len(set(_each(m, "feed_forward_length"))) > 1,
     "hidden_size_per_layer_input": lambda m: m.number("embedding_length_per_layer_input", 0),
-    "vocab_size_per_layer_input": lambda m: (
-        m.tensors["per_layer_token_embd.weight"].shape[0] if "per_layer_token_embd.weight" in m.tensors else None
-    ),
+    "vocab_size_per_layer_input": _rows_of("per_layer_token_embd.weight"),
     "enable_moe_block": lambda m: m.number("expert_count", 0) > 0,
     "rope_parameters": lambda m: {
         "full_attention": {
@@ -447,9 +464,7 @@ _ENCODER_TOP = {
     "token_embd": "embeddings.word_embeddings", "position_embd": "embeddings.position_embeddings",
     "token_types": "embeddings.token_type_embeddings", "token_embd_norm": "embeddings.LayerNorm",
 }  # fmt: skip
-_ENCODER: dict[str, Setting] = {
-    "type_vocab_size": lambda m: m.tensors["token_types.weight"].shape[0] if "token_types.weight" in m.tensors else 0
-}
+_ENCODER: dict[str, Setting] = {"type_vocab_size": _rows_of("token_types.weight")}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
@@ -712,6 +727,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         settings=_SOFTCAPS | _window(6) | {
             "query_pre_attn_scalar": _gemma_scalar(62), "rope_parameters": _by_layer_type(10000.0)
         },
+    ),
+    "gemma3n": Architecture(
+        class_name="Gemma3nForCausalLM", settings=_SOFTCAPS | _GEMMA_3N,
+        top_names=_LLAMA_TOP | _TOKEN_INPUTS_TOP | {
+            "altup_proj": ("model.altup_projections.{}",), "altup_unembd_proj": ("model.altup_unembed_projections.{}",),
+        },
+        names=_LLAMA_NAMES | _AROUND_NAMES | _TOKEN_INPUTS | {
+            "altup_correct_coef": "altup.correction_coefs", "altup_predict_coef": "altup.prediction_coefs",
+            "altup_router": "altup.modality_router", "altup_router_norm": "altup.router_norm",
+            "laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        tensor_names={"altup_correct_scale.weight": "altup.correct_output_scale"},
     ),
     "gemma4": Architecture(
         class_name="Gemma4ForCausalLM", top_names=_LLAMA_TOP | _TOKEN_INPUTS_TOP, settings=_SOFTCAPS | _GEMMA_4,

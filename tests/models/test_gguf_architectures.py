@@ -5,8 +5,10 @@ Names of tensors are those of the `gguf` package; what the converter does to the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import gguf
@@ -251,6 +253,20 @@ def parts_of_heads(tensors: Tensors, config: Any) -> Tensors:
         elif name.endswith("layer_scalar") or ".experts." in name:
             name = f"{name}.weight"
         found[name] = tensor
+    return found
+
+
+def stacked_streams(tensors: Tensors, config: Any) -> Tensors:
+    """Gemma 3n's matrices of the further streams; scales are called weights."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.startswith("model.altup_"):
+            stack, number, _ = name.rsplit(".", 2)
+            if number == "0":
+                parts = [tensors[f"{stack}.{i}.weight"] for i in range(config.altup_num_inputs - 1)]
+                found[f"{stack}.weight"] = torch.stack(parts)
+        else:
+            found[f"{name}.weight" if name.endswith("_scale") else name] = tensor
     return found
 
 
@@ -682,6 +698,19 @@ CASES: dict[str, Case] = {
     "gemma 2": Case(
         "gemma2", transformers.Gemma2Config(**SMALL, **_GEMMA),
         WINDOW | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, (one_more,),
+    ),
+    "gemma 3n": Case(
+        "gemma3n", transformers.Gemma3nTextConfig(
+            **SMALL | {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": [56] * 4},
+            layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2, sliding_window=20,
+            hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB, laurel_rank=12,
+            activation_sparsity_pattern=[0.9, 0.0, 0.6, 0.0], final_logit_softcapping=3.0, tie_word_embeddings=True,
+        ),
+        {"attention.sliding_window": 20, "attention.sliding_window_pattern": [True, False, True, False],
+         "attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 16, "final_logit_softcapping": 3.0,
+         "altup.num_inputs": 4, "altup.active_idx": 0, "rope.freq_base": 1000000.0,
+         "activation_sparsity_scale": [NormalDist().inv_cdf(0.9), -math.inf, NormalDist().inv_cdf(0.6), -math.inf]},
+        (stacked_streams,),
     ),
     "gemma 4": Case(
         "gemma4", transformers.Gemma4TextConfig(
