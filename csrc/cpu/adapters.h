@@ -51,7 +51,7 @@ constexpr int kShrinkRows = kTileRows4;
 
 // The beginning of an adapter's A, from where on the products fetch what follows.
 inline void fetch_beginning(const AdapterFactors& f) {
-    if (f.panels == nullptr || f.rank == 0) return;
+    if (f.panels == nullptr || f.rank == 0 || f.replaces) return;
     for (int at = 0; at < kShrinkPrefetchBytes; at += 64) __builtin_prefetch(static_cast<const char*>(f.a) + at);
 }
 
@@ -188,12 +188,25 @@ void shrink_part_by_tiles(const ShrinkArgs& a, const AdapterRows& part, const ui
 static_assert(kAdapterRows <= kTileMaxRows && kFactorPanel == kLanes, "a part is a tile high and a panel one wide");
 #endif
 
+// Where the base's matrix is replaced the shrunk row is the row itself, padded with a zero where its number is odd.
+template <class T>
+void copy_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
+    const int64_t splits = a.schedule->splits, end = part.rows * (split + 1) / splits;
+    for (int64_t r = part.rows * split / splits; r < end; ++r) {
+        const int32_t row = a.schedule->rows[part.begin + r];
+        T* out = static_cast<T*>(a.out) + row * a.out_stride;
+        copy_input(a, row, out);
+        if (a.k < a.factors[part.slot].rank) out[a.k] = T{};
+    }
+}
+
 template <class E>
 void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
     using T = typename E::T;
     const AdapterSchedule& s = *a.schedule;
     const int32_t* rows = s.rows + part.begin;
     const AdapterFactors& f = a.factors[part.slot];
+    if (f.replaces) return copy_part<T>(a, part, split);
     const int64_t panels = (f.rank + kFactorPanel - 1) / kFactorPanel;
     const int64_t panel_begin = panels * split / s.splits;
     const int64_t panel_end = panels * (split + 1) / s.splits;

@@ -22,6 +22,55 @@ inline void float_row(const Matrix& m, int64_t n, Function f) {
     }
 }
 
+// Elements of a row that are finished together where an adapter changes them.
+constexpr int64_t kEmbeddedAtOnce = 256;
+
+// Row `row` of a table of factors B: element j goes to f(j, value).
+template <class E, class Function>
+inline void factor_row(const AdapterFactors& f, int64_t row, Function put) {
+    using T = typename E::T;
+    const AdapterPanel& panel = f.panels[row / kPanel];
+    const T* b = static_cast<const T*>(f.b) + panel.offset + row % kPanel * E::kStep;
+    for (int64_t j = 0; j < panel.count; ++j) {
+        const T x = b[j / E::kStep * kPanel * E::kStep + j % E::kStep];
+        if constexpr (sizeof(T) == 4) {
+            put(j, x);
+        } else {
+            put(j, bits_of<float>(static_cast<uint32_t>(x) << 16));
+        }
+    }
+}
+
+// Token t's row with what its adapter makes of it. `read_row` gives the base's, in order.
+template <class E, class ReadRow>
+inline void adapted_row(const EmbeddingArgs& a, int64_t t, const AdapterFactors& f, ReadRow read_row) {
+    const int64_t row = a.token_ids[t], width = a.matrix.k;
+    alignas(64) float part[kEmbeddedAtOnce];
+    alignas(64) float shrunk[kMaxRank];
+    const auto finish = [&](int64_t begin, int64_t count) {
+        with_element(a.out_dtype, [&](auto element) {
+            auto* out = static_cast<typename decltype(element)::T*>(a.out) + t * width + begin;
+            for_vectors(count, [&](int64_t i, int lanes) {
+                Vec sum = load_some(part + i, lanes);
+                const typename E::T* at = static_cast<const typename E::T*>(f.a) + begin + i;
+                for (int64_t j = 0; j < f.rank && !f.replaces; ++j, at += width) {
+                    sum = fma(set1(shrunk[j]), load_some(at, lanes), sum);
+                }
+                store_some(out + i, mul(set1(a.scale), sum), lanes);
+            });
+        });
+    };
+    const auto put = [&](int64_t k, float x) {
+        if (k >= width) return;  // what pads a factor
+        part[k % kEmbeddedAtOnce] = x;
+        const int64_t count = k % kEmbeddedAtOnce + 1;
+        if (count == kEmbeddedAtOnce || k + 1 == width) finish(k + 1 - count, count);
+    };
+    if (f.replaces) return factor_row<E>(f, row, put);
+    factor_row<E>(f, row, [&](int64_t j, float x) { shrunk[j] = x; });
+    read_row(put);
+}
+
 // Row token_ids[t] is one lane of one panel: gathered, because a tied embedding is stored only once, packed.
 void embedding(const void* args, int64_t task) {
     const EmbeddingArgs& a = *static_cast<const EmbeddingArgs*>(args);
@@ -40,6 +89,11 @@ void embedding(const void* args, int64_t task) {
                 with_format(m, [&](auto format) { int_row<decltype(format)>(m, row, put); });
             }
         };
+        const int32_t slot = a.slots && valid ? a.slots[t] : -1;
+        if (slot >= 0 && a.factors[slot].panels != nullptr) {
+            return with_element(a.factor_dtype,
+                                [&](auto element) { adapted_row<decltype(element)>(a, t, a.factors[slot], read_row); });
+        }
         if (a.out_dtype == kF32) {
             float* out = static_cast<float*>(a.out) + t * m.k;
             read_row([&](int64_t k, float x) { out[k] = a.scale * x; });

@@ -126,6 +126,9 @@ inline void expand_tile(const typename E::T* const* s, const typename E::T* b, i
 template <class E>
 void expand_rows(const LinearArgs& a, const Products& p, int64_t row, int64_t rows, const AdapterFactors& f) {
     using T = typename E::T;
+    for (int64_t r = row; r < row + rows && f.replaces; ++r) {
+        memset(p.y + r * p.stride, 0, static_cast<size_t>(p.width) * sizeof(float));
+    }
     const T* s[kExpandRows];
     const int64_t tiles = (rows + kExpandRows - 1) / kExpandRows;
     for (int64_t i = 0; i < p.width;) {

@@ -21,10 +21,12 @@ inline void for_adapters(const LinearArgs& a, int64_t row, int64_t end, F f) {
 }
 
 // Calls f(first byte, number of bytes) for what rows row .. end - 1 add to `panels` panels of outputs from `panel` on.
+// Whole matrices in the base's place are long enough to be seen coming.
 template <class F>
 inline void for_factors(const LinearArgs& a, int64_t row, int64_t end, int64_t panel, int64_t panels, F f) {
     const int64_t size = a.factor_dtype == kF32 ? 4 : 2;
     for_adapters(a, row, end, [&](int64_t, int64_t, const AdapterFactors& factors) {
+        if (factors.replaces) return;
         for (int64_t i = panel; i < panel + panels; ++i) {
             const AdapterPanel& one = factors.panels[i];
             if (one.count > 0) f(static_cast<const char*>(factors.b) + one.offset * size, one.count * kPanel * size);
@@ -87,8 +89,8 @@ class FactorLines {
         const ShrinkArgs& s = *a_.next;
         const int64_t step = s.dtype == kF32 ? 1 : 2;
         const int64_t panel_bytes = (s.k + step - 1) / step * kFactorPanel * 4;
-        return (s.factors[s.schedule->parts[part].slot].rank + kFactorPanel - 1) / kFactorPanel * panel_bytes /
-               kLineBytes;
+        const AdapterFactors& f = s.factors[s.schedule->parts[part].slot];
+        return f.replaces ? 0 : (f.rank + kFactorPanel - 1) / kFactorPanel * panel_bytes / kLineBytes;
     }
 
     // How many lines the tasks fetch that come before this one's panel `panel`: tasks are in order of rows first.

@@ -131,16 +131,22 @@ struct AdapterPanel {
 // Rows of A that share a panel, and rows of a step with one adapter that are a task.
 constexpr int kFactorPanel = 16;
 constexpr int kAdapterRows = 16;
+// Of an adapter, for what is not replaced whole.
+constexpr int kMaxRank = 512;
 
 // What one adapter adds to one product, beside it: (x A^T) B^T. A [rank, k] is [panel][ceil(k / step)][kFactorPanel]
 // [step] and B [panel][count / step][kPanel][step], step being the elements of a lane (1 of f32, 2 of bf16). Where
 // there are `scales` the sum of both products is multiplied with them, then `bias` is added, each padded to whole
-// panels or null. Without panels an adapter adds nothing.
+// panels or null. Without panels an adapter adds nothing. One that `replaces` the base's matrix has no A: the shrunk
+// row is x itself, and its product with B takes the place of the base's.
+//
+// Of a matrix whose rows are looked up B is likewise, and A is [rank, k] as it stands: row n becomes W[n] + B[n] A, or
+// B[n] if it is replaced.
 struct AdapterFactors {
     const void *a, *b;
     const AdapterPanel* panels;
     const float *scales, *bias;
-    int64_t rank;
+    int32_t rank, replaces;
 };
 
 // y[rows, n] = x[rows, k] W^T + bias. Packed f32 weights are [panel][k][32] and multiply f32 rows, bf16 ones are
@@ -216,13 +222,17 @@ struct PackArgs {
     int32_t dtype;
 };
 
-// out[t, :] = row token_ids[t] of a packed matrix.
+// out[t, :] = scale times row token_ids[t] of a packed matrix, with what the adapter in slots[t] makes of it.
 struct EmbeddingArgs : RowWiseArgs {
     const int32_t* token_ids;
     Matrix matrix;
     void* out;
     float scale;
     int32_t out_dtype;
+    const int32_t* slots;           // -1 is nobody's; null: there are no adapters
+    const AdapterFactors* factors;  // by slot
+    int64_t num_slots;
+    int32_t factor_dtype;
 };
 
 // out[i, :] = x[indices[i], :], rows of `row_bytes`, `x_stride_bytes` apart.

@@ -125,7 +125,10 @@ void check(const LinearArgs& args) {
 
 void check(const ShrinkArgs& args) { check_indices("adapter slot", args.slots, args.rows, -1, args.num_slots); }
 
-void check(const EmbeddingArgs& args) { check_indices("token id", args.token_ids, args.rows, 0, args.matrix.n); }
+void check(const EmbeddingArgs& args) {
+    check_indices("token id", args.token_ids, args.rows, 0, args.matrix.n);
+    if (args.slots != nullptr) check_indices("adapter slot", args.slots, args.rows, -1, args.num_slots);
+}
 
 void check(const TakeRowsArgs& args) { check_indices("row", args.indices, args.rows, 0, args.x_rows); }
 

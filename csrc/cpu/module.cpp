@@ -243,7 +243,8 @@ void define_operations(nb::module_& m) {
     define<K, &K::x, &K::x_stride, &K::x_dtype, &K::rows, &K::slots, &K::num_slots, &K::factors, &K::out,
            &K::out_stride, &K::scratch, &K::k, &K::dtype>(m, "shrink");
     define<EmbeddingArgs, &EmbeddingArgs::token_ids, &EmbeddingArgs::rows, &EmbeddingArgs::matrix, &EmbeddingArgs::out,
-           &EmbeddingArgs::out_dtype, &EmbeddingArgs::scale>(m, "embedding");
+           &EmbeddingArgs::out_dtype, &EmbeddingArgs::scale, &EmbeddingArgs::slots, &EmbeddingArgs::num_slots,
+           &EmbeddingArgs::factors, &EmbeddingArgs::factor_dtype>(m, "embedding");
     define<TakeRowsArgs, &TakeRowsArgs::x, &TakeRowsArgs::x_rows, &TakeRowsArgs::row_bytes,
            &TakeRowsArgs::x_stride_bytes, &TakeRowsArgs::indices, &TakeRowsArgs::rows, &TakeRowsArgs::out>(m,
                                                                                                            "take_rows");
@@ -364,6 +365,7 @@ NB_MODULE(_cpu, m) {
     m.attr("MAX_EXPERTS") = octavo::kMaxExperts;
     m.attr("PANEL") = octavo::kPanel;
     m.attr("FACTOR_PANEL") = octavo::kFactorPanel;
+    m.attr("MAX_RANK") = octavo::kMaxRank;
     m.attr("QBLOCK") = octavo::kQBlock;
     m.attr("QBLOCK_BYTES") = sizeof(octavo::QBlock);
     m.attr("KEY_TILE") = octavo::kKeyTile;

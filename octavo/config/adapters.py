@@ -17,7 +17,9 @@ MAX_LORA_RANK = 512
 def lora_config(args: EngineArgs, impl: str, device: str, dtype: str) -> LoRAConfig | None:
     """None where no adapters are served. Raises `ConfigError` for what cannot be honoured."""
     if not args.enable_lora:
-        for name in ("lora_modules", "lora_root", "lora_target_modules", "enable_runtime_lora_updating"):
+        for name in (
+            "lora_modules", "lora_root", "lora_target_modules", "lora_memory_gb", "enable_runtime_lora_updating",
+        ):  # fmt: skip
             if getattr(args, name):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora.")
         return None
@@ -45,6 +47,7 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str) -> LoRACon
         roots=[str(Path(root).expanduser().resolve()) for root in args.lora_root],
         may_update=args.enable_runtime_lora_updating or bool(os.environ.get("OCTAVO_ALLOW_RUNTIME_LORA_UPDATING")),
         download_dir=args.download_dir,
+        memory_bytes=None if args.lora_memory_gb is None else int(args.lora_memory_gb * (1 << 30)),
     )
 
 

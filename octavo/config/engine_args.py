@@ -213,6 +213,10 @@ class EngineArgs(Flags):
         1, "Adapters in a step at most. The device has memory for so many of the largest rank, or more smaller ones.",
         positive=True,
     )  # fmt: skip
+    lora_memory_gb: float | None = flag(
+        None, "GiB of the device's memory for adapters, where --max-loras says too little: whole embeddings and output "
+        "matrices are not counted there.", positive=True,
+    )  # fmt: skip
     max_lora_rank: int = flag(16, "Largest rank of an adapter: 1 to 512.", positive=True)
     max_cpu_loras: int | None = flag(
         None, "Adapters that are kept in the host's memory; default: --max-loras.", positive=True

@@ -88,6 +88,7 @@ class LoRAConfig:
     roots: list[str]  # absolute
     may_update: bool  # clients may load and unload adapters
     download_dir: str | None = None
+    memory_bytes: int | None = None  # of the device; None: of `max_loras` of the largest rank on all products
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ many pages as it needs, wherever they are; so what the device holds is bounded b
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Collection, Sequence
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _PAGE_UNIT = 64 << 10  # bytes that a page is a multiple of
 _ALIGNMENT = 64
+_LEAST_SHARED_BYTES = 4096  # of pieces that are looked for among others
 _MAX_SLOTS = 4096
 
 
@@ -87,17 +89,22 @@ class AdapterStore:
         dtype = self._lora.dtype
         shapes = [_shape(matrix, self._lora) for matrix in adaptable]
         sizing = [backend.adapter_table(shape, 1, dtype) for shape in shapes]
+        products = [table for matrix, table in zip(adaptable, sizing, strict=True) if not matrix.looked_up]
 
         # Plans are about pages that all workers have.
         least = team.largest(max((table.least_page_bytes() for table in sizing), default=1))
         self.page_bytes = -(-least // _PAGE_UNIT) * _PAGE_UNIT
-        pieces = [size for table in sizing for size in table.largest(self.page_bytes)]
-        self.num_pages = team.largest(lora.max_loras * place(pieces, self.page_bytes)[0])
+        pieces = [size for table in products for size in table.largest(self.page_bytes)]
+        num_pages = lora.max_loras * place(pieces, self.page_bytes)[0]
+        if lora.memory_bytes is not None:
+            num_pages = max(1, lora.memory_bytes // self.page_bytes)
+        self.num_pages = team.largest(num_pages)
         self.num_slots = min(self.num_pages, _MAX_SLOTS)
         self._arena: Array = backend.allocate_arena(self.num_pages * self.page_bytes)
         self._tables = [backend.adapter_table(shape, self.num_slots, dtype) for shape in shapes]
         for matrix, table in zip(adaptable, self._tables, strict=True):
-            ops.adapt(matrix.weight, table)
+            adapt = ops.adapt_lookup if matrix.looked_up else ops.adapt
+            adapt(matrix.weight, table)
         self._on_host: dict[str, HostAdapter] = {}
         self._reader = ThreadPoolExecutor(1, "adapters")
 
@@ -138,8 +145,8 @@ class AdapterStore:
             raise RequestError(f"adapter {source.name!r}: {e}", param="model") from None
         if len(adapter.pages) > self.num_pages:
             raise RequestError(
-                f"adapter {source.name!r} takes {len(adapter.pages)} pages of memory and there are {self.num_pages}; "
-                "raise --max-loras.",
+                f"adapter {source.name!r} takes {self._size_of(len(adapter.pages))} of memory, and adapters have "
+                f"{self._size_of(self.num_pages)}; raise --lora-memory-gb.",
                 param="model",
             )
         self._on_host[source.identity] = adapter
@@ -159,16 +166,28 @@ class AdapterStore:
                 packed.append((number, self._tables[number].pack(factors, self.page_bytes)))
         finally:
             _check_unchanged(files, source)  # or what was read, or found wrong, may be in others that took their place
-        pieces = [piece for _, one in packed for piece in one.pieces]
-        num_pages, places = place([piece.nbytes for piece in pieces], self.page_bytes)
+        # Where a tied matrix is replaced the embedding and the output have the same pieces.
+        pieces: dict[Any, NDArray[np.uint8]] = {}
+        keys = []
+        for number, one in packed:
+            for i, (piece, is_constant) in enumerate(zip(one.pieces, one.constant, strict=True)):
+                is_large = is_constant and piece.nbytes >= _LEAST_SHARED_BYTES
+                keys.append(hashlib.blake2b(piece, digest_size=16).digest() if is_large else (number, i))
+                pieces.setdefault(keys[-1], piece)
+        num_pages, placed = place([piece.nbytes for piece in pieces.values()], self.page_bytes)
+        places = dict(zip(pieces, placed, strict=True))
         pages = [np.zeros(self.page_bytes, np.uint8) for _ in range(num_pages)]
-        for piece, (page, offset) in zip(pieces, places, strict=True):
+        for key, piece in pieces.items():
+            page, offset = places[key]
             pages[page][offset : offset + piece.nbytes] = piece
         tables, first = [], 0
         for number, one in packed:
-            tables.append((number, one, places[first : first + len(one.pieces)]))
+            tables.append((number, one, [places[key] for key in keys[first : first + len(one.pieces)]]))
             first += len(one.pieces)
         return HostAdapter(pages, tables)
+
+    def _size_of(self, num_pages: int) -> str:
+        return f"{num_pages * self.page_bytes / (1 << 20):.1f} MiB"
 
     def _base_weights(self, matrix: NamedMatrix, module: Module) -> NDArray[np.float32]:
         """DoRA needs the length of each row of the sum: the base is read once more, where such an adapter comes."""
@@ -195,4 +214,7 @@ def _check_unchanged(files: AdapterFiles, source: AdapterSource) -> None:
 
 
 def _shape(matrix: NamedMatrix, config: LoRAConfig) -> FactorShape:
-    return FactorShape(matrix.num_in, tuple(module.num_out for module in matrix.modules), matrix.gated, config.max_rank)
+    return FactorShape(
+        matrix.num_in, tuple(module.num_out for module in matrix.modules), matrix.gated, config.max_rank,
+        matrix.replaceable, matrix.looked_up,
+    )  # fmt: skip

@@ -47,6 +47,8 @@ class NamedMatrix:
     gated: bool
     modules: tuple[Module, ...]
     part: tuple[int, int] = (0, 1)  # of the inputs that the checkpoint's matrices read: which of how many
+    replaceable: bool = False  # adapters may bring another, of a single module
+    looked_up: bool = False  # it is no product: its rows are taken by token
 
     @property
     def columns(self) -> slice:

@@ -1,5 +1,6 @@
 """GGUF adapters as llama.cpp's convert_lora_to_gguf.py writes them: `blk.0.attn_q.weight.lora_a` [r, K] and
-`.lora_b` [N, r], scaled by adapter.lora.alpha / r. Rows of B lie as those of the base do in GGUF files."""
+`.lora_b` [N, r], scaled by adapter.lora.alpha / r. Rows of B lie as those of the base do in GGUF files. Of an embedding
+[N, K] A is turned, [N, r], and B is [K, r]."""
 
 from __future__ import annotations
 
@@ -40,11 +41,14 @@ def read_gguf_adapter(path: str, config: Mapping[str, Any], max_rank: int) -> di
         name, base = tensor.hf_name.removesuffix(".weight"), tensor.info.name
         if name == tensor.hf_name or isinstance(tensor.rows, int | slice) or tensor.is_turned:
             raise LoadError(f"{path}: tensor {base}.lora_b is of a matrix that adapters in GGUF files cannot change.")
-        if base == "token_embd.weight":
-            raise LoadError(f"{path}: tensor {base}.lora_b is of an adapted embedding, which is not built.")
         b = dequantize(stored_tensor(file, tensor), "float32")
         info = halves["a"][base]
         a = dequantize(stored_tensor(file, replace(tensor, info=info, rows=None)), "float32")
+        names = {"a": info.name, "b": f"{base}.lora_b"}
+        is_embedding = base == "token_embd.weight"
+        if is_embedding:  # whose A files have turned, so that its rows are looked up: [N, r], and B [K, r]
+            a, b = np.ascontiguousarray(b.T), a
+            names = {"a": names["b"], "b": names["a"]}
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
             raise LoadError(f"{path}: {base}.lora_a {a.shape} and .lora_b {b.shape} do not fit each other.")
         if a.shape[0] > max_rank:
@@ -52,8 +56,7 @@ def read_gguf_adapter(path: str, config: Mapping[str, Any], max_rank: int) -> di
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise LoadError(f"{path}: {base} has numbers that are not finite.")
         scaled = np.asarray(b * np.float32(alpha / a.shape[0]), np.float32)
-        names = {"a": info.name, "b": f"{base}.lora_b"}
-        modules[name] = ModuleAdapter(np.asarray(a, np.float32), scaled, tensors=names)
+        modules[name] = ModuleAdapter(np.asarray(a, np.float32), scaled, tensors=names, is_embedding=is_embedding)
     if not modules:
         raise LoadError(f"{path} has no tensors.")
     return modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from octavo.errors import LoadError
 from octavo.layers.parameters import Module, NamedMatrix
 from octavo.lora.peft import ModuleAdapter
-from octavo.ops import Factors, LowRank
+from octavo.ops import Factors, LowRank, Whole
 
 # Under which classes of transformers have what others have at the top.
 _OUTER = ("base_model", "model", "transformer", "language_model", "gpt_neox", "backbone", "decoder")
@@ -56,6 +57,11 @@ class ModuleMap:
             places = self._places.get(plain_name(name), [])
             if not places and plain_name(name) in self._others:
                 continue
+            if adapter.whole is not None and not any(self.matrices[i].replaceable for i, _ in places):
+                raise LoadError(
+                    f"{path}: tensor {adapter.tensors['whole']} replaces one of the model's (modules_to_save); that is "
+                    "built for the embedding and the output matrix alone."
+                )
             if not places:
                 raise LoadError(
                     f"{path}: tensor {tensor} is of module {name}, which is no product of this model that adapters "
@@ -68,6 +74,7 @@ class ModuleMap:
                 )
             for i, j in places:
                 matrix = self.matrices[i]
+                _check_kind(path, adapter, matrix)
                 _check_shapes(path, adapter, matrix.modules[j], matrix.num_in * matrix.part[1])
                 found.setdefault(i, [None] * len(matrix.modules))[j] = adapter
         return {number: _factors(self.matrices[number], adapters, base_weights) for number, adapters in found.items()}
@@ -77,11 +84,22 @@ class ModuleMap:
         return ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in self._places))
 
 
+def _check_kind(path: str, adapter: ModuleAdapter, matrix: NamedMatrix) -> None:
+    """That rows that are looked up have factors of such rows, and products those of products."""
+    wrong = {"a", "b"} if adapter.is_embedding != matrix.looked_up else set()
+    if matrix.looked_up:
+        wrong |= {"b_bias", "bias", "magnitude"}
+    for part, tensor in adapter.tensors.items():
+        if part in wrong:
+            kind = "an embedding" if matrix.looked_up else "no embedding"
+            raise LoadError(f"{path}: tensor {tensor} is of {matrix.modules[0].name}, which is {kind}.")
+
+
 def _check_shapes(path: str, adapter: ModuleAdapter, module: Module, num_in: int) -> None:
     """`num_in` are the inputs of the checkpoint's matrix."""
     wanted = {
         "a": (None, num_in), "b": (module.num_stored, None), "b_bias": (module.num_stored,),
-        "bias": (module.num_stored,), "magnitude": (module.num_stored,),
+        "bias": (module.num_stored,), "magnitude": (module.num_stored,), "whole": (module.num_stored, num_in),
     }  # fmt: skip
     for part, tensor in adapter.tensors.items():
         values: NDArray[np.float32] = getattr(adapter, "added" if part == "b_bias" else part)
@@ -89,17 +107,21 @@ def _check_shapes(path: str, adapter: ModuleAdapter, module: Module, num_in: int
             size in (None, found) for size, found in zip(wanted[part], values.shape, strict=True)
         )
         if not fits:
-            shape = ", ".join("r" if size is None else str(size) for size in wanted[part])
-            raise LoadError(f"{path}: tensor {tensor} is {list(values.shape)}, and the model's module takes [{shape}].")
+            sizes = ["r" if size is None else str(size) for size in wanted[part]]
+            turn = -1 if adapter.is_embedding else 1  # as they are in the file
+            shape, takes = list(values.shape)[::turn], ", ".join(sizes[::turn])
+            raise LoadError(f"{path}: tensor {tensor} is {shape}, and the model's module takes [{takes}].")
 
 
 def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base_weights: BaseWeights) -> Factors:
-    projections: list[LowRank | None] = []
+    projections: list[LowRank | Whole | None] = []
     scales: list[NDArray[np.float32]] = []
     biases: list[NDArray[np.float32]] = []
     for module, adapter in zip(matrix.modules, adapters, strict=True):
         found = adapter or ModuleAdapter()
-        low_rank = None
+        low_rank: LowRank | Whole | None = None
+        if found.whole is not None:
+            low_rank = Whole(_ordered(found.whole, module))
         if found.a is not None and found.b is not None:
             low_rank = LowRank(found.a[:, matrix.columns], _ordered(found.b, module))
         projections.append(low_rank)
@@ -110,7 +132,7 @@ def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base
             scale = found.magnitude / np.linalg.norm(whole, axis=1)
         scale = scale if module.order is None else scale[module.order]
         scales.append(scale)
-        bias = np.zeros(module.num_out, np.float32)
+        bias: NDArray[Any] = np.zeros(module.num_out, np.float32)
         is_first = matrix.part[0] == 0  # of summands one adds what is added once
         if found.bias is not None and is_first:
             own = 0 if module.bias is None else module.bias
@@ -125,7 +147,7 @@ def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base
     )
 
 
-def _ordered(rows: NDArray[np.float32], module: Module) -> NDArray[np.float32]:
+def _ordered(rows: NDArray[Any], module: Module) -> NDArray[Any]:
     """Rows of an adapter as those of the module are packed."""
     if module.scales is not None:
         rows = rows * module.scales.reshape(-1, *[1] * (rows.ndim - 1))

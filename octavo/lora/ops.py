@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from octavo.ops import AdapterOps, AdapterTable, Array, Expand, ExpertsWeight, LinearWeight, Ops
+from octavo.ops import AdapterOps, AdapterTable, Array, Expand, ExpertsWeight, LinearWeight, Lookup, Ops
 
 
 class AdaptedOps:
@@ -19,6 +19,7 @@ class AdaptedOps:
     def __init__(self, ops: AdapterOps) -> None:
         self.backend = self._ops = ops
         self._tables: dict[int, AdapterTable] = {}  # by id of the matrix, which `_matrices` keeps alive
+        self._lookups: dict[int, AdapterTable] = {}  # likewise
         self._matrices: list[LinearWeight] = []
         self._stacked: set[int] = set()
         self._slots: Array | None = None
@@ -45,6 +46,11 @@ class AdaptedOps:
         self._matrices.append(weight)
         self._tables[id(weight)] = table
 
+    def adapt_lookup(self, weight: LinearWeight, table: AdapterTable) -> None:
+        """From here on rows that are looked up in `weight` are as the table says."""
+        self._matrices.append(weight)
+        self._lookups[id(weight)] = table
+
     def is_stacked(self, weight: LinearWeight) -> bool:
         """Whether the matrix has become part of a stack of experts."""
         return id(weight) in self._stacked
@@ -57,6 +63,13 @@ class AdaptedOps:
                 yield expert
 
         return self._ops.stack_experts(seen(), num_experts)
+
+    def embedding(
+        self, token_ids: Array, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0
+    ) -> Array:
+        table = self._lookups.get(id(weight))
+        adapted = None if table is None or self._slots is None else Lookup(table, self._slots)
+        return self._ops.embedding(token_ids, weight, out_dtype, scale, adapted)
 
     def linear(self, x: Array, weight: LinearWeight, out_dtype: str | None = None) -> Array:
         return self._ops.linear(x, weight, out_dtype, self._expand(x, weight))

@@ -33,22 +33,28 @@ _NOT_BUILT: dict[str, tuple[object, ...]] = {
     "use_bdlora": (None, False),
     "arrow_config": (None,),
 }
+_ROWS_AT_ONCE = 4096
+_EMBEDDING_SUFFIXES = {"lora_embedding_A": "b", "lora_embedding_B": "a"}
 _SUFFIXES = {
     "lora_A.weight": "a", "lora_B.weight": "b", "lora_B.bias": "b_bias", "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude", "base_layer.bias": "bias", "bias": "bias",
-}  # fmt: skip
+    "weight": "whole",
+} | _EMBEDDING_SUFFIXES  # fmt: skip
 
 
 @dataclass(slots=True)
 class ModuleAdapter:
-    """What an adapter has for one module of the model, as float32."""
+    """What an adapter has for one module of the model, as float32. Of an embedding [N, K], whose rows are looked up,
+    the factors are transposed in files: lora_embedding_B is `a` and lora_embedding_A `b`."""
 
     a: NDArray[np.float32] | None = None  # [r, K]
     b: NDArray[np.float32] | None = None  # [N, r], scaled
+    whole: NDArray[Any] | None = None  # [N, K], in the place of the module's own, of the file's type
     added: NDArray[np.float32] | None = None  # [N], added to the output
     bias: NDArray[np.float32] | None = None  # [N], in the place of the module's own
     magnitude: NDArray[np.float32] | None = None  # [N], of DoRA
     tensors: dict[str, str] = field(default_factory=dict)  # the names in the file, by field, for messages
+    is_embedding: bool = False  # its factors are of rows that are looked up
 
 
 def read_peft(files: AdapterFiles, max_rank: int) -> dict[str, ModuleAdapter]:
@@ -68,10 +74,14 @@ def read_peft(files: AdapterFiles, max_rank: int) -> dict[str, ModuleAdapter]:
         if tensor.dtype.kind in "iub":
             raise LoadError(f"{files.weights}: tensor {name} has {tensor.dtype} numbers, which no factors are.")
         with np.errstate(over="ignore"):
-            values = np.asarray(tensor, np.float32)
-        if not np.isfinite(values).all():
+            values = tensor if part == "whole" else np.asarray(tensor, np.float32)
+        if not all(np.isfinite(values[i : i + _ROWS_AT_ONCE]).all() for i in range(0, len(values), _ROWS_AT_ONCE)):
             raise LoadError(f"{files.weights}: tensor {name} has numbers that are not finite.")
-        if part == "b_bias":
+        is_of_embedding = name.endswith(tuple(_EMBEDDING_SUFFIXES))
+        found.is_embedding |= is_of_embedding
+        if is_of_embedding:
+            setattr(found, part, np.ascontiguousarray(values.T))
+        elif part == "b_bias":
             found.added = values
         else:
             setattr(found, part, values.reshape(-1) if part == "magnitude" else values)
@@ -113,28 +123,28 @@ def _tensors(path: str) -> dict[str, NDArray[Any]]:
 
 
 def _is_copy(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor is a base matrix that PEFT saves along, untrained, where it finds the output matrix among the
-    target modules (save_embedding_layers)."""
+    """Whether a tensor is a base matrix that PEFT saves along, untrained, where it finds the embedding or the output
+    matrix among the target modules (save_embedding_layers)."""
     if ".lora_" in name or not name.endswith(".weight"):
         return False
-    module = name.removesuffix(".weight").removesuffix(".base_layer").rsplit(".", 1)[-1]
+    if name.endswith(".base_layer.weight"):
+        return True
+    module = name.removesuffix(".weight")
     targets, saved = config.get("target_modules") or (), config.get("modules_to_save") or ()
-    has_head = isinstance(targets, list | tuple) and bool(
-        _HEADS.intersection(str(t).rsplit(".", 1)[-1] for t in targets)
+    ends = _HEADS | _EMBEDDINGS
+    adapts_them = isinstance(targets, list | tuple) and bool(
+        ends.intersection(str(t).rsplit(".", 1)[-1] for t in targets)
     )
-    return has_head and module in (_HEADS | _EMBEDDINGS) and module not in saved
+    is_saved = isinstance(saved, list | tuple) and any(f".{module}".endswith(f".{s}") for s in saved)
+    return adapts_them and module.rsplit(".", 1)[-1] in ends and not is_saved
 
 
 def _parse(name: str, path: str) -> tuple[str, str]:
     """A tensor's name -> its module, and which field of `ModuleAdapter` it is."""
     inner = name.removeprefix(_PREFIX)
     for suffix, part in _SUFFIXES.items():
-        if inner.endswith(f".{suffix}"):
+        if inner.endswith(f".{suffix}") and not (part == "whole" and ".lora_" in inner):
             return inner[: -len(suffix) - 1], part
-    if ".lora_embedding_" in inner:
-        raise LoadError(f"{path}: tensor {name[:120]} is of an adapted embedding, which is not built.")
-    if inner.endswith(".weight"):
-        raise LoadError(f"{path}: tensor {name[:120]} replaces a matrix (modules_to_save), which is not built.")
     raise LoadError(f"{path}: tensor {name[:120]} is not one that LoRA adapters have.")
 
 
@@ -143,6 +153,9 @@ def _finish(
 ) -> None:
     """Check the shapes against each other and the configuration, and scale. `rank` and `alpha` are the module's."""
     names = adapter.tensors
+    if adapter.whole is not None and (others := set(names) - {"whole", "bias"}):
+        other = names[min(others)]
+        raise LoadError(f"{path} has {other} beside {names['whole']}, which replaces that module.")
     if ("a" in names) != ("b" in names):
         there = names["a"] if "a" in names else names["b"]
         raise LoadError(f"{path} has {there} without its other half.")

@@ -3,12 +3,11 @@ decoders; encoders are those whose attention goes both ways."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, cast
-
-import numpy as np
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
@@ -17,7 +16,7 @@ from octavo.layers.cross_attention import CrossAttention
 from octavo.layers.head import Head
 from octavo.layers.layer import FeedForwardLike, Mixer
 from octavo.layers.norm import Norm
-from octavo.layers.parameters import Module, NamedMatrix, Parameters
+from octavo.layers.parameters import NamedMatrix, Parameters
 from octavo.layers.pooling import Pooler
 from octavo.layers.positions import position_table
 from octavo.layers.product import Summand
@@ -271,15 +270,22 @@ class Decoder:
         if not has_other_readers and (ends_float32 or not is_last) and blocks_read_float32:
             self.stream_dtype = "float32"
         self._num_weight_bytes = parameters.num_matrix_bytes
-        # An embedding is no product, but where it is the output matrix too.
-        tied = (self._embedding, self._output) if is_tied else (self._embedding,)
-        self.matrices = tuple(matrix for matrix in parameters.matrices if not any(matrix.weight is one for one in tied))
-        if is_tied and self._output is not None:
-            own_rows = None if share.is_whole else np.array(self._own_vocab)
-            output = Module(description.output_name, vocab_size, None, own_rows, None)
-            self.matrices += (NamedMatrix(self._output, hidden_size, False, (output,)),)
+        self.matrices = tuple(self._adaptable(parameters.matrices))
         # Told of each layer's number and what enters it [T, H], in order: heads that guess tokens look on.
         self.watch: Callable[[int, Array], None] | None = None
+
+    def _adaptable(self, matrices: Sequence[NamedMatrix]) -> Iterator[NamedMatrix]:
+        """What adapters may change. A tied matrix is two to them, the embedding and the output."""
+        output_name, is_tied = self.description.output_name, self.description.tie_word_embeddings
+        for matrix in matrices:
+            if matrix.weight is self._embedding and self.description.is_first_stage:
+                yield replace(matrix, replaceable=True, looked_up=True)
+            if matrix.weight is self._output:
+                [module] = matrix.modules
+                modules = (replace(module, name=output_name),) if is_tied else matrix.modules
+                yield replace(matrix, modules=modules, replaceable=True)
+            elif matrix.weight is not self._embedding:
+                yield matrix
 
     def num_weight_bytes(self) -> int:
         """Bytes of the packed matrices."""

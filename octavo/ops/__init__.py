@@ -135,37 +135,51 @@ class LinearWeight(Protocol):
 @dataclass(frozen=True, slots=True)
 class FactorShape:
     """Of what adapters may add to one product: projections of `widths` outputs side by side, each of its own factors;
-    `gated` as the matrix is. No rank is above `max_rank`."""
+    `gated` as the matrix is. No rank is above `max_rank`. Adapters may replace a matrix of one projection that is
+    `replaceable`. Of a matrix whose rows are `looked_up` by token the rows are the outputs."""
 
     num_in: int
     widths: tuple[int, ...]
     gated: bool
     max_rank: int
+    replaceable: bool = False
+    looked_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """a [r, K] and b [N, r] float32: a projection becomes x W^T + (x a^T) b^T."""
+    """a [r, K] and b [N, r] float32: a projection becomes x W^T + (x a^T) b^T, a row looked up W[n] + b[n] a."""
 
     a: HostArray
     b: HostArray
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
-    """What one adapter does to one product: low-rank factors of its projections, None for those that it leaves alone;
-    then, over all outputs [N] float32, what the sum is multiplied with (DoRA, Liu et al. 2024), and what is added."""
+class Whole:
+    """A matrix [N, K] float32 in the place of W."""
 
-    projections: tuple[LowRank | None, ...]
+    matrix: HostArray
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What one adapter does to one matrix: low-rank factors of its projections, or others in their place, None for what
+    it leaves alone; then, over all outputs [N] float32, what the sum is multiplied with (DoRA, Liu et al. 2024),
+    and what is added. Rows that are looked up have neither of these."""
+
+    projections: tuple[LowRank | Whole | None, ...]
     scales: HostArray | None = None
     bias: HostArray | None = None
 
 
 class PackedFactors(Protocol):
-    """`Factors` as a backend reads them, on the host: pieces that may lie anywhere, each at a multiple of 64 bytes."""
+    """`Factors` as a backend reads them, on the host: pieces that may lie anywhere, each at a multiple of 64 bytes.
+    Those that are `constant` stay as they are there, so that several that are equal may be one."""
 
     @property
     def pieces(self) -> tuple[HostArray, ...]: ...
+    @property
+    def constant(self) -> tuple[bool, ...]: ...
 
 
 class AdapterTable(Protocol):
@@ -180,7 +194,7 @@ class AdapterTable(Protocol):
         """Bytes that a page must have, for the largest rank."""
 
     def largest(self, page_bytes: int) -> list[int]:
-        """Bytes of the pieces of an adapter of the largest rank that has everything."""
+        """Bytes of the pieces of an adapter of the largest rank that has everything, but replaces nothing."""
 
     def put(self, slot: int, packed: Any, arena: Any, places: Sequence[int]) -> None:
         """The slot's factors are those that lie in `arena` [bytes] uint8 of the device, each piece at its place."""
@@ -194,6 +208,13 @@ class Expand(NamedTuple):
     table: Any  # `AdapterTable`
     slots: Any  # [T] int32: the slot of each row's adapter, or -1
     shrunk: Any  # of `Ops.shrink`
+
+
+class Lookup(NamedTuple):
+    """What adapters make of rows that are looked up, in float32 before these are scaled and rounded."""
+
+    table: Any  # `AdapterTable`
+    slots: Any  # [T] int32: the slot of each row's adapter, or -1
 
 
 A = TypeVar("A")  # the arrays of a backend
@@ -508,7 +529,9 @@ class OpsOver(Protocol[A]):
 
 class AdapterOpsOver(OpsOver[A], Protocol[A]):
     """What a backend provides that adapters run on. Its three products also take what adapters add: part of the sum in
-    float32 before anything is rounded. A row without an adapter has the bits that it has without `expand`."""
+    float32 before anything is rounded. A row without an adapter has the bits that it has without `expand`.
+
+    A matrix that an adapter replaces is held in the table's dtype and multiplies rows of it, whatever the base is."""
 
     def allocate_arena(self, num_bytes: int) -> A:
         """[num_bytes] uint8 of the device, for factors."""
@@ -518,7 +541,13 @@ class AdapterOpsOver(OpsOver[A], Protocol[A]):
 
     def shrink(self, x: A, table: AdapterTable, slots: A) -> A:
         """x [T, K], as products take it, times the first factors of each row's adapter: [T, R] in the table's dtype,
-        where `slots` [T] int32 are not -1. Rows of an adapter are multiplied together."""
+        where `slots` [T] int32 are not -1. Rows of an adapter are multiplied together. Of one that replaces the matrix
+        it is x itself."""
+
+    def embedding(
+        self, token_ids: A, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0,
+        adapted: Lookup | None = None,
+    ) -> A: ...  # fmt: skip
 
     def linear(self, x: A, weight: LinearWeight, out_dtype: str | None = None, expand: Expand | None = None) -> A: ...
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
 from octavo.errors import ConfigError
-from octavo.ops import ACTIVATIONS, BIAS_PADDING, PARAMETRIC_ACTIVATIONS, Expand, LayerKVCache, LinearWeight
-from octavo.ops.cpu_adapters import adapter_table, allocate_arena, expand_arguments, shrink
+from octavo.ops import ACTIVATIONS, BIAS_PADDING, PARAMETRIC_ACTIVATIONS, Expand, LayerKVCache, LinearWeight, Lookup
+from octavo.ops.cpu_adapters import adapter_table, allocate_arena, expand_arguments, lookup_arguments, shrink
 from octavo.ops.cpu_arrays import CACHE_CODES, CODES, DTYPES, FLOAT32, INT32, INT64, UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_cache import allocate_kv_cache, cache_code, copy_blocks, gather_blocks, scatter_blocks
 from octavo.ops.cpu_collectives import all_gather, all_reduce, join_group
@@ -250,8 +250,9 @@ def multiply(
 
 
 def embedding(
-    token_ids: NDArray[Any], weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0
-) -> NDArray[Any]:
+    token_ids: NDArray[Any], weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0,
+    adapted: Lookup | None = None,
+) -> NDArray[Any]:  # fmt: skip
     assert isinstance(weight, PackedWeight) and not weight.gated
     if weight.order is not None:
         raise ConfigError("embeddings that were quantized in the order of activations (desc_act) are not built.")
@@ -259,7 +260,9 @@ def embedding(
     check_inputs("embedding", token_ids=token_ids)
     dtype = DTYPES[out_dtype] if out_dtype else FLOAT_FORMATS.get(weight.format, FLOAT32)
     out = empty((token_ids.shape[0], weight.in_features), dtype)
-    _cpu.embedding(token_ids, token_ids.shape[0], weight.matrix, out, code_of("embedding", out), scale)
+    _cpu.embedding(
+        token_ids, token_ids.shape[0], weight.matrix, out, code_of("embedding", out), scale, *lookup_arguments(adapted)
+    )  # fmt: skip
     return out
 
 

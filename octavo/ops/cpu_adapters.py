@@ -14,26 +14,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
-from octavo.ops import AdapterTable, Expand, Factors, FactorShape
+from octavo.ops import AdapterTable, Expand, Factors, FactorShape, Lookup, LowRank, Whole
 from octavo.ops.cpu_arrays import CODES, DTYPES, FLOAT32, INT32, UINT8, address, code_of, is_dense, stride
 from octavo.ops.cpu_memory import zeros
 from octavo.ops.cpu_program import check_inputs, empty
 
-_FACTORS = np.dtype([("a", "u8"), ("b", "u8"), ("panels", "u8"), ("scales", "u8"), ("bias", "u8"), ("rank", "i8")])
+_FACTORS = np.dtype([
+    ("a", "u8"), ("b", "u8"), ("panels", "u8"), ("scales", "u8"), ("bias", "u8"),
+    ("rank", "i4"), ("replaces", "i4"),
+])  # fmt: skip
 _LANE = np.dtype(np.uint32)  # one float32, or two bfloat16 that are neighbours
 _PANEL = np.dtype([("offset", "i8"), ("first", "i4"), ("count", "i4")])
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFactors:
-    """One adapter's factors for one product, as the kernels read them: pieces by the field that points to them. B may
+    """One adapter's factors for one matrix, as the kernels read them: pieces by the field that points to them. B may
     be in several, whole panels each."""
 
     rank: int  # of all projections together, padded
+    replaces: bool
     fields: tuple[str, ...]
     pieces: tuple[NDArray[np.uint8], ...]
     owners: NDArray[np.intp]  # of each panel of B, which of these pieces it lies in
     offsets: NDArray[np.int64]  # and where, in elements
+
+    @property
+    def constant(self) -> tuple[bool, ...]:
+        return tuple(name != "panels" for name in self.fields)  # which say where B is
 
 
 class CpuAdapterTable:
@@ -47,6 +55,9 @@ class CpuAdapterTable:
         self.factors = np.zeros(num_slots, _FACTORS)
         self._from_column = {0: self.factors}
         self.width = len(shape.widths) * self._padded(shape.max_rank)
+        if shape.replaceable:
+            assert len(shape.widths) == 1 and not shape.gated
+            self.width = max(self.width, self._padded(shape.num_in))
         self._outputs = _packed_outputs(shape)
         self._first, self._last = _projections(shape, self._outputs)
 
@@ -54,7 +65,10 @@ class CpuAdapterTable:
         return -(-rank // self._step) * self._step
 
     def pack(self, factors: Factors, page_bytes: int) -> PackedFactors:
-        shape, found = self.shape, list(enumerate(factors.projections))
+        shape = self.shape
+        if isinstance(factors.projections[0], Whole):
+            return self._pack_whole(factors.projections[0].matrix, factors.bias, page_bytes)
+        found = [(i, one if isinstance(one, LowRank) else None) for i, one in enumerate(factors.projections)]
         ranks = [0 if one is None else self._padded(one.a.shape[0]) for _, one in found]
         starts = [0, *accumulate(ranks)]
         a = np.zeros((starts[-1], shape.num_in), self.dtype)
@@ -66,9 +80,10 @@ class CpuAdapterTable:
                 a[starts[i] : starts[i] + rank] = one.a
                 dense[row : row + width, starts[i] : starts[i] + rank] = one.b
             row += width
-        outputs = self._outputs
         runs, panels = self._pack_b(dense, np.array(starts))
-        pieces: list[tuple[str, NDArray[Any]]] = [("a", _packed_panels(a, self._step))] if len(a) else []
+        pieces: list[tuple[str, NDArray[Any]]] = []
+        if len(a):
+            pieces.append(("a", a if shape.looked_up else _packed_panels(a, self._step)))
         owners = np.zeros(len(panels), np.intp)
         offsets = np.zeros(len(panels), np.int64)
         panel = 0
@@ -84,16 +99,40 @@ class CpuAdapterTable:
         pieces.append(("panels", panels))
         for name, vector in (("scales", factors.scales), ("bias", factors.bias)):
             if vector is not None:
-                filler = np.float32(name == "scales")
-                pieces.append((name, np.where(outputs < 0, filler, vector.astype(np.float32)[outputs])))
-        data = tuple(np.ascontiguousarray(piece).reshape(-1).view(UINT8) for _, piece in pieces)
-        return PackedFactors(starts[-1], tuple(name for name, _ in pieces), data, owners, offsets)
+                pieces.append((name, self._packed_vector(vector, np.float32(name == "scales"))))
+        return _packed(starts[-1], False, pieces, owners, offsets)
+
+    def _pack_whole(self, matrix: NDArray[Any], bias: NDArray[Any] | None, page_bytes: int) -> PackedFactors:
+        """matrix [N, K] in the place of the base's: a B without A, packed as many panels at a time as a page holds."""
+        assert self.shape.replaceable and matrix.shape == (sum(self.shape.widths), self.shape.num_in)
+        count = self._padded(self.shape.num_in)
+        outputs = self._outputs.reshape(-1, _cpu.PANEL)
+        panels = np.zeros(len(outputs), _PANEL)
+        panels["count"] = count
+        most = max(1, page_bytes // (_cpu.PANEL * count * self.dtype.itemsize))
+        pieces: list[tuple[str, NDArray[Any]]] = []
+        for begin in range(0, len(outputs), most):
+            rows = outputs[begin : begin + most]
+            block = np.zeros((*rows.shape, count), self.dtype)
+            block[..., : matrix.shape[1]] = matrix[rows]
+            block[rows < 0] = 0
+            pieces.append(("b", _as_lanes(block)))
+        numbers = np.arange(len(outputs))
+        owners, offsets = numbers // most, numbers % most * (_cpu.PANEL * count)
+        pieces.append(("panels", panels))
+        if bias is not None:
+            pieces.append(("bias", self._packed_vector(bias, np.float32(0))))
+        return _packed(count, True, pieces, owners, offsets)
+
+    def _packed_vector(self, vector: NDArray[Any], filler: np.float32) -> NDArray[Any]:
+        return np.where(self._outputs < 0, filler, vector.astype(np.float32)[self._outputs])
 
     def least_page_bytes(self) -> int:
         _, panels, vector = self._sizes()
         shared = len(self.shape.widths) if self._has_shared_panels() else 1
         panel = _cpu.PANEL * self._padded(self.shape.max_rank) * shared * self.dtype.itemsize
-        return int(max(self._sizes()[0], panels, vector, panel))
+        whole = _cpu.PANEL * self._padded(self.shape.num_in) * self.dtype.itemsize if self.shape.replaceable else 0
+        return int(max(self._sizes()[0], panels, vector, panel, whole))
 
     def largest(self, page_bytes: int) -> list[int]:
         a, panels, vector = self._sizes()
@@ -114,7 +153,7 @@ class CpuAdapterTable:
         entry = np.zeros((), _FACTORS)
         for name, place in zip(reversed(packed.fields), reversed(places), strict=True):
             entry[name] = base + place  # of B's the first piece
-        entry["rank"] = packed.rank
+        entry["rank"], entry["replaces"] = packed.rank, packed.replaces
         if "b" in packed.fields:
             number = packed.fields.index("panels")
             table = arena[places[number] : places[number] + packed.pieces[number].nbytes].view(_PANEL)
@@ -155,9 +194,21 @@ class CpuAdapterTable:
                 block = dense[rows, first : first + count]
                 block[rows < 0] = 0
                 run[these] = block
-            lanes = run.view(_LANE).swapaxes(1, 2)
-            runs.append(np.ascontiguousarray(lanes).reshape(end - begin, -1).view(self.dtype))
+            runs.append(_as_lanes(run))
         return runs, table
+
+
+def _packed(
+    rank: int, replaces: bool, pieces: Sequence[tuple[str, NDArray[Any]]], owners: NDArray[Any], offsets: NDArray[Any]
+) -> PackedFactors:
+    data = tuple(np.ascontiguousarray(piece).reshape(-1).view(UINT8) for _, piece in pieces)
+    return PackedFactors(rank, replaces, tuple(name for name, _ in pieces), data, owners, offsets)
+
+
+def _as_lanes(panels: NDArray[Any]) -> NDArray[Any]:
+    """[panels, PANEL, elements] -> [panels, elements of one], lanes of neighbouring outputs next to each other."""
+    lanes = panels.view(_LANE).swapaxes(1, 2)
+    return np.ascontiguousarray(lanes).reshape(len(panels), -1).view(panels.dtype)
 
 
 def _packed_outputs(shape: FactorShape) -> NDArray[np.intp]:
@@ -209,6 +260,17 @@ def expand_arguments(expand: Expand | None, column: int) -> tuple[Any, ...]:
     table = expand.table
     assert isinstance(table, CpuAdapterTable)
     return expand.slots, table.num_slots, table.factors_from(column), expand.shrunk, table.width, table.code
+
+
+def lookup_arguments(adapted: Lookup | None) -> tuple[Any, ...]:
+    """The last arguments of the native lookup of rows."""
+    if adapted is None:
+        return 0, 0, 0, 0
+    table, slots = adapted.table, adapted.slots
+    assert isinstance(table, CpuAdapterTable) and table.shape.looked_up
+    assert slots.dtype == INT32 and is_dense(slots)
+    check_inputs("embedding", slots=slots)
+    return slots, table.num_slots, table.factors, table.code
 
 
 # Bytes of an output in what entries point to by output.

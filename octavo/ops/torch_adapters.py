@@ -13,26 +13,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import Expand, Factors, FactorShape
+from octavo.ops import Expand, Factors, FactorShape, Lookup, LowRank
 from octavo.ops.torch_arrays import DTYPES, to_torch
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFactors:
-    """One adapter's factors for one product, as bytes: a [r, K] and b [N, r] of each projection that has some, then the
-    scales and the bias."""
+    """One adapter's factors for one matrix, as bytes: a [r, K] and b [N, r] of each projection that has some, or what
+    replaces it, then the scales and the bias."""
 
-    ranks: tuple[int, ...]  # 0 for a projection without factors
+    ranks: tuple[int, ...]  # 0 for a projection without factors, -1 for one that is replaced
     has_scales: bool
     has_bias: bool
     pieces: tuple[NDArray[np.uint8], ...]
+
+    @property
+    def constant(self) -> tuple[bool, ...]:
+        return (True,) * len(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotFactors:
     """What `TorchFactors` are once they lie on the device."""
 
-    projections: tuple[tuple[Tensor, Tensor] | None, ...]
+    projections: tuple[tuple[Tensor, Tensor] | Tensor | None, ...]  # those that are replaced have one tensor
     scales: Tensor | None
     bias: Tensor | None
 
@@ -43,21 +47,27 @@ class TorchAdapterTable:
     def __init__(self, shape: FactorShape, num_slots: int, dtype: str) -> None:
         self.shape, self.dtype = shape, DTYPES[dtype]
         self.slots: list[SlotFactors | None] = [None] * num_slots
-        self.width = len(shape.widths) * shape.max_rank
+        self.width = max(len(shape.widths) * shape.max_rank, shape.num_in if shape.replaceable else 0)
 
     def pack(self, factors: Factors, page_bytes: int) -> TorchFactors:
         arrays: list[Tensor] = []
         for one in factors.projections:
-            if one is not None:
+            if isinstance(one, LowRank):
                 arrays += [to_torch(one.a).to(self.dtype), to_torch(one.b).to(self.dtype)]
+            elif one is not None:
+                assert self.shape.replaceable and len(self.shape.widths) == 1
+                matrix, most = to_torch(one.matrix).to(self.dtype), self._rows_of_page(page_bytes)
+                arrays += [matrix[begin : begin + most] for begin in range(0, len(matrix), most)]
         vectors = [vector for vector in (factors.scales, factors.bias) if vector is not None]
         arrays += [to_torch(vector).float() for vector in vectors]
-        ranks = tuple(0 if one is None else len(one.a) for one in factors.projections)
+        ranks = tuple(
+            0 if one is None else len(one.a) if isinstance(one, LowRank) else -1 for one in factors.projections
+        )
         pieces = tuple(array.contiguous().reshape(-1).view(torch.uint8).numpy() for array in arrays)
         return TorchFactors(ranks, factors.scales is not None, factors.bias is not None, pieces)
 
     def least_page_bytes(self) -> int:
-        return max(self.largest(0))
+        return max(*self.largest(0), self.shape.num_in * self.dtype.itemsize)
 
     def largest(self, page_bytes: int) -> list[int]:
         rank, size = self.shape.max_rank, self.dtype.itemsize
@@ -66,10 +76,16 @@ class TorchAdapterTable:
 
     def put(self, slot: int, packed: TorchFactors, arena: Tensor, places: Sequence[int]) -> None:
         left = iter(arena[place : place + piece.nbytes] for place, piece in zip(places, packed.pieces, strict=True))
-        projections: list[tuple[Tensor, Tensor] | None] = []
+        projections: list[tuple[Tensor, Tensor] | Tensor | None] = []
         for rank, width in zip(packed.ranks, self.shape.widths, strict=True):
             if rank == 0:
                 projections.append(None)
+                continue
+            if rank < 0:  # in several pieces, which need not be neighbours: a copy, as this is no backend to serve with
+                rows = [next(left).view(self.dtype).view(-1, self.shape.num_in)]
+                while sum(map(len, rows)) < width:
+                    rows.append(next(left).view(self.dtype).view(-1, self.shape.num_in))
+                projections.append(torch.cat(rows))
                 continue
             a = next(left).view(self.dtype).view(rank, self.shape.num_in)
             projections.append((a, next(left).view(self.dtype).view(width, rank)))
@@ -79,6 +95,9 @@ class TorchAdapterTable:
 
     def clear(self, slot: int) -> None:
         self.slots[slot] = None
+
+    def _rows_of_page(self, page_bytes: int) -> int:
+        return max(1, page_bytes // (self.shape.num_in * self.dtype.itemsize))
 
     def rows_by_slot(self, slots: Tensor) -> list[tuple[Tensor, SlotFactors]]:
         """The rows of each adapter, and its factors."""
@@ -102,7 +121,11 @@ def shrink_rows(x: Tensor, table: TorchAdapterTable, slots: Tensor) -> Tensor:
     """x [T, K] -> [T, width], the ranks of projections one after the other."""
     out = torch.zeros((len(x), table.width), dtype=table.dtype, device=x.device)
     for rows, factors in table.rows_by_slot(slots):
-        parts = [x[rows].float() @ one[0].float().T for one in factors.projections if one is not None]
+        parts = [
+            x[rows].float() if isinstance(one, Tensor) else x[rows].float() @ one[0].float().T
+            for one in factors.projections
+            if one is not None
+        ]
         if parts:
             both = torch.cat(parts, 1)
             out[rows, : both.shape[1]] = both.to(table.dtype)
@@ -117,7 +140,9 @@ def expand_rows(y: Tensor, bias: Tensor | None, what: Expand) -> Tensor:
     for rows, factors in table.rows_by_slot(what.slots):
         sums, begin, column = y[rows], 0, 0
         for one, width in zip(factors.projections, table.shape.widths, strict=True):
-            if one is not None:
+            if isinstance(one, Tensor):
+                sums = what.shrunk[rows, : one.shape[1]].float() @ one.float().T
+            elif one is not None:
                 rank = one[1].shape[1]
                 shrunk = what.shrunk[rows, begin : begin + rank].float()
                 sums[:, column : column + width] += shrunk @ one[1].float().T
@@ -127,3 +152,17 @@ def expand_rows(y: Tensor, bias: Tensor | None, what: Expand) -> Tensor:
             sums = sums * factors.scales
         y[rows] = sums if factors.bias is None else sums + factors.bias
     return y if bias is None else y + bias
+
+
+def looked_up(rows: Tensor, token_ids: Tensor, what: Lookup) -> Tensor:
+    """rows [T, K] float32 of the base -> what the adapters make of them."""
+    table = what.table
+    assert isinstance(table, TorchAdapterTable)
+    rows = rows.clone()
+    for of_slot, factors in table.rows_by_slot(what.slots):
+        tokens, [one] = token_ids[of_slot].long(), factors.projections
+        if isinstance(one, Tensor):
+            rows[of_slot] = one[tokens].float()
+        elif one is not None:
+            rows[of_slot] += one[1][tokens].float() @ one[0].float()
+    return rows

@@ -14,8 +14,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import BIAS_PADDING, NO_TOKEN, AdapterTable, Expand, ExpertsWeight, LayerKVCache, LinearWeight, Routing
-from octavo.ops.torch_adapters import TorchAdapterTable, adapter_table, allocate_arena, expand_rows, shrink_rows
+from octavo.ops import (
+    BIAS_PADDING,
+    NO_TOKEN,
+    AdapterTable,
+    Expand,
+    ExpertsWeight,
+    LayerKVCache,
+    LinearWeight,
+    Lookup,
+    Routing,
+)
+from octavo.ops.torch_adapters import (
+    TorchAdapterTable,
+    adapter_table,
+    allocate_arena,
+    expand_rows,
+    looked_up,
+    shrink_rows,
+)
 from octavo.ops.torch_arrays import DTYPES, to_torch
 from octavo.ops.torch_ops import (
     add_bias,
@@ -280,13 +297,17 @@ def experts(
     return out
 
 
-def embedding(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> Tensor:
+def embedding(
+    token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0,
+    adapted: Lookup | None = None,
+) -> Tensor:  # fmt: skip
     assert isinstance(weight, DenseWeight)
     rows = weight.weight[token_ids.long()]
     if weight.minima is not None:
         rows = rows + weight.minima[token_ids.long()].repeat_interleave(32, 1)[:, : rows.shape[1]]
     default = torch.float32 if weight.is_quantized else rows.dtype
-    return (rows.float() * scale).to(DTYPES[out_dtype] if out_dtype else default)
+    found = rows.float() if adapted is None else looked_up(rows.float(), token_ids, adapted)
+    return (found * scale).to(DTYPES[out_dtype] if out_dtype else default)
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:

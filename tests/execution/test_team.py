@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
@@ -187,18 +189,38 @@ SIZES = {
 } | {"lm_head": (VOCAB, 64)}  # fmt: skip
 
 
+def change_ends(folder: Path, rank: int, replaces: bool) -> None:
+    """An adapter also changes the embedding, or replaces that and the output matrix."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    generator, name = np.random.default_rng(rank), "base_model.model.model.embed_tokens"
+    if replaces:
+        for half in "AB":
+            del tensors[f"base_model.model.lm_head.lora_{half}.weight"]
+        for module in (name, "base_model.model.lm_head"):
+            tensors[f"{module}.weight"] = generator.standard_normal((VOCAB, 64), np.float32)
+    else:
+        tensors[f"{name}.lora_embedding_A"] = generator.standard_normal((rank, VOCAB), np.float32)
+        tensors[f"{name}.lora_embedding_B"] = generator.standard_normal((64, rank), np.float32)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["target_modules"] = "all-linear"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("size", "num_stages", "is_tied"), [(2, 1, False), (1, 2, True), pytest.param(4, 2, True, marks=pytest.mark.long)]
 )
 def test_each_worker_has_its_share_of_adapters(
     model: Path, start: Callable[..., EngineCore], tmp_path: Path, size: int, num_stages: int, is_tied: bool
 ) -> None:
-    """Of every product, with ranks, magnitudes and biases, more adapters than there is memory for; one whose files are
-    broken fails its own requests, and is served once they are mended."""
+    """Of every product, with ranks, magnitudes and biases, an adapted embedding, new matrices at both ends, more
+    of them than there is memory for; one whose files are broken fails its own, and is served once they are mended."""
     flags: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
     model_flags = {"hf_overrides": {"tie_word_embeddings": is_tied}}
     flags |= model_flags
     folders = [write_adapter_of(tmp_path / f"a{i}", i, 3 + i, SIZES, 0.05, magnitudes=i % 2 == 1) for i in range(4)]
+    change_ends(folders[0], 3, replaces=False)
+    change_ends(folders[2], 5, replaces=True)
     config = folders[3] / "adapter_config.json"
     settings = json.loads(config.read_text())
     config.write_text(json.dumps(settings | {"r": 5}))

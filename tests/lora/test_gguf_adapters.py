@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
@@ -34,6 +34,10 @@ def convert(folder: Path, path: Path, **changes: NDArray[np.float32]) -> None:
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", 4.0)
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+        if ".lora_embedding_" in name:  # as convert_lora_to_gguf.py turns A
+            turned = tensor.T if name.endswith("A") else tensor
+            writer.add_tensor(f"token_embd.weight.lora_{name[-1].lower()}", np.ascontiguousarray(turned))
+            continue
         layer, module = name.split("layers.")[1].split(".", 1)
         module, half = module.removesuffix(".weight").rsplit(".lora_", 1)
         ours = _NAMES[module]
@@ -50,6 +54,12 @@ def convert(folder: Path, path: Path, **changes: NDArray[np.float32]) -> None:
 
 def test_gguf_adapters_say_what_those_of_peft_say(tmp_path: Path) -> None:
     folder = write_random_adapter(tmp_path / "peft", 3, strength=1.0)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    generator = np.random.default_rng(0)
+    for half, size in (("A", (4, 49152)), ("B", (576, 4))):
+        values = generator.standard_normal(size, np.float32) * np.float32(0.2)
+        tensors[f"base_model.model.model.embed_tokens.lora_embedding_{half}"] = values
+    save_file(tensors, folder / "adapter_model.safetensors")
     convert(folder, tmp_path / "same.gguf")
     convert(folder, tmp_path / "more.gguf", **{"blk.0.attn_q.weight.lora_a": np.ones((4, 576), np.float32)})
     llm = LLM(max_model_len=64, num_gpu_blocks_override=32, enable_lora=True)

@@ -9,12 +9,14 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from octavo import LLM, SamplingParams
+from octavo.errors import RequestError
 from octavo.lora.request import LoRARequest
 from octavo.request import AdapterSource
 from tests.models.small_experts import ALL_MODELS
@@ -28,12 +30,16 @@ PLACES = 4
 
 @pytest.fixture(scope="module")
 def llm(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = tmp_path_factory.mktemp("model")
+    return small_llm(tiny_tokenizer, tmp_path_factory.mktemp("model"))
+
+
+def small_llm(tokenizer: Path, folder: Path, **settings: Any) -> LLM:
     small = ALL_MODELS["llama ratio 3, head 64, tied"]
     small.save(small.reference(seed=1), folder)
     return LLM(
-        str(folder), tokenizer=str(tiny_tokenizer), dtype="float32", max_model_len=64, block_size=8, max_num_seqs=6,
+        str(folder), tokenizer=str(tokenizer), dtype="float32", max_model_len=64, block_size=8, max_num_seqs=6,
         num_gpu_blocks_override=64, check_invariants=True, enable_lora=True, max_loras=2, max_cpu_loras=PLACES,
+        **settings,
     )  # fmt: skip
 
 
@@ -43,6 +49,14 @@ def write_contents(llm: LLM, folder: Path, seed: int) -> None:
     for matrix in llm.core.executor.worker.runner.model.matrices:  # type: ignore[attr-defined]
         for module in matrix.modules:
             name = f"base_model.model.{module.name}"
+            size = module.num_out, matrix.num_in
+            if matrix.replaceable and seed % 3 == 0:
+                tensors[f"{name}.weight"] = generator.standard_normal(size, np.float32)
+                continue
+            if matrix.looked_up:
+                tensors[f"{name}.lora_embedding_A"] = generator.standard_normal((rank, size[0]), np.float32)
+                tensors[f"{name}.lora_embedding_B"] = generator.standard_normal((size[1], rank), np.float32)
+                continue
             tensors[f"{name}.lora_A.weight"] = generator.standard_normal((rank, matrix.num_in), np.float32)
             tensors[f"{name}.lora_B.weight"] = generator.standard_normal((module.num_out, rank), np.float32)
     folder.mkdir()
@@ -173,6 +187,20 @@ def operate(llm: LLM, folder: Path, count: int) -> Counter[str]:
 def test_random_operations_serve_nothing_wrong(llm: LLM, tmp_path: Path) -> None:
     counts = operate(llm, tmp_path, 300)
     assert counts["finished"] > 20 and counts["broken"] and counts["abort"], counts
+
+
+def test_adapters_have_the_memory_that_they_are_given(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    for memory_gb in (1e-9, 1e-3):  # a page, and some
+        llm = small_llm(tiny_tokenizer, tmp_path / str(memory_gb), lora_memory_gb=memory_gb)
+        write_contents(llm, tmp_path / f"adapter {memory_gb}", 3)
+        asked = LoRARequest("x", 1, str(tmp_path / f"adapter {memory_gb}"))
+        given = {"prompt_token_ids": [3, 4, 5]}
+        if memory_gb > 1e-9:
+            assert llm.generate(given, params, use_tqdm=False, lora_request=asked)
+            continue
+        with pytest.raises(RequestError, match=r"takes 0\.1 MiB of memory, and adapters have 0\.1 MiB; raise"):
+            llm.generate(given, params, use_tqdm=False, lora_request=asked)
 
 
 @pytest.mark.long

@@ -143,13 +143,17 @@ def test_chat_and_prompt_logprobs_are_computed_with_the_adapter(llm: LLM, adapte
     assert scored[0] != scored[1]
 
 
+EMBEDDING = "../embed_tokens.weight"  # beside the layers
+FACTORS = "../embed_tokens.lora_embedding"
+
+
 def broken(folder: Path, **changes: object) -> Path:
     """An adapter of which the configuration or tensors are changed."""
     write_random_adapter(folder, 5)
     tensors = load_file(folder / "adapter_model.safetensors")
     config = json.loads((folder / "adapter_config.json").read_text())
     for name, value in changes.pop("tensors", {}).items():  # type: ignore[attr-defined]
-        key = f"base_model.model.model.layers.3.{name}"
+        key = f"base_model.model.model.layers.3.{name}".replace("layers.3.../", "")
         tensors.pop(key, None) if value is None else tensors.update({key: np.ones(value, np.float32)})
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config | changes))
@@ -164,7 +168,17 @@ def broken(folder: Path, **changes: object) -> Path:
         ({"tensors": {"self_attn.q_proj.lora_B.weight": None}}, "q_proj.lora_A.weight without its other half"),
         ({"tensors": {"mlp.gate.lora_A.weight": (4, 576), "mlp.gate.lora_B.weight": (8, 4)}}, "mlp.gate, which is no"),
         ({"tensors": {"self_attn.q_proj.lora_A.weight": (5, 576)}}, "do not fit each other"),
-        ({"tensors": {"self_attn.q_proj.weight": (4, 4)}}, r"replaces a matrix \(modules_to_save\), which"),
+        ({"tensors": {"input_layernorm.weight": (576,)}}, r"3\.input_layernorm.weight replaces one of the model's"),
+        ({"tensors": {"mlp.up_proj.weight": (1536, 576)}}, r"has .*lora_A.weight beside .*3\.mlp.up_proj.weight"),
+        ({"tensors": {EMBEDDING: (128, 576)}}, r"embed_tokens.weight is \[128, 576\].*takes \[49152, 576\]"),
+        (
+            {"tensors": {f"{FACTORS}_A": (4, 49152), f"{FACTORS}_B": (575, 4)}},
+            r"lora_embedding_B is \[575, 4\].*takes \[576, r\]",
+        ),
+        (
+            {"tensors": {"self_attn.q_proj.lora_embedding_A": (4, 576), "self_attn.q_proj.lora_A.weight": None}},
+            "q_proj.lora_B.weight is of|lora_embedding_A.*say the same",
+        ),
         ({"tensors": {"self_attn.q_proj.lora_C.bogus": (4, 4)}}, "is not one that LoRA adapters have"),
         ({"rank_pattern": {"q_proj": 8}}, "q_proj.lora_A.weight has rank 4, and the configuration says 8"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not built"),
@@ -211,6 +225,7 @@ def test_adapters_that_are_not_there_or_too_large_are_refused(llm: LLM, tmp_path
     ("flags", "message"),
     [
         ({"lora_modules": ["a=b"]}, "--lora-modules needs --enable-lora"),
+        ({"lora_memory_gb": 1.0}, "--lora-memory-gb needs --enable-lora"),
         ({"enable_lora": True, "max_lora_rank": 513}, "must be at most 512"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 3}, "--max-cpu-loras 3 is less than --max-loras 4"),
         ({"enable_lora": True, "fully_sharded_loras": True}, "not built"),

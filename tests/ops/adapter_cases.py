@@ -6,21 +6,28 @@ from typing import Any
 
 import numpy as np
 
-from octavo.ops import Factors, FactorShape, LowRank
+from octavo.ops import Factors, FactorShape, LowRank, Whole
 from tests.ops.tensors import OverTensors, dtype_name
 
 
 def random_factors(shape: FactorShape, seed: int) -> Factors:
-    """Of some projections, of any rank up to the largest, sometimes with scales and biases."""
+    """Of some projections, of any rank up to the largest, sometimes with scales and biases; every second of what may be
+    replaced is."""
     generator = np.random.default_rng(seed)
-    projections: list[LowRank | None] = []
+    projections: list[LowRank | Whole | None] = []
     for width in shape.widths:
         rank = int(generator.integers(0, shape.max_rank + 1))
         a, b = (generator.standard_normal(size, np.float32) for size in ((rank, shape.num_in), (width, rank)))
         projections.append(LowRank(a, b) if rank else None)
+    if shape.replaceable and seed % 2 == 0:
+        [width] = shape.widths
+        projections = [Whole(generator.standard_normal((width, shape.num_in), np.float32))]
+    if shape.looked_up:
+        return Factors(tuple(projections))
     total = sum(shape.widths)
     scales, bias = (generator.standard_normal(total, np.float32) for _ in range(2))
-    return Factors(tuple(projections), scales if seed % 3 == 1 else None, bias if seed % 3 == 2 else None)
+    has_scales = seed % 3 == 1 and not isinstance(projections[0], Whole)
+    return Factors(tuple(projections), scales if has_scales else None, bias if seed % 3 == 2 else None)
 
 
 def filled_table(ops: OverTensors, shape: FactorShape, num_slots: int, dtype: Any, seed: int) -> Any:
@@ -32,7 +39,8 @@ def filled_table(ops: OverTensors, shape: FactorShape, num_slots: int, dtype: An
     end = 0
     for slot, one in enumerate(packed):
         assert max(piece.nbytes for piece in one.pieces) <= page_bytes
-        assert sum(piece.nbytes for piece in one.pieces) <= sum(table.largest(page_bytes))
+        if not shape.replaceable:
+            assert sum(piece.nbytes for piece in one.pieces) <= sum(table.largest(page_bytes))
         places = []
         for piece in one.pieces:
             arena[end : end + piece.nbytes] = piece

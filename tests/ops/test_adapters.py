@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.ops import Expand, FactorShape
+from octavo.ops import Expand, FactorShape, Lookup
 from octavo.ops.cpu_pack import PackedStack, pack_quantized, packed_weight
 from octavo.quantization import StoredWeight
 from tests.ops.adapter_cases import filled_table
@@ -24,7 +24,9 @@ SHAPES = [
     FactorShape(70, (40,), False, 40),
     FactorShape(96, (64, 64), True, 8),
     FactorShape(128, (70, 70), True, 3),  # the last panels are padded
+    FactorShape(33, (75,), False, 8, replaceable=True),
 ]
+LOOKUPS = [FactorShape(33, (75,), False, 5, True, True), FactorShape(640, (64,), False, 16, True, True)]
 KINDS = ["store", "add", "activated", "gated"]
 
 
@@ -115,6 +117,33 @@ def test_quantized_rows_are_read_with_their_outliers(isa: str, dtype: torch.dtyp
     for row, rank in enumerate(ranks):  # what lies behind is not written
         assert_same_bits(found[row, :rank], expected[row, :rank])
     del arena
+
+
+@pytest.mark.parametrize("form", [None, "INT8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", LOOKUPS, ids=str)
+def test_rows_that_are_looked_up_are_the_references_and_their_own(
+    isa: str, dtype: torch.dtype, shape: FactorShape, form: str | None
+) -> None:
+    rows, [num_tokens] = 37, shape.widths
+    generator = torch.Generator().manual_seed(2)
+    token_ids = torch.randint(0, num_tokens, (rows,), generator=generator, dtype=torch.int32)
+    slots = torch.randint(-1, 6, (rows,), generator=generator, dtype=torch.int32)
+    results = []
+    for ops in (cpu, torch_ref):
+        table, arena = filled_table(ops, shape, 6, dtype, 0)
+        weight = ops.pack_linear(parts(shape, dtype, form))
+        results.append(ops.embedding(token_ids, weight, dtype, 3.0, Lookup(table, slots)))
+        if ops is not cpu:
+            continue
+        base = cpu.embedding(token_ids, weight, dtype, 3.0)
+        for row in range(rows):
+            here = slice(row, row + 1)
+            alone = cpu.embedding(token_ids[here], weight, dtype, 3.0, Lookup(table, slots[here]))
+            assert_same_bits(results[0][here], alone)
+            assert torch.equal(alone, base[here]) == (slots[row] in (-1, 5))
+        del arena
+    assert_near(*results)
 
 
 def test_adapters_of_a_stack_of_formats_add_to_their_own_outputs(isa: str) -> None:
