@@ -64,6 +64,8 @@ Registers cpuid_features(unsigned subleaf) {
     table->experts_up = products.experts_up;
     table->experts_down = products.experts_down;
     table->shrink = products.shrink;
+    table->experts_shrink_up = products.experts_shrink_up;
+    table->experts_shrink_down = products.experts_shrink_down;
     if (products.attention) table->attention = products.attention;
     return table;
 }

@@ -3,13 +3,76 @@
 // Included by kernels.cpp and products.cpp only.
 #pragma once
 
-#include "linear.h"
+#include "adapters.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
 
 inline int64_t row_elements(int64_t bytes, int32_t dtype) {
     return bytes / (dtype == kQ8 ? static_cast<int64_t>(sizeof(QBlock)) : dtype == kF32 ? 4 : 2);
+}
+
+// Has what a product adds for rows of a part that have adapters. `factors` are those of the stack, rows of `width`.
+inline void expand_part(LinearArgs& linear, const ExpertsPass& p, const ExpertRows& part, const AdapterFactors* factors,
+                        int64_t width) {
+    const ExpertsArgs& a = *p.args;
+    linear.expands = 0;
+    if (p.shrink_tasks == 0 || factors == nullptr) return;
+    linear.slots = p.schedule->slots + part.begin;
+    for (int64_t r = 0; r < part.rows; ++r) linear.expands |= linear.slots[r] >= 0;
+    linear.num_slots = a.num_slots;
+    linear.factors = factors + part.expert * a.num_slots;
+    linear.factor_dtype = a.factor_dtype;
+    linear.shrunk = p.schedule->shrunk + part.begin * width * (a.factor_dtype == kF32 ? 4 : 2);
+    linear.shrunk_stride = width;
+}
+
+// The row of the first product's inputs that is place `place`, in a part that has `rows`.
+inline const char* input_row(const ExpertsPass& p, int64_t place, int64_t rows) {
+    const ExpertsArgs& a = *p.args;
+    if (rows > 1 || a.scale_inputs) return p.schedule->inputs + place * p.input_bytes;
+    const int64_t element_bytes = p.input_bytes / row_elements(p.input_bytes, p.input_dtype);
+    return static_cast<const char*>(a.x) + p.schedule->tokens[place] * a.x_stride * element_bytes;
+}
+
+// What the A's of adapters make of the rows of one of the products. Rows of an expert that are neighbours and have the
+// same adapter go together; tasks take turns.
+template <bool kUp>
+void experts_shrink(const void* args, int64_t task) {
+    const ExpertsPass& p = *static_cast<const ExpertsPass*>(args);
+    const ExpertsArgs& a = *p.args;
+    const ExpertsSchedule& s = *p.schedule;
+    const AdapterFactors* factors = kUp ? a.up_factors : a.down_factors;
+    const int64_t bytes = kUp ? p.input_bytes : p.inner_bytes;
+    int32_t rows[kAdapterRows];
+    for (int r = 0; r < kAdapterRows; ++r) rows[r] = r;
+    AdapterRows together{};
+    const AdapterSchedule schedule{rows, &together, 1, 1};
+    ShrinkArgs shrink{};
+    shrink.k = kUp ? a.up->k : a.down->k;
+    shrink.dtype = a.factor_dtype;
+    shrink.x_dtype = kUp ? p.input_dtype : p.inner_dtype;
+    shrink.x_stride = row_elements(bytes, shrink.x_dtype);
+    shrink.out_stride = kUp ? a.up_width : a.down_width;
+    shrink.scratch = s.copies + task * p.copy_bytes;
+    shrink.schedule = &schedule;
+    const int64_t out_bytes = shrink.out_stride * (a.factor_dtype == kF32 ? 4 : 2);
+    int64_t turn = 0;
+    for (int64_t i = 0; i < s.num_parts; ++i) {
+        const ExpertRows& part = s.parts[i];
+        shrink.factors = factors + part.expert * a.num_slots;
+        const int32_t* slots = s.slots + part.begin;
+        for (int32_t row = 0, end; row < part.rows; row = end) {
+            const int32_t slot = slots[row];
+            for (end = row + 1; end < part.rows && slots[end] == slot && end - row < kAdapterRows;) ++end;
+            if (slot < 0 || shrink.factors[slot].panels == nullptr || turn++ % p.shrink_tasks != task) continue;
+            together = {slot, 0, end - row};
+            const int64_t place = part.begin + row;
+            shrink.x = kUp ? input_row(p, place, part.rows) : s.inner + place * bytes;
+            shrink.out = s.shrunk + place * out_bytes;
+            with_element(a.factor_dtype, [&](auto element) { shrink_part<decltype(element)>(shrink, together, 0); });
+        }
+    }
 }
 
 // Tasks divide the cost of all parts evenly, in whole units of panels, so that one may end in the middle of an expert
@@ -45,12 +108,8 @@ void experts_up(const void* args, int64_t task) {
         const int64_t panel_end = min_of(unit_at(end) * unit, panels);
         if (panel_begin >= panel_end) continue;
         linear.matrix = a.up[part.expert];
-        if (part.rows == 1 && !a.scale_inputs) {
-            const int64_t element_bytes = p.input_bytes / row_elements(p.input_bytes, p.input_dtype);
-            linear.x = static_cast<const char*>(a.x) + s.tokens[part.begin] * a.x_stride * element_bytes;
-        } else {
-            linear.x = s.inputs + part.begin * p.input_bytes;
-        }
+        linear.x = input_row(p, part.begin, part.rows);
+        expand_part(linear, p, part, a.up_factors, a.up_width);
         linear.x_stride = row_elements(p.input_bytes, p.input_dtype);
         linear.rows = part.rows;
         linear.out = s.inner + part.begin * p.inner_bytes;
@@ -81,6 +140,7 @@ void experts_down(const void* args, int64_t task) {
         linear.matrix = a.down[part.expert];
         linear.x = s.inner + part.begin * p.inner_bytes;
         linear.rows = part.rows;
+        expand_part(linear, p, part, a.down_factors, a.down_width);
         linear.out_rows = s.tokens + part.begin;
         linear.row_scales = a.scale_inputs ? nullptr : s.weights + part.begin;
         product_block(linear, 0, part.rows, panel_begin, panel_end);

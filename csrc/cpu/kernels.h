@@ -457,9 +457,12 @@ struct ExpertsSchedule {
     int32_t* entries;   // token * top_k + choice, ordered by expert, then by token; counted from the pass's first token
     int32_t* tokens;    // of entries, counted from the call's first
     float* weights;     // of entries
+    int32_t* slots;     // of entries, where there are adapters
     ExpertRows* parts;  // by expert
     char* inputs;       // rows of entries that share an expert, side by side
     char* inner;        // rows between the two products
+    char* shrunk;       // what the A's of adapters make of the rows of a product
+    char* copies;       // of rows, for each task that shrinks some
     int64_t num_entries, num_parts;
 };
 
@@ -478,6 +481,10 @@ struct ExpertsArgs : RowArgs {
     int32_t num_experts, first_expert;  // of the matrices: expert e is matrix e - first_expert
     int32_t top_k, scale_inputs, activation;
     Clamp clamp;
+    const int32_t* slots;                             // of tokens, -1 is nobody's; null: there are no adapters
+    const AdapterFactors *up_factors, *down_factors;  // [experts of the matrices, num_slots], or null
+    int64_t num_slots, up_width, down_width;          // widths of shrunk rows
+    int32_t factor_dtype;
 };
 
 // A call's tokens, as many as its memory is for: what the kernels of a pass get. Planned.
@@ -488,6 +495,7 @@ struct ExpertsPass {
     int64_t input_bytes, inner_bytes;  // of a row
     int32_t input_dtype, inner_dtype;
     int64_t part_rows, gather_tasks, up_tasks, down_tasks;
+    int64_t shrink_tasks, copy_bytes;  // where a token has an adapter; bytes of the rows that a task copies
 };
 
 // out[r] = the lowest index of the largest of x[r, width], or kNoToken where that is not finite or the row has a NaN.
@@ -559,6 +567,7 @@ struct KernelTable {
     Kernel linear, embedding, take_rows, norm, activation, add, rotary, attention, argmax, sample, mask, log_sum, rank,
         route;
     Kernel gather_experts, experts_up, experts_down;  // of an ExpertsPass, after group_experts
+    Kernel experts_shrink_up, experts_shrink_down;    // before either, where there are adapters
     Kernel multiply, conv, scan, delta, recurrence;
     Kernel shrink, pool;
     Kernel latent_attention;
@@ -566,7 +575,7 @@ struct KernelTable {
 };
 // What an instruction set with products of its own brings.
 struct ProductKernels {
-    Kernel linear, experts_up, experts_down, shrink;
+    Kernel linear, experts_up, experts_down, shrink, experts_shrink_up, experts_shrink_down;
     Kernel attention;  // or null: that of the set it is taken from
 };
 

@@ -130,6 +130,10 @@ void check(const EmbeddingArgs& args) {
     if (args.slots != nullptr) check_indices("adapter slot", args.slots, args.rows, -1, args.num_slots);
 }
 
+void check(const ExpertsArgs& args) {
+    if (args.slots != nullptr) check_indices("adapter slot", args.slots, args.rows, -1, args.num_slots);
+}
+
 void check(const TakeRowsArgs& args) { check_indices("row", args.indices, args.rows, 0, args.x_rows); }
 
 void check(const ReplaceRowsArgs& args) {
@@ -489,9 +493,17 @@ void ExpertsScratch::reserve(size_t entries, size_t parts, size_t input_bytes, s
     schedule_.entries = grow(entries_, entries);
     schedule_.tokens = grow(tokens_, entries);
     schedule_.weights = grow(weights_, entries);
+    schedule_.slots = grow(slots_, entries);
     schedule_.parts = grow(parts_, parts);
     schedule_.inputs = reinterpret_cast<char*>(grow(inputs_, input_bytes / sizeof(Line) + 1));
     schedule_.inner = reinterpret_cast<char*>(grow(inner_, inner_bytes / sizeof(Line) + 1));
+}
+
+void ExpertsScratch::reserve_adapters(size_t shrunk_bytes, size_t copy_bytes) {
+    if (shrunk_.size() < shrunk_bytes / sizeof(Line) + 1) shrunk_.resize(shrunk_bytes / sizeof(Line) + 1);
+    if (copies_.size() < copy_bytes / sizeof(Line) + 1) copies_.resize(copy_bytes / sizeof(Line) + 1);
+    schedule_.shrunk = reinterpret_cast<char*>(shrunk_.data());
+    schedule_.copies = reinterpret_cast<char*>(copies_.data());
 }
 
 namespace {
@@ -530,12 +542,19 @@ void ExpertsPlan::plan(const ExpertsArgs& args, const KernelTable& table, int th
     const int64_t token_bytes = args.top_k * (pass.input_bytes + pass.inner_bytes);
     const int64_t most = std::max<int64_t>(kExpertsScratchBytes / token_bytes, 1);
     const int64_t num_passes = ceil_div(args.rows, most);
+    const auto has_adapter = [&](const ExpertsPass& p) {
+        return args.slots != nullptr && std::any_of(args.slots + p.token_begin, args.slots + p.token_end,
+                                                    [](int32_t slot) { return slot >= 0; });
+    };
     passes_.clear();
     launches_.clear();
+    names_.clear();
     for (int64_t i = 0; i < num_passes; ++i) {
         pass.token_begin = args.rows * i / num_passes;
         pass.token_end = args.rows * (i + 1) / num_passes;
         pass.gather_tasks = pass.token_end - pass.token_begin < kOwnRows ? 1 : threads;
+        pass.shrink_tasks = has_adapter(pass) ? wanted : 0;
+        pass.copy_bytes = kAdapterRows * std::max(args.up->k, args.down->k) * size_of(args.factor_dtype);
         passes_.push_back(pass);
     }
     for (const ExpertsPass& p : passes_) {
@@ -544,11 +563,31 @@ void ExpertsPlan::plan(const ExpertsArgs& args, const KernelTable& table, int th
         scratch.reserve(static_cast<size_t>(entries), static_cast<size_t>(args.num_experts + entries / p.part_rows + 1),
                         static_cast<size_t>(entries * p.input_bytes), static_cast<size_t>(entries * p.inner_bytes));
         const double copy_ns = static_cast<double>(entries * p.input_bytes) * (args.scale_inputs ? 1.0 : 0.1);
-        launches_.push_back({group_experts, &p, 1, static_cast<double>(entries) * 5});
-        launches_.push_back({table.gather_experts, &p, p.gather_tasks, copy_ns});
-        launches_.push_back({table.experts_up, &p, p.up_tasks, products_ns(*args.up, entries, touched)});
-        launches_.push_back({table.experts_down, &p, p.down_tasks, products_ns(*args.down, entries, touched)});
+        const auto add_shrink = [&](const char* name, Kernel kernel, const Matrix& m) {
+            const double cost_ns = static_cast<double>(entries) * static_cast<double>(m.k) * 0.5;
+            add(name, {kernel, &p, p.shrink_tasks, cost_ns});
+        };
+        if (p.shrink_tasks > 0) {
+            scratch.reserve_adapters(
+                static_cast<size_t>(entries * std::max(args.up_width, args.down_width) * size_of(args.factor_dtype)),
+                static_cast<size_t>(p.shrink_tasks * p.copy_bytes));
+        }
+        add("group_experts", {group_experts, &p, 1, static_cast<double>(entries) * 5});
+        add("gather_experts", {table.gather_experts, &p, p.gather_tasks, copy_ns});
+        if (p.shrink_tasks > 0 && args.up_factors) {
+            add_shrink("experts_shrink_up", table.experts_shrink_up, *args.up);
+        }
+        add("experts_up", {table.experts_up, &p, p.up_tasks, products_ns(*args.up, entries, touched)});
+        if (p.shrink_tasks > 0 && args.down_factors) {
+            add_shrink("experts_shrink_down", table.experts_shrink_down, *args.down);
+        }
+        add("experts_down", {table.experts_down, &p, p.down_tasks, products_ns(*args.down, entries, touched)});
     }
+}
+
+void ExpertsPlan::add(const char* name, const Launch& launch) {
+    names_.push_back(name);
+    launches_.push_back(launch);
 }
 
 // A counting sort of the pass's choices by expert.
@@ -586,6 +625,7 @@ void group_experts(const void* args, int64_t) {
         s.entries[place] = static_cast<int32_t>(i);
         s.tokens[place] = static_cast<int32_t>(p.token_begin + i / a.top_k);
         s.weights[place] = weights[i];
+        if (a.slots) s.slots[place] = a.slots[s.tokens[place]];
     }
 }
 

@@ -24,6 +24,7 @@ void check(const Args&) {}
 void check(const LinearArgs& args);
 void check(const ShrinkArgs& args);
 void check(const EmbeddingArgs& args);
+void check(const ExpertsArgs& args);
 void check(const TakeRowsArgs& args);
 void check(const ReplaceRowsArgs& args);
 void check(const RotaryArgs& args);
@@ -70,6 +71,8 @@ class ExpertsScratch {
     ExpertsScratch& operator=(const ExpertsScratch&) = delete;
 
     void reserve(size_t entries, size_t parts, size_t input_bytes, size_t inner_bytes);
+    // For adapters: rows that they have shrunk, and those that tasks copy.
+    void reserve_adapters(size_t shrunk_bytes, size_t copy_bytes);
     ExpertsSchedule* schedule() { return &schedule_; }
 
   private:
@@ -77,22 +80,26 @@ class ExpertsScratch {
         char bytes[64];
     };
     ExpertsSchedule schedule_{};
-    std::vector<int32_t> entries_, tokens_;
+    std::vector<int32_t> entries_, tokens_, slots_;
     std::vector<float> weights_;
     std::vector<ExpertRows> parts_;
-    std::vector<Line> inputs_, inner_;
+    std::vector<Line> inputs_, inner_, shrunk_, copies_;
 };
 
-// A call's passes over its tokens, and the launches that they are: four each. What they point to lives as long as this,
-// the arguments and the scratch memory.
+// A call's passes over its tokens, and the launches that they are with their names: four each, and two more where
+// tokens have adapters. What they point to lives as long as this, the arguments and the scratch memory.
 class ExpertsPlan {
   public:
     void plan(const ExpertsArgs& args, const KernelTable& table, int threads, ExpertsScratch& scratch);
     const std::vector<Launch>& launches() const { return launches_; }
+    const std::vector<const char*>& names() const { return names_; }
 
   private:
+    void add(const char* name, const Launch& launch);
+
     std::vector<ExpertsPass> passes_;
     std::vector<Launch> launches_;
+    std::vector<const char*> names_;
 };
 
 // Rows of scratch that calls of ShrinkArgs for `rows` rows need.

@@ -185,7 +185,8 @@ void exchange(octavo::Group& group, Address x, int64_t x_stride, int64_t rows, i
 
 void experts(Address x, int64_t x_stride, int32_t x_dtype, int64_t rows, Address ids, Address weights,
              const Matrices& up, const Matrices& down, int32_t first_expert, Address out, int32_t top_k,
-             bool scale_inputs, int32_t activation, float slope, float limit) {
+             bool scale_inputs, int32_t activation, float slope, float limit, Address slots, int64_t num_slots,
+             Address up_factors, Address down_factors, int64_t up_width, int64_t down_width, int32_t factor_dtype) {
     octavo::ExpertsArgs args{};
     args.rows = rows;
     args.x = at<void>(x);
@@ -202,6 +203,13 @@ void experts(Address x, int64_t x_stride, int32_t x_dtype, int64_t rows, Address
     args.scale_inputs = scale_inputs;
     args.activation = activation;
     args.clamp = {slope, limit};
+    args.slots = at<int32_t>(slots);
+    args.num_slots = num_slots;
+    args.up_factors = at<octavo::AdapterFactors>(up_factors);
+    args.down_factors = at<octavo::AdapterFactors>(down_factors);
+    args.up_width = up_width;
+    args.down_width = down_width;
+    args.factor_dtype = factor_dtype;
     submit(args);
 }
 

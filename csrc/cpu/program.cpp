@@ -40,7 +40,6 @@ constexpr const char* kNames[] = {"linear",
                                   "exchange",
                                   "replace_rows",
                                   "gated_recurrence"};
-constexpr const char* kExpertsNames[] = {"group_experts", "gather_experts", "experts_up", "experts_down"};
 static_assert(std::size(kNames) == std::variant_size_v<Program::Args>);
 
 const char* name_of(const Program::Args& args) {
@@ -154,10 +153,9 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                 } else if constexpr (std::is_same_v<A, ExpertsArgs>) {
                     call.experts->plan(args, table, threads, experts_scratch_);
                     const std::vector<Launch>& launches = call.experts->launches();
-                    for (size_t i = 0; i < launches.size(); ++i) {
-                        names_.push_back(kExpertsNames[i % std::size(kExpertsNames)]);
-                        launches_.push_back(launches[i]);
-                    }
+                    const std::vector<const char*>& names = call.experts->names();
+                    launches_.insert(launches_.end(), launches.begin(), launches.end());
+                    names_.insert(names_.end(), names.begin(), names.end());
                 } else if constexpr (std::is_same_v<A, ExchangeArgs>) {
                     group_ = args.group;
                     for (const Launch& launch : plan_exchange(args, threads)) {

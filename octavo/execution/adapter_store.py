@@ -12,7 +12,8 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from octavo.lora.gguf import read_gguf_adapter
 from octavo.lora.matching import ModuleMap
 from octavo.lora.ops import AdaptedOps
 from octavo.lora.peft import read_peft
-from octavo.ops import Array, FactorShape
+from octavo.ops import AdapterTable, Array, ExpertsAdapterTable, ExpertsWeight, FactorShape
 from octavo.plan import AdapterLoad
 from octavo.quantization import dequantize
 from octavo.request import AdapterSource
@@ -53,9 +54,12 @@ def place(sizes: Sequence[int], page_bytes: int) -> tuple[int, list[tuple[int, i
     """How many pages pieces of these sizes take, and where each lies: the largest first, each where it fits first."""
     filled: list[int] = []
     places = [(0, 0)] * len(sizes)
+    page, last = 0, 0
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         size = -(-sizes[i] // _ALIGNMENT) * _ALIGNMENT
-        page = next((page for page, used in enumerate(filled) if used + size <= page_bytes), len(filled))
+        if size != last:  # where the last of this size went no page before has room
+            page, last = 0, size
+        page = next((p for p in range(page, len(filled)) if filled[p] + size <= page_bytes), len(filled))
         if page == len(filled):
             filled.append(0)
         places[i] = page, filled[page]
@@ -80,16 +84,30 @@ class AdapterStore:
         assert config.lora is not None
         self._config, self._lora, self._device = config, config.lora, device
         lora = config.lora
-        adaptable = [matrix for matrix in matrices if not ops.is_stacked(matrix.weight)]
-        self._map = ModuleMap(adaptable, self._lora.target_modules, others)
-        names = [*others, *(module.name for matrix in adaptable for module in matrix.modules)]
+        self._map = ModuleMap(matrices, lora.target_modules, lora.max_rank, others)
+        names = [*others, *(name for matrix in matrices for module in matrix.modules for name in module.names)]
         if not any(map(self._map.is_open, names)):
             raise LoadError(f"--lora-target-modules {' '.join(self._lora.target_modules or [])}: there are none such.")
         backend = ops.backend
         dtype = self._lora.dtype
-        shapes = [_shape(matrix, self._lora) for matrix in adaptable]
-        sizing = [backend.adapter_table(shape, 1, dtype) for shape in shapes]
-        products = [table for matrix, table in zip(adaptable, sizing, strict=True) if not matrix.looked_up]
+        # A table for each matrix, or for all experts of a stack.
+        groups = [list(of_one) for _, of_one in groupby(range(len(matrices)), lambda i: _table_key(matrices[i]))]
+        groups = [numbers for numbers in groups if matrices[numbers[0]].weight is not None]
+        firsts = [matrices[numbers[0]] for numbers in groups]
+        self._table_of = {number: table for table, numbers in enumerate(groups) for number in numbers}
+
+        def new_table(matrix: NamedMatrix, num_slots: int) -> AdapterTable | ExpertsAdapterTable:
+            shape = _shape(matrix, lora)
+            if matrix.expert is None:
+                return backend.adapter_table(shape, num_slots, dtype)
+            num_experts = cast(ExpertsWeight, matrix.weight).num_experts
+            return backend.experts_adapter_table(shape, num_experts, num_slots, dtype)
+
+        sizing = [new_table(matrix, 1) for matrix in firsts]
+        products = [
+            table for matrix, table in zip(firsts, sizing, strict=True)
+            if not matrix.looked_up and any(self._map.is_open(name) for m in matrix.modules for name in m.names)
+        ]  # fmt: skip
 
         # Plans are about pages that all workers have.
         least = team.largest(max((table.least_page_bytes() for table in sizing), default=1))
@@ -101,10 +119,13 @@ class AdapterStore:
         self.num_pages = team.largest(num_pages)
         self.num_slots = min(self.num_pages, _MAX_SLOTS)
         self._arena: Array = backend.allocate_arena(self.num_pages * self.page_bytes)
-        self._tables = [backend.adapter_table(shape, self.num_slots, dtype) for shape in shapes]
-        for matrix, table in zip(adaptable, self._tables, strict=True):
-            adapt = ops.adapt_lookup if matrix.looked_up else ops.adapt
+        self._tables = [new_table(matrix, self.num_slots) for matrix in firsts]
+        for matrix, table in zip(firsts, self._tables, strict=True):
+            adapt: Any = ops.adapt_lookup if matrix.looked_up else ops.adapt
+            if matrix.expert is not None:
+                adapt = ops.adapt_experts
             adapt(matrix.weight, table)
+        self._experts = [matrix.expert for matrix in matrices]
         self._on_host: dict[str, HostAdapter] = {}
         self._reader = ThreadPoolExecutor(1, "adapters")
 
@@ -160,10 +181,17 @@ class AdapterStore:
             if files.config is None:
                 modules = read_gguf_adapter(files.weights, self._config.model.checkpoint.config, self._lora.max_rank)
             else:
-                modules = read_peft(files, self._lora.max_rank)
-            packed = []
+                modules = read_peft(files, self._lora.max_rank, self._map.parameters_of)
+            by_table: dict[int, Any] = {}
             for number, factors in self._map.factors(files.weights, modules, self._base_weights).items():
-                packed.append((number, self._tables[number].pack(factors, self.page_bytes)))
+                table, expert = self._table_of[number], self._experts[number]
+                if expert is None:
+                    by_table[table] = factors
+                else:
+                    by_table.setdefault(table, {})[expert] = factors
+            packed = []
+            for number, found in by_table.items():
+                packed.append((number, self._tables[number].pack(found, self.page_bytes)))
         finally:
             _check_unchanged(files, source)  # or what was read, or found wrong, may be in others that took their place
         # Where a tied matrix is replaced the embedding and the output have the same pieces.
@@ -211,6 +239,11 @@ def _check_unchanged(files: AdapterFiles, source: AdapterSource) -> None:
             raise LoadError("its files have changed since it was asked for; ask again.")
     except OSError as e:
         raise LoadError(f"cannot read {e.filename}: {e.strerror}.") from None
+
+
+def _table_key(matrix: NamedMatrix) -> tuple[Any, ...]:
+    """Neighbours of one key have a table together."""
+    return id(matrix.weight), matrix.looked_up, matrix.expert is None
 
 
 def _shape(matrix: NamedMatrix, config: LoRAConfig) -> FactorShape:

@@ -92,7 +92,7 @@ class Worker:
         if adapted is not None:
             from octavo.execution.adapter_store import AdapterStore
 
-            others = set() if team.seat.num_stages == 1 else adaptable_modules(description)
+            others = adaptable_modules(description) if team.seat.num_stages > 1 else []
             self.adapters = AdapterStore(model.matrices, adapted, config, device, team, others)
             runner_adapters = RunnerAdapters(adapted, self.adapters)
             phases.end("adapter memory")

@@ -7,8 +7,8 @@ one that it finds. They are read and packed expert by expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from octavo.errors import ConfigError, LoadError
 from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.norm import Norm, NormDescription
-from octavo.layers.parameters import Parameters
+from octavo.layers.parameters import Module, NamedMatrix, Parameters, StackedModule
 from octavo.layers.product import SharedProduct
 from octavo.layers.share import WHOLE, Share
 from octavo.loading.weights import Weights, floats
@@ -36,14 +36,19 @@ class ExpertNames:
     is_down_transposed: bool = False
     is_interleaved: bool = False  # gate and up of one tensor alternate
     is_flat: bool = False  # tensors of all experts are [experts * N, K]
+    confuses_peft: bool = False  # [experts, K, N], which PEFT is not told, so that it takes inputs for outputs
 
 
 def one_by_one(gate: str, up: str, down: str) -> ExpertNames:
     return ExpertNames((f"{gate}.weight", f"{up}.weight"), f"{down}.weight")
 
 
-def stacked(gate_up: str, down: str, *, is_transposed: bool = False, is_interleaved: bool = False) -> ExpertNames:
-    return ExpertNames((gate_up,), down, is_transposed, is_transposed, is_interleaved)
+def stacked(
+    gate_up: str, down: str, *, is_transposed: bool = False, is_interleaved: bool = False, confuses_peft: bool = False
+) -> ExpertNames:
+    return ExpertNames(
+        (gate_up,), down, is_transposed, is_transposed, is_interleaved, confuses_peft=confuses_peft
+    )  # fmt: skip
 
 
 # As most checkpoints have them; as transformers 5 holds them in memory; as GGUF files do.
@@ -151,6 +156,10 @@ class Experts:
         # The choice hangs on small differences: a router stays in floats where other matrices are quantized at load.
         bias = weights.take(f"{router}.bias", (num,)) if description.router_bias else None
         self._router = self._ops.pack_linear([floats(weights.take(f"{router}.weight", (num, hidden_size)))], bias)
+        own_bias = None if bias is None else np.asarray(bias, np.float32)
+        aliases = tuple(f"{prefix}{name}" for name in (*description.router_names, "mlp.gate"))
+        of_router = Module(router, num, None, None, own_bias, aliases=aliases)
+        parameters.matrices.append(NamedMatrix(self._router, hidden_size, False, (of_router,)))
         self._correction: Array | None = None
         if description.correction_names:
             name = _first(weights, prefix, description.correction_names)
@@ -251,6 +260,10 @@ class _GatedExpert:
         )  # fmt: skip
         down = parameters.ending(f"{prefix}{shared.down_name}", hidden_size, len(own), False, share)
         self._up, self._down = self._ops.stack_experts([up], 1), self._ops.stack_experts([down], 1)
+        of_up, of_down = parameters.matrices[-2:]
+        parameters.matrices[-2:] = [
+            replace(of_up, weight=self._up, expert=0), replace(of_down, weight=self._down, expert=0)
+        ]  # fmt: skip
 
     def forward(self, hidden: Array) -> Array:
         ids, weights = self._ops.route(self._ops.linear(hidden, self._gate, "float32"), self._ROUTING)
@@ -322,4 +335,41 @@ def _stacks(
             if "{}" in name:
                 weights.pass_over(f"{prefix}{name.format(e)}")
     parameters.num_matrix_bytes += sum(stack.num_bytes for stack in stacks)
+    parameters.expert_matrices.append(lambda: _named(description, hidden_size, prefix, known, stacks))
     return stacks
+
+
+def _named(
+    description: ExpertsDescription, hidden_size: int, prefix: str, known: Sequence[ExpertNames],
+    stacks: tuple[ExpertsWeight, ExpertsWeight],
+) -> Iterator[NamedMatrix]:  # fmt: skip
+    """What adapters may change, by the names that a checkpoint, transformers or a GGUF file may have for it."""
+    size, own = description.intermediate_size, description.own
+    halves = 2 if description.gated else 1
+    for half_of_layer, stack in enumerate(stacks):
+        for e in range(description.num_experts):
+            names: list[list[str]] = [[] for _ in range(1 if half_of_layer else halves)]
+            parts: list[dict[str, StackedModule]] = [{} for _ in names]
+            for way in (*known, *EXPERT_NAMES):
+                tensors = (way.down,) if half_of_layer else way.gate_up[-halves:]
+                for i in range(len(names)):
+                    fused = len(tensors) < len(names)
+                    name = f"{prefix}{tensors[0 if fused else i]}".removesuffix(".weight")
+                    rows = slice(None)
+                    if fused:
+                        rows = slice(i, None, 2) if way.is_interleaved else slice(i * size, (i + 1) * size)
+                    if "{}" in name:
+                        names[i].append(name.format(e))
+                    elif not way.is_flat:
+                        parts[i].setdefault(name, StackedModule(name, e, rows, way.confuses_peft))
+            rows_of_module, inputs = (hidden_size, size) if half_of_layer else (size, hidden_size)
+            modules = tuple(
+                Module(own_names[0], rows_of_module, None, None, None, aliases=tuple(own_names[1:]),
+                       stacked=tuple(stacked.values()))
+                for own_names, stacked in zip(names, parts, strict=True)
+            )  # fmt: skip
+            is_own = e in own
+            yield NamedMatrix(
+                stack if is_own else None, inputs, len(modules) == 2, modules,
+                expert=e - own.start if is_own else None,
+            )  # fmt: skip

@@ -6,7 +6,7 @@ layer, so that a checkpoint is never in memory twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,8 +17,18 @@ from numpy.typing import NDArray
 from octavo.layers.rotary import QueryGrowth, RopeConfig, distance_buckets, identity_table, rotary_table
 from octavo.layers.share import Share
 from octavo.loading.weights import Weights
-from octavo.ops import BIAS_PADDING, Array, LinearWeight, Ops
+from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops
 from octavo.quantization import take_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StackedModule:
+    """Where a module is in a tensor of all experts."""
+
+    name: str  # of the tensor
+    expert: int
+    rows: slice  # of this expert's
+    is_turned: bool = False  # PEFT takes its inputs for its outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,12 @@ class Module:
     order: NDArray[np.intp] | None  # [num_out] rows that are taken, in this order; None: all as they are
     bias: NDArray[np.float32] | None  # [num_out] as it is packed
     is_transposed: bool = False  # it is stored [inputs, outputs]
+    aliases: tuple[str, ...] = ()  # other names that adapters may have for it
+    stacked: tuple[StackedModule, ...] = ()  # and tensors that they may have it in
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
     @property
     def num_out(self) -> int:
@@ -42,13 +58,14 @@ class Module:
 class NamedMatrix:
     """A packed matrix, and the modules whose outputs lie side by side in it."""
 
-    weight: LinearWeight
+    weight: LinearWeight | ExpertsWeight | None  # None: it is another worker's
     num_in: int
     gated: bool
     modules: tuple[Module, ...]
     part: tuple[int, int] = (0, 1)  # of the inputs that the checkpoint's matrices read: which of how many
     replaceable: bool = False  # adapters may bring another, of a single module
     looked_up: bool = False  # it is no product: its rows are taken by token
+    expert: int | None = None  # of the stack that `weight` is
 
     @property
     def columns(self) -> slice:
@@ -63,6 +80,8 @@ class Parameters:
         self.weights, self.ops, self.max_positions, self.dtype = weights, ops, max_positions, dtype
         self.num_matrix_bytes = 0  # of packed matrices
         self.matrices: list[NamedMatrix] = []  # that `linear` has packed
+        # Those of each layer's experts, which are many: named when somebody asks.
+        self.expert_matrices: list[Callable[[], Iterator[NamedMatrix]]] = []
         self._tables: dict[tuple[object, ...], Array] = {}  # made once for all layers of the same settings
 
     def array(self, name: str, shape: tuple[int, ...]) -> Array:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import LoadError
-from octavo.layers.parameters import Module, NamedMatrix
+from octavo.layers.parameters import Module, NamedMatrix, StackedModule
 from octavo.lora.peft import ModuleAdapter
 from octavo.ops import Factors, LowRank, Whole
 
+# What files and transformers name differently.
+_SHARED = dict.fromkeys(("shared_expert", "shared_mlp"), "shared_experts")
 # Under which classes of transformers have what others have at the top.
 _OUTER = ("base_model", "model", "transformer", "language_model", "gpt_neox", "backbone", "decoder")
+
+# Of all experts' gates and ups in GGUF files, and in transformers, which has both in one.
+_HALVES, _BOTH = ("gate_proj", "up_proj"), "gate_up_proj"
 
 # The base weights [N, K] of a module as float32, in the checkpoint's order of rows.
 BaseWeights = Callable[[NamedMatrix, Module], NDArray[np.float32]]
@@ -22,7 +27,7 @@ BaseWeights = Callable[[NamedMatrix, Module], NDArray[np.float32]]
 
 def plain_name(name: str) -> str:
     """A module's name without what merely says which class it is in."""
-    parts = name.split(".")
+    parts = [_SHARED.get(part, part) for part in name.split(".")]
     while len(parts) > 1 and parts[0] in _OUTER:
         parts = parts[1:]
     return ".".join(parts)
@@ -32,27 +37,51 @@ class ModuleMap:
     """The modules of a model that adapters may change, by name."""
 
     def __init__(
-        self, matrices: Sequence[NamedMatrix], suffixes: Sequence[str] | None, others: Collection[str] = ()
+        self,
+        matrices: Sequence[NamedMatrix],
+        suffixes: Sequence[str] | None,
+        max_rank: int,
+        others: Collection[str] = (),
     ) -> None:
         """`suffixes` are ends of the names of the modules that may be changed; None: all. `others` are modules that may
-        be changed too, by other workers."""
+        be changed too, by other workers, as are matrices without weights."""
         self.matrices = matrices
         self._suffixes = suffixes
+        self._max_rank = max_rank
         self._others = {plain_name(name) for name in others}
         # Matrix, module of it: several where each reads a part of the inputs.
         self._places: dict[str, list[tuple[int, int]]] = {}
+        self._stacked: dict[str, list[tuple[int, int, StackedModule]]] = {}  # by name of a tensor of all experts
         for i, matrix in enumerate(matrices):
             for j, module in enumerate(matrix.modules):
-                self._places.setdefault(plain_name(module.name), []).append((i, j))
+                for name in dict.fromkeys(map(plain_name, module.names)):
+                    self._places.setdefault(name, []).append((i, j))
+                for part in module.stacked:
+                    self._stacked.setdefault(plain_name(part.name), []).append((i, j, part))
+        # What is in a module of the name, in the order of its parameters.
+        self._parameters: dict[str, list[str]] = {}
+        for name in dict.fromkeys((*self._stacked, *map(plain_name, others))):
+            owner, _, parameter = name.rpartition(".")
+            self._parameters.setdefault(owner, []).append(parameter)
 
     def is_open(self, name: str) -> bool:
         """Whether --lora-target-modules lets adapters change a module."""
         return self._suffixes is None or any(name == s or name.endswith(f".{s}") for s in self._suffixes)
 
+    def parameters_of(self, owner: str) -> list[str]:
+        """Names of tensors of all experts in a module of transformers."""
+        names = self._parameters.get(plain_name(owner), [])
+        return [name for name in names if name not in _HALVES or _BOTH not in names]
+
     def factors(self, path: str, modules: Mapping[str, ModuleAdapter], base_weights: BaseWeights) -> dict[int, Factors]:
         """By number of the matrix. Raises `LoadError`, with the tensor's name, for what does not fit the model."""
         found: dict[int, list[ModuleAdapter | None]] = {}
+        for adapter, (i, j) in self._of_experts(path, modules):
+            if self._is_here(i):
+                found.setdefault(i, [None] * len(self.matrices[i].modules))[j] = adapter
         for name, adapter in modules.items():
+            if plain_name(name) in self._stacked and adapter.num_experts is not None:
+                continue
             tensor = next(iter(adapter.tensors.values()))
             places = self._places.get(plain_name(name), [])
             if not places and plain_name(name) in self._others:
@@ -68,16 +97,68 @@ class ModuleMap:
                     f"may change; those are {self._examples()}."
                 )
             if not self.is_open(name):
-                raise LoadError(
-                    f"{path}: tensor {tensor} is of module {name}, and --lora-target-modules lets adapters change "
-                    f"{', '.join(self._suffixes or ())}."
-                )
+                raise LoadError(self._closed(path, tensor, name))
             for i, j in places:
                 matrix = self.matrices[i]
                 _check_kind(path, adapter, matrix)
                 _check_shapes(path, adapter, matrix.modules[j], matrix.num_in * matrix.part[1])
-                found.setdefault(i, [None] * len(matrix.modules))[j] = adapter
-        return {number: _factors(self.matrices[number], adapters, base_weights) for number, adapters in found.items()}
+                of_matrix = found.setdefault(i, [None] * len(matrix.modules))
+                if of_matrix[j] is not None:
+                    raise LoadError(f"{path}: tensor {tensor} is of {name}, which the adapter changes twice.")
+                of_matrix[j] = adapter
+        return {
+            number: _factors(self.matrices[number], adapters, base_weights)
+            for number, adapters in found.items()
+            if self._is_here(number)
+        }
+
+    def _is_here(self, number: int) -> bool:
+        return self.matrices[number].weight is not None
+
+    def _of_experts(
+        self, path: str, modules: Mapping[str, ModuleAdapter]
+    ) -> Iterator[tuple[ModuleAdapter, tuple[int, int]]]:
+        """Adapters of tensors of all experts, cut into those of their modules. PEFT has A [experts * r, K], expert by
+        expert, and B [N, r * experts], where the experts' columns take turns."""
+        for name, adapter in modules.items():
+            places = self._stacked.get(plain_name(name), [])
+            if adapter.num_experts is None or not places:
+                continue
+            assert adapter.a is not None and adapter.b is not None
+            tensors = adapter.tensors
+            if not self.is_open(name):
+                raise LoadError(self._closed(path, tensors["a"], name))
+            matrix, experts = self.matrices[places[0][0]], 1 + max(part.expert for _, _, part in places)
+            if adapter.num_experts != experts:
+                raise LoadError(
+                    f"{path}: tensor {tensors['a']} is of {adapter.num_experts} experts, and the model has {experts}."
+                )
+            num_out = sum(matrix.modules[j].num_stored for j in {j for _, j, _ in places})
+            rank = adapter.a.shape[0] // experts
+            if rank > self._max_rank * len({j for _, j, _ in places}):
+                raise LoadError(
+                    f"{path}: {tensors['a']} has rank {rank} for each expert, and --max-lora-rank is {self._max_rank}."
+                )
+            a = adapter.a.reshape(experts, rank, -1)
+            b = np.ascontiguousarray(adapter.b.reshape(-1, rank, experts).transpose(2, 0, 1))
+            is_turned = places[0][2].is_turned
+            wanted = (matrix.num_in, num_out)[:: -1 if is_turned else 1]
+            for part, size, there in (("a", wanted[0], a.shape[2]), ("b", wanted[1], b.shape[1])):
+                if size != there:
+                    shape = [*adapter.a.shape] if part == "a" else [*adapter.b.shape]
+                    takes = f"[{experts} r, {size}]" if part == "a" else f"[{size}, {experts} r]"
+                    raise LoadError(f"{path}: tensor {tensors[part]} is {shape}, and the model's experts take {takes}.")
+            for i, j, stacked in places:
+                of_a, of_b = a[stacked.expert], b[stacked.expert]
+                if is_turned:
+                    of_a, of_b = of_b.T, of_a.T
+                yield ModuleAdapter(of_a, of_b[stacked.rows], tensors=tensors), (i, j)
+
+    def _closed(self, path: str, tensor: str, name: str) -> str:
+        return (
+            f"{path}: tensor {tensor} is of module {name}, and --lora-target-modules lets adapters change "
+            f"{', '.join(self._suffixes or ())}."
+        )
 
     def _examples(self) -> str:
         """The kinds of modules that there are."""
@@ -89,6 +170,10 @@ def _check_kind(path: str, adapter: ModuleAdapter, matrix: NamedMatrix) -> None:
     wrong = {"a", "b"} if adapter.is_embedding != matrix.looked_up else set()
     if matrix.looked_up:
         wrong |= {"b_bias", "bias", "magnitude"}
+    if matrix.expert is not None:
+        for part in ("magnitude", "bias"):
+            if part in adapter.tensors:
+                raise LoadError(f"{path}: tensor {adapter.tensors[part]} is of an expert, which is not built.")
     for part, tensor in adapter.tensors.items():
         if part in wrong:
             kind = "an embedding" if matrix.looked_up else "no embedding"
@@ -123,7 +208,8 @@ def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base
         if found.whole is not None:
             low_rank = Whole(_ordered(found.whole, module))
         if found.a is not None and found.b is not None:
-            low_rank = LowRank(found.a[:, matrix.columns], _ordered(found.b, module))
+            a = found.a if matrix.part[1] == 1 else found.a[:, matrix.columns]
+            low_rank = LowRank(a, _ordered(found.b, module))
         projections.append(low_rank)
         scale = np.ones(module.num_stored, np.float32)
         if found.magnitude is not None:

@@ -6,11 +6,22 @@ has a table of factors takes them in. Everything else is the backend's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from octavo.ops import AdapterOps, AdapterTable, Array, Expand, ExpertsWeight, LinearWeight, Lookup, Ops
+from octavo.ops import (
+    AdapterOps,
+    AdapterTable,
+    Array,
+    Expand,
+    ExpandExperts,
+    ExpertsAdapterTable,
+    ExpertsWeight,
+    LinearWeight,
+    Lookup,
+    Ops,
+)
 
 
 class AdaptedOps:
@@ -20,8 +31,8 @@ class AdaptedOps:
         self.backend = self._ops = ops
         self._tables: dict[int, AdapterTable] = {}  # by id of the matrix, which `_matrices` keeps alive
         self._lookups: dict[int, AdapterTable] = {}  # likewise
-        self._matrices: list[LinearWeight] = []
-        self._stacked: set[int] = set()
+        self._stacks: dict[int, ExpertsAdapterTable] = {}  # likewise
+        self._matrices: list[LinearWeight | ExpertsWeight] = []
         self._slots: Array | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -51,18 +62,21 @@ class AdaptedOps:
         self._matrices.append(weight)
         self._lookups[id(weight)] = table
 
-    def is_stacked(self, weight: LinearWeight) -> bool:
-        """Whether the matrix has become part of a stack of experts."""
-        return id(weight) in self._stacked
+    def adapt_experts(self, stack: ExpertsWeight, table: ExpertsAdapterTable) -> None:
+        """From here on products with the experts of `stack` add what the table has."""
+        self._matrices.append(stack)
+        self._stacks[id(stack)] = table
 
-    def stack_experts(self, experts: Iterable[LinearWeight], num_experts: int) -> ExpertsWeight:
-        def seen() -> Iterator[LinearWeight]:
-            for expert in experts:
-                self._stacked.add(id(expert))
-                self._matrices.append(expert)
-                yield expert
-
-        return self._ops.stack_experts(seen(), num_experts)
+    def experts(
+        self, x: Array, ids: Array, weights: Array, gate_up: ExpertsWeight, down: ExpertsWeight,
+        activation: str = "silu", clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
+        first_expert: int = 0,
+    ) -> Array:  # fmt: skip
+        tables = self._stacks.get(id(gate_up)), self._stacks.get(id(down))
+        expand = None
+        if self._slots is not None and tables != (None, None):
+            expand = ExpandExperts(self._slots, *tables)
+        return self._ops.experts(x, ids, weights, gate_up, down, activation, clamp, scales_inputs, first_expert, expand)
 
     def embedding(
         self, token_ids: Array, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0

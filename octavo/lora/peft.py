@@ -7,7 +7,7 @@ alpha / r or, with rsLoRA (Kalajdzievski 2023), by alpha / sqrt(r); magnitudes [
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ _EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in"})
 _NOT_BUILT: dict[str, tuple[object, ...]] = {
     "alora_invocation_tokens": (None,),
     "layer_replication": (None, []),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
     "use_qalora": (None, False),
     "use_bdlora": (None, False),
@@ -55,10 +54,14 @@ class ModuleAdapter:
     magnitude: NDArray[np.float32] | None = None  # [N], of DoRA
     tensors: dict[str, str] = field(default_factory=dict)  # the names in the file, by field, for messages
     is_embedding: bool = False  # its factors are of rows that are looked up
+    num_experts: int | None = None  # whose factors are together: [experts * r, K] and [N, r * experts]
 
 
-def read_peft(files: AdapterFiles, max_rank: int) -> dict[str, ModuleAdapter]:
-    """By module of the model, as transformers names them. Raises `LoadError`, with the tensor's name."""
+def read_peft(
+    files: AdapterFiles, max_rank: int, parameters_of: Callable[[str], list[str]]
+) -> dict[str, ModuleAdapter]:
+    """By module of the model, or tensor of all experts, as transformers names them. `parameters_of` gives the names of
+    such tensors in a module, in the model's order. Raises `LoadError`, with the tensor's name."""
     assert files.config is not None
     config = read_config(files.config)
     _check_config(files.config, config)
@@ -91,11 +94,55 @@ def read_peft(files: AdapterFiles, max_rank: int) -> dict[str, ModuleAdapter]:
         name: ModulePatterns(f"{files.config}: {name}", config.get(name) or {})
         for name in ("rank_pattern", "alpha_pattern")
     }
+    targets = config.get("target_parameters") or []
+    if targets:
+        modules = _by_parameter(files.weights, modules, targets, parameters_of)
     for module, adapter in modules.items():
-        rank = patterns["rank_pattern"].value(module, config.get("r", 8))
-        alpha = patterns["alpha_pattern"].value(module, config.get("lora_alpha", 8))
+        is_target = any(f".{module}.weight".endswith(f".{target}") for target in targets)
+        key = f"{module}.weight" if is_target else module  # which PEFT calls a parameter then
+        rank = patterns["rank_pattern"].value(key, config.get("r", 8))
+        alpha = patterns["alpha_pattern"].value(key, config.get("lora_alpha", 8))
         _finish(files.weights, config, module, adapter, rank, alpha, max_rank)
     return modules
+
+
+def _by_parameter(
+    path: str, modules: Mapping[str, ModuleAdapter], targets: Sequence[str], parameters_of: Callable[[str], list[str]]
+) -> dict[str, ModuleAdapter]:
+    """Adapters of tensors of all experts by the names of these. PEFT wraps a module once for each of its tensors that
+    `targets` name, in the model's order, so that the last has the module's name and those before are a base_layer."""
+    found: dict[str, ModuleAdapter] = {}
+    wrapped: dict[str, list[str]] = {}
+    for module, adapter in modules.items():
+        owner = module
+        while owner.endswith(".base_layer"):
+            owner = owner.removesuffix(".base_layer")
+        if any(_is_target(f"{owner}.{parameter}", targets) for parameter in parameters_of(owner)):
+            wrapped.setdefault(owner, []).append(module)
+        else:
+            found[module] = adapter
+    for owner, layers in wrapped.items():
+        parameters = [p for p in parameters_of(owner) if _is_target(f"{owner}.{p}", targets)]
+        layers.sort(key=len, reverse=True)
+        wanted = [owner + ".base_layer" * depth for depth in reversed(range(len(parameters)))]
+        if layers != wanted:
+            tensor = next(iter(modules[layers[0]].tensors.values()))
+            raise LoadError(
+                f"{path}: tensor {tensor} is one of {len(layers)} layers around {owner}, and target_parameters names "
+                f"{len(parameters)} of its tensors: {', '.join(parameters)}."
+            )
+        for parameter, layer in zip(parameters, layers, strict=True):
+            adapter = modules[layer]
+            for part, tensor in adapter.tensors.items():
+                if part not in ("a", "b"):
+                    raise LoadError(f"{path}: tensor {tensor} is of experts, which have lora_A and lora_B alone.")
+            adapter.num_experts = 1  # or more, which the ranks tell
+            found[f"{owner}.{parameter}"] = adapter
+    return found
+
+
+def _is_target(name: str, targets: Sequence[str]) -> bool:
+    return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 def _check_config(path: str, config: Mapping[str, Any]) -> None:
@@ -109,6 +156,9 @@ def _check_config(path: str, config: Mapping[str, Any]) -> None:
         value = config.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
             raise LoadError(f"{path}: {name} must be a positive number, got {str(value)[:40]!r}.")
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise LoadError(f"{path}: target_parameters must be a list of names.")
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(name) or {}, dict):
             raise LoadError(f"{path}: {name} must be an object.")
@@ -168,16 +218,23 @@ def _finish(
     a, b = adapter.a, adapter.b
     if a.ndim != 2 or b.ndim != 2 or b.shape[1] != a.shape[0]:
         raise LoadError(f"{path}: {names['a']} {a.shape} and {names['b']} {b.shape} do not fit each other.")
-    if a.shape[0] != rank or rank < 1:
+    if adapter.num_experts is not None:
+        experts, rest = divmod(a.shape[0], rank) if isinstance(rank, int) and rank > 0 else (0, 1)
+        if rest or not experts:
+            raise LoadError(f"{path}: {names['a']} has {a.shape[0]} rows, and the configuration says rank {rank}.")
+        adapter.num_experts = experts
+    elif a.shape[0] != rank or rank < 1:
         raise LoadError(f"{path}: {names['a']} has rank {a.shape[0]}, and the configuration says {str(rank)[:40]}.")
-    if a.shape[0] > max_rank:
+    if adapter.num_experts is None and a.shape[0] > max_rank:
         raise LoadError(f"{path}: {names['a']} has rank {a.shape[0]}, and --max-lora-rank is {max_rank}.")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e9:
         raise LoadError(f"{path}: the alpha of {module} must be a positive number, got {str(alpha)[:40]!r}.")
-    scale = alpha / (math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0])
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     adapter.b = b * np.float32(scale)
     if adapter.added is not None:
         adapter.added = adapter.added * np.float32(scale)
+    if adapter.num_experts is not None:
+        return
     if (adapter.magnitude is not None) != bool(config.get("use_dora")):
         has = "has" if adapter.magnitude is not None else "lacks"
         raise LoadError(f"{path} {has} a lora_magnitude_vector for {module}, against use_dora in the configuration.")

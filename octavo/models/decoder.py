@@ -270,14 +270,18 @@ class Decoder:
         if not has_other_readers and (ends_float32 or not is_last) and blocks_read_float32:
             self.stream_dtype = "float32"
         self._num_weight_bytes = parameters.num_matrix_bytes
-        self.matrices = tuple(self._adaptable(parameters.matrices))
+        self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
         # Told of each layer's number and what enters it [T, H], in order: heads that guess tokens look on.
         self.watch: Callable[[int, Array], None] | None = None
 
-    def _adaptable(self, matrices: Sequence[NamedMatrix]) -> Iterator[NamedMatrix]:
+    @property
+    def matrices(self) -> tuple[NamedMatrix, ...]:
         """What adapters may change. A tied matrix is two to them, the embedding and the output."""
+        return (*self._adaptable(), *(matrix for named in self._expert_matrices for matrix in named()))
+
+    def _adaptable(self) -> Iterator[NamedMatrix]:
         output_name, is_tied = self.description.output_name, self.description.tie_word_embeddings
-        for matrix in matrices:
+        for matrix in self._matrices:
             if matrix.weight is self._embedding and self.description.is_first_stage:
                 yield replace(matrix, replaceable=True, looked_up=True)
             if matrix.weight is self._output:

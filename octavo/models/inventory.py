@@ -19,11 +19,14 @@ def record(description: ModelDescription, weights: RecordingWeights, builder: Bu
     builder(description, weights, cast(Ops, _NoOps()), 1, "float32")
 
 
-def adaptable_modules(description: ModelDescription) -> set[str]:
-    """Names of the checkpoint's modules whose products adapters may add to, of all stages."""
+def adaptable_modules(description: ModelDescription) -> list[str]:
+    """Names of the checkpoint's modules whose products adapters may add to, of all stages and workers, and of tensors
+    of all experts in which they are."""
     whole = replace(description, own_layers=None)
     model = build(whole, RecordingWeights("float32"), cast(Ops, _NoOps()), 1, "float32")
-    return {module.name for matrix in model.matrices for module in matrix.modules}
+    modules = [module for matrix in model.matrices for module in matrix.modules]
+    names = (name for module in modules for name in (*module.names, *(part.name for part in module.stacked)))
+    return list(dict.fromkeys(names))
 
 
 def required_tensors(description: ModelDescription, builder: Builder = build) -> list[RecordedTensor]:

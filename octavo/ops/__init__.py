@@ -17,7 +17,7 @@ N samples, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 
@@ -202,6 +202,20 @@ class AdapterTable(Protocol):
     def clear(self, slot: int) -> None: ...
 
 
+class ExpertsAdapterTable(Protocol):
+    """As `AdapterTable`, of a stack of experts whose matrices are all of the shape."""
+
+    @property
+    def shape(self) -> FactorShape: ...
+    def pack(self, factors: Mapping[int, Factors], page_bytes: int) -> Any:
+        """Of some of the experts. Projections that share an A have it once."""
+
+    def least_page_bytes(self) -> int: ...
+    def largest(self, page_bytes: int) -> list[int]: ...
+    def put(self, slot: int, packed: Any, arena: Any, places: Sequence[int]) -> None: ...
+    def clear(self, slot: int) -> None: ...
+
+
 class Expand(NamedTuple):
     """The second half of what adapters add to a product, in float32 before anything is rounded."""
 
@@ -215,6 +229,14 @@ class Lookup(NamedTuple):
 
     table: Any  # `AdapterTable`
     slots: Any  # [T] int32: the slot of each row's adapter, or -1
+
+
+class ExpandExperts(NamedTuple):
+    """What adapters add to the products of experts, to each in float32 before anything is rounded."""
+
+    slots: Any  # [T] int32: the slot of each token's adapter, or -1
+    gate_up: Any  # `ExpertsAdapterTable`, or None
+    down: Any
 
 
 A = TypeVar("A")  # the arrays of a backend
@@ -539,6 +561,10 @@ class AdapterOpsOver(OpsOver[A], Protocol[A]):
     def adapter_table(self, shape: FactorShape, num_slots: int, dtype: str) -> AdapterTable:
         """An empty table of factors that are held in `dtype`."""
 
+    def experts_adapter_table(
+        self, shape: FactorShape, num_experts: int, num_slots: int, dtype: str
+    ) -> ExpertsAdapterTable: ...
+
     def shrink(self, x: A, table: AdapterTable, slots: A) -> A:
         """x [T, K], as products take it, times the first factors of each row's adapter: [T, R] in the table's dtype,
         where `slots` [T] int32 are not -1. Rows of an adapter are multiplied together. Of one that replaces the matrix
@@ -547,6 +573,12 @@ class AdapterOpsOver(OpsOver[A], Protocol[A]):
     def embedding(
         self, token_ids: A, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0,
         adapted: Lookup | None = None,
+    ) -> A: ...  # fmt: skip
+
+    def experts(
+        self, x: A, ids: A, weights: A, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
+        clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0,
+        expand: ExpandExperts | None = None,
     ) -> A: ...  # fmt: skip
 
     def linear(self, x: A, weight: LinearWeight, out_dtype: str | None = None, expand: Expand | None = None) -> A: ...

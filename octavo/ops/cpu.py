@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 import octavo._cpu as _cpu
 from octavo.errors import ConfigError
 from octavo.ops import ACTIVATIONS, BIAS_PADDING, PARAMETRIC_ACTIVATIONS, Expand, LayerKVCache, LinearWeight, Lookup
-from octavo.ops.cpu_adapters import adapter_table, allocate_arena, expand_arguments, lookup_arguments, shrink
+from octavo.ops.cpu_adapters import (
+    adapter_table,
+    allocate_arena,
+    expand_arguments,
+    experts_adapter_table,
+    lookup_arguments,
+    shrink,
+)
 from octavo.ops.cpu_arrays import CACHE_CODES, CODES, DTYPES, FLOAT32, INT32, INT64, UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_cache import allocate_kv_cache, cache_code, copy_blocks, gather_blocks, scatter_blocks
 from octavo.ops.cpu_collectives import all_gather, all_reduce, join_group
@@ -43,6 +50,7 @@ from octavo.ops.cpu_recurrent import causal_conv, gated_delta, gated_recurrence,
 __all__ = [
     "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "all_gather",
     "all_reduce", "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "copy_blocks", "embedding", "experts",
+    "experts_adapter_table",
     "gated_delta", "gated_recurrence", "gather_blocks", "join_group", "latent_attention", "layer_norm", "linear",
     "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
     "normalize", "num_scan_floats", "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize",

@@ -5,7 +5,7 @@ The second half is the epilogue of the product itself (csrc/cpu/epilogue.h): `li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
-from octavo.ops import AdapterTable, Expand, Factors, FactorShape, Lookup, LowRank, Whole
+from octavo.ops import AdapterTable, Expand, ExpandExperts, Factors, FactorShape, Lookup, LowRank, Whole
 from octavo.ops.cpu_arrays import CODES, DTYPES, FLOAT32, INT32, UINT8, address, code_of, is_dense, stride
 from octavo.ops.cpu_memory import zeros
 from octavo.ops.cpu_program import check_inputs, empty
@@ -24,6 +24,7 @@ _FACTORS = np.dtype([
     ("rank", "i4"), ("replaces", "i4"),
 ])  # fmt: skip
 _LANE = np.dtype(np.uint32)  # one float32, or two bfloat16 that are neighbours
+_ALIGNMENT = 64
 _PANEL = np.dtype([("offset", "i8"), ("first", "i4"), ("count", "i4")])
 
 
@@ -70,17 +71,24 @@ class CpuAdapterTable:
             return self._pack_whole(factors.projections[0].matrix, factors.bias, page_bytes)
         found = [(i, one if isinstance(one, LowRank) else None) for i, one in enumerate(factors.projections)]
         ranks = [0 if one is None else self._padded(one.a.shape[0]) for _, one in found]
+        is_shared = len(found) > 1 and all(one is not None and _is_same(one, found[0][1]) for _, one in found)
+        if is_shared:  # fused projections: one A is all there is
+            ranks = [ranks[0], *[0] * (len(ranks) - 1)]
         starts = [0, *accumulate(ranks)]
+        assert starts[-1] <= self.width, "factors of larger ranks than the table was made for"
         a = np.zeros((starts[-1], shape.num_in), self.dtype)
         dense = np.zeros((sum(shape.widths), starts[-1]), np.float32)
         row = 0
         for (i, one), width in zip(found, shape.widths, strict=True):
             if one is not None:
-                rank = one.a.shape[0]
-                a[starts[i] : starts[i] + rank] = one.a
-                dense[row : row + width, starts[i] : starts[i] + rank] = one.b
+                rank, start = one.a.shape[0], 0 if is_shared else starts[i]
+                a[start : start + rank] = one.a
+                dense[row : row + width, start : start + rank] = one.b
             row += width
-        runs, panels = self._pack_b(dense, np.array(starts))
+        begins, ends = np.array(starts[:-1], np.intp), np.array(starts[1:], np.intp)
+        if is_shared:
+            begins, ends = np.zeros_like(begins), np.full_like(ends, starts[-1])
+        runs, panels = self._pack_b(dense, begins, ends)
         pieces: list[tuple[str, NDArray[Any]]] = []
         if len(a):
             pieces.append(("a", a if shape.looked_up else _packed_panels(a, self._step)))
@@ -177,15 +185,17 @@ class CpuAdapterTable:
     def _has_shared_panels(self) -> bool:
         return bool((self._first != self._last).any())
 
-    def _pack_b(self, dense: NDArray[np.float32], starts: NDArray[np.intp]) -> tuple[list[NDArray[Any]], NDArray[Any]]:
+    def _pack_b(
+        self, dense: NDArray[np.float32], starts: NDArray[np.intp], ends: NDArray[np.intp]
+    ) -> tuple[list[NDArray[Any]], NDArray[Any]]:
         """dense [N, R] -> panels of B, in runs [panels, elements] of equal size, and their table without places.
-        Of projection i are the columns from starts[i] to starts[i + 1]."""
+        Of projection i are the columns from starts[i] to ends[i]."""
         table = np.zeros(len(self._first), _PANEL)
-        table["first"], table["count"] = starts[self._first], starts[self._last + 1] - starts[self._first]
+        table["first"], table["count"] = starts[self._first], ends[self._last] - starts[self._first]
         outputs = self._outputs.reshape(-1, _cpu.PANEL)
         runs: list[NDArray[Any]] = []
-        ends = [*(np.flatnonzero(np.diff(table["count"])) + 1), len(table)]
-        for begin, end in pairwise([0, *ends]):
+        run_ends = [*(np.flatnonzero(np.diff(table["count"])) + 1), len(table)]
+        for begin, end in pairwise([0, *run_ends]):
             count = int(table["count"][begin])
             run = np.empty((end - begin, _cpu.PANEL, count), self.dtype)
             for first in np.unique(table["first"][begin:end]):  # gate and up take turns
@@ -209,6 +219,127 @@ def _as_lanes(panels: NDArray[Any]) -> NDArray[Any]:
     """[panels, PANEL, elements] -> [panels, elements of one], lanes of neighbouring outputs next to each other."""
     lanes = panels.view(_LANE).swapaxes(1, 2)
     return np.ascontiguousarray(lanes).reshape(len(panels), -1).view(panels.dtype)
+
+
+def _is_same(one: LowRank, other: LowRank | None) -> bool:
+    """Whether both have the very same A."""
+    return other is not None and one.a.shape == other.a.shape and np.shares_memory(one.a, other.a)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExpertFactors:
+    """One adapter's factors for a stack of experts: arrays of all of them one after the other in pieces of up to a
+    page, and of each field and expert the piece it is in, or -1, and where in it, in bytes."""
+
+    ranks: NDArray[np.int32]  # [experts]
+    owners: dict[str, NDArray[np.intp]]
+    offsets: dict[str, NDArray[np.int64]]
+    pieces: tuple[NDArray[np.uint8], ...]
+
+    @property
+    def constant(self) -> tuple[bool, ...]:
+        return (False,) * len(self.pieces)  # no two of them are equal
+
+
+class CpuExpertsTable:
+    """`ExpertsAdapterTable` in memory that the kernels read: AdapterFactors by expert and slot."""
+
+    def __init__(self, shape: FactorShape, num_experts: int, num_slots: int, dtype: str) -> None:
+        self.shape, self.num_experts, self.num_slots = shape, num_experts, num_slots
+        self._one = CpuAdapterTable(shape, 1, dtype)
+        self.width, self.dtype, self.code = self._one.width, self._one.dtype, self._one.code
+        self.factors = np.zeros((num_experts, num_slots), _FACTORS)
+
+    def pack(self, factors: Mapping[int, Factors], page_bytes: int) -> PackedExpertFactors:
+        names = ("a", "b", "panels", "scales", "bias")
+        ranks = np.zeros(self.num_experts, np.int32)
+        owners = {name: np.full(self.num_experts, -1, np.intp) for name in names}
+        offsets = {name: np.zeros(self.num_experts, np.int64) for name in names}
+        tables: dict[bytes, int] = {}  # of panels, which most experts share: numbers of their arrays
+        arrays: list[NDArray[np.uint8]] = []
+        wanted: list[tuple[str, int, int]] = []  # field, expert, number of its array
+        for e, one in factors.items():
+            packed = self._one.pack(one, 1 << 62)
+            ranks[e] = packed.rank
+            fields: dict[str, list[NDArray[np.uint8]]] = {}
+            begins = np.zeros(len(packed.pieces), np.int64)  # of each B, in elements, once they are neighbours
+            end = 0
+            for i, (name, one_piece) in enumerate(zip(packed.fields, packed.pieces, strict=True)):
+                fields.setdefault(name, []).append(one_piece)
+                if name == "b":
+                    begins[i] = end // self.dtype.itemsize
+                    end += one_piece.nbytes
+            panels = fields["panels"][0].view(_PANEL).copy()
+            panels["offset"] = np.where(panels["count"] > 0, begins[packed.owners] + packed.offsets, 0)
+            for name, of_field in fields.items():
+                number = len(arrays)
+                if name == "panels":
+                    number = tables.setdefault(panels.tobytes(), number)
+                if number == len(arrays):
+                    arrays.append(panels.view(UINT8) if name == "panels" else np.concatenate(of_field))
+                wanted.append((name, e, number))
+        in_piece, at, sizes = _filled([array.nbytes for array in arrays], page_bytes)
+        pieces = tuple(np.zeros(size, UINT8) for size in sizes)
+        for array, piece, offset in zip(arrays, in_piece, at, strict=True):
+            pieces[piece][offset : offset + array.nbytes] = array
+        for name, e, number in wanted:
+            owners[name][e], offsets[name][e] = in_piece[number], at[number]
+        return PackedExpertFactors(ranks, owners, offsets, pieces)
+
+    def least_page_bytes(self) -> int:
+        return max(self._sizes())
+
+    def largest(self, page_bytes: int) -> list[int]:
+        panels, *of_expert = self._sizes()
+        return _filled([panels, *of_expert * self.num_experts], page_bytes)[2]
+
+    def _sizes(self) -> list[int]:
+        """Bytes of the panels' table, and of an expert's A and B, whose panels may have columns of all projections."""
+        a, panels, _ = self._one._sizes()
+        return [panels, a, panels // _PANEL.itemsize * _cpu.PANEL * self.width * self.dtype.itemsize]
+
+    def put(self, slot: int, packed: PackedExpertFactors, arena: NDArray[np.uint8], places: Sequence[int]) -> None:
+        at = np.array([*places, 0], np.int64) + address(arena)
+        entries = np.zeros(self.num_experts, _FACTORS)
+        for name, owners in packed.owners.items():
+            entries[name] = np.where(owners >= 0, at[owners] + packed.offsets[name], 0)
+        entries["rank"] = packed.ranks
+        self.factors[:, slot] = entries
+
+    def clear(self, slot: int) -> None:
+        self.factors[:, slot] = np.zeros((), _FACTORS)
+
+
+def _filled(sizes: Sequence[int], page_bytes: int) -> tuple[list[int], list[int], list[int]]:
+    """Arrays of these bytes one after the other in pieces of up to a page: of each its piece and where in it, and the
+    sizes of the pieces."""
+    pieces: list[int] = []
+    offsets: list[int] = []
+    filled: list[int] = []
+    for size in sizes:
+        if not filled or filled[-1] + size > page_bytes:
+            filled.append(0)
+        pieces.append(len(filled) - 1)
+        offsets.append(filled[-1])
+        filled[-1] += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return pieces, offsets, filled
+
+
+def experts_adapter_table(shape: FactorShape, num_experts: int, num_slots: int, dtype: str) -> CpuExpertsTable:
+    return CpuExpertsTable(shape, num_experts, num_slots, dtype)
+
+
+def experts_arguments(expand: ExpandExperts | None) -> tuple[Any, ...]:
+    """The last arguments of the native products of experts."""
+    if expand is None or (expand.gate_up is None and expand.down is None):
+        return 0, 0, 0, 0, 0, 0, 0
+    tables = [expand.gate_up, expand.down]
+    found = [table for table in tables if table is not None]
+    assert all(isinstance(table, CpuExpertsTable) for table in found) and len({table.code for table in found}) == 1
+    check_inputs("experts", slots=expand.slots)
+    factors = (0 if table is None else table.factors for table in tables)
+    widths = (0 if table is None else table.width for table in tables)
+    return expand.slots, found[0].num_slots, *factors, *widths, found[0].code
 
 
 def _packed_outputs(shape: FactorShape) -> NDArray[np.intp]:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
 from octavo.errors import ConfigError
-from octavo.ops import ExpertsWeight, LinearWeight, Routing
+from octavo.ops import ExpandExperts, ExpertsWeight, LinearWeight, Routing
+from octavo.ops.cpu_adapters import experts_arguments
 from octavo.ops.cpu_arrays import FLOAT32, INT32, UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_pack import PackedWeight
 from octavo.ops.cpu_program import check_inputs, empty
@@ -85,7 +86,7 @@ def route(
 def experts(
     x: NDArray[Any], ids: NDArray[Any], weights: NDArray[Any], gate_up: ExpertsWeight, down: ExpertsWeight,
     activation: str = "silu", clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
-    first_expert: int = 0,
+    first_expert: int = 0, expand: ExpandExperts | None = None,
 ) -> NDArray[Any]:  # fmt: skip
     assert isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts)
     first, second = gate_up.weights[0], down.weights[0]
@@ -112,6 +113,6 @@ def experts(
     x_stride = stride(x) // _cpu.QBLOCK_BYTES if code == _cpu.Q8 else stride(x)
     _cpu.experts(
         x, x_stride, code, num_tokens, ids, weights, gate_up.matrices, down.matrices, first_expert, out, top_k,
-        scales_inputs, _cpu.ACTIVATIONS[kind], slope, limit,
+        scales_inputs, _cpu.ACTIVATIONS[kind], slope, limit, *experts_arguments(expand),
     )  # fmt: skip
     return out

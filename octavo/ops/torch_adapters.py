@@ -5,8 +5,8 @@ The reference computes with it directly. Kernels for GPUs are not built.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -107,6 +107,54 @@ class TorchAdapterTable:
             if factors is not None:
                 found.append(((slots == slot).nonzero()[:, 0], factors))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExpertsFactors:
+    """One adapter's factors for a stack, one expert after the other."""
+
+    experts: tuple[tuple[int, TorchFactors], ...]
+
+    @property
+    def pieces(self) -> tuple[NDArray[np.uint8], ...]:
+        return tuple(piece for _, one in self.experts for piece in one.pieces)
+
+    @property
+    def constant(self) -> tuple[bool, ...]:
+        return (True,) * len(self.pieces)
+
+
+class TorchExpertsTable:
+    """`ExpertsAdapterTable`: a table for each expert."""
+
+    def __init__(self, shape: FactorShape, num_experts: int, num_slots: int, dtype: str) -> None:
+        # Projections that share their inputs' factors may have the ranks of all of them.
+        whole = replace(shape, max_rank=shape.max_rank * len(shape.widths))
+        self.shape = shape
+        self.experts = [TorchAdapterTable(whole, num_slots, dtype) for _ in range(num_experts)]
+
+    def pack(self, factors: Mapping[int, Factors], page_bytes: int) -> TorchExpertsFactors:
+        return TorchExpertsFactors(tuple((e, self.experts[e].pack(one, page_bytes)) for e, one in factors.items()))
+
+    def least_page_bytes(self) -> int:
+        return self.experts[0].least_page_bytes()
+
+    def largest(self, page_bytes: int) -> list[int]:
+        return self.experts[0].largest(page_bytes) * len(self.experts)
+
+    def put(self, slot: int, packed: TorchExpertsFactors, arena: Tensor, places: Sequence[int]) -> None:
+        begin = 0
+        for e, one in packed.experts:
+            self.experts[e].put(slot, one, arena, places[begin : begin + len(one.pieces)])
+            begin += len(one.pieces)
+
+    def clear(self, slot: int) -> None:
+        for table in self.experts:
+            table.clear(slot)
+
+
+def experts_adapter_table(shape: FactorShape, num_experts: int, num_slots: int, dtype: str) -> TorchExpertsTable:
+    return TorchExpertsTable(shape, num_experts, num_slots, dtype)
 
 
 def allocate_arena(num_bytes: int) -> Tensor:

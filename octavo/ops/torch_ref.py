@@ -19,6 +19,7 @@ from octavo.ops import (
     NO_TOKEN,
     AdapterTable,
     Expand,
+    ExpandExperts,
     ExpertsWeight,
     LayerKVCache,
     LinearWeight,
@@ -27,9 +28,11 @@ from octavo.ops import (
 )
 from octavo.ops.torch_adapters import (
     TorchAdapterTable,
+    TorchExpertsTable,
     adapter_table,
     allocate_arena,
     expand_rows,
+    experts_adapter_table,
     looked_up,
     shrink_rows,
 )
@@ -54,7 +57,8 @@ from octavo.quantization import StoredWeight, dequantize
 
 __all__ = [
     "DenseWeight", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "allocate_arena",
-    "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts", "fake_quantize",
+    "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts",
+    "experts_adapter_table", "fake_quantize",
     "gated_delta", "gated_recurrence", "gather_blocks", "keep_tokens", "latent_attention", "layer_norm", "linear",
     "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
     "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row",
@@ -274,7 +278,15 @@ def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
     clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0,
+    expand: ExpandExperts | None = None,
 ) -> Tensor:  # fmt: skip
+    def added(table: Any, expert: int, tokens: Tensor, x: Tensor) -> Expand | None:
+        if expand is None or table is None:
+            return None
+        assert isinstance(table, TorchExpertsTable)
+        slots = expand.slots[tokens]
+        return Expand(table.experts[expert], slots, shrink(x, table.experts[expert], slots))
+
     assert isinstance(gate_up, DenseExperts) and isinstance(down, DenseExperts)
     out = torch.zeros(len(x), down.out_features, device=x.device)
     for e, (first, second) in enumerate(zip(gate_up.weights, down.weights, strict=True)):
@@ -284,7 +296,8 @@ def experts(
         scales, rows = weights[tokens, choices, None], x[tokens]
         if scales_inputs:
             rows = rows * scales if first.is_quantized else (rows * scales).to(x.dtype)
-        outputs = _product(rows, first).float()
+        what = None if expand is None else added(expand.gate_up, e, tokens, quantize(rows, first))
+        outputs = _product(rows, first, what).float()
         gate, up = outputs.chunk(2, dim=-1) if first.gated else (outputs, torch.ones_like(outputs))
         if clamp is None:
             inner = _ACTIVATIONS[activation](gate) * up
@@ -292,7 +305,9 @@ def experts(
             slope, limit = clamp
             gate = gate.clamp(max=limit)
             inner = gate * torch.sigmoid(slope * gate) * (up.clamp(-limit, limit) + 1)
-        y = _product(_rounded(inner, second.weight.dtype, second), second).float()
+        inner = _rounded(inner, second.weight.dtype, second)
+        what = None if expand is None else added(expand.down, e, tokens, quantize(inner, second))
+        y = _product(inner, second, what).float()
         out[tokens] += y if scales_inputs else scales * y
     return out
 

@@ -16,6 +16,7 @@ from octavo.lora.request import LoRARequest
 from tests.models.small_experts import ALL_MODELS
 from tests.models.small_models import VOCAB
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NUM_TOKENS = 4
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 96, "max_num_batched_tokens": 48, "block_size": 8,
@@ -60,7 +61,18 @@ CASES = [
         "embedding": {"r": 4, "target_modules": ["embed_tokens"]},
         "new embedding": {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     }),
-    Case("mixtral", {"attention": {"r": 6, "target_modules": ATTENTION}}),
+    Case("mixtral", ALL | {  # experts of which gate and up have twice the rank, and routers
+        "attention": {"r": 6, "target_modules": ATTENTION},
+        "experts": {"r": 3, "target_parameters": EXPERTS},
+        "down": {"r": 16, "target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "use_rslora": True},
+        "up": {"r": 2, "target_parameters": EXPERTS[:1], "alpha_pattern": {"gate_up_proj": 32}},
+    }),
+    Case("qwen2 moe", ALL),  # a gated expert beside the others, and a layer without any
+    Case("qwen3 moe", ALL),
+    Case("gpt-oss", {"experts": {"r": 3, "target_parameters": EXPERTS}}),
+    Case("llama 4", {"experts": {"r": 3, "target_parameters": ["gate_up_proj", "down_proj"]}}),
+    Case("granite moe", ALL),
+    Case("dots 1", ALL),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,39 @@ def random_factors(shape: FactorShape, seed: int) -> Factors:
 def filled_table(ops: OverTensors, shape: FactorShape, num_slots: int, dtype: Any, seed: int) -> Any:
     """A table whose slots all have factors, but for the last, and the arena that these lie in."""
     table = ops.module.adapter_table(shape, num_slots, dtype_name(dtype))
-    page_bytes = table.least_page_bytes()
-    packed = [table.pack(random_factors(shape, seed + slot), page_bytes) for slot in range(num_slots - 1)]
+    return table, fill(ops, table, num_slots, [random_factors(shape, seed + slot) for slot in range(num_slots - 1)])
+
+
+def filled_experts(
+    ops: OverTensors, shape: FactorShape, num_experts: int, num_slots: int, dtype: Any, seed: int
+) -> tuple[Any, Any]:
+    """Likewise a table of experts, of which some have no factors, and some projections that share an A."""
+    table = ops.module.experts_adapter_table(shape, num_experts, num_slots, dtype_name(dtype))
+    generator = np.random.default_rng(seed)
+
+    def of_expert(number: int) -> Factors:
+        if number % 3 or len(shape.widths) == 1:
+            return random_factors(shape, number)
+        rank = shape.max_rank * len(shape.widths)
+        a = generator.standard_normal((rank, shape.num_in), np.float32)
+        bs = (generator.standard_normal((width, rank), np.float32) for width in shape.widths)
+        return Factors(tuple(LowRank(a, b) for b in bs))
+
+    adapters = [
+        {e: of_expert(seed + slot + e) for e in range(num_experts) if (e + slot) % 4} for slot in range(num_slots - 1)
+    ]
+    return table, fill(ops, table, num_slots, adapters)
+
+
+def fill(ops: OverTensors, table: Any, num_slots: int, adapters: Sequence[Any]) -> Any:
+    """-> the arena that holds them."""
+    page_bytes, shape = table.least_page_bytes(), table.shape
+    packed = [table.pack(factors, page_bytes) for factors in adapters]
     arena = np.zeros(sum(piece.nbytes + 128 for one in packed for piece in one.pieces) + 64, np.uint8)
     end = 0
     for slot, one in enumerate(packed):
         assert max(piece.nbytes for piece in one.pieces) <= page_bytes
-        if not shape.replaceable:
+        if not shape.replaceable and isinstance(adapters[0], Factors):
             assert sum(piece.nbytes for piece in one.pieces) <= sum(table.largest(page_bytes))
         places = []
         for piece in one.pieces:
@@ -47,4 +74,4 @@ def filled_table(ops: OverTensors, shape: FactorShape, num_slots: int, dtype: An
             places.append(end)
             end += -(-piece.nbytes // 64) * 64 + 64
         table.put(slot, one, ops.arena(arena), places)
-    return table, arena
+    return arena

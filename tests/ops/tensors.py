@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops import Expand, LayerKVCache, Lookup
+from octavo.ops import Expand, ExpandExperts, LayerKVCache, Lookup
 from octavo.ops import torch_ref as reference_backend
 from octavo.ops.torch_arrays import to_torch
 from octavo.quantization import StoredWeight
@@ -78,7 +78,7 @@ class OverTensors:
             return replace(x, key=to_numpy(x.key), value=to_numpy(x.value))
         if isinstance(x, (list, tuple)):
             entries = [self._given(entry) for entry in x]
-            return x._make(entries) if isinstance(x, (Expand, Lookup)) else type(x)(entries)
+            return x._make(entries) if isinstance(x, (Expand, ExpandExperts, Lookup)) else type(x)(entries)
         return to_numpy(x) if isinstance(x, Tensor) and self._takes_numpy else x
 
     def _back(self, x: Any) -> Any:

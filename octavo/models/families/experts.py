@@ -446,7 +446,10 @@ FAMILIES = {
             "routing": routing(scoring="sigmoid", normalize=False), "scales_inputs": True,
             "router_names": ("feed_forward.router",),
             "names": (
-                stacked("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", is_transposed=True),
+                stacked(
+                    "feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", is_transposed=True,
+                    confuses_peft=True,
+                ),
             ),
             "shared": shared_expert(key("intermediate_size"), "feed_forward.shared_expert"),
         },
