@@ -85,7 +85,7 @@ class AdapterStore:
         self._config, self._lora, self._device = config, config.lora, device
         lora = config.lora
         self._map = ModuleMap(matrices, lora.target_modules, lora.max_rank, others)
-        names = [*others, *(name for matrix in matrices for module in matrix.modules for name in module.names)]
+        names = [*others, *(name for matrix in matrices for module in matrix.modules for name in module.all_names)]
         if not any(map(self._map.is_open, names)):
             raise LoadError(f"--lora-target-modules {' '.join(self._lora.target_modules or [])}: there are none such.")
         backend = ops.backend
@@ -106,7 +106,7 @@ class AdapterStore:
         sizing = [new_table(matrix, 1) for matrix in firsts]
         products = [
             table for matrix, table in zip(firsts, sizing, strict=True)
-            if not matrix.looked_up and any(self._map.is_open(name) for m in matrix.modules for name in m.names)
+            if not matrix.looked_up and any(self._map.is_open(name) for m in matrix.modules for name in m.all_names)
         ]  # fmt: skip
 
         # Plans are about pages that all workers have.

@@ -49,6 +49,11 @@ class Module:
         return (self.name, *self.aliases)
 
     @property
+    def all_names(self) -> tuple[str, ...]:
+        """Its own, and those of tensors that it is a part of."""
+        return (*self.names, *(part.name for part in self.stacked))
+
+    @property
     def num_out(self) -> int:
         """Rows in the packed matrix."""
         return self.num_stored if self.order is None else len(self.order)

@@ -25,8 +25,7 @@ def adaptable_modules(description: ModelDescription) -> list[str]:
     whole = replace(description, own_layers=None)
     model = build(whole, RecordingWeights("float32"), cast(Ops, _NoOps()), 1, "float32")
     modules = [module for matrix in model.matrices for module in matrix.modules]
-    names = (name for module in modules for name in (*module.names, *(part.name for part in module.stacked)))
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(name for module in modules for name in module.all_names))
 
 
 def required_tensors(description: ModelDescription, builder: Builder = build) -> list[RecordedTensor]:
