@@ -74,7 +74,7 @@ def entries() -> list[Entry]:
         decoders = decoders_of(name)
         description = read_media(name, example)
         takes = {"image": "sees pictures", "audio": "hears sounds"}[media.kind]
-        notes = [*_notes(description), takes + (" and videos" if media.video_token is not None else "")]
+        notes = [*_notes(description), takes + (" and videos" if media.sees_videos else "")]
         if media.sections is not None:
             notes.append("tokens have three positions")
         if description.num_media_layers:

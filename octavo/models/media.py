@@ -105,6 +105,7 @@ class MediaFamily:
     token: int  # which a row stands in the place of
     kind: Literal["image", "audio"] = "image"  # of the media that it takes
     video_token: int | None = None  # which a row of a video stands in the place of; None: it takes none
+    shares_token: bool = False  # it takes videos, whose rows stand in the place of the same token as a picture's
     may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
     counts_pictures: bool = False  # a picture that is alone in its prompt is cut up, one among others is not
     # How many pairs of elements a token's position in time, height and width turns (M-RoPE); None: it has one position.
@@ -119,6 +120,10 @@ class MediaFamily:
     longest_s: float | None = None  # what its tower hears of a sound; None: all that its processor takes
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text_config, before those of the decoder's class
 
+    @property
+    def sees_videos(self) -> bool:
+        return self.video_token is not None or self.shares_token
+
 
 MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "LlavaForConditionalGeneration": MediaFamily("llama", 32000, may_tie_in_text=True),  # Pixtral too
@@ -129,8 +134,8 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "VipLlavaForConditionalGeneration": MediaFamily("llama", 32000),
     "Mistral3ForConditionalGeneration": MediaFamily("mistral", 10),
     "Idefics3ForConditionalGeneration": MediaFamily("llama", 128257),
-    "SmolVLMForConditionalGeneration": MediaFamily("llama", 128257),
-    "InternVLForConditionalGeneration": MediaFamily("qwen2", 151667),
+    "SmolVLMForConditionalGeneration": MediaFamily("llama", 128257, shares_token=True),
+    "InternVLForConditionalGeneration": MediaFamily("qwen2", 151667, shares_token=True),
     "AyaVisionForConditionalGeneration": MediaFamily("cohere2", 255036),
     "AriaForConditionalGeneration": MediaFamily("aria_text", 9),
     "Qwen2VLForConditionalGeneration": MediaFamily(
@@ -143,7 +148,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
         "qwen3_vl_text", 151655, video_token=151656, may_tie_in_text=True, sections=(24, 20, 20), interleaves=True,
         stacked_layers=(8, 16, 24),
     ),
-    "Glm4vForConditionalGeneration": MediaFamily("glm4v_text", 151343, sections=(8, 12, 12)),
+    "Glm4vForConditionalGeneration": MediaFamily("glm4v_text", 151343, shares_token=True, sections=(8, 12, 12)),
     "Gemma3ForConditionalGeneration": MediaFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
     ),
@@ -269,6 +274,8 @@ def media_token(config: Mapping[str, Any], name: str) -> int:
 
 def video_token(config: Mapping[str, Any], name: str) -> int | None:
     """The token that stands for a row of a video; None where models of the class `name` take none."""
+    if MEDIA_FAMILIES[name].shares_token:
+        return media_token(config, name)
     default = MEDIA_FAMILIES[name].video_token
     return None if default is None else _token(config, "video", default)
 

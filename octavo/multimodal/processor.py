@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 _PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}  # of a processor
+# What it makes of a video: some towers take frames as pictures.
+_OF_VIDEO = ("pixel_values_videos", "video_grid_thw", "pixel_values", "pixel_attention_mask")
 # What a processor makes of the text.
 _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 
@@ -319,7 +321,7 @@ class MediaProcessor:
         if not num_tokens:
             raise VIDEO.refusal("nothing of it reaches the model.")
         arrays = []
-        for name in ("pixel_values_videos", "video_grid_thw"):
+        for name in _OF_VIDEO:
             if name in found:
                 values = np.ascontiguousarray(found[name])
                 arrays.append(MediaArray(name, values.dtype.name, values.shape, values.tobytes()))
