@@ -88,6 +88,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": None, "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5, "attention_bias": True,
     }),
+    "llama4_text": ("Llama4ForCausalLM", {
+        "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+    }),
     "gemma4_text": ("Gemma4ForCausalLM", {
         "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
         "num_attention_heads": 8,
@@ -158,6 +162,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "Gemma4ForConditionalGeneration": MediaFamily(
         "gemma4_text", 258880, sees_ahead_in_windows=True, multiplies_rows=False
     ),
+    "Llama4ForConditionalGeneration": MediaFamily("llama4_text", 200092),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
     "AudioFlamingo3ForConditionalGeneration": MediaFamily("qwen2", 151669, kind="audio"),
     "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio", defaults=_GLM_ASR),

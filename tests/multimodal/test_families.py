@@ -35,6 +35,10 @@ MORE_TOKENS = [
     *(f"<row_{i}_col_{j}>" for i in range(1, 3) for j in range(1, 3)),
 ]  # fmt: skip
 
+LLAMA4_TOKENS = [
+    "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>"
+]  # fmt: skip
+
 
 SOUND_TEMPLATE = (  # which looks for sounds as Qwen2-Audio's does
     "{% for m in messages %}{{ m['role'].upper() + ': ' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -53,6 +57,7 @@ class Case(NamedTuple):
     needs: str = "transformers"  # what its processor asks for
     theirs: Callable[[Path], Any] | None = None  # the processor to compare with, where Octavo has one of its own
     num_tokens: int = 256  # that the prompts of the table need
+    mark: str = "<image>"  # which a picture stands in the place of
 
 
 def pixtral(tokenizer: Any, merge: int) -> Any:
@@ -110,6 +115,13 @@ def smolvlm(tokenizer: Any) -> Any:
 def aria(tokenizer: Any) -> Any:
     images = transformers.AriaImageProcessorPil(max_image_size=490, min_image_size=28)
     return transformers.AriaProcessor(images, tokenizer, size_conversion={490: 3, 980: 4})
+
+
+def llama4(tokenizer: Any) -> Any:
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=TOKENS)
+    tokenizer.add_special_tokens({"additional_special_tokens": LLAMA4_TOKENS})
+    images = transformers.Llama4ImageProcessor(size=SQUARE, max_patches=4)
+    return transformers.Llama4Processor(images, tokenizer, patch_size=7)
 
 
 def qwen_vl(processor: Any, patch_size: int = 14) -> Callable[[Any], Any]:
@@ -319,6 +331,22 @@ CASES: dict[str, Case] = {
         lambda: {"vision_config": TOWER | {"image_size": 56}},
         glm4v,
     ),
+    "Llama4ForConditionalGeneration": Case(
+        {
+            "model_type": "llama4_text", "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
+            "num_hidden_layers": 4, "interleave_moe_layer_step": 2,
+        },
+        lambda: {
+            "vision_config": SIZES | {
+                "model_type": "llama4_vision_model", "patch_size": 7, "intermediate_size": 128,
+                "projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32,
+            },
+        },
+        llama4,
+        "<|patch|>",
+        needs="torchvision",
+        mark="<|image|>",
+    ),
     "Gemma3ForConditionalGeneration": Case(
         {
             "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16,
@@ -453,7 +481,7 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
         str(tmp_path), dtype="float32", max_model_len=length, max_num_batched_tokens=budget, max_num_seqs=4,
         num_gpu_blocks_override=80 * length // 256, check_invariants=True,
     )  # fmt: skip
-    (first, second, third), mark = MEDIA[family.kind], "<image>" if family.kind == "image" else CASES[name].token
+    (first, second, third), mark = MEDIA[family.kind], CASES[name].mark if family.kind == "image" else CASES[name].token
     theirs = CASES[name].theirs
     # Where grids make positions, `generate` of transformers goes on from those of the last token, be it a picture's.
     two = f"{mark}\nbeside this one:{mark}."
