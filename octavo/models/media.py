@@ -75,6 +75,13 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000,
         "rope_theta": 500000.0,
     }),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", {
+        "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+    }),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {
+        "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+    }),
     "gemma": ("GemmaForCausalLM", {  # as PaliGemma has it
         "vocab_size": 257152, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,
         "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 8192,
@@ -151,6 +158,12 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "Qwen3VLForConditionalGeneration": MediaFamily(
         "qwen3_vl_text", 151655, video_token=151656, may_tie_in_text=True, sections=(24, 20, 20), interleaves=True,
         stacked_layers=(8, 16, 24),
+    ),
+    "Qwen3_5ForConditionalGeneration": MediaFamily(
+        "qwen3_5_text", 248056, video_token=248057, sections=(11, 11, 10), interleaves=True
+    ),
+    "Qwen3_5MoeForConditionalGeneration": MediaFamily(
+        "qwen3_5_moe_text", 248056, video_token=248057, sections=(11, 11, 10), interleaves=True
     ),
     "Glm4vForConditionalGeneration": MediaFamily("glm4v_text", 151343, shares_token=True, sections=(8, 12, 12)),
     "Gemma3ForConditionalGeneration": MediaFamily(
@@ -245,9 +258,12 @@ def _text_config(family: MediaFamily, config: Mapping[str, Any]) -> dict[str, An
 
 
 def _with_axes(layer: LayerDescription, family: MediaFamily, text: Mapping[str, Any]) -> LayerDescription:
-    """A layer whose tokens have three positions. Raises `LoadError` for sections that do not fit its heads."""
+    """A layer whose tokens have three positions, if it looks at positions. Raises `LoadError` for sections that do not
+    fit its heads."""
     attention = layer.attention
-    assert isinstance(attention, AttentionDescription) and attention.rope is not None and family.sections is not None
+    if not isinstance(attention, AttentionDescription):
+        return layer
+    assert attention.rope is not None and family.sections is not None
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     sections, num_pairs = tuple(scaling.get("mrope_section") or family.sections), attention.rope.rotary_dim // 2
     if len(sections) != 3 or sum(sections) != num_pairs or min(sections) < 0:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from octavo import LLM, SamplingParams
@@ -326,6 +327,25 @@ CASES: dict[str, Case] = {
         },
         qwen_vl(transformers.Qwen3VLProcessor, 16),
     ),
+    **{
+        f"Qwen3_5{name}ForConditionalGeneration": Case(
+            {
+                "head_dim": 16, "num_hidden_layers": 3,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, **more,
+                **mrope(2, 1, 1, partial_rotary_factor=0.5),
+            },
+            lambda: {"vision_config": TOWER | {"num_position_embeddings": 16}},
+            qwen_vl(transformers.Qwen3VLProcessor, 16),
+        )
+        for name, more in {
+            "": {"model_type": "qwen3_5_text"},
+            "Moe": {
+                "model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+            },
+        }.items()
+    },
     "Glm4vForConditionalGeneration": Case(
         {"model_type": "glm4v_text", **mrope(2, 1, 1, partial_rotary_factor=0.5)},
         lambda: {"vision_config": TOWER | {"image_size": 56}},
@@ -463,7 +483,8 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
 
 # Whose decoder or rule another has too.
 LONG = {
-    "Qwen2_5_VLForConditionalGeneration", "Glm4vForConditionalGeneration", "PaliGemmaForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Glm4vForConditionalGeneration",
+    "PaliGemmaForConditionalGeneration",
     "AudioFlamingo3ForConditionalGeneration", "GlmAsrForConditionalGeneration",
     "Gemma4ForConditionalGeneration (both ways)",
 }  # fmt: skip
@@ -526,6 +547,7 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
         ("Qwen3VLForConditionalGeneration", 4),
         ("Gemma3ForConditionalGeneration", 1),
         pytest.param("Qwen2AudioForConditionalGeneration", 1, marks=pytest.mark.long),
+        pytest.param("Qwen3_5ForConditionalGeneration", 2, marks=pytest.mark.long),
     ],
 )
 def test_preempted_forked_and_found_prompts_see_the_same(tmp_path: Path, tokenizer: Any, name: str, shift: int) -> None:
@@ -614,6 +636,18 @@ def test_prompts_that_see_themselves_are_not_without_pictures_nor_cut(tmp_path: 
     ):
         with pytest.raises(ConfigError, match=said):
             LLM(str(tmp_path), max_model_len=64, num_gpu_blocks_override=8, **more)
+
+
+def test_tensors_of_a_head_that_guesses_are_passed_over(tmp_path: Path, tokenizer: Any) -> None:
+    save_case(tmp_path, "Qwen3_5ForConditionalGeneration", tokenizer)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 8}
+    with LLM(str(tmp_path), language_model_only=True, **sizes) as llm:
+        assert generate(llm, {"prompt": "x"})[0].outputs[0].token_ids
+    save_file(tensors | {"other.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(LoadError, match=r"other\.weight"):
+        LLM(str(tmp_path), language_model_only=True, **sizes)
 
 
 def test_every_family_has_its_case() -> None:

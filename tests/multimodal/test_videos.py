@@ -160,6 +160,7 @@ class Case(NamedTuple):
     more: dict[str, Any]
     prompt: str = "<video>"  # what templates write for a video
     mixes: bool = True  # whether transformers takes pictures beside videos
+    processor: str | None = None  # its class, where another model's is used
 
 
 def _qwen(patch_size: int, videos: str) -> Case:
@@ -177,6 +178,7 @@ VIDEO_CASES = {
     "Qwen2VLForConditionalGeneration": _qwen(14, "Qwen2VL"),
     "Qwen2_5_VLForConditionalGeneration": _qwen(14, "Qwen2VL"),
     "Qwen3VLForConditionalGeneration": _qwen(16, "Qwen3VL"),
+    "Qwen3_5ForConditionalGeneration": _qwen(16, "Qwen3VL")._replace(processor="Qwen3VLProcessor"),
     "LlavaOnevisionForConditionalGeneration": Case(
         lambda: transformers.LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=GRID),
         lambda: transformers.LlavaOnevisionVideoProcessor(size=SQUARE),
@@ -207,7 +209,7 @@ def save_case(folder: Path, name: str, tiny_tokenizer: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_tokenizer, extra_special_tokens=marks)
     tokenizer.add_special_tokens({"additional_special_tokens": MORE_TOKENS + GLM_TOKENS})
     case, builder = VIDEO_CASES[name], getattr(transformers, name)
-    made = getattr(transformers, name.replace("ForConditionalGeneration", "Processor"))(
+    made = getattr(transformers, case.processor or name.replace("ForConditionalGeneration", "Processor"))(
         image_processor=case.images(), tokenizer=tokenizer, video_processor=case.videos(), **case.more
     )
     text = {
