@@ -97,6 +97,9 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     num_accepted_prediction_tokens: int = 0  # of the request's prediction, by all completions
     num_rejected_prediction_tokens: int = 0  # and those that were computed for nothing
+    # Of `SamplingParams.alignment_heads`, A of them: float32 queries [prompt tokens, A, D] and, behind them, the keys
+    # [A, rows, D] of what is heard.
+    alignment: bytes | None = None
 
 
 @dataclass(slots=True)

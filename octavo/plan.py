@@ -112,6 +112,9 @@ class StepResult:
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: its prompt positions so far
     errors: dict[int, str] = field(default_factory=dict)  # by row: a logits processor of that request failed
+    # By row: queries of the cross attention of its prompt positions so far, one entry a token, and behind the last
+    # token's one of keys; see `CrossOutputs.alignment`.
+    alignment: dict[int, list[bytes]] = field(default_factory=dict)
     vectors: NDArray[np.float32] | None = None  # [samples, size]: of a model that pools, in the place of `tokens`
     guesses: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by row: what the runner has guessed for it
     draft_s: float = 0.0  # that guessing took

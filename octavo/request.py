@@ -112,3 +112,4 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     num_accepted_prediction_tokens: int = 0  # of the request's prediction, since it was first guessed
     num_rejected_prediction_tokens: int = 0
     vectors: bytes | None = None  # of a request for pooling: float32, one vector after the other
+    alignment: bytes | None = None  # of `alignment_heads`, once, with the first token; see `RequestOutput`

@@ -165,6 +165,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Filled in by the engine from `structured_outputs`; not the caller's to set."""
     speech: SpeechRules | None = None
     """Set for transcriptions; not the caller's to set."""
+    alignment_heads: list[tuple[int, int]] | None = None
+    """Likewise: layers and heads of which it is wanted what the prompt's tokens attend to in what is heard."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -49,6 +49,7 @@ class Sequence:
     first_scheduled_time: float = 0.0
     has_ended: bool = False  # finished, failed or aborted; steps under way may still compute it
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    alignment: list[bytes] = field(default_factory=list)  # of `StepResult`
     chooser: Chooser | None = None  # who chooses its tokens, if it is not the sampler
     is_held: bool = False  # offered to its chooser; it may lose its blocks and its row, and is not scheduled
     speculated: Any = None  # what `octavo.speculative` knows of it
@@ -147,11 +148,14 @@ class Sequence:
         prompt_logprobs = None
         if self.prompt_logprobs:
             prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+        alignment = None
+        if self.alignment:
+            alignment, self.alignment = b"".join(self.alignment), []
         # By position: msgspec takes twice as long to match names, and this happens for every token.
         return SequenceOutput(
             self.request.request_id, self.index, token_ids, finish_reason, stop_reason, logprobs, prompt_logprobs,
             self.num_cached_tokens, self.num_preemptions, self.first_scheduled_time, error, 400,
-            self.num_accepted_prediction_tokens, self.num_rejected_prediction_tokens,
+            self.num_accepted_prediction_tokens, self.num_rejected_prediction_tokens, None, alignment,
         )  # fmt: skip
 
 

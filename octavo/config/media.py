@@ -56,7 +56,7 @@ def media_config(
         return None
     family = MEDIA_FAMILIES[description.architecture]
     kind = KINDS[family.kind]
-    taken = [kind.name] if family.video_token is None else [kind.name, VIDEO.name]
+    taken = [kind.name, VIDEO.name] if family.sees_videos else [kind.name]
     if others := sorted(name for name, count in limits.items() if count and name not in taken):
         raise ConfigError(
             f"--limit-mm-per-prompt has {', '.join(others)}; {checkpoint.name} takes {' and '.join(taken)}."

@@ -140,6 +140,7 @@ class _Request:
         num_completions = 0 if request.pooling is not None else request.params.num_completions
         self.completions = [_Completion(request, i, tokenizer) for i in range(num_completions)]
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.alignment: bytes | None = None
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.num_cached_tokens = 0
         self.error: str | None = None
@@ -287,6 +288,7 @@ class OutputProcessor:
         state.metrics.first_token_time = now
         state.metrics.first_scheduled_time = output.first_scheduled_time
         state.num_cached_tokens = output.num_cached_tokens
+        state.alignment = output.alignment
         if state.request.params.prompt_logprobs is not None:
             state.prompt_logprobs = [None, *map(self._position, output.prompt_logprobs or ())]
 
@@ -325,6 +327,7 @@ class OutputProcessor:
             num_cached_tokens=state.num_cached_tokens,
             num_accepted_prediction_tokens=sum(c.num_accepted_prediction_tokens for c in state.completions),
             num_rejected_prediction_tokens=sum(c.num_rejected_prediction_tokens for c in state.completions),
+            alignment=state.alignment,
         )
 
     def _position(self, entry: TokenLogprobs) -> PositionLogprobs:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.errors import RequestError
-from octavo.multimodal.transcript import Segment, compression_ratio, split
-from octavo.outputs import CompletionOutput
+from octavo.multimodal.transcript import TIMESTAMP_FRAMES, TIMESTAMP_S, Segment, compression_ratio, split
+from octavo.outputs import RequestOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams, SpeechRules
 
 if TYPE_CHECKING:
     from octavo.engine.client import EngineClient
     from octavo.multimodal.listening import Spectrum
+    from octavo.multimodal.word_times import Word
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _LEAST_WINDOWS = 64
@@ -39,6 +40,7 @@ class Wish:
     seed: int | None = None
     has_times: bool = False  # whether segments' times are wanted
     is_measured: bool = False  # whether log-probabilities are
+    has_words: bool = False  # whether words' times are; so are segments' then
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class Said:
     no_speech_prob: float = 0.0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    words: list[Word] = field(default_factory=list)
 
 
 class SpeechTokens:
@@ -72,6 +75,8 @@ class SpeechTokens:
         self._suppressed = list(settings.get("suppress_tokens") or ())
         self._suppressed_first = list(settings.get("begin_suppress_tokens") or ())
         self._last_initial = settings.get("max_initial_timestamp_index")
+        # Layer and head of those that follow the sound.
+        self.alignment_heads = [(int(layer), int(head)) for layer, head in settings.get("alignment_heads") or ()]
 
     def task(self, name: str) -> int:
         """The token of "transcribe" or "translate"."""
@@ -120,6 +125,8 @@ class Transcriber:
         """Raise `RequestError` for what the model cannot do."""
         if wish.task != "transcribe" and not self.tokens.languages:
             raise RequestError("The model knows English only, and translates nothing.", param="model")
+        if wish.has_words:
+            self._check_heads()
 
     async def detect(self, spectrum: Spectrum, name: str) -> str:
         """The code of the language that is spoken in the first window. `name` is what requests are shown as."""
@@ -127,7 +134,8 @@ class Transcriber:
         if not languages:
             return "en"
         params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=list(languages.values()))
-        [token] = (await self._answer([self.tokens.start], spectrum.window(0, self._frames), params, name)).token_ids
+        window = spectrum.window(0, self._frames)
+        [token] = (await self._answer([self.tokens.start], window, params, name)).outputs[0].token_ids
         return next(code for code, language in languages.items() if language == token)
 
     async def listen(self, spectrum: Spectrum, wish: Wish, language: str, name: str) -> AsyncGenerator[Said, None]:
@@ -147,7 +155,7 @@ class Transcriber:
         max_windows = max(_LEAST_WINDOWS, 8 * math.ceil(spectrum.num_frames / self._frames))
         while seek < spectrum.num_frames:
             window, num_frames = spectrum.window(seek, self._frames), min(self._frames, spectrum.num_frames - seek)
-            answer = await self._answer(prompt, window, params, name)
+            answer = (await self._answer(prompt, window, params, name)).outputs[0]
             tokens = answer.token_ids
             tokens = tokens[:-1] if tokens[-1:] == [self.tokens.end] else tokens
             segments, step = split(tokens, self.tokens.first_timestamp, seek, num_frames)
@@ -156,6 +164,10 @@ class Transcriber:
             if wish.is_measured:
                 said.avg_logprob = (answer.cumulative_logprob or 0.0) / max(1, len(answer.token_ids))
                 said.no_speech_prob = await self._no_speech_prob(window, name)
+            if wish.has_words:
+                num_heard = spectrum.num_heard_frames - seek
+                times = await self._token_times(prompt, answer.token_ids, window, num_heard, name)
+                said.words = self._words(segments, times, seek, language)
             yield said
             num_windows += 1
             seek += step if step > 0 and num_windows < max_windows else num_frames
@@ -171,7 +183,8 @@ class Transcriber:
         tokens: list[int] = []
         shown = ""
         async with contextlib.aclosing(self._outputs(prompt, spectrum, params, name)) as outputs:
-            async for output in outputs:
+            async for request_output in outputs:
+                [output] = request_output.outputs
                 tokens += output.token_ids
                 text = self.text(Segment(0, 0, tokens))
                 if not output.finished and text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -195,23 +208,85 @@ class Transcriber:
         """What the model gives to nothing being said, where the language would come."""
         token = self.tokens.no_speech
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, allowed_token_ids=[token])
-        return math.exp((await self._answer([self.tokens.start], window, params, name)).cumulative_logprob or 0.0)
+        found = await self._answer([self.tokens.start], window, params, name)
+        return math.exp(found.outputs[0].cumulative_logprob or 0.0)
 
-    async def _answer(self, prompt: list[int], window: Spectrum, params: SamplingParams, name: str) -> CompletionOutput:
+    def _check_heads(self) -> None:
+        heads = self.tokens.alignment_heads
+        if not heads:
+            raise RequestError(
+                "The model's generation_config.json has no alignment_heads, which times of words follow from.",
+                param="timestamp_granularities",
+            )
+        sizes = [self._setting("decoder_layers", 4), self._setting("decoder_attention_heads", 6)]
+        if not all(0 <= one < size for pair in heads for one, size in zip(pair, sizes, strict=True)):
+            raise RequestError(
+                "alignment_heads of the model's generation_config.json name layers or heads that it does not have.",
+                param="timestamp_granularities",
+            )
+
+    async def _token_times(
+        self, prompt: list[int], tokens: list[int], window: Spectrum, num_frames: int, name: str
+    ) -> list[float]:
+        """When each of the tokens that were written down of a window ends, in seconds from its beginning; the sound
+        has `num_frames` from there on. The decoder reads them once more, all at once.
+
+        As in transformers the last one, which is the end as a rule, has the time of the one before.
+        """
+        if len(tokens) < 2:
+            return [0.0] * len(tokens)
+        heads = self.tokens.alignment_heads
+        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, alignment_heads=heads)
+        found = await self._answer(prompt + tokens[:-1], window, params, name)
+        alignment, num_rows = found.alignment, self._frames // TIMESTAMP_FRAMES
+        assert alignment is not None
+        num_heard = min(max(1, num_frames // TIMESTAMP_FRAMES), num_rows)
+        width = self._setting("median_filter_width", 7)
+
+        def work() -> list[float]:
+            from octavo.multimodal.word_times import attention, token_times  # with numpy, as others of this module
+
+            weights = attention(alignment, len(found.prompt_token_ids), len(heads), num_rows)
+            times = token_times(weights[:, len(prompt) :, :num_heard], width)
+            return [*map(float, times), float(times[-1])]
+
+        return await run_off_loop(work, length=MAX_INLINE_LENGTH + 1)
+
+    def _words(self, segments: list[Segment], times: list[float], seek: int, language: str) -> list[Word]:
+        """Of a window's segments, one behind the other, whose tokens end at `times`."""
+        from octavo.multimodal.word_times import Word, words_of
+
+        offset, found, first = seek * TIMESTAMP_S / TIMESTAMP_FRAMES, [], 0
+        decode: Callable[[list[int]], str] = self._engine.tokenizer.decode
+        for segment in segments:
+            places = [first + i for i, token in enumerate(segment.tokens) if token < self.tokens.end]
+            said = [token for token in segment.tokens if token < self.tokens.end]
+            first += len(segment.tokens)
+            for text, of_word in words_of(said, decode, language):
+                begin, last = places[of_word[0]], places[of_word[-1]]
+                start = times[begin - 1] if begin else 0.0
+                found.append(Word(text, offset + start, offset + times[last]))
+        return found
+
+    async def _answer(self, prompt: list[int], window: Spectrum, params: SamplingParams, name: str) -> RequestOutput:
         async with contextlib.aclosing(self._outputs(prompt, window, params, name)) as outputs:
             found = [output async for output in outputs]
         return found[-1]
 
     async def _outputs(
         self, prompt: list[int], window: Spectrum, params: SamplingParams, name: str
-    ) -> AsyncGenerator[CompletionOutput, None]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         given = {"prompt_token_ids": prompt, "multi_modal_data": {"audio": window}}
         inputs = self._engine.inputs
         request = await run_off_loop(lambda: inputs.process(given, params), length=MAX_INLINE_LENGTH + 1)
         outputs = self._engine.generate_from(request, f"{name}-{request.request_id}")
         async with contextlib.aclosing(outputs):
             async for output in outputs:
-                yield output.outputs[0]
+                yield output
+
+    def _setting(self, name: str, default: int) -> int:
+        """Of config.json, which leaves out what transformers takes for granted."""
+        return int(self._engine.config.model.checkpoint.config.get(name, default))
 
     @property
     def _frames(self) -> int:

@@ -3,19 +3,42 @@
 That output is computed once for each distinct medium (`octavo.multimodal.tower`). When a sequence takes a row of the
 runner's tables with nothing computed yet, at first or after a preemption that has given its blocks up, the decoder
 makes keys and values of it and writes them to the blocks that the sequence has for them.
+
+What tokens attend to there is told of requests that ask for it (`SamplingParams.alignment_heads`), as the queries and
+keys of those heads: to multiply them is left to who asks, so that no step waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.execution.media_table import MediaRows
 from octavo.kv_cache.groups import CacheGroup
-from octavo.plan import StepPlan
+from octavo.models.registry import CrossModel
+from octavo.ops import LayerKVCache
+from octavo.plan import Admission, StepPlan
+
+
+class _Wish(NamedTuple):
+    """Of a row whose prompt's cross attention is wanted."""
+
+    heads: list[tuple[int, int]]  # layer and head
+    num_prompt_tokens: int
+    blocks: list[int]  # of the other network's output
+
+
+class _Part(NamedTuple):
+    """Tokens first .. end of a step, which are such a row's; the prompt's last is among them or not."""
+
+    row: int
+    wish: _Wish
+    first: int
+    end: int
+    is_last: bool
 
 
 class CrossOutputs:
@@ -25,6 +48,8 @@ class CrossOutputs:
         self._found, self._dtype = found, np.dtype(dtype)
         self._group = next(number for number, group in enumerate(groups) if group.spec.kind == "cross")
         self._block_size, num_tokens = block_size, groups[self._group].spec.num_tokens
+        self._num_tokens = num_tokens
+        self._wishes: dict[int, _Wish] = {}  # by row
         self._offsets = np.arange(num_tokens) % block_size
         self._blocks = np.arange(num_tokens) // block_size
 
@@ -38,3 +63,49 @@ class CrossOutputs:
                 blocks = np.array(admission.block_tables[self._group], np.int64)[self._blocks]
                 rows = self._found.rows(item.content_hash).astype(self._dtype)
                 yield rows, blocks * self._block_size + self._offsets
+
+    def admit(self, admission: Admission) -> None:
+        self._wishes.pop(admission.row, None)
+        num_prompt, heads = admission.num_prompt_tokens, admission.params.alignment_heads
+        if heads and len(admission.token_ids) == num_prompt:
+            self._wishes[admission.row] = _Wish(heads, num_prompt, admission.block_tables[self._group])
+
+    def aligned(self, plan: StepPlan) -> list[_Part]:
+        """The prompt tokens of the step whose cross attention is wanted. To be called once."""
+        found = []
+        end = 0
+        for planned in plan.rows if self._wishes else ():
+            first, end = end, end + planned.num_tokens
+            if (wish := self._wishes.get(planned.row)) is not None:
+                is_last = planned.num_computed + planned.num_tokens >= wish.num_prompt_tokens
+                found.append(_Part(planned.row, wish, first, end, is_last))
+                if is_last:
+                    del self._wishes[planned.row]
+        return found
+
+    def keep_queries(self, model: CrossModel) -> None:
+        """For the step that runs next, after which `alignment` is to be called."""
+        for layer, _ in model.cross_layers:
+            layer.keeps_query = True
+
+    def alignment(
+        self, model: CrossModel, parts: Sequence[_Part], caches: Sequence[LayerKVCache]
+    ) -> dict[int, list[bytes]]:
+        """By row, of its A heads: the queries [A, D] of each token and, behind the prompt's last, the keys [A, rows, D]
+        of the other network's output. All are float32."""
+        from octavo.ops.cpu_cache import keys_of  # models that hear are the CPU's
+
+        layers = model.cross_layers
+        found: dict[int, list[bytes]] = {}
+        for row, wish, first, end, is_last in parts:
+            kept: list[Any] = [layers[layer][0].query for layer, _ in wish.heads]
+            pairs = zip(kept, wish.heads, strict=True)
+            queries = np.stack([np.asarray(query[first:end, head], np.float32) for query, (_, head) in pairs], 1)
+            found[row] = [one.tobytes() for one in queries]
+            if is_last:
+                places = [(caches[layers[layer][1]], head) for layer, head in wish.heads]
+                keys = [keys_of(cache, wish.blocks, [head])[:, : self._num_tokens] for cache, head in places]
+                found[row].append(b"".join(one.tobytes() for one in keys))
+        for layer, _ in layers:
+            layer.keeps_query, layer.query = False, None
+        return found

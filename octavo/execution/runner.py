@@ -98,6 +98,7 @@ class SubmittedStep:
         self.sampled: SampledTokens | None = None  # set when the device's turn has come
         self.vectors: Array | None = None  # likewise, [samples, size] float32: of a model that pools
         self.prompts: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
+        self.alignment: dict[int, list[bytes]] = {}  # of `StepResult`
         self.done: Event | None = None
         self.features: Array | None = None  # [T, F]; a captured step's are there until the next replay
 
@@ -344,6 +345,7 @@ class Runner:
         for row, measured in step.prompts:
             found = result.prompt_logprobs.setdefault(row, [])
             found += entries(fetch(measured.arrays), measured.num_top)
+        result.alignment = step.alignment
         return result
 
     def _may_change(self, row: int) -> bool:
@@ -360,6 +362,8 @@ class Runner:
                 self.pooling.admit(admission)
                 continue
             self.sampling.admit(admission)
+            if self._cross is not None:
+                self._cross.admit(admission)
             self._wants_prompt_logprobs.pop(admission.row, None)
             has_output = len(admission.token_ids) > admission.num_prompt_tokens
             if admission.params.prompt_logprobs is not None and not has_output:
@@ -370,7 +374,8 @@ class Runner:
         has_logits = self._links.behind is None
         prompts = self._prompt_parts(plan) if self._wants_prompt_logprobs and has_logits else []
         used = self._shape_of(plan, 0 if updates is None else len(updates[0]))
-        captured = self._captured_for(used)
+        aligned = [] if self._cross is None else self._cross.aligned(plan)
+        captured = None if aligned else self._captured_for(used)  # a captured step keeps no queries
         if captured is None:
             layout = StepLayout(used)
             arrays, inputs = layout.on_host(stage.inputs), layout.on_device(self._buffer, self.device.view)
@@ -401,7 +406,11 @@ class Runner:
             self.device.compute.run(lambda: captured.step.replay(used))
 
         def finish() -> None:
+            if self._cross is not None and aligned:
+                self._cross.keep_queries(cast(CrossModel, self.model))
             outputs = self._run(inputs, num_samples) if captured is None else captured.step.outputs
+            if self._cross is not None and aligned:
+                step.alignment = self._cross.alignment(cast(CrossModel, self.model), aligned, self.caches)
             if self.keeps_features:
                 step.features = outputs.features[: used.tokens]
             if self.pooling is not None:

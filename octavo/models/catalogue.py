@@ -21,7 +21,7 @@ from octavo.layers.recurrent import (
 from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
-from octavo.models.media import MEDIA_FAMILIES, decoders_of, read_media
+from octavo.models.media import DECODERS, MEDIA_FAMILIES, decoders_of, read_media
 from octavo.models.readers import read
 from octavo.models.speech import WHISPER, read_whisper
 
@@ -74,7 +74,7 @@ def entries() -> list[Entry]:
         decoders = decoders_of(name)
         description = read_media(name, example)
         takes = {"image": "sees pictures", "audio": "hears sounds"}[media.kind]
-        notes = [*_notes(description), takes + (" and videos" if media.video_token is not None else "")]
+        notes = [*_notes(description), takes + (" and videos" if media.sees_videos else "")]
         if media.sections is not None:
             notes.append("tokens have three positions")
         if description.num_media_layers:
@@ -83,6 +83,7 @@ def entries() -> list[Entry]:
             notes.append(f"tokens of a {description.sees_ahead} attend both ways")
         if media.sees_ahead_in_windows:
             notes.append("in layers with a window those of a picture attend both ways, if the configuration says so")
+        notes += [f"contexts up to {setting}" for setting in FAMILIES[DECODERS[media.decoder][0]].longest]
         if len(decoders) > 1:
             notes.append(f"its decoder is one of {', '.join(decoders)}")
         found.append(Entry(name, "native, tower by transformers", "safetensors, bin", "; ".join(notes)))

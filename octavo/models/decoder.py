@@ -344,9 +344,15 @@ class Decoder:
     def keep_output(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Have cross attention keep what it reads of a sequence: of rows [N, H] of another network's output, in `slots`
         [N] int64 of its group; `positions` [N] int64 are any. Caches are those of `layer_caches`."""
-        for block, numbers in zip(self._blocks.values(), self._caches_of_layer, strict=True):
-            if isinstance(block, Block) and block.cross_attention is not None:
-                block.cross_attention.write(rows, positions, slots, caches[numbers[0]])
+        for layer, number in self.cross_layers:
+            layer.write(rows, positions, slots, caches[number])
+
+    @property
+    def cross_layers(self) -> list[tuple[CrossAttention, int]]:
+        """Those that attend to another network's output, in order, each with the number of its cache."""
+        pairs = zip(self._blocks.values(), self._caches_of_layer, strict=True)
+        found = ((block.cross_attention, numbers) for block, numbers in pairs if isinstance(block, Block))
+        return [(layer, numbers[0]) for layer, numbers in found if layer is not None]
 
     def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
         """hidden [T, H], rows starts[n] .. ends[n] of which are pooled ([N] int64) -> vectors [N, size] float32."""

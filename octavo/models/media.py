@@ -75,6 +75,13 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000,
         "rope_theta": 500000.0,
     }),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", {
+        "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+    }),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {
+        "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+    }),
     "gemma": ("GemmaForCausalLM", {  # as PaliGemma has it
         "vocab_size": 257152, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,
         "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 8192,
@@ -87,6 +94,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
         "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": None, "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5, "attention_bias": True,
+    }),
+    "llama4_text": ("Llama4ForCausalLM", {
+        "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,
+        "num_attention_heads": 40,
     }),
     "gemma4_text": ("Gemma4ForCausalLM", {
         "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
@@ -105,6 +116,7 @@ class MediaFamily:
     token: int  # which a row stands in the place of
     kind: Literal["image", "audio"] = "image"  # of the media that it takes
     video_token: int | None = None  # which a row of a video stands in the place of; None: it takes none
+    shares_token: bool = False  # it takes videos, whose rows stand in the place of the same token as a picture's
     may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
     counts_pictures: bool = False  # a picture that is alone in its prompt is cut up, one among others is not
     # How many pairs of elements a token's position in time, height and width turns (M-RoPE); None: it has one position.
@@ -119,6 +131,10 @@ class MediaFamily:
     longest_s: float | None = None  # what its tower hears of a sound; None: all that its processor takes
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text_config, before those of the decoder's class
 
+    @property
+    def sees_videos(self) -> bool:
+        return self.video_token is not None or self.shares_token
+
 
 MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "LlavaForConditionalGeneration": MediaFamily("llama", 32000, may_tie_in_text=True),  # Pixtral too
@@ -129,8 +145,8 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "VipLlavaForConditionalGeneration": MediaFamily("llama", 32000),
     "Mistral3ForConditionalGeneration": MediaFamily("mistral", 10),
     "Idefics3ForConditionalGeneration": MediaFamily("llama", 128257),
-    "SmolVLMForConditionalGeneration": MediaFamily("llama", 128257),
-    "InternVLForConditionalGeneration": MediaFamily("qwen2", 151667),
+    "SmolVLMForConditionalGeneration": MediaFamily("llama", 128257, shares_token=True),
+    "InternVLForConditionalGeneration": MediaFamily("qwen2", 151667, shares_token=True),
     "AyaVisionForConditionalGeneration": MediaFamily("cohere2", 255036),
     "AriaForConditionalGeneration": MediaFamily("aria_text", 9),
     "Qwen2VLForConditionalGeneration": MediaFamily(
@@ -143,7 +159,13 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
         "qwen3_vl_text", 151655, video_token=151656, may_tie_in_text=True, sections=(24, 20, 20), interleaves=True,
         stacked_layers=(8, 16, 24),
     ),
-    "Glm4vForConditionalGeneration": MediaFamily("glm4v_text", 151343, sections=(8, 12, 12)),
+    "Qwen3_5ForConditionalGeneration": MediaFamily(
+        "qwen3_5_text", 248056, video_token=248057, sections=(11, 11, 10), interleaves=True
+    ),
+    "Qwen3_5MoeForConditionalGeneration": MediaFamily(
+        "qwen3_5_moe_text", 248056, video_token=248057, sections=(11, 11, 10), interleaves=True
+    ),
+    "Glm4vForConditionalGeneration": MediaFamily("glm4v_text", 151343, shares_token=True, sections=(8, 12, 12)),
     "Gemma3ForConditionalGeneration": MediaFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
     ),
@@ -153,6 +175,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "Gemma4ForConditionalGeneration": MediaFamily(
         "gemma4_text", 258880, sees_ahead_in_windows=True, multiplies_rows=False
     ),
+    "Llama4ForConditionalGeneration": MediaFamily("llama4_text", 200092),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
     "AudioFlamingo3ForConditionalGeneration": MediaFamily("qwen2", 151669, kind="audio"),
     "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio", defaults=_GLM_ASR),
@@ -235,9 +258,12 @@ def _text_config(family: MediaFamily, config: Mapping[str, Any]) -> dict[str, An
 
 
 def _with_axes(layer: LayerDescription, family: MediaFamily, text: Mapping[str, Any]) -> LayerDescription:
-    """A layer whose tokens have three positions. Raises `LoadError` for sections that do not fit its heads."""
+    """A layer whose tokens have three positions, if it looks at positions. Raises `LoadError` for sections that do not
+    fit its heads."""
     attention = layer.attention
-    assert isinstance(attention, AttentionDescription) and attention.rope is not None and family.sections is not None
+    if not isinstance(attention, AttentionDescription):
+        return layer
+    assert attention.rope is not None and family.sections is not None
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     sections, num_pairs = tuple(scaling.get("mrope_section") or family.sections), attention.rope.rotary_dim // 2
     if len(sections) != 3 or sum(sections) != num_pairs or min(sections) < 0:
@@ -269,6 +295,8 @@ def media_token(config: Mapping[str, Any], name: str) -> int:
 
 def video_token(config: Mapping[str, Any], name: str) -> int | None:
     """The token that stands for a row of a video; None where models of the class `name` take none."""
+    if MEDIA_FAMILIES[name].shares_token:
+        return media_token(config, name)
     default = MEDIA_FAMILIES[name].video_token
     return None if default is None else _token(config, "video", default)
 

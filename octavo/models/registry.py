@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from octavo.batch import StepBatch
 from octavo.errors import LoadError
 from octavo.kv_cache.groups import LayerCacheSpec
+from octavo.layers.cross_attention import CrossAttention
 from octavo.layers.parameters import NamedMatrix
 from octavo.loading.weights import Weights
 from octavo.models.decoder import Decoder
@@ -72,6 +73,10 @@ class StageModel(Model, Protocol):
 
 class CrossModel(Model, Protocol):
     """One that attends to another network's output."""
+
+    @property
+    def cross_layers(self) -> list[tuple[CrossAttention, int]]:
+        """The layers that do, in order, each with the number of its cache."""
 
     def keep_output(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Have its cross attention keep what it reads of a sequence: of rows [N, H] of that output, in `slots` [N]

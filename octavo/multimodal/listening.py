@@ -5,6 +5,7 @@ seconds at a time. The front end's half of a model that hears; the other is `spe
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from threading import Lock, Thread
 from typing import Any
@@ -30,6 +31,11 @@ class Spectrum:
 
     values: NDArray[np.float32]  # [bins, frames], of a short sound with silence behind it
     seconds: float  # of the sound itself
+
+    @property
+    def num_heard_frames(self) -> int:
+        """Without the silence behind it."""
+        return math.ceil(round(self.seconds / FRAME_S, 3))
 
     @property
     def num_frames(self) -> int:

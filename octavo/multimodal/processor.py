@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 _PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}  # of a processor
+# What it makes of a video: some towers take frames as pictures.
+_OF_VIDEO = ("pixel_values_videos", "video_grid_thw", "pixel_values", "pixel_attention_mask")
 # What a processor makes of the text.
 _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 
@@ -272,7 +274,7 @@ class MediaProcessor:
             **{kind.argument: [medium] if number == 1 else [[medium] * number]},
             **({"sampling_rate": RATE} if is_sound else {}),
             return_text_replacement_offsets=True,
-            return_tensors="pt" if is_sound else "np",  # some processors of sounds make no others
+            return_tensors="pt",  # some processors make no others
             add_special_tokens=False,
         )
         text = found.pop("text_replacement_offsets")[0][0]["replacement"]
@@ -282,9 +284,7 @@ class MediaProcessor:
         arrays = []
         for name, values in found.items():
             if name not in _OF_TEXT:
-                of_one = values if name == "batch_num_images" else values[: len(values) // number]
-                of_one = np.ascontiguousarray(of_one)
-                arrays.append(MediaArray(name, of_one.dtype.name, of_one.shape, of_one.tobytes()))
+                arrays.append(_array(name, values if name == "batch_num_images" else values[: len(values) // number]))
         grid = None
         if "image_grid_thw" in found:  # of patches, squares of which make a row
             merge = self._processor.image_processor.merge_size
@@ -318,11 +318,7 @@ class MediaProcessor:
         num_tokens = int(np.count_nonzero(np.asarray(found["input_ids"]) == self.config.video.token_id))
         if not num_tokens:
             raise VIDEO.refusal("nothing of it reaches the model.")
-        arrays = []
-        for name in ("pixel_values_videos", "video_grid_thw"):
-            if name in found:
-                values = np.ascontiguousarray(found[name])
-                arrays.append(MediaArray(name, values.dtype.name, values.shape, values.tobytes()))
+        arrays = [_array(name, found[name]) for name in _OF_VIDEO if name in found]
         grid, step = None, 1.0
         if "video_grid_thw" in found:
             merge = self._processor.video_processor.merge_size
@@ -384,6 +380,12 @@ class MediaProcessor:
                 part = getattr(processor, _PARTS[name])
                 self._settings[name] = json.dumps(part.to_dict(), sort_keys=True, default=str)
             self._processor = processor
+
+
+def _array(name: str, values: Any) -> MediaArray:
+    """Of a tensor or an array. Llama 4's are bfloat16, which numpy does not know, nor towers in float32."""
+    found = np.ascontiguousarray(values.float() if str(values.dtype) == "torch.bfloat16" else values)
+    return MediaArray(name, found.dtype.name, found.shape, found.tobytes())
 
 
 def _split(token_ids: Sequence[int], placeholders: Mapping[int, str]) -> tuple[list[str], list[list[int]]]:

@@ -65,7 +65,7 @@ class Tower:
             raise LoadError(f"the tower of {folder} cannot be loaded: {str(e).splitlines()[0]}") from None
         if missing := sorted(name for name in report["missing_keys"] if not _OF_DECODER.search(name)):
             raise LoadError(f"{folder} has no tensor {missing[0]}, which its tower calls for.")
-        self._model: Any = model.eval().model
+        self._model: Any = getattr(model.eval(), "model", model)
         for name in ("language_model", "text_model"):
             if hasattr(self._model, name):
                 setattr(self._model, name, None)
@@ -93,7 +93,11 @@ class Tower:
             features = compute(**arguments, return_dict=True)
         # Each one tensor [tiles, tokens, H], or a list of such of its own number of tokens a picture;
         # of sounds also [tokens, H].
-        parts = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+        pooled = getattr(features, "pooler_output", None)
+        if pooled is None:  # Llama 4's, of the tower alone
+            with torch.inference_mode():
+                pooled = self._model.multi_modal_projector(features.last_hidden_state)
+        parts = [pooled, *(getattr(features, "deepstack_features", None) or ())]
         tensors = [part if isinstance(part, torch.Tensor) else torch.cat(list(part)) for part in parts]
         rows = torch.stack([one.reshape(-1, one.shape[-1]) for one in tensors]).mul(self._multiplier)
         found: Rows = rows.numpy()

@@ -50,6 +50,26 @@ def allocate_kv_cache(
     return LayerKVCache(key, value)
 
 
+def keys_of(cache: LayerKVCache, blocks: Sequence[int], heads: Sequence[int]) -> NDArray[np.float32]:
+    """The keys of `heads` in `blocks`, one block behind the other: [heads, blocks * block_size, D]."""
+    check_runs_now("keys_of")
+    found = cache.key[np.asarray(blocks)[None], np.asarray(heads)[:, None]]  # [heads, blocks, D / step, tokens, step]
+    num_heads, num_blocks, num_steps, block_size, step = found.shape
+    scales = None
+    if found.dtype in CACHE_CODES:
+        pairs = np.ascontiguousarray(found[:, :, -1]).view(np.uint16)  # of each token's key and value
+        scales = (pairs[..., :1].astype(np.uint32) << 16).view(np.float32)
+        found, num_steps = found[:, :, :-1], num_steps - 1
+        if found.dtype != np.int8:
+            found = found[..., [0, 2, 1, 3]]  # the even ones lie first, as kernels unpack them
+    is_int8 = found.dtype == np.int8
+    values = found.view(UINT8).astype(np.float32) - 128 if is_int8 else found.astype(np.float32)
+    keys = values.transpose(0, 1, 3, 2, 4).reshape(num_heads, num_blocks, block_size, num_steps * step)
+    if scales is not None:
+        keys = keys * scales
+    return np.asarray(keys.reshape(num_heads, num_blocks * block_size, -1), np.float32)
+
+
 def cache_code(op: str, cache: LayerKVCache, *arrays: NDArray[Any]) -> int:
     """What the cache holds, as the kernels name it: the type of the step's `arrays`, or bytes."""
     code = CACHE_CODES.get(cache.key.dtype)

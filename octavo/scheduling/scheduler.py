@@ -303,6 +303,8 @@ class Scheduler:
             if row in result.prompt_logprobs:
                 # A preempted prompt starts over: what it reported before is replaced by the same values.
                 seq.prompt_logprobs[num_computed:] = result.prompt_logprobs[row]
+            if row in result.alignment:
+                seq.alignment[num_computed:] = result.alignment[row]
             if not num_positions:
                 continue
             guesses = result.guesses.get(row, guesses)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from octavo import LLM, SamplingParams
@@ -35,6 +36,10 @@ MORE_TOKENS = [
     *(f"<row_{i}_col_{j}>" for i in range(1, 3) for j in range(1, 3)),
 ]  # fmt: skip
 
+LLAMA4_TOKENS = [
+    "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>"
+]  # fmt: skip
+
 
 SOUND_TEMPLATE = (  # which looks for sounds as Qwen2-Audio's does
     "{% for m in messages %}{{ m['role'].upper() + ': ' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -53,6 +58,7 @@ class Case(NamedTuple):
     needs: str = "transformers"  # what its processor asks for
     theirs: Callable[[Path], Any] | None = None  # the processor to compare with, where Octavo has one of its own
     num_tokens: int = 256  # that the prompts of the table need
+    mark: str = "<image>"  # which a picture stands in the place of
 
 
 def pixtral(tokenizer: Any, merge: int) -> Any:
@@ -110,6 +116,13 @@ def smolvlm(tokenizer: Any) -> Any:
 def aria(tokenizer: Any) -> Any:
     images = transformers.AriaImageProcessorPil(max_image_size=490, min_image_size=28)
     return transformers.AriaProcessor(images, tokenizer, size_conversion={490: 3, 980: 4})
+
+
+def llama4(tokenizer: Any) -> Any:
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=TOKENS)
+    tokenizer.add_special_tokens({"additional_special_tokens": LLAMA4_TOKENS})
+    images = transformers.Llama4ImageProcessor(size=SQUARE, max_patches=4)
+    return transformers.Llama4Processor(images, tokenizer, patch_size=7)
 
 
 def qwen_vl(processor: Any, patch_size: int = 14) -> Callable[[Any], Any]:
@@ -314,10 +327,45 @@ CASES: dict[str, Case] = {
         },
         qwen_vl(transformers.Qwen3VLProcessor, 16),
     ),
+    **{
+        f"Qwen3_5{name}ForConditionalGeneration": Case(
+            {
+                "head_dim": 16, "num_hidden_layers": 3,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, **more,
+                **mrope(2, 1, 1, partial_rotary_factor=0.5),
+            },
+            lambda: {"vision_config": TOWER | {"num_position_embeddings": 16}},
+            qwen_vl(transformers.Qwen3VLProcessor, 16),
+        )
+        for name, more in {
+            "": {"model_type": "qwen3_5_text"},
+            "Moe": {
+                "model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+            },
+        }.items()
+    },
     "Glm4vForConditionalGeneration": Case(
         {"model_type": "glm4v_text", **mrope(2, 1, 1, partial_rotary_factor=0.5)},
         lambda: {"vision_config": TOWER | {"image_size": 56}},
         glm4v,
+    ),
+    "Llama4ForConditionalGeneration": Case(
+        {
+            "model_type": "llama4_text", "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
+            "num_hidden_layers": 4, "interleave_moe_layer_step": 2,
+        },
+        lambda: {
+            "vision_config": SIZES | {
+                "model_type": "llama4_vision_model", "patch_size": 7, "intermediate_size": 128,
+                "projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32,
+            },
+        },
+        llama4,
+        "<|patch|>",
+        needs="torchvision",
+        mark="<|image|>",
     ),
     "Gemma3ForConditionalGeneration": Case(
         {
@@ -435,7 +483,8 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
 
 # Whose decoder or rule another has too.
 LONG = {
-    "Qwen2_5_VLForConditionalGeneration", "Glm4vForConditionalGeneration", "PaliGemmaForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Glm4vForConditionalGeneration",
+    "PaliGemmaForConditionalGeneration",
     "AudioFlamingo3ForConditionalGeneration", "GlmAsrForConditionalGeneration",
     "Gemma4ForConditionalGeneration (both ways)",
 }  # fmt: skip
@@ -453,7 +502,7 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
         str(tmp_path), dtype="float32", max_model_len=length, max_num_batched_tokens=budget, max_num_seqs=4,
         num_gpu_blocks_override=80 * length // 256, check_invariants=True,
     )  # fmt: skip
-    (first, second, third), mark = MEDIA[family.kind], "<image>" if family.kind == "image" else CASES[name].token
+    (first, second, third), mark = MEDIA[family.kind], CASES[name].mark if family.kind == "image" else CASES[name].token
     theirs = CASES[name].theirs
     # Where grids make positions, `generate` of transformers goes on from those of the last token, be it a picture's.
     two = f"{mark}\nbeside this one:{mark}."
@@ -498,6 +547,7 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
         ("Qwen3VLForConditionalGeneration", 4),
         ("Gemma3ForConditionalGeneration", 1),
         pytest.param("Qwen2AudioForConditionalGeneration", 1, marks=pytest.mark.long),
+        pytest.param("Qwen3_5ForConditionalGeneration", 2, marks=pytest.mark.long),
     ],
 )
 def test_preempted_forked_and_found_prompts_see_the_same(tmp_path: Path, tokenizer: Any, name: str, shift: int) -> None:
@@ -586,6 +636,18 @@ def test_prompts_that_see_themselves_are_not_without_pictures_nor_cut(tmp_path: 
     ):
         with pytest.raises(ConfigError, match=said):
             LLM(str(tmp_path), max_model_len=64, num_gpu_blocks_override=8, **more)
+
+
+def test_tensors_of_a_head_that_guesses_are_passed_over(tmp_path: Path, tokenizer: Any) -> None:
+    save_case(tmp_path, "Qwen3_5ForConditionalGeneration", tokenizer)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 8}
+    with LLM(str(tmp_path), language_model_only=True, **sizes) as llm:
+        assert generate(llm, {"prompt": "x"})[0].outputs[0].token_ids
+    save_file(tensors | {"other.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(LoadError, match=r"other\.weight"):
+        LLM(str(tmp_path), language_model_only=True, **sizes)
 
 
 def test_every_family_has_its_case() -> None:

@@ -26,7 +26,7 @@ from octavo.multimodal.processor_class import load_processor
 from octavo.multimodal.videos import Video, from_bytes, normalized
 from octavo.request import MediaItem
 from tests.multimodal.conftest import picture, save
-from tests.multimodal.test_families import CASES, GRID, MORE_TOKENS, SQUARE, TOKENS
+from tests.multimodal.test_families import CASES, GRID, MORE_TOKENS, SQUARE, TOKENS, tiles
 from tests.multimodal.test_llava import GREEDY, generate, tower
 
 BOUNDS = VideoConfig(
@@ -158,6 +158,9 @@ class Case(NamedTuple):
     images: Callable[[], Any]
     videos: Callable[[], Any]
     more: dict[str, Any]
+    prompt: str = "<video>"  # what templates write for a video
+    mixes: bool = True  # whether transformers takes pictures beside videos
+    processor: str | None = None  # its class, where another model's is used
 
 
 def _qwen(patch_size: int, videos: str) -> Case:
@@ -175,20 +178,38 @@ VIDEO_CASES = {
     "Qwen2VLForConditionalGeneration": _qwen(14, "Qwen2VL"),
     "Qwen2_5_VLForConditionalGeneration": _qwen(14, "Qwen2VL"),
     "Qwen3VLForConditionalGeneration": _qwen(16, "Qwen3VL"),
+    "Qwen3_5ForConditionalGeneration": _qwen(16, "Qwen3VL")._replace(processor="Qwen3VLProcessor"),
     "LlavaOnevisionForConditionalGeneration": Case(
         lambda: transformers.LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=GRID),
         lambda: transformers.LlavaOnevisionVideoProcessor(size=SQUARE),
         {"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
     ),
+    "InternVLForConditionalGeneration": Case(
+        tiles, lambda: transformers.InternVLVideoProcessor(size=SQUARE), {"image_seq_length": 1}
+    ),
+    "SmolVLMForConditionalGeneration": Case(
+        lambda: transformers.SmolVLMImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+        lambda: transformers.SmolVLMVideoProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+        {"image_seq_len": 1},
+        mixes=False,
+    ),
+    "Glm4vForConditionalGeneration": Case(
+        lambda: transformers.Glm4vImageProcessorPil(size={"shortest_edge": 84 * 84 * 2, "longest_edge": 112 * 112 * 2}),
+        lambda: transformers.Glm4vVideoProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 84 * 84 * 6}),
+        {},
+        "<|begin_of_video|><video><|end_of_video|>",
+        mixes=False,
+    ),
 }
+GLM_TOKENS = [f"<|{end}_of_{kind}|>" for end in ("begin", "end") for kind in ("image", "video")]
 
 
 def save_case(folder: Path, name: str, tiny_tokenizer: Path) -> None:
     marks = TOKENS | {"vision_start_token": "<img>", "vision_end_token": "</img>"}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_tokenizer, extra_special_tokens=marks)
-    tokenizer.add_special_tokens({"additional_special_tokens": MORE_TOKENS})
+    tokenizer.add_special_tokens({"additional_special_tokens": MORE_TOKENS + GLM_TOKENS})
     case, builder = VIDEO_CASES[name], getattr(transformers, name)
-    made = getattr(transformers, name.replace("ForConditionalGeneration", "Processor"))(
+    made = getattr(transformers, case.processor or name.replace("ForConditionalGeneration", "Processor"))(
         image_processor=case.images(), tokenizer=tokenizer, video_processor=case.videos(), **case.more
     )
     text = {
@@ -232,15 +253,20 @@ def test_videos_are_seen_as_transformers_sees_them(tmp_path: Path, tiny_tokenize
     }
     model = getattr(transformers, name).from_pretrained(tmp_path)
     made = load_processor(str(tmp_path), 0, sees_videos=True)
+    case = VIDEO_CASES[name]
+    prompts = {what: (text.replace("<video>", case.prompt), media) for what, (text, media) in prompts.items()}
     asked = [{"prompt": text, "multi_modal_data": media} for text, media in prompts.values()]
     alone = []
     for prompt, (text, media) in zip(asked, prompts.values(), strict=True):
         [output] = generate(llm, prompt)
         alone.append(output)
+        if "image" in media and not case.mixes:
+            continue
         metadata = [
             {
                 "total_num_frames": more.get("total_num_frames", len(given)), "fps": more["fps"],
                 "frames_indices": list(more.get("frames_indices", range(len(given)))),
+                "duration": more.get("total_num_frames", len(given)) / more["fps"],
             }
             for given, more in media["video"]
         ]  # fmt: skip

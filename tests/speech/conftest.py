@@ -49,6 +49,7 @@ def save_whisper(folder: Path, tokenizer: Path, **sizes: Any) -> None:
         "is_multilingual": True, "max_initial_timestamp_index": 50, "decoder_start_token_id": first,
         "eos_token_id": end, "pad_token_id": end, "bos_token_id": end, "return_timestamps": False,
     }  # fmt: skip
+    settings["alignment_heads"] = [[0, 1], [1, 0], [1, 1]]
     settings["lang_to_id"] = {f"<|{name}|>": ids[f"<|{name}|>"] for name in LANGUAGES}
     settings["task_to_id"] = {name: ids[f"<|{name}|>"] for name in ("transcribe", "translate")}
     model.save_pretrained(folder)

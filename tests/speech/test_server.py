@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import soundfile
 import torch
 import transformers
+from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
 from octavo.entrypoints.transcriber import Transcriber, Wish
 from octavo.errors import RequestError
@@ -102,6 +104,42 @@ def test_segments_and_their_times_are_those_of_transformers(client: openai.OpenA
     assert num_segments > 3 * len(AS_TRANSFORMERS)
 
 
+def test_words_and_their_times_are_those_of_transformers(client: openai.OpenAI, whisper: Path, theirs: Any) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(whisper)
+    num_words = num_joined = 0
+    for number, (name, (seconds, asked)) in enumerate(AS_TRANSFORMERS.items()):
+        asked = {"language": "en", **asked}
+        samples = sound(number, seconds)
+        found = ask(
+            client, exact(samples), response_format="verbose_json", timestamp_granularities=["word", "segment"], **asked
+        )
+        mask = torch.ones(1, math.ceil(len(samples) / 160), dtype=torch.long)
+        expected = in_transformers(
+            whisper, theirs, samples, asked, return_timestamps=True, return_segments=True, return_token_timestamps=True,
+            attention_mask=mask,
+        )  # fmt: skip
+        words = []
+        for segment in expected["segments"][0]:
+            first, _ = segment["idxs"]
+            times = segment["result"]["token_timestamps"]
+            offset = segment["token_timestamps"][0] - times[first]
+            text = [i for i, token in enumerate(segment["tokens"].tolist()) if token < tokenizer.eos_token_id]
+            said, _, places = _combine_tokens_into_words(tokenizer, segment["tokens"][text].tolist(), "english")
+            for word, of_word in zip(said, places, strict=True):
+                start, end = times[first + text[of_word[0]] - 1], times[first + text[of_word[-1]]]
+                words.append((word.strip(), *(min(float(time + offset), seconds) for time in (start, end))))
+                num_joined += len(of_word) > 1
+        assert [word.word for word in found.words] == [word for word, *_ in words], name
+        assert [(word.start, word.end) for word in found.words] == [
+            pytest.approx(times, abs=0.006) for _, *times in words
+        ]
+        assert found.segments, name
+        num_words += len(words)
+    assert num_words > 4 * num_joined > 4
+    alone = ask(client, response_format="verbose_json", timestamp_granularities=["word"])
+    assert alone.words and alone.segments is None
+
+
 def test_short_sounds_are_written_down_as_transformers_does(client: openai.OpenAI, whisper: Path, theirs: Any) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(whisper)
     for number, (task, asked) in enumerate([("transcribe", {"language": "fr"}), ("translate", {"prompt": "So"})]):
@@ -162,7 +200,7 @@ def test_temperatures_draw_by_the_seed(client: openai.OpenAI) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "words": ({"response_format": "verbose_json", "timestamp_granularities": ["word"]}, "words are not built"),
+    "words alone": ({"timestamp_granularities": ["word"]}, "needs response_format verbose_json"),
     "granularities alone": ({"timestamp_granularities": ["segment"]}, "needs response_format verbose_json"),
     "a language": ({"language": "xx"}, "language 'xx'"),
     "another of Whisper's": ({"language": "it"}, "language 'it'"),

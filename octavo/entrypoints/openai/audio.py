@@ -48,7 +48,7 @@ class AudioRequest(RequestBody):
     seed: Int | None = described("Makes an answer with a temperature repeatable.")
     stream: bool = Field(False, description="Events as it is heard, of json and text.")
     language: Text | None = described("Of the sound, such as en; left out, it is detected.")
-    timestamp_granularities: list[Literal["segment", "word"]] | None = described("segment; word is not built yet.")
+    timestamp_granularities: list[Literal["segment", "word"]] | None = described("segment, word, or both.")
     request_id: Text | None = described("Names the request in the log.")
 
 
@@ -77,6 +77,12 @@ class TranscriptionSegment(Body):
     no_speech_prob: float
 
 
+class TranscriptionWord(Body):
+    word: str
+    start: float
+    end: float
+
+
 class VerboseTranscription(Body):
     """What is said in the sound, and when."""
 
@@ -84,7 +90,8 @@ class VerboseTranscription(Body):
     language: str
     duration: float
     text: str
-    segments: list[TranscriptionSegment]
+    segments: list[TranscriptionSegment] | None = None
+    words: list[TranscriptionWord] | None = None
     usage: Usage
 
 
@@ -175,11 +182,8 @@ def _body_of(form: FormData, task: str, state: ServerState) -> AudioRequest:
         del fields["language"]  # some clients send an empty field for none
     body = validated(fields, AudioRequest, state.args.unknown_fields)
     assert isinstance(body, AudioRequest)
-    if body.timestamp_granularities:
-        if "word" in body.timestamp_granularities:
-            raise RequestError("times of words are not built yet; segment is.", param="timestamp_granularities")
-        if body.response_format != "verbose_json":
-            raise RequestError("timestamp_granularities needs response_format verbose_json.", param="response_format")
+    if body.timestamp_granularities and body.response_format != "verbose_json":
+        raise RequestError("timestamp_granularities needs response_format verbose_json.", param="response_format")
     if body.stream and body.response_format not in ("json", "text"):
         raise RequestError(f"a stream has no {body.response_format}; json and text have one.", param="response_format")
     return body
@@ -196,7 +200,9 @@ class _Job:
         is_verbose = body.response_format == "verbose_json"
         has_times = is_verbose or body.response_format in ("srt", "vtt")
         language = None if body.language is None else self._transcriber.language_of(body.language)
-        self._wish = Wish(task, language, body.prompt, body.temperature, body.seed, has_times, is_verbose)
+        granularities = body.timestamp_granularities or ["segment"]
+        self._has_segments, has_words = "segment" in granularities, "word" in granularities
+        self._wish = Wish(task, language, body.prompt, body.temperature, body.seed, has_times, is_verbose, has_words)
         self._transcriber.check(self._wish)
 
     async def whole(self, upload: UploadFile) -> Response:
@@ -216,7 +222,8 @@ class _Job:
             return self._json(
                 VerboseTranscription(
                     task=self._wish.task, language=self._transcriber.name_of(language), duration=spectrum.seconds,
-                    text=text, segments=segments, usage=usage,
+                    text=text, usage=usage, segments=segments if self._has_segments else None,
+                    words=self._words(heard, spectrum.seconds) if self._wish.has_words else None,
                 )
             )  # fmt: skip
         cues = [(one.start, one.end, one.text) for one in segments if one.text.strip()]
@@ -270,8 +277,15 @@ class _Job:
                 )  # fmt: skip
         return found
 
+    def _words(self, heard: list[Said], seconds: float) -> list[TranscriptionWord]:
+        found = []
+        for word in (word for said in heard for word in said.words):
+            start, end = (round(min(time, seconds), 2) for time in (word.start, word.end))
+            found.append(TranscriptionWord(word=word.text.strip(), start=start, end=end))
+        return found
+
     def _json(self, body: Body) -> Response:
-        return Response(body.model_dump_json(), headers=self.headers, media_type="application/json")
+        return Response(body.model_dump_json(exclude_none=True), headers=self.headers, media_type="application/json")
 
 
 def _event(event: Mapping[str, Any]) -> bytes:

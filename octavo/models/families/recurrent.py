@@ -310,6 +310,7 @@ _DELTA_DEFAULTS: dict[str, Any] = defaults(
 _GATED_ATTENTION = {
     **ATTENTION_BIAS, "gate": GateDescription(None), "qk_norm": rms(offset=1.0),
 }  # fmt: skip
+_GUESSING = {"unused": ("mtp.",)}  # of the model's own head that guesses tokens, which is not built
 _QWEN_EXPERTS = {
     "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
     "shared_gate_name": "mlp.shared_expert_gate",
@@ -510,18 +511,18 @@ FAMILIES = {
             shared_expert_intermediate_size=512, experts=512, top_k=10,
         ),
         norm=rms(offset=1.0), mixer=_delta, attention=_GATED_ATTENTION, experts=_QWEN_EXPERTS,
-        is_sparse=sparse_by_step,
+        is_sparse=sparse_by_step, model=_GUESSING,
     ),
     "Qwen3_5ForCausalLM": Family(
         defaults=_DELTA_DEFAULTS | defaults(kv_heads=4), norm=rms(offset=1.0),
-        mixer=lambda c, i: _delta(c, i, in_names=_SEPARATE), attention=_GATED_ATTENTION,
+        mixer=lambda c, i: _delta(c, i, in_names=_SEPARATE), attention=_GATED_ATTENTION, model=_GUESSING,
     ),
     "Qwen3_5MoeForCausalLM": Family(
         defaults=_DELTA_DEFAULTS | defaults(
             kv_heads=2, expert_size=512, shared_expert_intermediate_size=512, experts=256, top_k=8,
         ),
         norm=rms(offset=1.0), mixer=lambda c, i: _delta(c, i, in_names=_SEPARATE), attention=_GATED_ATTENTION,
-        experts=_QWEN_EXPERTS,
+        experts=_QWEN_EXPERTS, model=_GUESSING,
     ),
     "OlmoHybridForCausalLM": Family(
         defaults=defaults(

@@ -1,0 +1,142 @@
+"""When each word was said: what a Whisper's tokens attend to in the sound, brought into order by dynamic time warping,
+and tokens put together to words. Called by the transcriber for those who ask for it.
+
+As in the paper's code (Radford et al. 2022) and in `transformers`, whose times these are.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.multimodal.transcript import TIMESTAMP_S
+
+_OPENING, _CLOSING = "\"'“¡¿([{-", "\"'.。,，!！?？:：”)]}、"
+# Languages that write no spaces between words, by code.
+_WITHOUT_SPACES = {"zh", "ja", "th", "lo", "my", "yue"}
+_DIAGONAL, _DOWN, _RIGHT = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What is said from `start` to `end`, in seconds from the beginning of the sound."""
+
+    text: str  # with the space before it
+    start: float
+    end: float
+
+
+def attention(alignment: bytes, num_tokens: int, num_heads: int, num_rows: int) -> NDArray[np.float32]:
+    """[A, T, rows]: what each of T tokens attends to, by A heads, of `RequestOutput.alignment`."""
+    values = np.frombuffer(alignment, np.float32)
+    size = len(values) // (num_heads * (num_tokens + num_rows))
+    queries = values[: num_tokens * num_heads * size].reshape(num_tokens, num_heads, size).transpose(1, 0, 2)
+    keys = values[num_tokens * num_heads * size :].reshape(num_heads, num_rows, size)
+    scores = queries * np.float32(size**-0.5) @ keys.transpose(0, 2, 1)
+    scores -= scores.max(-1, keepdims=True)
+    powers = np.exp(scores, out=scores)
+    return np.asarray(powers / powers.sum(-1, keepdims=True))
+
+
+def token_times(weights: NDArray[np.float32], filter_width: int) -> NDArray[np.float64]:
+    """[T]: when each of T tokens ends, in seconds from the beginning of the window, of what they attend to,
+    [A, T, rows], each row 0.02 s of the sound. `filter_width` of the median is odd."""
+    deviation = weights.std(-2, keepdims=True)
+    # A row that all tokens see alike tells nothing of them.
+    weights = (weights - weights.mean(-2, keepdims=True)) / np.where(deviation == 0, 1, deviation)
+    mean = np.mean([_median(one, filter_width) for one in weights], 0)
+    return np.asarray(warp(-mean.astype(np.float64)) * TIMESTAMP_S, np.float64)
+
+
+def _median(x: NDArray[np.float32], width: int) -> NDArray[np.float32]:
+    """[T, rows], each element the median of `width` beside it in its row, which is mirrored at both ends."""
+    beside = width // 2
+    if x.shape[-1] <= beside:
+        return x
+    padded = np.pad(x, ((0, 0), (beside, beside)), mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, width, -1)
+    return np.asarray(np.sort(windows, -1)[..., beside])
+
+
+def warp(costs: NDArray[np.float64]) -> NDArray[np.int64]:
+    """[T]: the column at which each row of costs [T, N] begins on the cheapest way from the first corner to the last,
+    by steps to the right, down, and both at once (Sakoe & Chiba 1978). Sums are float32, as in `transformers`."""
+    num_rows, num_columns = costs.shape
+    flipped = costs[:, ::-1]
+    steps = np.empty((num_rows + num_columns + 1, num_rows + 1), np.int8)  # by diagonal and row
+    before, last = np.full((2, num_rows + 1), np.inf, np.float32)  # sums of two diagonals, by row
+    before[0] = 0
+    for diagonal in range(2, num_rows + num_columns + 1):  # all places of one follow from the two before
+        first, end = max(1, diagonal - num_columns), min(num_rows, diagonal - 1) + 1
+        both, down, right = before[first - 1 : end - 1], last[first - 1 : end - 1], last[first:end]
+        by_both, by_down = (both < down) & (both < right), (down < both) & (down < right)
+        steps[diagonal, first:end] = np.where(by_both, _DIAGONAL, np.where(by_down, _DOWN, _RIGHT))
+        sums = np.full(num_rows + 1, np.inf, np.float32)
+        sums[first:end] = flipped.diagonal(num_columns - diagonal + 1) + np.where(
+            by_both, both, np.where(by_down, down, right)
+        )
+        before, last = last, sums
+    begins = np.zeros(num_rows, np.int64)
+    i, j = num_rows, num_columns
+    while i > 0 and j > 0:
+        begins[i - 1] = j - 1
+        step = steps[i + j, i]
+        i -= step != _RIGHT
+        j -= step != _DOWN
+    return begins
+
+
+def words_of(tokens: Sequence[int], decode: Callable[[list[int]], str], language: str) -> list[tuple[str, list[int]]]:
+    """Words of text tokens, each with the places of its tokens: punctuation belongs to the word that it is beside.
+    Of languages that write no spaces every character is one. `language` is a code."""
+    found: list[tuple[str, list[int]]] = []
+    for text, places in _characters(tokens, decode):
+        begins = text.startswith(" ") or text.strip() in string.punctuation
+        if found and not begins and language not in _WITHOUT_SPACES:
+            found[-1] = found[-1][0] + text, found[-1][1] + places
+        else:
+            found.append((text, places))
+    return _with_closing(_with_opening(found))
+
+
+def _characters(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[tuple[str, list[int]]]:
+    """The least runs of tokens that are whole characters."""
+    replacement = "\N{REPLACEMENT CHARACTER}"
+    whole = decode(list(tokens))
+    found: list[tuple[str, list[int]]] = []
+    places: list[int] = []
+    num_characters = 0
+    for place in range(len(tokens)):
+        places.append(place)
+        text = decode([tokens[i] for i in places])
+        at = num_characters + text.find(replacement)
+        # Where the whole text has one too, the sound was written down so.
+        if replacement not in text or at >= len(whole) or whole[at] == replacement:
+            found.append((text, places))
+            places = []
+            num_characters += len(text)
+    return found
+
+
+def _with_opening(words: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    found: list[tuple[str, list[int]]] = []
+    for text, places in reversed(words):
+        if found and text.startswith(" ") and text.strip() in _OPENING:
+            found[-1] = text + found[-1][0], places + found[-1][1]
+        else:
+            found.append((text, places))
+    return found[::-1]
+
+
+def _with_closing(words: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    found: list[tuple[str, list[int]]] = []
+    for text, places in words:
+        if found and not found[-1][0].endswith(" ") and text in _CLOSING:
+            found[-1] = found[-1][0] + text, found[-1][1] + places
+        else:
+            found.append((text, places))
+    return found
