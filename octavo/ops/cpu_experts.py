@@ -85,7 +85,7 @@ def route(
 def experts(
     x: NDArray[Any], ids: NDArray[Any], weights: NDArray[Any], gate_up: ExpertsWeight, down: ExpertsWeight,
     activation: str = "silu", clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
-    first_expert: int = 0,
+    first_expert: int = 0, segments: int = 1,
 ) -> NDArray[Any]:  # fmt: skip
     assert isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts)
     first, second = gate_up.weights[0], down.weights[0]
@@ -112,6 +112,6 @@ def experts(
     x_stride = stride(x) // _cpu.QBLOCK_BYTES if code == _cpu.Q8 else stride(x)
     _cpu.experts(
         x, x_stride, code, num_tokens, ids, weights, gate_up.matrices, down.matrices, first_expert, out, top_k,
-        scales_inputs, _cpu.ACTIVATIONS[kind], slope, limit,
+        scales_inputs, _cpu.ACTIVATIONS[kind], slope, limit, segments,
     )  # fmt: skip
     return out

@@ -42,7 +42,8 @@ __all__ = [
     "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
     "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row",
     "quantize", "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes",
-    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
+    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "sum_by_segments", "take_rows",
+    "top_tokens",
 ]  # fmt: skip
 
 
@@ -256,7 +257,7 @@ def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
-    clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0,
+    clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0, segments: int = 1,
 ) -> Tensor:  # fmt: skip
     assert isinstance(gate_up, DenseExperts) and isinstance(down, DenseExperts)
     out = torch.zeros(len(x), down.out_features, device=x.device)
@@ -278,6 +279,11 @@ def experts(
         y = _product(_rounded(inner, second.weight.dtype, second), second).float()
         out[tokens] += y if scales_inputs else scales * y
     return out
+
+
+def sum_by_segments(weight: LinearWeight, segments: int) -> int:
+    """Sums have no order here."""
+    return 1
 
 
 def embedding(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> Tensor:
