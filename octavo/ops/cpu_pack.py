@@ -126,9 +126,9 @@ def _num_panels(n: int) -> int:
 def sum_by_segments(weight: LinearWeight, segments: int) -> int:
     """`ParallelOps.sum_by_segments`."""
     assert isinstance(weight, PackedWeight)
-    if weight.order is not None:
-        return weight.in_features + 1  # whose parts are not those of the rows
     block: int = weight.matrix.block
+    if weight.order is not None:  # such a matrix is not shared out
+        return block
     while segments > 1 and weight.in_features % (segments * block):
         segments = segments // 2 if segments % 2 == 0 else 1
     weight.matrix.segments = segments
