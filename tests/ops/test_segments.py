@@ -20,7 +20,7 @@ from tests.quantization.blocks import random_matrix
 
 # Elements of a segment that is as short as can be, or has what the widest tile instructions leave over.
 BLOCKS = {"F32": 9, "BF16": 38, "INT8": 64, "INT4": 64, "Q4_0": 64, "Q4_1": 64, "Q8_0": 64} | dict.fromkeys(
-    ("Q3_K", "Q4_K", "Q5_K", "Q6_K"), 256
+    ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"), 256
 )
 
 
