@@ -25,6 +25,31 @@ constexpr double kFloatNs = 0.3;  // to copy or add one, roughly
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
+// Floats that are added up at a time, and sums that wait for others meanwhile.
+constexpr int64_t kSumFloats = 256;
+constexpr int kMaxWaiting = 16;
+
+// out[0 .. width) = the sum of `count` summands that lie `stride` apart, in the order of the tree (kernels.h).
+void sum_in_tree(const float* from, int64_t stride, int count, int64_t width, float* out) {
+    float waiting[kMaxWaiting][kSumFloats];
+    int depth = 0;
+    const auto add = [&](float* to, const float* more) {
+        for (int64_t i = 0; i < width; ++i) to[i] += more[i];
+    };
+    for (int index = 0; index < count; ++index) {
+        const float* one = from + index * stride;
+        const int merges = merges_after(index);
+        if (merges == 0) {
+            memcpy(waiting[depth++], one, static_cast<size_t>(width) * sizeof(float));
+        } else {
+            add(waiting[depth - 1], one);
+        }
+        for (int i = 1; i < merges; ++i, --depth) add(waiting[depth - 2], waiting[depth - 1]);
+    }
+    for (; depth > 1; --depth) add(waiting[depth - 2], waiting[depth - 1]);
+    memcpy(out, waiting[0], static_cast<size_t>(width) * sizeof(float));
+}
+
 // Rows [begin, end) of a task.
 std::pair<int64_t, int64_t> rows_of(const ExchangeArgs& a, int64_t task) {
     const int64_t begin = task * a.rows_per_task;
@@ -98,11 +123,15 @@ void collect_rows(const void* args, int64_t task) {
     const auto [begin, end] = rows_of(a, task);
     for (int64_t row = begin; row < end; ++row) {
         float* out = a.out + row * a.width;
-        memcpy(out, from + row * a.width, static_cast<size_t>(a.width) * sizeof(float));
-        for (int rank = 1; a.sums && rank < group.size(); ++rank) {
-            const float* more = from + (rank * a.rows + row) * a.width;
-            for (int64_t i = 0; i < a.width; ++i) out[i] += more[i];
+        if (!a.sums) {
+            memcpy(out, from + row * a.width, static_cast<size_t>(a.width) * sizeof(float));
+            continue;
         }
+        for (int64_t i = 0; i < a.width; i += kSumFloats) {
+            const int64_t width = std::min(kSumFloats, a.width - i);
+            sum_in_tree(from + row * a.width + i, a.rows * a.width, group.size(), width, out + i);
+        }
+        for (int64_t i = 0; a.bias != nullptr && i < a.width; ++i) out[i] += a.bias[i];
     }
     if (group.tasks_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == a.num_tasks) {
         group.tasks_done_.store(0, std::memory_order_relaxed);

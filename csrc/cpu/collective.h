@@ -1,5 +1,6 @@
 // Collectives of processes on one host: rows of float32 that all of them contribute to, through memory that they share.
-// They take no locks, and sums are in the order of the ranks, so that every process has the same bits in every run.
+// They take no locks, and sums are in an order that only the number of ranks decides, so that every process has the
+// same bits in every run.
 #pragma once
 
 #include <atomic>

@@ -26,6 +26,45 @@ inline int64_t panels_of(const Matrix& m) {
     return m.gated ? (m.n / 2 + kPanel - 1) / kPanel * 2 : (m.n + kPanel - 1) / kPanel;
 }
 
+// Elements [begin, begin + size) of k, of which it is the segment `number`.
+struct Segment {
+    int64_t number, begin, size;
+};
+
+inline Segment segment_of(const Matrix& m, int64_t number) {
+    const int64_t size = m.k / m.segments;
+    return {number, number * size, size};
+}
+
+// The sum of `count` summands in the order of the tree (kernels.h): make(index, depth) makes one at a depth of those
+// that wait, add(depth) adds the sum there to the one below it. The sum is at depth 0 in the end.
+template <class Make, class Add>
+inline void in_tree(int count, Make make, Add add) {
+    int depth = 0;
+    for (int index = 0; index < count; ++index) {
+        make(index, depth++);
+        for (int i = merges_after(index); i > 0; --i) add(--depth);
+    }
+    while (depth > 1) add(--depth);
+}
+
+// y = the sum of a matrix's segments: make(segment, to) writes the products of one, `rows` by `width` floats with
+// kMaxUnit from row to row. Those that wait lie in `waiting`, kTreeDepth - 1 sums `step` floats apart.
+template <class Make>
+inline void sum_segments(const Matrix& m, float* y, float* waiting, int64_t step, int64_t rows, int64_t width,
+                         Make make) {
+    const auto at = [&](int depth) { return depth == 0 ? y : waiting + (depth - 1) * step; };
+    in_tree(
+        m.segments, [&](int index, int depth) { make(segment_of(m, index), at(depth)); },
+        [&](int depth) {
+            float* to = at(depth - 1);
+            const float* more = at(depth);
+            for (int64_t r = 0; r < rows; ++r, to += kMaxUnit, more += kMaxUnit) {
+                for (int64_t i = 0; i < width; i += kLanes) store(to + i, add(load(to + i), load(more + i)));
+            }
+        });
+}
+
 // Rows of products, from output `col` of the packed matrix on.
 struct Products {
     float* y;

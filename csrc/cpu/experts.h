@@ -3,6 +3,8 @@
 // Included by kernels.cpp and products.cpp only.
 #pragma once
 
+#include <vector>
+
 #include "adapters.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -118,33 +120,67 @@ void experts_up(const void* args, int64_t task) {
     }
 }
 
-// A task owns columns of the output and adds the experts of a row to them one after the other.
+// Outputs [tokens, width] of a task's columns whose sums wait for those of other segments.
+inline float* waiting_outputs(int64_t floats) {
+    static thread_local std::vector<float> waiting;
+    const size_t wanted = static_cast<size_t>((kTreeDepth - 1) * floats);
+    if (waiting.size() < wanted) waiting.resize(wanted);
+    return waiting.data();
+}
+
+// A task owns columns of the output and adds the experts of a row to them one after the other, segment by segment.
 void experts_down(const void* args, int64_t task) {
     const ExpertsPass& p = *static_cast<const ExpertsPass*>(args);
     const ExpertsArgs& a = *p.args;
     const ExpertsSchedule& s = *p.schedule;
     LinearArgs linear{};
     linear.epilogue = kScatter;
-    linear.out = a.out;
-    linear.out_stride = a.down->n;
     linear.x_stride = row_elements(p.inner_bytes, p.inner_dtype);
     const int64_t panels = (a.down->n + kPanel - 1) / kPanel;
     const int64_t panel_begin = panels * task / p.down_tasks;
     const int64_t panel_end = panels * (task + 1) / p.down_tasks;
     const int64_t width = min_of(panel_end * kPanel, a.down->n) - panel_begin * kPanel;
-    for (int64_t t = p.token_begin; t < p.token_end; ++t) {
-        memset(a.out + t * a.down->n + panel_begin * kPanel, 0, static_cast<size_t>(width) * sizeof(float));
-    }
-    for (int64_t i = 0; i < s.num_parts; ++i) {
-        const ExpertRows& part = s.parts[i];
-        linear.matrix = a.down[part.expert];
-        linear.x = s.inner + part.begin * p.inner_bytes;
-        linear.rows = part.rows;
-        expand_part(linear, p, part, a.down_factors, a.down_width);
-        linear.out_rows = s.tokens + part.begin;
-        linear.row_scales = a.scale_inputs ? nullptr : s.weights + part.begin;
-        product_block(linear, 0, part.rows, panel_begin, panel_end);
-    }
+    const int64_t tokens = p.token_end - p.token_begin;
+    float* waiting = a.segments == 1 ? nullptr : waiting_outputs(tokens * width);
+    // The columns of the pass's first token, and from each token to the next.
+    const auto at = [&](int depth) {
+        return depth == 0 ? a.out + p.token_begin * a.down->n + panel_begin * kPanel
+                          : waiting + (depth - 1) * tokens * width;
+    };
+    const auto stride = [&](int depth) { return depth == 0 ? a.down->n : width; };
+    int64_t i = 0;
+    in_tree(
+        a.segments,
+        [&](int segment, int depth) {
+            float* sums = at(depth);
+            for (int64_t t = 0; t < tokens; ++t) {
+                memset(sums + t * stride(depth), 0, static_cast<size_t>(width) * sizeof(float));
+            }
+            // Rows are counted from the call's first token, and columns from the first of all.
+            const int64_t before = p.token_begin * stride(depth) + panel_begin * kPanel;
+            linear.out = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(sums) -
+                                                 static_cast<uintptr_t>(before) * sizeof(float));
+            linear.out_stride = stride(depth);
+            for (; i < s.num_parts && s.parts[i].expert * a.segments < (segment + 1) * a.num_experts; ++i) {
+                const ExpertRows& part = s.parts[i];
+                linear.matrix = a.down[part.expert];
+                linear.x = s.inner + part.begin * p.inner_bytes;
+                linear.rows = part.rows;
+                expand_part(linear, p, part, a.down_factors, a.down_width);
+                linear.out_rows = s.tokens + part.begin;
+                linear.row_scales = a.scale_inputs ? nullptr : s.weights + part.begin;
+                product_block(linear, 0, part.rows, panel_begin, panel_end);
+            }
+        },
+        [&](int depth) {
+            for (int64_t t = 0; t < tokens; ++t) {
+                float* to = at(depth - 1) + t * stride(depth - 1);
+                const float* more = at(depth) + t * stride(depth);
+                for_vectors(width, [&](int64_t j, int lanes) {
+                    store_some(to + j, add(load_some(to + j, lanes), load_some(more + j, lanes)), lanes);
+                });
+            }
+        });
 }
 
 }  // namespace

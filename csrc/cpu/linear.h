@@ -1,5 +1,6 @@
 // Products with packed matrices. One micro-kernel computes R rows by V vectors of outputs, each output in one
-// accumulator that runs over k in order, so a row's bits depend neither on R and V nor on how the work was cut. Those
+// accumulator that runs over a segment of k in order, so a row's bits depend neither on R and V nor on how the work was
+// cut. Those
 // with integer matrices are in linear_int.h, those by the tile instructions in linear_tiles.h. Included by kernels.cpp
 // and products.cpp only.
 #pragma once
@@ -14,7 +15,7 @@ namespace {
 
 // Rows row .. row + R - 1, outputs vec * kLanes .. (vec + V) * kLanes - 1, into rows of y.
 template <class E, int R, int V>
-void linear_tile(const LinearArgs& a, int64_t row, int64_t vec, float* y) {
+void linear_tile(const LinearArgs& a, Segment segment, int64_t row, int64_t vec, float* y) {
     using T = typename E::T;
     constexpr int kPanels = V > kVecsPerPanel ? V / kVecsPerPanel : 1;
     constexpr int kVecsEach = V / kPanels;
@@ -22,13 +23,13 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t vec, float* y) {
     constexpr int kVecBytes = kVecElements * static_cast<int>(sizeof(T));
     constexpr int kAhead = kPrefetchBytes / kPanels;
 
-    const int64_t steps = (a.matrix.k + E::kStep - 1) / E::kStep;
-    const int64_t full_steps = a.matrix.k / E::kStep;
-    const int64_t panel_elements = steps * kPanel * E::kStep;
-    const T* w = static_cast<const T*>(a.matrix.data) + vec / kVecsPerPanel * panel_elements +
+    const int64_t steps = (segment.size + E::kStep - 1) / E::kStep;
+    const int64_t full_steps = segment.size / E::kStep;
+    const int64_t panel_elements = (a.matrix.k + E::kStep - 1) / E::kStep * kPanel * E::kStep;
+    const T* w = static_cast<const T*>(a.matrix.data) + vec / kVecsPerPanel * panel_elements + segment.begin * kPanel +
                  vec % kVecsPerPanel * kVecElements;
     const T* x[R];
-    for (int r = 0; r < R; ++r) x[r] = static_cast<const T*>(a.x) + (row + r) * a.x_stride;
+    for (int r = 0; r < R; ++r) x[r] = static_cast<const T*>(a.x) + (row + r) * a.x_stride + segment.begin;
 
     Vec acc[R][V];
     for (int r = 0; r < R; ++r) {
@@ -66,18 +67,18 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t vec, float* y) {
 // They add the pairs of k in the order of linear_tile, and round as its dot products do: a row has the same bits by
 // either.
 template <int R, int V>
-void bf16_tile_by_matrices(const LinearArgs& a, int64_t row, int64_t vec, float* y) {
+void bf16_tile_by_matrices(const LinearArgs& a, Segment segment, int64_t row, int64_t vec, float* y) {
     constexpr int kPairs = (R + 1) / 2;
     constexpr int kVecElements = kLanes * 2;
     constexpr int kStepElements = kPanel * 2;
     static_assert(V <= kVecsPerPanel, "vectors of one panel");
     const int64_t steps = (a.matrix.k + 1) / 2;
-    const int64_t fours = a.matrix.k / 4;
+    const int64_t fours = segment.size / 4;
     const uint16_t* w = static_cast<const uint16_t*>(a.matrix.data) + vec / kVecsPerPanel * steps * kStepElements +
-                        vec % kVecsPerPanel * kVecElements;
+                        segment.begin * kPanel + vec % kVecsPerPanel * kVecElements;
     const uint16_t* x[2 * kPairs];
     for (int r = 0; r < 2 * kPairs; ++r) {
-        x[r] = static_cast<const uint16_t*>(a.x) + (row + min_of(r, R - 1)) * a.x_stride;
+        x[r] = static_cast<const uint16_t*>(a.x) + (row + min_of(r, R - 1)) * a.x_stride + segment.begin;
     }
     Vec acc[kPairs][V][2];
     for (int p = 0; p < kPairs; ++p) {
@@ -103,7 +104,7 @@ void bf16_tile_by_matrices(const LinearArgs& a, int64_t row, int64_t vec, float*
         add_four([](const uint16_t* p) { return load_pairs(p); },
                  [&](int p) { return load_two_rows(x[2 * p] + 4 * i, x[2 * p + 1] + 4 * i); });
     }
-    if (const int64_t rest = a.matrix.k - 4 * fours; rest > 0) {
+    if (const int64_t rest = segment.size - 4 * fours; rest > 0) {
         // What is missing is zeros, and adds nothing.
         uint16_t last[2 * kPairs][4] = {};
         for (int r = 0; r < 2 * kPairs; ++r) memcpy(last[r], x[r] + 4 * fours, static_cast<size_t>(rest) * 2);
@@ -122,35 +123,39 @@ void bf16_tile_by_matrices(const LinearArgs& a, int64_t row, int64_t vec, float*
 
 // The tile for as many rows: a single one would leave half of a matrix instruction idle.
 template <class E, int R, int V>
-inline void linear_tile_of_rows(const LinearArgs& a, int64_t row, int64_t vec, float* y) {
+inline void linear_tile_of_rows(const LinearArgs& a, Segment segment, int64_t row, int64_t vec, float* y) {
 #ifdef OCTAVO_MATRICES
     if constexpr (E::kStep == 2 && R > 1) {
-        bf16_tile_by_matrices<R, V>(a, row, vec, y);
+        bf16_tile_by_matrices<R, V>(a, segment, row, vec, y);
     } else {
-        linear_tile<E, R, V>(a, row, vec, y);
+        linear_tile<E, R, V>(a, segment, row, vec, y);
     }
 #else
-    linear_tile<E, R, V>(a, row, vec, y);
+    linear_tile<E, R, V>(a, segment, row, vec, y);
 #endif
 }
 
 // `vecs` vectors of outputs, V at a time while there are as many.
 template <class E, int V, int kMaxRows>
-inline void linear_vecs(const LinearArgs& a, int64_t rows, int64_t row, int64_t vec, int64_t vecs, float* y) {
+inline void linear_vecs(const LinearArgs& a, Segment segment, int64_t rows, int64_t row, int64_t vec, int64_t vecs,
+                        float* y) {
     int64_t v = 0;
     for (; v + V <= vecs; v += V) {
-        with_constant<kMaxRows>(
-            rows, [&](auto r) { linear_tile_of_rows<E, decltype(r)::kValue, V>(a, row, vec + v, y + v * kLanes); });
+        with_constant<kMaxRows>(rows, [&](auto r) {
+            linear_tile_of_rows<E, decltype(r)::kValue, V>(a, segment, row, vec + v, y + v * kLanes);
+        });
     }
     if constexpr (V > 2) {
-        if (v < vecs) linear_vecs<E, V / 2, kMaxRows>(a, rows, row, vec + v, vecs - v, y + v * kLanes);
+        if (v < vecs) linear_vecs<E, V / 2, kMaxRows>(a, segment, rows, row, vec + v, vecs - v, y + v * kLanes);
     }
 }
 
 // Each unit of vectors meets every row tile before the next: its weights stay in the cache meanwhile.
 template <class E, int V, int kMaxRows>
 void linear_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t vec_begin, int64_t vec_end) {
-    alignas(64) float y[kMaxRows * kMaxUnit];
+    constexpr int kFloats = kMaxRows * kMaxUnit;
+    alignas(64) float y[kFloats];
+    alignas(64) float waiting[(kTreeDepth - 1) * kFloats];
     const int64_t unit = unit_vecs(a, V);
     const int64_t rows = row_end - row_begin;
     const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
@@ -163,7 +168,9 @@ void linear_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t begin = row_begin + rows * t / tiles;
             const int64_t end = row_begin + rows * (t + 1) / tiles;
-            linear_vecs<E, V, kMaxRows>(a, end - begin, begin, vec, vecs, y);
+            sum_segments(a.matrix, y, waiting, kFloats, end - begin, vecs * kLanes, [&](Segment segment, float* to) {
+                linear_vecs<E, V, kMaxRows>(a, segment, end - begin, begin, vec, vecs, to);
+            });
             finish(a, {y, kMaxUnit, begin, end - begin, vec * kLanes, vecs * kLanes});
         }
     }

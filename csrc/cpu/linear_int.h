@@ -232,13 +232,15 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
     using Flat = typename F::Flat;
     constexpr int kRows = F::kOpenedBytes ? kOpenedRows : kOutlierRows;
     alignas(64) float y[kRows * kMaxUnit];
+    alignas(64) float waiting[kRows * kMaxUnit];  // a panel wide each
+    static_assert((kTreeDepth - 1) * kPanel <= kMaxUnit);
     alignas(64) char opened[F::kOpenedBytes ? F::kOpenedBytes * kOpenedBlocks : 1];
     const int64_t blocks = (a.matrix.k + kQBlock - 1) / kQBlock;
     const int64_t panel_bytes = blocks * F::kBlockBytes;
     const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
     const int64_t rows = row_end - row_begin;
     const QBlock* x = static_cast<const QBlock*>(a.x) + row_begin * a.x_stride;
-    OutlierList& outliers = OutlierList::of(x, a.x_stride, blocks, rows, kRows);
+    OutlierList& outliers = OutlierList::of(x, a.x_stride, blocks, rows, kRows, a.matrix.segments);
     const int64_t all_tiles = (rows + kIntRows - 1) / kIntRows;
     const int lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + all_tiles - 1) / all_tiles);
     const int64_t step = blocks_at_a_time<F>(blocks, all_tiles);
@@ -255,29 +257,32 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
             const int64_t tiles = (some + kIntRows - 1) / kIntRows;
             for (int64_t p = 0; p < panels; ++p) {
                 const char* panel_w = w + p * panel_bytes;
-                for (int64_t block = 0; block < blocks; block += step) {
-                    const int64_t count = min_of(step, blocks - block);
-                    const bool is_last = block + count == blocks;
-                    const IntView view = F::open(panel_w, block, count, inverse, opened);
-                    for (int64_t t = 0; t < tiles; ++t) {
-                        const int64_t begin = some * t / tiles;
-                        const int64_t end = some * (t + 1) / tiles;
-                        const char* next = all_tiles == 1 ? panel_w + block * F::kBlockBytes + kIntPrefetchBytes
-                                                          : panel_w + panels * panel_bytes +
-                                                                ((tile + t) * blocks + block) * lines * 64;
-                        with_constant<kIntRows>(end - begin, [&](auto r) {
-                            int_tile_of_rows<Flat, decltype(r)::kValue>(
-                                view, count, x + (first + begin) * a.x_stride + block, a.x_stride, block == 0,
-                                set1(is_last ? a.matrix.factor : 1), y + begin * kMaxUnit + p * kPanel,
-                                Fetch{next, lines, factors.take(count)});
-                        });
+                outliers.make_columns<F>(panel_w, first, inverse);
+                sum_segments(a.matrix, y + p * kPanel, waiting, kPanel, some, kPanel, [&](Segment segment, float* to) {
+                    const int64_t segment_begin = segment.begin / kQBlock;
+                    const int64_t segment_end = segment_begin + (segment.size + kQBlock - 1) / kQBlock;
+                    for (int64_t block = segment_begin; block < segment_end; block += step) {
+                        const int64_t count = min_of(step, segment_end - block);
+                        const bool is_last = block + count == segment_end;
+                        const IntView view = F::open(panel_w, block, count, inverse, opened);
+                        for (int64_t t = 0; t < tiles; ++t) {
+                            const int64_t begin = some * t / tiles;
+                            const int64_t end = some * (t + 1) / tiles;
+                            const char* next = all_tiles == 1 ? panel_w + block * F::kBlockBytes + kIntPrefetchBytes
+                                                              : panel_w + panels * panel_bytes +
+                                                                    ((tile + t) * blocks + block) * lines * 64;
+                            with_constant<kIntRows>(end - begin, [&](auto r) {
+                                int_tile_of_rows<Flat, decltype(r)::kValue>(
+                                    view, count, x + (first + begin) * a.x_stride + block, a.x_stride,
+                                    block == segment_begin, set1(is_last ? a.matrix.factor : 1), to + begin * kMaxUnit,
+                                    Fetch{next, lines, factors.take(count)});
+                            });
+                        }
                     }
-                }
+                    outliers.add(first, some, segment.number, a.matrix.factor, to, kMaxUnit);
+                });
             }
             tile += tiles;
-            for (int64_t p = 0; p < panels; ++p) {
-                outliers.add<F>(w + p * panel_bytes, first, some, a.matrix.factor, y + p * kPanel, kMaxUnit);
-            }
             finish(a, {y, kMaxUnit, row_begin + first, some, panel * kPanel, panels * kPanel});
         }
     }

@@ -29,15 +29,16 @@ inline void bf16_tile_step(const uint16_t* x, const uint16_t* x_below, int64_t x
     }
 }
 
-// Rows row .. row + rows - 1 by one panel, into rows of y. What k lacks to a whole tile is zeros.
+// Rows row .. row + rows - 1 by one panel, into rows of y. What a segment of k lacks to a whole tile is zeros.
 template <bool kTall>
-void bf16_tiles(const LinearArgs& a, int64_t row, int rows, int64_t panel, float* y) {
+void bf16_tiles(const LinearArgs& a, Segment segment, int64_t row, int rows, int64_t panel, float* y) {
     constexpr int64_t kStepElements = kTileK * kPanel;
     const int64_t pairs = (a.matrix.k + 1) / 2;
-    const int64_t steps = a.matrix.k / kTileK;
+    const int64_t steps = segment.size / kTileK;
     const int64_t x_stride = a.x_stride * 2;
-    const uint16_t* w = static_cast<const uint16_t*>(a.matrix.data) + panel * pairs * kPanel * 2;
-    const uint16_t* x = static_cast<const uint16_t*>(a.x) + row * a.x_stride;
+    const uint16_t* w =
+        static_cast<const uint16_t*>(a.matrix.data) + panel * pairs * kPanel * 2 + segment.begin * kPanel;
+    const uint16_t* x = static_cast<const uint16_t*>(a.x) + row * a.x_stride + segment.begin;
     const int64_t below = kTall ? kTileMaxRows * a.x_stride : 0;
     tile_zero<0>();
     tile_zero<1>();
@@ -51,7 +52,7 @@ void bf16_tiles(const LinearArgs& a, int64_t row, int rows, int64_t panel, float
         }
         bf16_tile_step<kTall>(x, x + below, x_stride, w);
     }
-    if (const int64_t rest = a.matrix.k - steps * kTileK; rest > 0) {
+    if (const int64_t rest = segment.size - steps * kTileK; rest > 0) {
         alignas(64) uint16_t last_x[2 * kTileMaxRows * kTileK] = {};
         alignas(64) uint16_t last_w[kStepElements] = {};
         for (int r = 0; r < rows; ++r) {
@@ -73,7 +74,10 @@ void bf16_tiles(const LinearArgs& a, int64_t row, int rows, int64_t panel, float
 template <bool kTall>
 void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int count, int64_t panel_begin,
                        int64_t panel_end) {
-    alignas(64) float y[(kTall ? 2 : 1) * kTileMaxRows * kMaxUnit];
+    constexpr int kFloats = (kTall ? 2 : 1) * kTileMaxRows * kMaxUnit;
+    alignas(64) float y[kFloats];
+    alignas(64) float waiting[kFloats];  // a panel wide each
+    static_assert((kTreeDepth - 1) * kPanel <= kMaxUnit);
     const int upper = min_of(count, kTileMaxRows);
     TileShapes shapes;
     for (int v = 0; v < kVecsPerPanel; ++v) {
@@ -89,7 +93,11 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
         const int64_t panels = min_of(unit, panel_end - panel), next = panel + panels;
         if (a.expands) fetch_factors(a, row_begin, row_end, next, min_of(unit, panel_end - next));
         for (int64_t row = row_begin; row < row_end; row += count) {
-            for (int64_t p = 0; p < panels; ++p) bf16_tiles<kTall>(a, row, count, panel + p, y + p * kPanel);
+            for (int64_t p = 0; p < panels; ++p) {
+                sum_segments(a.matrix, y + p * kPanel, waiting, kPanel, count, kPanel, [&](Segment segment, float* to) {
+                    bf16_tiles<kTall>(a, segment, row, count, panel + p, to);
+                });
+            }
             finish(a, {y, kMaxUnit, row, count, panel * kPanel, panels * kPanel});
         }
     }

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #ifdef __linux__
@@ -151,7 +153,23 @@ void advise_huge_pages(Address address, size_t bytes) {
 
 void make_matrix(octavo::Matrix* self, Address data, Address bias, int64_t n, int64_t k, float factor, int32_t format,
                  int32_t group, int32_t minima, int32_t gated) {
-    new (self) octavo::Matrix{at<void>(data), at<float>(bias), n, k, factor, format, group, minima, gated};
+    new (self) octavo::Matrix{at<void>(data), at<float>(bias), n, k, factor, format, group, minima, gated, 1};
+}
+
+// Elements of k between which segments may end.
+int block_of(const octavo::Matrix& matrix) {
+    if (matrix.format == octavo::kWeightF32) return 1;
+    if (matrix.format == octavo::kWeightBF16) return 2;
+    return matrix.format >= octavo::kWeightQ4K ? octavo::kSuperblock : octavo::kQBlock;
+}
+
+void set_segments(octavo::Matrix& self, int32_t segments) {
+    const int block = block_of(self);
+    if (segments < 1 || segments > octavo::kMaxSegments || (segments > 1 && self.k % (segments * block) != 0)) {
+        throw std::invalid_argument(std::to_string(self.k) + " elements, in blocks of " + std::to_string(block) +
+                                    ", do not make " + std::to_string(segments) + " segments.");
+    }
+    self.segments = segments;
 }
 
 // Matrices of one layout, side by side: experts by their number.
@@ -169,7 +187,7 @@ void make_group(octavo::Group* self, int rank, int size, Address memory, size_t 
 }
 
 void exchange(octavo::Group& group, Address x, int64_t x_stride, int64_t rows, int64_t x_width, int64_t begin,
-              Address out, int64_t width, bool sums) {
+              Address out, int64_t width, bool sums, Address bias) {
     octavo::ExchangeArgs args{};
     args.rows = rows;
     args.x = at<float>(x);
@@ -178,6 +196,7 @@ void exchange(octavo::Group& group, Address x, int64_t x_stride, int64_t rows, i
     args.begin = begin;
     args.out = at<float>(out);
     args.width = width;
+    args.bias = at<float>(bias);
     args.group = &group;
     args.sums = sums;
     submit(args);
@@ -186,7 +205,8 @@ void exchange(octavo::Group& group, Address x, int64_t x_stride, int64_t rows, i
 void experts(Address x, int64_t x_stride, int32_t x_dtype, int64_t rows, Address ids, Address weights,
              const Matrices& up, const Matrices& down, int32_t first_expert, Address out, int32_t top_k,
              bool scale_inputs, int32_t activation, float slope, float limit, Address slots, int64_t num_slots,
-             Address up_factors, Address down_factors, int64_t up_width, int64_t down_width, int32_t factor_dtype) {
+             Address up_factors, Address down_factors, int64_t up_width, int64_t down_width, int32_t factor_dtype,
+             int32_t segments) {
     octavo::ExpertsArgs args{};
     args.rows = rows;
     args.x = at<void>(x);
@@ -210,6 +230,11 @@ void experts(Address x, int64_t x_stride, int32_t x_dtype, int64_t rows, Address
     args.up_width = up_width;
     args.down_width = down_width;
     args.factor_dtype = factor_dtype;
+    if (segments < 1 || segments > octavo::kMaxSegments || args.num_experts % segments != 0) {
+        throw std::invalid_argument(std::to_string(args.num_experts) + " experts do not make " +
+                                    std::to_string(segments) + " segments.");
+    }
+    args.segments = segments;
     submit(args);
 }
 
@@ -375,6 +400,7 @@ NB_MODULE(_cpu, m) {
     m.attr("FACTOR_PANEL") = octavo::kFactorPanel;
     m.attr("MAX_RANK") = octavo::kMaxRank;
     m.attr("QBLOCK") = octavo::kQBlock;
+    m.attr("MAX_SEGMENTS") = octavo::kMaxSegments;
     m.attr("QBLOCK_BYTES") = sizeof(octavo::QBlock);
     m.attr("KEY_TILE") = octavo::kKeyTile;
     m.attr("POSITION_AXES") = octavo::kPositionAxes;
@@ -407,7 +433,10 @@ NB_MODULE(_cpu, m) {
     // The Python object that the program is of, or None.
     m.def("recording", &Program::recording, nb::rv_policy::reference);
     m.def("advise_huge_pages", &advise_huge_pages);
-    nb::class_<octavo::Matrix>(m, "Matrix").def("__init__", &make_matrix);
+    nb::class_<octavo::Matrix>(m, "Matrix")
+        .def("__init__", &make_matrix)
+        .def_prop_ro("block", &block_of)
+        .def_prop_rw("segments", [](const octavo::Matrix& self) { return self.segments; }, &set_segments);
     nb::class_<Matrices>(m, "Matrices").def("__init__", &make_matrices);
     define_operations(m);
     m.attr("SOURCE_FORMATS") = numbered(octavo::source_formats());

@@ -23,11 +23,12 @@ struct Outlier {
 // The outliers of some rows, which are taken in batches.
 class OutlierList {
   public:
-    // Of `rows` rows in batches of `batch_rows`. A thread lists the same rows once in a launch, for all its tasks: what
-    // this returns is good until its next call.
-    static OutlierList& of(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, int64_t batch_rows) {
+    // Of `rows` rows in batches of `batch_rows`, and their blocks in `segments` equal parts. A thread lists the same
+    // rows once in a launch, for all its tasks: what this returns is good until its next call.
+    static OutlierList& of(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, int64_t batch_rows,
+                           int64_t segments) {
         static thread_local OutlierList list;
-        const Rows wanted{launch_number(), x, blocks, rows, batch_rows};
+        const Rows wanted{launch_number(), x, blocks, rows, batch_rows, segments};
         if (!(list.rows_ == wanted)) {
             list.rows_ = wanted;
             list.collect(x_stride);
@@ -35,14 +36,26 @@ class OutlierList {
         return list;
     }
 
-    // Adds to the outputs y of a batch's `rows` rows, of which `first` is the first one, what their outliers contribute
-    // to the panel at w of a matrix of format F. Outputs of rows are `stride` apart.
+    // For the batch that begins with row `first`: what its outliers meet of the panel at w of a matrix of format F,
+    // over the matrix's factor.
     template <class F>
-    void add(const char* w, int64_t first, int64_t rows, float factor, float* y, int64_t stride) {
-        make_columns<F>(w, first / rows_.batch_rows, 1 / factor);
-        for (int64_t r = 0; r < rows; ++r, y += stride) {
-            const Outlier* one = outliers_.data() + begins_[static_cast<size_t>(first + r)];
-            const Outlier* end = outliers_.data() + begins_[static_cast<size_t>(first + r) + 1];
+    void make_columns(const char* w, int64_t first, float inverse) {
+        const int64_t batch = first / rows_.batch_rows;
+        Line* to = columns_.data();
+        const size_t end = batches_[static_cast<size_t>(batch) + 1];
+        for (size_t i = batches_[static_cast<size_t>(batch)]; i < end; ++i, to += kPanel / kLineFloats) {
+            Vec column[kVecsPerPanel];
+            F::column(w, ks_[i], inverse, column);
+            for (int v = 0; v < kVecsPerPanel; ++v) store(to->of + v * kLanes, column[v]);
+        }
+    }
+
+    // Adds to the outputs y of that batch's `rows` rows, `stride` apart, what the outliers of a segment contribute.
+    void add(int64_t first, int64_t rows, int64_t segment, float factor, float* y, int64_t stride) {
+        const uint32_t* begin = begins_.data() + first * rows_.segments + segment;
+        for (int64_t r = 0; r < rows; ++r, y += stride, begin += rows_.segments) {
+            const Outlier* one = outliers_.data() + begin[0];
+            const Outlier* end = outliers_.data() + begin[1];
             Vec sum[kVecsPerPanel];
             for (int v = 0; v < kVecsPerPanel; ++v) sum[v] = load(y + v * kLanes);
             for (; one < end; ++one) {
@@ -62,28 +75,18 @@ class OutlierList {
     struct Rows {
         uint64_t launch;
         const QBlock* x;
-        int64_t blocks, rows, batch_rows;
+        int64_t blocks, rows, batch_rows, segments;
 
         bool operator==(const Rows& other) const {
             return launch == other.launch && x == other.x && blocks == other.blocks && rows == other.rows &&
-                   batch_rows == other.batch_rows;
+                   batch_rows == other.batch_rows && segments == other.segments;
         }
     };
 
-    template <class F>
-    void make_columns(const char* w, int64_t batch, float inverse) {
-        Line* to = columns_.data();
-        const size_t end = batches_[static_cast<size_t>(batch) + 1];
-        for (size_t i = batches_[static_cast<size_t>(batch)]; i < end; ++i, to += kPanel / kLineFloats) {
-            Vec column[kVecsPerPanel];
-            F::column(w, ks_[i], inverse, column);
-            for (int v = 0; v < kVecsPerPanel; ++v) store(to->of + v * kLanes, column[v]);
-        }
-    }
-
     void collect(int64_t x_stride) {
-        const auto [launch, x, blocks, rows, batch_rows] = rows_;
+        const auto [launch, x, blocks, rows, batch_rows, segments] = rows_;
         (void)launch;
+        const int64_t segment_blocks = blocks / segments;
         constexpr uint32_t kNone = UINT32_MAX;
         size_t count = 0, most_columns = 0;
         begins_.clear();
@@ -93,10 +96,10 @@ class OutlierList {
         for (int64_t first = 0; first < rows; first += batch_rows) {
             batches_.push_back(ks_.size());
             for (int64_t r = first; r < min_of(first + batch_rows, rows); ++r) {
-                begins_.push_back(static_cast<uint32_t>(count));
                 const size_t most = count + static_cast<size_t>(2 * kMaxOutliers * blocks);
                 if (most > outliers_.size()) outliers_.resize(2 * most);
                 for (int64_t b = 0; b < blocks; ++b) {
+                    if (b % segment_blocks == 0) begins_.push_back(static_cast<uint32_t>(count));
                     const QBlock& block = x[r * x_stride + b];
                     for (int i = 0; i < 2 * kMaxOutliers; ++i) {
                         const float value = block.outlier[i / kMaxOutliers][i % kMaxOutliers];
@@ -121,7 +124,7 @@ class OutlierList {
 
     Rows rows_{};
     std::vector<Outlier> outliers_;    // and room for more
-    std::vector<uint32_t> begins_;     // of rows, and the end
+    std::vector<uint32_t> begins_;     // of rows' segments, and the end
     std::vector<int64_t> ks_;          // the elements that batches have outliers at, batch by batch
     std::vector<size_t> batches_;      // where theirs begin, and the end
     std::vector<uint32_t> column_of_;  // of elements, while a batch is listed

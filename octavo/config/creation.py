@@ -111,6 +111,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         attention_backend=args.attention_backend,
         tensor_parallel_size=args.tensor_parallel_size,
         enable_expert_parallel=args.enable_expert_parallel,
+        reproducible_parallel=args.reproducible_parallel if device == "cpu" else False,
         pipeline_parallel_size=args.pipeline_parallel_size,
         pipeline_layer_partition=layer_partition(args),
         nodes=nodes_config(args),

@@ -177,6 +177,10 @@ class EngineArgs(Flags):
     enable_expert_parallel: bool = flag(
         False, "Give each worker of --tensor-parallel-size whole experts, in the place of a part of each."
     )
+    reproducible_parallel: bool | None = flag(
+        None, "Give the same answers to the bit for any --tensor-parallel-size, or refuse to start; --no-… gives that "
+        "up. Default: where that is possible."
+    )  # fmt: skip
     pipeline_parallel_size: int = flag(
         1, "Stages that share the layers out, as many workers each as share a layer. As many steps are under way, of "
         "different requests.", short="-pp", positive=True,

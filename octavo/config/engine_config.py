@@ -169,6 +169,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1  # workers that share each layer
     enable_expert_parallel: bool = False  # of which each has whole experts
+    reproducible_parallel: bool | None = None  # bits are those of any number of them; None: where they can be
     pipeline_parallel_size: int = 1  # stages that share the layers out, of so many workers each
     pipeline_layer_partition: list[int] | None = None  # layers of each stage
     nodes: NodesConfig = NodesConfig()

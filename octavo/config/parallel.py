@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from octavo.node_token import check_token
 if TYPE_CHECKING:
     from octavo.models.description import ModelDescription
     from octavo.pooling_params import PoolingConfig
+
+logger = logging.getLogger(__name__)
 
 
 def check_parallel(args: EngineArgs, device: str) -> None:
@@ -42,6 +45,13 @@ def check_parallel(args: EngineArgs, device: str) -> None:
     if args.enable_expert_parallel and size == 1:
         raise ConfigError(
             "--enable-expert-parallel shares experts out among the workers of --tensor-parallel-size, which is 1."
+        )
+    if args.reproducible_parallel and device != "cpu":
+        raise ConfigError("--reproducible-parallel is not built yet on GPUs; leave it out.")
+    if args.reproducible_parallel and args.enable_lora and size > 1:
+        raise ConfigError(
+            "--reproducible-parallel is not built yet with --enable-lora: what adapters add is not cut at the same "
+            "places for any --tensor-parallel-size; leave one of them out."
         )
     if size * num_stages == 1:
         return
@@ -135,11 +145,19 @@ def check_shared(args: EngineArgs, description: ModelDescription, pooling: Pooli
     if size * num_stages == 1:
         return
     from octavo.layers.share import Share
-    from octavo.models.sharing import stage_layers, with_share, with_stage
+    from octavo.models.sharing import stage_layers, why_not_reproducible, with_share, with_stage
 
     if pooling is not None:
         name = "tensor" if num_stages == 1 else "pipeline"
         raise ConfigError(f"--{name}-parallel-size is not built yet for models that pool; leave it out.")
-    shared = with_share(description, Share(0, size), args.enable_expert_parallel)
+    reproducible = args.reproducible_parallel
+    shared = with_share(description, Share(0, size), args.enable_expert_parallel, reproducible)
+    if reproducible is not False and (reason := why_not_reproducible(description, size)) is not None:
+        if reproducible:
+            raise ConfigError(
+                f"--reproducible-parallel is not possible with --tensor-parallel-size {size}: {reason}; leave one of "
+                "them out."
+            )
+        logger.info("Answers are not to the bit those of another --tensor-parallel-size: %s.", reason)
     for layers in stage_layers(len(description.layers), num_stages, layer_partition(args)):
         with_stage(shared, layers)

@@ -147,7 +147,9 @@ class Worker:
         checkpoint = config.checkpoint
         description = describe(checkpoint.config, config.impl, config.code_folder, config.pooling)
         seat = self._team.seat
-        description = with_share(description, seat.share, self._config.enable_expert_parallel)
+        description = with_share(
+            description, seat.share, self._config.enable_expert_parallel, self._config.reproducible_parallel
+        )
         description = with_stage(description, self._config.stages(len(description.layers))[seat.stage])
         ops = self._with_attention(description, config.dtype, phases)
         weights = open_weights(

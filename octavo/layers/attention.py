@@ -12,7 +12,7 @@ from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.layers.product import Summand, product
+from octavo.layers.product import Summand
 from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes
 from octavo.layers.share import WHOLE, Share
 from octavo.ops import Array, LayerKVCache
@@ -205,10 +205,11 @@ class Attention:
         self._qkv = self._qkv_of_inputs[0]
         bias = description.output_bias
         bias = f"{prefix}{bias}" if isinstance(bias, str) else bias
-        self._output = parameters.ending(
+        self._ending = parameters.ending(
             f"{prefix}{description.output_name}", hidden_size, value_size, bias, share,
             is_transposed=description.is_transposed,
         )  # fmt: skip
+        self._output = self._ending.weight
         self.consumer = self._qkv  # the only matrix that reads the layer's input
         self._rotary = parameters.rotary(description.rope, head_size)
         self._identity = parameters.rotary(None, head_size) if description.norms_after_rotation else self._rotary
@@ -291,7 +292,7 @@ class Attention:
             attended = ops.multiply(attended, gate, description.gate.activation, self._output)
         if self._output_norm is not None:
             attended = self._output_norm.forward(attended, self._output)
-        return product(ops, attended, self._output, description.share)
+        return self._ending.product(attended)
 
     def _write_cache(self, qkv: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         """Keys and values of the step's tokens, out of [T, outputs of the product] -> queries [T, heads, D]."""

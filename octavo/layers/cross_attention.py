@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.parameters import Parameters
-from octavo.layers.product import Summand, product
+from octavo.layers.product import Summand
 from octavo.layers.share import WHOLE
 from octavo.ops import Array, LayerKVCache
 
@@ -73,7 +73,7 @@ class CrossAttention:
             query, cache, tables.block_tables, batch.query_start_loc, batch.cross_lens, self.description.scale, 0, 0.0,
             None, None, True,
         )  # fmt: skip
-        return product(self._ops, attended, self._output, WHOLE)
+        return self._output.product(attended)
 
     def _heads(self, x: Array) -> Array:
         """[T, heads * D] -> [T, heads, D]"""

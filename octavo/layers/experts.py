@@ -17,7 +17,6 @@ from octavo.errors import ConfigError, LoadError
 from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Module, NamedMatrix, Parameters, StackedModule
-from octavo.layers.product import SharedProduct
 from octavo.layers.share import WHOLE, Share
 from octavo.loading.weights import Weights, floats
 from octavo.ops import ACTIVATIONS, Array, ExpertsWeight, LinearWeight, Ops, ParallelOps, Routing
@@ -188,38 +187,30 @@ class Experts:
         if parts is not None:
             assert self._shared is not None
             chosen = self._chosen(parts.before.forward(hidden), parts.routed(hidden))
-            self._add_up(chosen)
             out = parts.after.forward(chosen)
             shared = self._shared.forward(parts.before_shared.forward(hidden, self._shared.consumer))
             ops.add(out, parts.after_shared.forward(shared.value()))
             return _Sum(ops, out)
-        out = self._chosen(hidden, hidden)
+        out = self._chosen(hidden, hidden, None if self._gated_shared is None else self._gated_shared.forward(hidden))
         if self._shared is not None:
-            shared, scale = self._shared.forward(hidden), self.description.shared_scale
-            if isinstance(shared, SharedProduct):
-                shared.add_own_to(out, scale)
-            else:
-                shared.add_to(out, scale)
-        if self._gated_shared is not None:
-            ops.add(out, self._gated_shared.forward(hidden))
-        self._add_up(out)
+            self._shared.forward(hidden).add_to(out, self.description.shared_scale)
         return _Sum(ops, out)
 
-    def _add_up(self, summand: Array) -> None:
-        """[T, H] float32: what this worker's experts make becomes what all make, in the order of the workers."""
-        if not self.description.share.is_whole:
-            cast(ParallelOps, self._ops).all_reduce(summand)
-
-    def _chosen(self, hidden: Array, routed: Array) -> Array:
-        """The sum [T, H] float32 of what the experts make of `hidden` that the router chooses by `routed` [T, H]."""
+    def _chosen(self, hidden: Array, routed: Array, beside: Array | None = None) -> Array:
+        """The sum [T, H] float32 of what the experts make of `hidden` that the router chooses by `routed` [T, H], and
+        of what each worker has `beside` them."""
         ops, description = self._ops, self.description
         logits = ops.linear(routed, self._router, "float32")
         ids, weights = ops.route(logits, description.routing, self._correction, self._weight_scales)
         out = ops.experts(
             hidden, ids, weights, self._gate_up, self._down, description.activation, description.clamp,
-            description.scales_inputs, description.own.start,
+            description.scales_inputs, description.own.start, description.share.own_summands,
         )  # fmt: skip
-        if description.num_identities and description.share.is_first:
+        if beside is not None:
+            ops.add(out, beside)
+        if not description.share.is_whole:
+            cast(ParallelOps, ops).all_reduce(out)
+        if description.num_identities:
             ops.add_chosen(out, hidden, ids, weights, description.num_experts)
         return out
 
@@ -258,7 +249,7 @@ class _GatedExpert:
             [f"{prefix}{name}" for name in shared.up_names], (size, size), hidden_size, gated=True,
             own=None if share.is_whole else own,
         )  # fmt: skip
-        down = parameters.ending(f"{prefix}{shared.down_name}", hidden_size, len(own), False, share)
+        down = parameters.ending(f"{prefix}{shared.down_name}", hidden_size, len(own), False, share).weight
         self._up, self._down = self._ops.stack_experts([up], 1), self._ops.stack_experts([down], 1)
         of_up, of_down = parameters.matrices[-2:]
         parameters.matrices[-2:] = [

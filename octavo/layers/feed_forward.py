@@ -10,7 +10,7 @@ import numpy as np
 from octavo.errors import LoadError
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.layers.product import Summand, product
+from octavo.layers.product import Summand
 from octavo.layers.share import WHOLE, Share
 from octavo.loading.weights import floats
 from octavo.ops import ACTIVATIONS, Array
@@ -70,11 +70,12 @@ class FeedForward:
             scales=(description.gate_multiplier, 1.0) if description.gated else (),
             own=None if share.is_whole else own,
         )  # fmt: skip
-        self._down = parameters.ending(
+        self._ending = parameters.ending(
             f"{prefix}{description.down_name}", hidden_size, len(own),
             description.bias if description.down_bias is None else description.down_bias, share,
             is_transposed=transposed,
         )  # fmt: skip
+        self._down = self._ending.weight
         self.consumer = self._up  # the only matrix that reads the layer's input
         self._inner_norm: Norm | None = None
         if description.inner_norm is not None:
@@ -101,7 +102,7 @@ class FeedForward:
             inner = ops.linear_activated(hidden, self._up, activation, consumer, self._dtype)
         if self._inner_norm is not None:
             inner = self._inner_norm.forward(inner, self._down)
-        return product(ops, inner, self._down, self.description.share)
+        return self._ending.product(inner)
 
 
 class _Cutoff:

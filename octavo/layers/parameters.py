@@ -6,19 +6,24 @@ layer, so that a checkpoint is never in memory twice.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.errors import ConfigError
+from octavo.layers.product import EndingMatrix
 from octavo.layers.rotary import QueryGrowth, RopeConfig, distance_buckets, identity_table, rotary_table
 from octavo.layers.share import Share
 from octavo.loading.weights import Weights
-from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops
+from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops, ParallelOps
 from octavo.quantization import take_rows
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,7 @@ class Parameters:
         # Those of each layer's experts, which are many: named when somebody asks.
         self.expert_matrices: list[Callable[[], Iterator[NamedMatrix]]] = []
         self._tables: dict[tuple[object, ...], Array] = {}  # made once for all layers of the same settings
+        self._has_warned = False
 
     def array(self, name: str, shape: tuple[int, ...]) -> Array:
         """A constant in the model's type: a norm, a table."""
@@ -180,12 +186,33 @@ class Parameters:
 
     def ending(
         self, name: str, num_out: int, num_in: int, bias: bool | str, share: Share, *, is_transposed: bool = False
-    ) -> LinearWeight:
-        """The matrix that ends a layer, with `num_in` inputs of those of all workers. The first adds its bias."""
-        if bias and not share.is_first:
-            self.weights.pass_over(bias if isinstance(bias, str) else f"{name}.bias")
-            bias = False
-        return self.linear([name], [num_out], num_in, bias, is_transposed=is_transposed, part=(share.rank, share.size))
+    ) -> EndingMatrix:
+        """The matrix that ends a layer, with `num_in` inputs of those of all workers. Raises `ConfigError` where its
+        products must agree with those of other numbers of workers and cannot."""
+        weight = self.linear(
+            [name], [num_out], num_in, bias if share.is_whole else False, is_transposed=is_transposed,
+            part=(share.rank, share.size),
+        )  # fmt: skip
+        if share.summands > 1:
+            self._sum_by_segments(name, weight, share)
+        if share.is_whole or not bias:
+            return EndingMatrix(self.ops, weight, share=share)
+        taken = np.asarray(self.weights.take(bias if isinstance(bias, str) else f"{name}.bias", (num_out,)), np.float32)
+        whole = self.matrices[-1]
+        self.matrices[-1] = replace(whole, modules=(replace(whole.modules[0], bias=taken),))
+        return EndingMatrix(self.ops, weight, self.ops.place(taken), share)
+
+    def _sum_by_segments(self, name: str, weight: LinearWeight, share: Share) -> None:
+        """Half as many and so on where blocks of weights do not end where segments do."""
+        block = cast(ParallelOps, self.ops).sum_by_segments(weight, share.own_summands)
+        if share.is_whole or weight.in_features % block == 0:
+            return
+        reason = f"the {weight.in_features} inputs of {name} that each has do not end with a block of {block}"
+        if share.must_agree:
+            raise ConfigError(f"--reproducible-parallel with --tensor-parallel-size {share.size}: {reason}.")
+        if not self._has_warned:
+            logger.warning("answers are not those of another --tensor-parallel-size to the bit: %s", reason)
+        self._has_warned = True
 
     def rotary(self, rope: RopeConfig | None, head_size: int) -> Array:
         """The table of cosines and sines; without settings nothing rotates."""

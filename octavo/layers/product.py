@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from octavo.layers.share import Share
+from octavo.layers.share import WHOLE, Share
 from octavo.ops import Array, LinearWeight, Ops, ParallelOps
 
 
@@ -40,26 +40,35 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class SharedProduct:
-    """The sum of what each worker's x [T, K] times its matrix [H, K] is, in float32 and in the order of the workers."""
+    """The sum of what each worker's x [T, K] times its matrix [H, K] is, in float32, plus the bias [H]."""
 
     ops: ParallelOps
     x: Array
     weight: LinearWeight
+    bias: Array | None
 
     def value(self, dtype: str = "float32") -> Array:
         assert dtype == "float32"
         summand = self.ops.linear(self.x, self.weight, dtype)
-        self.ops.all_reduce(summand)
+        self.ops.all_reduce(summand, self.bias)
         return summand
 
     def add_to(self, residual: Array, scale: float = 1.0) -> None:
         self.ops.add(residual, self.value(), scale)
 
-    def add_own_to(self, sums: Array, scale: float = 1.0) -> None:
-        """This worker's summand, of what all are still to add up."""
-        self.ops.add(sums, self.ops.linear(self.x, self.weight, "float32"), scale)
 
+@dataclass(frozen=True, slots=True)
+class EndingMatrix:
+    """The matrix [H, K] that ends a layer, of which this worker has a share. Where there are several, the `bias` is
+    added to what all add up."""
 
-def product(ops: Ops, x: Array, weight: LinearWeight, share: Share) -> Summand:
-    """x [T, K] times the matrix that ends a layer, of which this worker has a share."""
-    return Product(ops, x, weight) if share.is_whole else SharedProduct(cast(ParallelOps, ops), x, weight)
+    ops: Ops
+    weight: LinearWeight
+    bias: Array | None = None
+    share: Share = WHOLE
+
+    def product(self, x: Array) -> Summand:
+        """x [T, K] times the matrix."""
+        if self.share.is_whole:
+            return Product(self.ops, x, self.weight)
+        return SharedProduct(cast(ParallelOps, self.ops), x, self.weight, self.bias)

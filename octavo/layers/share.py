@@ -2,6 +2,10 @@
 
 Matrices that read a layer's input are shared out by their outputs, whole heads together; those that end it by their
 inputs, so that each worker has a summand of every output. Norms and the residual stream are everybody's.
+
+Those outputs are sums of parts of the inputs that are cut at the same places for any number of workers, and are added
+up in the order of one tree, of which each worker has a branch: so they have the same bits for any number
+(arXiv 2511.17826 does so within the kernels of GPUs).
 """
 
 from __future__ import annotations
@@ -13,19 +17,22 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Worker `rank` of `size`; by default there is only one."""
+    """Worker `rank` of `size`; by default there is only one. What ends a layer is the sum of `summands` equal parts,
+    those of all workers; with one a worker they are not those of another number of workers. With `must_agree` what
+    would differ from those is refused."""
 
     rank: int = 0
     size: int = 1
+    summands: int = 1
+    must_agree: bool = False
 
     @property
     def is_whole(self) -> bool:
         return self.size == 1
 
     @property
-    def is_first(self) -> bool:
-        """Of what must be added once, the share that adds it."""
-        return self.rank == 0
+    def own_summands(self) -> int:
+        return max(1, self.summands // self.size)
 
     def of(self, count: int, what: str) -> range:
         """This worker's of `count` things of which all workers have equally many. Raises `ConfigError` if there are

@@ -70,13 +70,15 @@ class AdaptedOps:
     def experts(
         self, x: Array, ids: Array, weights: Array, gate_up: ExpertsWeight, down: ExpertsWeight,
         activation: str = "silu", clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
-        first_expert: int = 0,
+        first_expert: int = 0, segments: int = 1,
     ) -> Array:  # fmt: skip
         tables = self._stacks.get(id(gate_up)), self._stacks.get(id(down))
         expand = None
         if self._slots is not None and tables != (None, None):
             expand = ExpandExperts(self._slots, *tables)
-        return self._ops.experts(x, ids, weights, gate_up, down, activation, clamp, scales_inputs, first_expert, expand)
+        return self._ops.experts(
+            x, ids, weights, gate_up, down, activation, clamp, scales_inputs, first_expert, segments, expand
+        )
 
     def embedding(
         self, token_ids: Array, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0

@@ -38,13 +38,16 @@ def required_tensors(description: ModelDescription, builder: Builder = build) ->
 class _NoOps:
     """As much of `Ops` as constructors call, doing nothing."""
 
-    num_bytes, takes_float32 = 0, False
+    num_bytes, in_features, takes_float32 = 0, 0, False
 
     def place(self, array: Any) -> Any:
         return array
 
     def pack_linear(self, *_: Any) -> _NoOps:
         return _NoOps()  # another for each matrix
+
+    def sum_by_segments(self, weight: _NoOps, segments: int) -> int:
+        return 1
 
     def stack_experts(self, experts: Iterable[Any], num_experts: int) -> _NoOps:
         for _ in experts:

@@ -14,12 +14,59 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.share import Share
 from octavo.models.description import LayerDescription, ModelDescription
 
+# Of how many equal parts what ends a layer may be the sum; the first that a model's sizes are multiples of is taken.
+_SUMMANDS = (8, 4, 2, 3, 5, 7)
 
-def with_share(description: ModelDescription, share: Share, shares_experts: bool = False) -> ModelDescription:
+
+def with_share(
+    description: ModelDescription, share: Share, shares_experts: bool = False, reproducible: bool | None = None
+) -> ModelDescription:
     """The model as worker `share.rank` builds it, which has its part of the experts where that `shares_experts`. Raises
-    `ConfigError` for what cannot be shared out, or not yet."""
-    if share.is_whole:
+    `ConfigError` for what cannot be shared out, or not yet. Answers are to the bit those of any number of workers if
+    they are to be `reproducible`; if that is None, where they can be."""
+    if not share.is_whole:
+        _check_is_shareable(description, share, shares_experts)
+    if reproducible is not False and why_not_reproducible(description, share.size) is None:
+        share = replace(share, summands=_summands(description), must_agree=reproducible is True)
+    if share.is_whole and share.summands == 1:
         return description
+    layers = tuple(_with_share(layer, share) for layer in description.layers)
+    return replace(description, layers=layers, share=share)
+
+
+def why_not_reproducible(description: ModelDescription, size: int) -> str | None:
+    """Why the bits of `size` workers would not be those of one; None if they can be."""
+    if size == 1:
+        return None
+    for layer in description.layers:
+        if isinstance(layer.feed_forward, ExpertsDescription) and layer.feed_forward.shared_gate_name is not None:
+            return f"the shared expert of {description.architecture} has a gate"
+    summands = _summands(description)
+    sizes = [n for n in range(1, summands + 1) if summands % n == 0 and (summands // n in (1, 2, 4, 8) or n == 1)]
+    if size in sizes:
+        return None
+    return f"the sizes for which sums are cut alike are {', '.join(map(str, sizes))}"
+
+
+def _summands(description: ModelDescription) -> int:
+    """Equal parts that what ends a layer is the sum of, for any number of workers: whole heads, equally many inner
+    elements, whole experts. One where several workers are refused, or the sizes have nothing in common."""
+    if any(_not_built(description).values()):
+        return 1
+    counts = set()
+    for layer in description.layers:
+        feed_forward = layer.feed_forward
+        assert isinstance(layer.attention, AttentionDescription)
+        counts.add(layer.attention.num_heads)
+        if isinstance(feed_forward, ExpertsDescription):
+            counts.add(feed_forward.num_experts)
+            feed_forward = feed_forward.shared
+        if isinstance(feed_forward, FeedForwardDescription):
+            counts.add(feed_forward.intermediate_size)
+    return next((n for n in _SUMMANDS if all(count % n == 0 for count in counts)), 1)
+
+
+def _check_is_shareable(description: ModelDescription, share: Share, shares_experts: bool) -> None:
     has_experts = any(isinstance(layer.feed_forward, ExpertsDescription) for layer in description.layers)
     if has_experts and not shares_experts:
         raise ConfigError(
@@ -34,8 +81,6 @@ def with_share(description: ModelDescription, share: Share, shares_experts: bool
                 f"--tensor-parallel-size {share.size} is not built yet for {name}, which {description.architecture} "
                 "has; leave it out."
             )
-    layers = tuple(_with_share(layer, share) for layer in description.layers)
-    return replace(description, layers=layers, share=share)
 
 
 def stage_layers(num_layers: int, num_stages: int, partition: Sequence[int] | None = None) -> list[range]:

@@ -295,11 +295,12 @@ class OpsOver(Protocol[A]):
 
     def experts(
         self, x: A, ids: A, weights: A, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
-        clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0,
+        clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0, segments: int = 1,
     ) -> A:  # fmt: skip
         """x [T, H] -> the sum over a token's experts e = ids[t, j] of weights[t, j] * down[e](f(gate) * up): [T, H]
         float32, where gate and up are those of gate_up[e](x), in the order of the experts' numbers. Of matrices that
-        are not gated it is f of all outputs. The stacks begin with `first_expert`.
+        are not gated it is f of all outputs. The stacks begin with `first_expert`. Their experts may be so many equal
+        `segments`, whose sums are added up as in `ParallelOps.sum_by_segments`.
 
         x is what `linear` takes with either stack's matrices; with `scales_inputs` it is not quantized, and multiplied
         with the weight in the place of the output. An id outside the stack stands for nothing. With a `clamp` (a,
@@ -577,7 +578,7 @@ class AdapterOpsOver(OpsOver[A], Protocol[A]):
 
     def experts(
         self, x: A, ids: A, weights: A, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
-        clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0,
+        clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0, segments: int = 1,
         expand: ExpandExperts | None = None,
     ) -> A: ...  # fmt: skip
 
@@ -602,9 +603,17 @@ class ParallelOpsOver(OpsOver[A], Protocol[A]):
     """What a backend provides beyond that where several workers share a model. All of them call these in the same
     order, with as many rows, and wait for each other."""
 
-    def all_reduce(self, x: A) -> None:
-        """x [T, H] float32 becomes the sum of all workers' in place, added in the order of their ranks: the same bits
-        for each of them and in every run."""
+    def sum_by_segments(self, weight: LinearWeight, segments: int) -> int:
+        """From now on a product with `weight` is the sum of those of so many equal parts of its inputs, or of half as
+        many and so on where parts would end within a block of weights. -> elements of a block.
+
+        Sums are added up by two: neighbours first, then the sums of neighbours, what is left over in the end from the
+        last to the first. A worker that has a power of two of equally many summands, one, or all, has a branch of that
+        tree."""
+
+    def all_reduce(self, x: A, bias: A | None = None) -> None:
+        """x [T, H] float32 becomes the sum of all workers' in place, added up in the tree of `sum_by_segments`: the
+        same bits for each of them and in every run. After that the bias [H] float32 is added."""
 
     def all_gather(self, x: A, begin: int, width: int) -> A:
         """x [N, W] float32, which are columns `begin` .. of all -> [N, width], those of all workers."""

@@ -42,7 +42,7 @@ from octavo.ops.cpu_logits import (
     sample,
     top_tokens,
 )
-from octavo.ops.cpu_pack import PackedStack, PackedWeight, first_part, pack_linear, packed_weight
+from octavo.ops.cpu_pack import PackedStack, PackedWeight, first_part, pack_linear, packed_weight, sum_by_segments
 from octavo.ops.cpu_program import Program, check_inputs, empty, recording
 from octavo.ops.cpu_quantize import FLOAT_FORMATS, quantize
 from octavo.ops.cpu_recurrent import causal_conv, gated_delta, gated_recurrence, num_scan_floats, selective_scan
@@ -55,8 +55,8 @@ __all__ = [
     "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
     "normalize", "num_scan_floats", "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize",
     "place", "pool", "process_row", "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route",
-    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
-    "use_threads",
+    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "sum_by_segments",
+    "take_rows", "top_tokens", "use_threads",
 ]  # fmt: skip
 
 

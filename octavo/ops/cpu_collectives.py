@@ -61,16 +61,17 @@ def _native() -> Any:
     return _group.native
 
 
-def all_reduce(x: NDArray[Any]) -> None:
+def all_reduce(x: NDArray[Any], bias: NDArray[Any] | None = None) -> None:
     assert x.dtype == FLOAT32 and x.flags.c_contiguous
     check_inputs("all_reduce", x=x)
     rows, width = x.shape
-    _cpu.exchange(_native(), x, width, rows, width, 0, x, width, True)
+    assert bias is None or (bias.dtype == FLOAT32 and bias.shape == (width,) and is_dense(bias))
+    _cpu.exchange(_native(), x, width, rows, width, 0, x, width, True, 0 if bias is None else bias)
 
 
 def all_gather(x: NDArray[Any], begin: int, width: int) -> NDArray[Any]:
     assert x.dtype == FLOAT32 and is_dense(x) and 0 <= begin <= begin + x.shape[1] <= width
     check_inputs("all_gather", x=x)
     out = empty((x.shape[0], width), FLOAT32)
-    _cpu.exchange(_native(), x, stride(x), x.shape[0], x.shape[1], begin, out, width, False)
+    _cpu.exchange(_native(), x, stride(x), x.shape[0], x.shape[1], begin, out, width, False, 0)
     return out

@@ -86,7 +86,7 @@ def route(
 def experts(
     x: NDArray[Any], ids: NDArray[Any], weights: NDArray[Any], gate_up: ExpertsWeight, down: ExpertsWeight,
     activation: str = "silu", clamp: tuple[float, float] | None = None, scales_inputs: bool = False,
-    first_expert: int = 0, expand: ExpandExperts | None = None,
+    first_expert: int = 0, segments: int = 1, expand: ExpandExperts | None = None,
 ) -> NDArray[Any]:  # fmt: skip
     assert isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts)
     first, second = gate_up.weights[0], down.weights[0]
@@ -113,6 +113,6 @@ def experts(
     x_stride = stride(x) // _cpu.QBLOCK_BYTES if code == _cpu.Q8 else stride(x)
     _cpu.experts(
         x, x_stride, code, num_tokens, ids, weights, gate_up.matrices, down.matrices, first_expert, out, top_k,
-        scales_inputs, _cpu.ACTIVATIONS[kind], slope, limit, *experts_arguments(expand),
+        scales_inputs, _cpu.ACTIVATIONS[kind], slope, limit, *experts_arguments(expand), segments,
     )  # fmt: skip
     return out

@@ -123,6 +123,18 @@ def _num_panels(n: int) -> int:
     return int(-(-n // _cpu.PANEL))
 
 
+def sum_by_segments(weight: LinearWeight, segments: int) -> int:
+    """`ParallelOps.sum_by_segments`."""
+    assert isinstance(weight, PackedWeight)
+    block: int = weight.matrix.block
+    if weight.order is not None:  # such a matrix is not shared out
+        return block
+    while segments > 1 and weight.in_features % (segments * block):
+        segments = segments // 2 if segments % 2 == 0 else 1
+    weight.matrix.segments = segments
+    return block
+
+
 def pack_linear(
     parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False
 ) -> PackedWeight | PackedStack:

@@ -63,7 +63,8 @@ __all__ = [
     "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
     "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row",
     "quantize", "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes",
-    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
+    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "sum_by_segments", "take_rows",
+    "top_tokens",
 ]  # fmt: skip
 
 
@@ -277,7 +278,7 @@ def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
-    clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0,
+    clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0, segments: int = 1,
     expand: ExpandExperts | None = None,
 ) -> Tensor:  # fmt: skip
     def added(table: Any, expert: int, tokens: Tensor, x: Tensor) -> Expand | None:
@@ -310,6 +311,11 @@ def experts(
         y = _product(inner, second, what).float()
         out[tokens] += y if scales_inputs else scales * y
     return out
+
+
+def sum_by_segments(weight: LinearWeight, segments: int) -> int:
+    """Sums have no order here."""
+    return 1
 
 
 def embedding(

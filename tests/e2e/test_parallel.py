@@ -9,6 +9,7 @@ import openai
 import psutil
 import pytest
 
+from octavo import LLM, SamplingParams
 from tests.e2e.server import MODEL, Server, running_server
 
 pytestmark = pytest.mark.slow
@@ -50,6 +51,21 @@ def test_six_processes_answer(server: Server, client: openai.OpenAI) -> None:
         model=MODEL, prompt="One, two, three,", max_tokens=8, temperature=0, stream=True
     )
     assert "four" in "".join(chunk.choices[0].text for chunk in streamed)
+
+
+def test_its_answers_are_to_the_bit_those_of_one_process(client: openai.OpenAI) -> None:
+    """Of the default model, quantized: three workers have three of nine heads, and a third of the inner elements."""
+    prompt = "The octavo is a book format in which each printed sheet is folded three times to make eight leaves. " * 4
+    alone = LLM(max_model_len=2048)
+    [expected] = alone.generate([prompt], SamplingParams(temperature=0, max_tokens=32, logprobs=3, ignore_eos=True))
+    found = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=32, temperature=0, logprobs=3, extra_body={"ignore_eos": True}
+    )
+    [of_one], [of_six] = expected.outputs, found.choices
+    assert of_six.text == of_one.text
+    assert of_one.logprobs is not None and of_six.logprobs is not None
+    chosen = zip(of_one.token_ids, of_one.logprobs, strict=True)
+    assert of_six.logprobs.token_logprobs == [entries[token].logprob for token, entries in chosen]
 
 
 def test_a_worker_that_dies_while_nothing_runs_is_replaced_with_the_others(

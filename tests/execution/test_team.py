@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from octavo.config import EngineArgs
+from octavo.config.parallel import check_parallel
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from octavo.execution import capacity
@@ -71,6 +73,71 @@ def test_answers_are_those_of_one_worker(
     assert_near(run(start(tensor_parallel_size=size, **flags), requests(1), 1), expected)
 
 
+# Whose heads and inner elements make eight equal parts, each whole blocks of any format.
+CUT = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512}
+INT8 = {"dtype": "bfloat16", "quantization": "int8"}
+
+
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3,
+           "moe_intermediate_size": 40, "decoder_sparse_step": 1, "norm_topk_prob": True}  # fmt: skip
+SHARED_EXPERT = {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 2,
+                 "moe_intermediate_size": 512, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                 "norm_topk_prob": True}  # fmt: skip
+GEMMA = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 16,
+         "query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+         "hidden_activation": "gelu_pytorch_tanh"}  # fmt: skip
+GATED_EXPERT = {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48,
+                "decoder_sparse_step": 1}  # fmt: skip
+TWELVE = {"num_attention_heads": 12, "num_key_value_heads": 3}
+BIASES = {"architectures": ["Starcoder2ForCausalLM"], "use_bias": True, "hidden_act": "gelu_pytorch_tanh"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "overrides"),
+    [
+        ((4,), {**INT8, "num_gpu_blocks_override": 16}, CUT),
+        ((2,), {"enable_expert_parallel": True}, CUT | EXPERTS),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ((2, 4, 8), {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}, CUT),
+                ((2, 4, 8), {"dtype": "bfloat16", "enforce_eager": True}, CUT),
+                ((2, 4, 8), INT8, CUT),
+                ((2, 4), {"dtype": "bfloat16", "quantization": "int4"}, CUT),
+                ((2, 4), {"dtype": "bfloat16", "kv_cache_dtype": "int8"}, CUT | GEMMA),
+                ((2,), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, CUT),
+                ((2, 4), {}, CUT | BIASES),
+                ((4, 8), {"dtype": "bfloat16", "enable_expert_parallel": True}, CUT | EXPERTS),
+                ((2,), {**INT8, "enable_expert_parallel": True}, CUT | SHARED_EXPERT),
+                ((3,), {}, {"num_attention_heads": 9, "num_key_value_heads": 3}),
+                ((7,), {"dtype": "bfloat16"}, {"num_attention_heads": 7, "num_key_value_heads": 1,
+                                               "intermediate_size": 140}),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_bits_are_those_of_one_worker(
+    model: Path,
+    start: Callable[..., EngineCore],
+    sizes: tuple[int, ...],
+    flags: dict[str, Any],
+    overrides: dict[str, Any],
+) -> None:
+    """Of all that is told, in whatever company: prompts in chunks, prefixes that were cached, and preemption."""
+    flags = flags | {"hf_overrides": overrides, "reproducible_parallel": True}
+    of_one = {name: value for name, value in flags.items() if name != "enable_expert_parallel"}
+    expected = run(EngineCore(config_of(model, **of_one)), requests(1), 1)
+    for size in sizes:
+        core = start(tensor_parallel_size=size, **flags)
+        found = run(core, requests(1), 2)
+        assert isinstance(core.executor, TeamExecutor)
+        core.executor.team.close()
+        assert found.keys() == expected.keys()
+        for key, outputs in found.items():
+            assert told_exactly(outputs) == told_exactly(expected[key]), (size, key)
+
+
 @pytest.mark.parametrize(
     ("sizes", "flags"),
     [
@@ -110,8 +177,7 @@ MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 5, "num
         pytest.param({"tensor_parallel_size": 2, "quantization": "int8"}, MIXTRAL, marks=pytest.mark.long),
         pytest.param(
             {"tensor_parallel_size": 2},
-            {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 3,
-             "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1},
+            GATED_EXPERT,
             marks=pytest.mark.long,
         ),
     ],
@@ -125,6 +191,23 @@ def test_workers_of_whole_experts_answer_as_one(
     if flags == {"tensor_parallel_size": 2}:
         assert team.executor.weight_bytes < 0.6 * alone.executor.weight_bytes
     assert_near(run(team, requests(1), 1), run(alone, requests(1), 1))
+
+
+def test_several_workers_say_where_their_bits_are_not_those_of_one(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And do not, where nothing was asked for or that was given up."""
+    caplog.set_level("INFO", "octavo")
+    config_of(model, tensor_parallel_size=2)
+    config_of(model, tensor_parallel_size=3, hf_overrides=TWELVE, reproducible_parallel=False)
+    assert not caplog.messages
+    config_of(model, tensor_parallel_size=3, hf_overrides=TWELVE)
+    assert caplog.messages == [
+        "Answers are not to the bit those of another --tensor-parallel-size: the sizes for which sums are cut alike "
+        "are 1, 2, 4."
+    ]
+    with pytest.raises(ConfigError, match="--reproducible-parallel is not built yet on GPUs"):
+        check_parallel(EngineArgs(reproducible_parallel=True), "cuda")
 
 
 def without_partition(flags: dict[str, Any]) -> dict[str, Any]:
@@ -248,10 +331,10 @@ def test_each_worker_has_its_share_of_adapters(
     assert_near(outputs(team), outputs(alone))
 
 
-def told_exactly(outputs: list[SequenceOutput]) -> list[tuple[int, list[float]]]:
-    entries = [entry for output in outputs for entry in output.logprobs or [] if entry is not None]
+def told_exactly(outputs: list[SequenceOutput]) -> tuple[list[int], list[list[float]]]:
+    entries = [entry for output in outputs for entry in [*(output.logprobs or []), *(output.prompt_logprobs or [])]]
     tokens = [token for output in outputs for token in output.token_ids]
-    return [(token, list(entry.logprobs)) for token, entry in zip(tokens, entries, strict=True)]
+    return tokens, [list(entry.logprobs) for entry in entries if entry is not None]
 
 
 def test_swap_space_must_fit_the_memory_of_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +404,32 @@ def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.Monk
                 "enable_expert_parallel": True,
             },
             "--tensor-parallel-size 4 is more than the 3 experts",
+        ),
+        (
+            {"tensor_parallel_size": 3, "reproducible_parallel": True, "hf_overrides": TWELVE},
+            "--tensor-parallel-size 3: the sizes for which sums are cut alike are 1, 2, 4; leave one",
+        ),
+        (
+            {
+                "tensor_parallel_size": 2,
+                "reproducible_parallel": True,
+                "quantization": "int8",
+                "hf_overrides": {"intermediate_size": 128},
+            },
+            "size 2: the 32 inputs of .*layers.0.self_attn.o_proj that each has do not end with a block of 64",
+        ),
+        (
+            {
+                "tensor_parallel_size": 2,
+                "reproducible_parallel": True,
+                "enable_expert_parallel": True,
+                "hf_overrides": GATED_EXPERT,
+            },
+            "--tensor-parallel-size 2: the shared expert of Qwen2MoeForCausalLM has a gate; leave one",
+        ),
+        (
+            {"tensor_parallel_size": 2, "reproducible_parallel": True, "enable_lora": True},
+            "not built yet with --enable-l",
         ),
         ({"pipeline_parallel_size": 3}, "--pipeline-parallel-size 3 is more than the model's 2 layers"),
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "2"}, "must be 2 numbers above 0 that add up to"),

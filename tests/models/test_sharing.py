@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from octavo.batch import StepBatch
 from octavo.errors import ConfigError
 from octavo.layers.attention import AttentionDescription
+from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.share import Share
 from octavo.models.description import ModelDescription
 from octavo.models.registry import build, describe
@@ -72,8 +73,10 @@ class Exchange:
         self._barrier.wait(60)
         return given
 
-    def all_reduce(self, x: torch.Tensor) -> None:
+    def all_reduce(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         x.copy_(sum(self._exchange(x)))
+        if bias is not None:
+            x += bias
 
     def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         given = self._exchange(x)
@@ -185,6 +188,27 @@ def test_a_shared_model_gives_the_logits_of_the_whole(name: str, ops: Ops, tmp_p
     for of_worker in shared_logits(description, arrays, ops, 2, sequences):
         for found, expected in zip(of_worker, whole, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_what_ends_a_layer_is_cut_alike_for_any_number_of_workers(tmp_path: Path) -> None:
+    """Into as many parts as heads and inner elements make, at most eight."""
+    model = MODELS["llama, all biases"]
+    model.save(model.reference(seed=1), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def shares(heads: int, inner: int, size: int, **how: Any) -> tuple[int, int]:
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": inner}
+        shared = with_share(describe(config | sizes), Share(0, size), **how)
+        attention, feed_forward = shared.layers[-1].attention, shared.layers[-1].feed_forward
+        assert isinstance(attention, AttentionDescription) and isinstance(feed_forward, FeedForwardDescription)
+        assert attention.share == feed_forward.share
+        return attention.share.summands, attention.share.own_summands
+
+    assert [shares(32, 96, size) for size in (1, 2, 4, 8)] == [(8, 8), (8, 4), (8, 2), (8, 1)]
+    assert [shares(9, 1536, size) for size in (1, 3)] == [(3, 3), (3, 1)]
+    assert [shares(12, 96, size) for size in (1, 2, 3, 4)] == [(4, 4), (4, 2), (1, 1), (4, 1)]
+    assert [shares(7, 14, size, reproducible=False) for size in (1, 7)] == [(1, 1), (1, 1)]
+    assert shares(11, 11, 1) == (1, 1)
 
 
 EXPERTS_REFUSED = dict.fromkeys(("olmoe", "flex olmo", "minimax m2"), "norms of all query or key heads")

@@ -1,4 +1,4 @@
-"""Processes that exchange rows: the same bits for all of them, sums in the order of the ranks, and no waiting for the
+"""Processes that exchange rows: the same bits for all of them, sums in the order of one tree, and no waiting for the
 dead."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from octavo.ops.cpu_collectives import group_bytes
 
-SIZE, ROWS, WIDTH, CUT = 3, 7, 33, 12
+SIZE, ROWS, WIDTH, CUT = 5, 7, 301, 61
 WORKER = f"""
 import os, sys
 import numpy as np
@@ -29,9 +29,9 @@ rng = np.random.default_rng(rank)
 found = []
 for turn in range(turns):
     rows = 1 + turn % {ROWS}
-    x = rng.normal(size=(rows, {WIDTH})).astype(np.float32) * 1000 ** rank
+    x = rng.normal(size=(rows, {WIDTH})).astype(np.float32) * 1000 ** (rank % 3)
     found.append(x.copy())
-    cpu.all_reduce(x)
+    cpu.all_reduce(x, np.arange({WIDTH}, dtype=np.float32) if turn % 2 else None)
     found.append(x)
     first, end = rank * {CUT}, min((rank + 1) * {CUT}, {WIDTH})
     found.append(cpu.all_gather(x[:, first:end] * np.float32(1 + turn), first, {WIDTH}))
@@ -70,7 +70,8 @@ def test_sums_and_columns_of_all(tmp_path: Path) -> None:
     found = [list(np.load(tmp_path / f"{rank}.npz").values()) for rank in range(SIZE)]
     for turn in range(turns):
         given, summed, gathered = ([of_rank[3 * turn + i] for of_rank in found] for i in range(3))
-        expected = (given[0] + given[1]) + given[2]
+        expected = ((given[0] + given[1]) + (given[2] + given[3])) + given[4]
+        expected = expected + np.arange(WIDTH, dtype=np.float32) if turn % 2 else expected
         for rank in range(SIZE):
             np.testing.assert_array_equal(summed[rank], expected)
             np.testing.assert_array_equal(gathered[rank], expected * np.float32(1 + turn))
@@ -82,9 +83,9 @@ def test_nobody_waits_for_a_process_that_has_ended(tmp_path: Path) -> None:
         assert [worker.stdout.readline() for worker in workers if worker.stdout] == ["0\n"] * SIZE
         workers[1].send_signal(signal.SIGKILL)
         workers[1].wait(60)
-        for end in (ends[0], ends[2]):  # as the other end of their connection to it
+        for end in (ends[0], *ends[2:]):  # as the other end of their connection to it
             end.close()
-        for worker in (workers[0], workers[2]):
+        for worker in (workers[0], *workers[2:]):
             _, errors = worker.communicate(timeout=120)
             assert worker.returncode == 1
             assert "RuntimeError: another worker of this model has ended." in errors

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from octavo.ops import AdapterOpsOver, DeviceOpsOver, OpsOver, cuda, torch_ref
+from octavo.ops import AdapterOpsOver, DeviceOpsOver, OpsOver, ParallelOpsOver, cuda, torch_ref
 
 
 def operations(protocol: type) -> dict[str, inspect.Signature]:
@@ -26,7 +26,7 @@ def test_the_native_backend_provides_what_hosts_need() -> None:
     pytest.importorskip("octavo._cpu", exc_type=ImportError)
     from octavo.ops import cpu
 
-    check(cpu, OpsOver, AdapterOpsOver)
+    check(cpu, ParallelOpsOver, AdapterOpsOver)
 
 
 @pytest.mark.parametrize(("module", "protocols"), [(cuda, ()), (torch_ref, (AdapterOpsOver,))])

@@ -274,10 +274,10 @@ def _product(x: Tensor, stack: StackedWeight, out: Tensor, epilogue: tl.constexp
 
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
-    clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0,
+    clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0, segments: int = 1,
 ) -> Tensor:  # fmt: skip
     """`Ops.experts`."""
-    if first_expert:
+    if first_expert or segments > 1:
         raise NotImplementedError("experts of GPUs are not shared out yet.")
     assert isinstance(gate_up, StackedWeight) and isinstance(down, StackedWeight)
     assert gate_up.weight.gated or clamp is None
