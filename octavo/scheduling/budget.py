@@ -14,9 +14,11 @@ from octavo.step_cost import StepCost, StepWork
 
 # `--target-step-time auto`. A tenth of a second is about what one does not notice (R. B. Miller, "Response time in
 # man-computer conversational transactions", 1968); a little less, since steps take longer than predicted as often as
-# shorter. Where the streams alone take more than a third of it, prompts still get two thirds of the machine, so that
-# many streams do not keep everybody else from a first token.
+# shorter. Where a single stream waits, a fifth more: every step costs a prompt beside it the same again. Where the
+# streams alone take more than a third of it, prompts still get two thirds of the machine, so that many streams do not
+# keep everybody else from a first token.
 AUTO_STEP_S = 0.09
+AUTO_STEP_OF_ONE_S = 0.11
 AUTO_TIMES_DECODES = 3.0
 # A prompt that is being computed gets so many tokens in each step, whatever they cost.
 MIN_CHUNK_TOKENS = 32
@@ -25,12 +27,13 @@ MIN_CHUNK_TOKENS = 32
 class TimeLimit:
     """What is left of the time of one step. Decodes are counted before anything else and always run."""
 
-    def __init__(self, cost: StepCost, decodes: StepWork, target_s: float | None) -> None:
+    def __init__(self, cost: StepCost, decodes: StepWork, target_s: float | None, num_streams: int = 2) -> None:
         """`target_s` is None for `auto`."""
         self._cost = cost
         self._work = decodes
         self._has_prompts = False  # a part of one is in the step
-        self.seconds = target_s or max(AUTO_STEP_S, AUTO_TIMES_DECODES * cost.seconds(decodes))
+        least_s = AUTO_STEP_OF_ONE_S if num_streams == 1 else AUTO_STEP_S
+        self.seconds = target_s or max(least_s, AUTO_TIMES_DECODES * cost.seconds(decodes))
 
     @property
     def is_spent(self) -> bool:
@@ -63,15 +66,15 @@ def time_limit(
     if cost is None or target_s == 0.0:
         return None
     decodes = StepWork()
-    has_streams, has_prompts = False, has_waiting
+    num_streams, has_prompts = 0, has_waiting
     for seq in running:
         num_lacking = seq.num_lacking_tokens
         if num_lacking == 1:
             decodes.add(seq.num_computed_tokens, 1, 1)
-            has_streams = has_streams or seq.params.output_kind is not RequestOutputKind.FINAL_ONLY
+            num_streams += seq.params.output_kind is not RequestOutputKind.FINAL_ONLY
         elif num_lacking > 1:
             has_prompts = True
-    return TimeLimit(cost, decodes, target_s) if has_streams and has_prompts else None
+    return TimeLimit(cost, decodes, target_s, num_streams) if num_streams and has_prompts else None
 
 
 def prompt_token_s(cost: StepCost, plan: StepPlan, num_tokens: int, limit: TimeLimit | None) -> float:

@@ -15,7 +15,7 @@ from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import StepPlan, StepResult
 from octavo.request import EngineRequest, MediaItem, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.scheduling.budget import AUTO_STEP_S, MIN_CHUNK_TOKENS, StepCost
+from octavo.scheduling.budget import AUTO_STEP_OF_ONE_S, AUTO_STEP_S, MIN_CHUNK_TOKENS, StepCost
 from octavo.scheduling.scheduler import Scheduler
 from octavo.sequence import Sequence
 from octavo.speculative.speculation import Speculation
@@ -497,7 +497,13 @@ def test_a_short_rest_of_a_prompt_leaves_its_time_to_the_next_one() -> None:
 def test_the_target_is_by_default_a_time_that_nobody_notices_or_three_times_what_the_streams_take() -> None:
     s = streaming(target_step_s=None)
     s.add(request("long", 1000))
-    assert 1 + computed(s)["long"] == pytest.approx(1e3 * AUTO_STEP_S, abs=1)
+    assert 1 + computed(s)["long"] == pytest.approx(1e3 * AUTO_STEP_OF_ONE_S, abs=1)
+    s = scheduler(num_blocks=1000, max_num_seqs=64, budget=256, cost=Formula())
+    for i in range(2):
+        s.add(request(f"stream {i}", 3, max_tokens=50))
+    computed(s)
+    s.add(request("long", 1000))
+    assert 2 + computed(s)["long"] == pytest.approx(1e3 * AUTO_STEP_S, abs=1)
     s = scheduler(num_blocks=1000, max_num_seqs=64, budget=256, cost=Formula())
     for i in range(50):
         s.add(request(f"stream {i}", 3, max_tokens=50))
