@@ -77,6 +77,7 @@ llm = LLM(
 )
 sampling_params = llm.get_default_sampling_params()
 sampling_params.max_tokens = 20
+sampling_params.temperature = 0.0
 conversation = [
     {"role": "system", "content": "You are a helpful assistant"},
     {"role": "user", "content": "What is the capital of France?"},

@@ -48,6 +48,7 @@ def config(
     return EngineArgs(
         model=str(folder), tokenizer=str(tiny_tokenizer), load_format="dummy", seed=5, max_num_seqs=3,
         max_num_batched_tokens=16, num_gpu_blocks_override=24, block_size=8, device="cpu", check_invariants=True,
+        reproducible_parallel=False,  # as GPUs have it
     ).create_engine_config()  # fmt: skip
 
 
