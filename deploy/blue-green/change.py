@@ -34,6 +34,7 @@ from typing import Any
 POLL_S = 0.2
 HTTP_TIMEOUT_S = 30
 ENDING_S = 1  # a server that ends closes its connections before it is seen to have ended
+NUM_FRESH_ANSWERS = 5  # of nginx with its new settings, one after the other
 NUM_IDLE_POLLS = 3  # a request that nginx passed on is counted only once it has been read
 COLOURS = ("blue", "green")
 # The process writes down who it is itself, before it becomes the server, so that a kill of this program loses none.
@@ -194,10 +195,14 @@ class Site:
                     raise Failed(f"nginx does not start: see {log.name}")
         deadline = time.monotonic() + HTTP_TIMEOUT_S
         front = Server("nginx", int(self.listen.rpartition(":")[2]), [])
-        while front.request("/nginx-generation") != (200, str(generation).encode()):
+        # A worker that has not heard of the new settings yet may still take requests: one fresh answer says little.
+        num_fresh = 0
+        while num_fresh < NUM_FRESH_ANSWERS:
+            is_fresh = front.request("/nginx-generation") == (200, str(generation).encode())
+            num_fresh = num_fresh + 1 if is_fresh else 0
             if time.monotonic() > deadline:
                 raise Failed(f"nginx does not follow its new settings: see {self.folder}/error.log")
-            time.sleep(0.05)
+            time.sleep(0.02 if is_fresh else 0.05)
 
     def check(self, server: Server, num_failures: float) -> None:
         status = server.request("/health")[0]
