@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "spin.h"
+#include "tree.h"
 
 namespace octavo {
 
@@ -29,24 +30,17 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free);
 constexpr int64_t kSumFloats = 256;
 constexpr int kMaxWaiting = 16;
 
-// out[0 .. width) = the sum of `count` summands that lie `stride` apart, in the order of the tree (kernels.h).
+// out[0 .. width) = the sum of `count` summands that lie `stride` apart, in the order of tree.h.
 void sum_in_tree(const float* from, int64_t stride, int count, int64_t width, float* out) {
-    float waiting[kMaxWaiting][kSumFloats];
-    int depth = 0;
-    const auto add = [&](float* to, const float* more) {
-        for (int64_t i = 0; i < width; ++i) to[i] += more[i];
-    };
-    for (int index = 0; index < count; ++index) {
-        const float* one = from + index * stride;
-        const int merges = merges_after(index);
-        if (merges == 0) {
-            memcpy(waiting[depth++], one, static_cast<size_t>(width) * sizeof(float));
-        } else {
-            add(waiting[depth - 1], one);
-        }
-        for (int i = 1; i < merges; ++i, --depth) add(waiting[depth - 2], waiting[depth - 1]);
-    }
-    for (; depth > 1; --depth) add(waiting[depth - 2], waiting[depth - 1]);
+    float sums[kMaxWaiting][kSumFloats];
+    const float* waiting[kMaxWaiting];  // summands, or sums of some
+    in_tree(
+        count, [&](int index, int depth) { waiting[depth] = from + index * stride; },
+        [&](int depth) {
+            float* to = sums[depth - 1];
+            for (int64_t i = 0; i < width; ++i) to[i] = waiting[depth - 1][i] + waiting[depth][i];
+            waiting[depth - 1] = to;
+        });
     memcpy(out, waiting[0], static_cast<size_t>(width) * sizeof(float));
 }
 

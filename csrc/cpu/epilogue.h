@@ -4,6 +4,7 @@
 
 #include "factors.h"
 #include "quantize.h"
+#include "tree.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
@@ -34,18 +35,6 @@ struct Segment {
 inline Segment segment_of(const Matrix& m, int64_t number) {
     const int64_t size = m.k / m.segments;
     return {number, number * size, size};
-}
-
-// The sum of `count` summands in the order of the tree (kernels.h): make(index, depth) makes one at a depth of those
-// that wait, add(depth) adds the sum there to the one below it. The sum is at depth 0 in the end.
-template <class Make, class Add>
-inline void in_tree(int count, Make make, Add add) {
-    int depth = 0;
-    for (int index = 0; index < count; ++index) {
-        make(index, depth++);
-        for (int i = merges_after(index); i > 0; --i) add(--depth);
-    }
-    while (depth > 1) add(--depth);
 }
 
 // y = the sum of a matrix's segments: make(segment, to) writes the products of one, `rows` by `width` floats with

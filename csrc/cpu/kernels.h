@@ -73,7 +73,7 @@ constexpr float kOutlierRatio = 3.0f;
 // A packed matrix [n, k]. Integer weights are factor * (scale * (code - z) + minimum), with a scale for every `group`
 // (16 or 32) elements of k and a minimum, if there are any, for every 32. Gate and up projections that are `gated`
 // alternate panel by panel; n counts both. Products with it are the sums of those of `segments` equal parts of k, each
-// from zero, in the order of a tree: what a process with some of them adds up does not depend on who has the others. A
+// from zero, in the order of tree.h: what a process with some of them adds up does not depend on who has the others. A
 // segment ends where a block does (kQBlock, kSuperblock, two elements of bf16).
 struct Matrix {
     const void* data;
@@ -83,14 +83,6 @@ struct Matrix {
     int32_t format, group, minima, gated;
     int32_t segments;
 };
-
-// The tree: summands are added up by two, neighbours first, then the sums of neighbours, and what is left over in the
-// end from the last to the first. Equal shares of them that are each a power of two, or one, or all, are its nodes.
-constexpr int kMaxSegments = 8;
-// Sums of so many summands that wait for others, with the one that is being made.
-constexpr int kTreeDepth = 4;
-// To how many of the waiting sums the one that summand `index` completes is added.
-static constexpr int merges_after(int index) { return index % 2 == 0 ? 0 : 1 + merges_after(index / 2); }
 
 // What becomes of the outputs y of a product. kGated is for gated matrices alone, and they take nothing else.
 enum Epilogue : int32_t {
@@ -550,8 +542,8 @@ struct LogSumArgs {
 
 class Group;  // of processes; collective.h
 
-// What all processes of a group have of rows [rows, x_width] of float32: with `sums` their sum, in the order of the
-// tree (Matrix), plus the bias [width] unless it is null; else their columns side by side, this process's from `begin`
+// What all processes of a group have of rows [rows, x_width] of float32: with `sums` their sum, in the order of
+// tree.h, plus the bias [width] unless it is null; else their columns side by side, this process's from `begin`
 // on. `out` is dense, [rows, width], and may be x where that is dense.
 struct ExchangeArgs : RowWiseArgs {
     const float* x;

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "pack_int.h"
 #include "thread_pool.h"
 
 namespace octavo {
@@ -47,12 +48,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 double weight_bytes(const Matrix& m) {
     if (m.format == kWeightF32) return 4;
     if (m.format == kWeightBF16) return 2;
-    if (m.format == kWeightQ4K) return 4.5 / 8;
-    if (m.format == kWeightQ6K) return 6.5625 / 8;
-    if (m.format == kWeightQ5K) return 5.5 / 8;
-    if (m.format == kWeightQ3K) return 3.4375 / 8;
-    if (m.format == kWeightQ2K) return 2.625 / 8;
-    return (m.format == kWeightInt4 ? 0.5 : 1.0) + 2.0 / m.group + (m.minima ? 2.0 / 32 : 0.0);
+    return static_cast<double>(packed_block_bytes(m)) / (kPanel * kQBlock);
 }
 
 int64_t size_of(int32_t dtype) { return dtype == kF32 ? 4 : dtype == kBF16 ? 2 : 1; }

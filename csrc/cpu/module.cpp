@@ -21,6 +21,7 @@
 #include "pack_int.h"
 #include "program.h"
 #include "thread_pool.h"
+#include "tree.h"
 
 namespace nb = nanobind;
 

@@ -79,7 +79,8 @@ void write_block(const Matrix& to, const PanelBlock& block, int begin, int end, 
     if (to.minima) std::memcpy(out + 4 * begin, block.minima[begin], 4 * lanes);
 }
 
-// Bytes of 32 outputs by 64 elements of k.
+}  // namespace
+
 int64_t packed_block_bytes(const Matrix& matrix) {
     if (matrix.format == kWeightQ4K) return kQ4KBlock;
     if (matrix.format == kWeightQ5K) return kQ5KBlock;
@@ -89,6 +90,8 @@ int64_t packed_block_bytes(const Matrix& matrix) {
     const int64_t codes = matrix.format == kWeightInt4 ? kQBlock / 2 : kQBlock;
     return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
 }
+
+namespace {
 
 // Rows of a superblock that are `stride` bytes apart into lanes [begin, end).
 template <class Source>

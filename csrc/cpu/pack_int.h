@@ -35,6 +35,9 @@ struct MaxScaleArgs {
 
 Launch plan(MaxScaleArgs& args);
 
+// Bytes of an integer matrix's kPanel outputs by kQBlock elements of k.
+int64_t packed_block_bytes(const Matrix& matrix);
+
 // Bytes of an integer matrix.
 int64_t packed_bytes(const Matrix& matrix);
 
