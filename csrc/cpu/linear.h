@@ -34,16 +34,28 @@ void linear_tile(const LinearArgs& a, Segment segment, int64_t row, int64_t vec,
     for (int r = 0; r < R; ++r) {
         for (int v = 0; v < V; ++v) acc[r][v] = zero();
     }
-    for (int64_t i = 0; i < full_steps; ++i) {
-        typename E::Lanes wv[V];
+    // What is added of a step at once: where pairs take two products, first one of each of their elements, then the
+    // other's, in the order of madd: what both need would not fit the registers.
+    const auto add_part = [&](int64_t i, auto part) __attribute__((always_inline)) {
+        constexpr int kPart = decltype(part)::kValue;
+        decltype(E::template part<kPart>(E::load_lanes(w))) wv[V];
         for (int v = 0; v < V; ++v) {
             const T* p = w + v / kVecsEach * panel_elements + v % kVecsEach * kVecElements;
-            wv[v] = E::load_lanes(p);
-            if (v * kVecBytes % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(p) + kAhead);
+            wv[v] = E::template part<kPart>(E::load_lanes(p));
+            if (kPart == 0 && v * kVecBytes % 64 == 0) {
+                __builtin_prefetch(reinterpret_cast<const char*>(p) + kAhead);
+            }
         }
         for (int r = 0; r < R; ++r) {
-            const typename E::Lanes xv = E::broadcast(x[r] + i * E::kStep);
-            for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], xv, wv[v]);
+            const auto xv = E::template part<kPart>(E::broadcast(x[r] + i * E::kStep));
+            for (int v = 0; v < V; ++v) acc[r][v] = E::madd_part(acc[r][v], xv, wv[v]);
+        }
+    };
+    for (int64_t i = 0; i < full_steps; ++i) {
+        add_part(i, Constant<0>{});
+        if constexpr (E::kParts == 2) {
+            asm("" : "+r"(w), "+r"(i));  // so that what was read is read again, and not kept
+            add_part(i, Constant<1>{});
         }
         w += kPanel * E::kStep;
     }

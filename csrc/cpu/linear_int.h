@@ -62,10 +62,11 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
             for (int g = 0; g < F::kGroups; ++g) {
+                leave_in_memory(acc);
                 Ints sum[R][V];
                 for (int r = 0; r < R; ++r) {
-                    const Ints start = set1_int(start_of_sum<F>(x[r][b], g));
-                    for (int v = 0; v < V; ++v) sum[r][v] = start;
+                    const int32_t start = start_of_sum<F>(x[r][b], g);
+                    for (int v = 0; v < V; ++v) sum[r][v] = F::kBits == 4 ? begin_sums4(start) : set1_int(start);
                 }
 #pragma GCC unroll 8
                 for (int s = g * kStepsPerGroup; s < (g + 1) * kStepsPerGroup; ++s) {
@@ -79,11 +80,11 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
                         }
                         for (int r = 0; r < R; ++r) {
                             const Ints four = set1_bytes(x[r][b].q + s * 8);
-                            for (int v = 0; v < V; ++v) sum[r][v] = dot_codes4(sum[r][v], low[v], four);
+                            for (int v = 0; v < V; ++v) sum[r][v] = add_to_sums4(sum[r][v], low[v], four);
                         }
                         for (int r = 0; r < R; ++r) {
                             const Ints four = set1_bytes(x[r][b].q + s * 8 + 4);
-                            for (int v = 0; v < V; ++v) sum[r][v] = dot_codes4(sum[r][v], high[v], four);
+                            for (int v = 0; v < V; ++v) sum[r][v] = add_to_sums4(sum[r][v], high[v], four);
                         }
                     } else {
                         Ints codes[V];
@@ -92,6 +93,12 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
                             const Ints four = set1_bytes(x[r][b].q + s * 4);
                             for (int v = 0; v < V; ++v) sum[r][v] = dot_codes8(sum[r][v], codes[v], four);
                         }
+                    }
+                }
+                if constexpr (F::kBits == 4) {
+                    for (int r = 0; r < R; ++r) {
+                        const int32_t start = start_of_sum<F>(x[r][b], g);
+                        for (int v = 0; v < V; ++v) sum[r][v] = end_sums4(sum[r][v], start);
                     }
                 }
                 const auto* scales = reinterpret_cast<const typename F::Scale*>(w.scales) + g * kPanel;

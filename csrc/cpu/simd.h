@@ -42,10 +42,30 @@ inline To bits_of(From from) {
 
 constexpr int kVecsPerPanel = kPanel / kLanes;
 
-#ifndef OCTAVO_ISA_NEON
+// Whether dot_pairs is an instruction.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool kDotsPairs = true;
+#else
+constexpr bool kDotsPairs = false;
+#endif
+
+#ifndef OCTAVO_ISA_AVX2  // there are registers enough, or the compiler's vectors
+template <class T>
+inline void leave_in_memory(T&) {}
+#endif
+
+#ifndef OCTAVO_CENTRED_CODES  // the set does not say
 // Whether dot_codes8 wants signed codes, less 128, as `centred` makes them: then sums start from zero.
 constexpr bool kCodesAreCentred = false;
 inline Ints centred(Ints codes) { return codes; }
+#endif
+
+#ifndef OCTAVO_SHORT_SUMS
+// Sums of 32 elements by codes of four bits: how they start, grow and end. Sets without dot products of bytes keep
+// them in 16 bits meanwhile.
+inline Ints begin_sums4(int32_t start) { return set1_int(start); }
+inline Ints add_to_sums4(Ints sums, Ints codes, Ints x) { return dot_codes4(sums, codes, x); }
+inline Ints end_sums4(Ints sums, int32_t) { return sums; }
 #endif
 
 #ifndef OCTAVO_ISA_AVX512
@@ -153,6 +173,12 @@ struct F32 {
     static inline Lanes broadcast(const T* p) { return set1(*p); }
     static inline Lanes broadcast_last(const T* p) { return set1(*p); }
     static inline Vec madd(Vec acc, Lanes a, Lanes b) { return fma(a, b, acc); }
+    static constexpr int kParts = 1;
+    template <int>
+    static inline Vec part(Lanes v) {
+        return v;
+    }
+    static inline Vec madd_part(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #ifdef OCTAVO_ISA_AVX512
     static inline Lanes load_lane_halves(const T* a, const T* b) { return load_halves(a, b); }
 #endif
@@ -167,6 +193,18 @@ struct BF16 {
     // The last element of an odd row: its partner is zero.
     static inline Lanes broadcast_last(const T* p) { return set1_pair(*p); }
     static inline Vec madd(Vec acc, Lanes a, Lanes b) { return dot_pairs(acc, a, b); }
+    // madd in parts: the first element of each pair and then the second, where it is two products.
+    static constexpr int kParts = kDotsPairs ? 1 : 2;
+    template <int which>
+    static inline auto part(Lanes v) {
+        if constexpr (kDotsPairs) {
+            return v;
+        } else {
+            return which == 0 ? first_of_pairs(v) : second_of_pairs(v);
+        }
+    }
+    static inline Vec madd_part(Vec acc, Pairs a, Pairs b) { return dot_pairs(acc, a, b); }
+    static inline Vec madd_part(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #ifdef OCTAVO_ISA_AVX512
     static inline Lanes load_lane_halves(const T* a, const T* b) { return load_pair_halves(a, b); }
 #endif

@@ -6,7 +6,7 @@ constexpr int kTileRows = 5;
 constexpr int kTileVecs = 2;
 constexpr int kTileRows4 = 2;
 constexpr int kTileRows8 = 1;
-constexpr int kIntRows = 2;
+constexpr int kIntRows = 4;
 constexpr int kIntVecs = 2;
 constexpr int kScoreRows = 4;
 constexpr int kScoreVecs = 2;
@@ -87,6 +87,12 @@ inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     return fma(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)), acc);
 }
 
+// Values that are not needed now take none of the sixteen registers from those that are.
+template <class T>
+inline void leave_in_memory(T& values) {
+    asm("" : "+m"(values));
+}
+
 // Integers: a lane of bytes holds four of them, neighbours along the reduced dimension.
 using Ints = __m256i;
 
@@ -156,25 +162,38 @@ inline Ints emulated_vpdpbusd(Ints acc, Ints a, Ints b) {
 }
 #define OCTAVO_VPDPBUSD emulated_vpdpbusd
 #endif
+#ifdef OCTAVO_VPDPBUSD
+// Adds the four products of unsigned codes and signed bytes in every lane.
+inline Ints dot_codes4(Ints acc, Ints codes, Ints x) { return OCTAVO_VPDPBUSD(acc, codes, x); }
+inline Ints dot_codes8(Ints acc, Ints codes, Ints x) { return OCTAVO_VPDPBUSD(acc, codes, x); }
+#else
+// A sum that is finished here: compilers put additions of integers off, and keep all that is to be added.
+inline Ints now(Ints sum) {
+    asm("" : "+x"(sum));
+    return sum;
+}
 // Adds the four products of unsigned codes and signed bytes in every lane. Four-bit codes cannot saturate vpmaddubsw.
 inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {
-#ifdef OCTAVO_VPDPBUSD
-    return OCTAVO_VPDPBUSD(acc, codes, x);
-#else
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
-#endif
+    return now(_mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1))));
 }
-// The same for codes of eight bits, as even and odd bytes in 16 bits each.
+// The same for signed codes of eight bits: magnitudes times elements that have taken their signs. Elements are at least
+// -127, so that none becomes 128, and no pair exceeds 2 * 128 * 127.
+#define OCTAVO_CENTRED_CODES
+constexpr bool kCodesAreCentred = true;
+inline Ints centred(Ints codes) { return _mm256_xor_si256(codes, _mm256_set1_epi8(-128)); }
 inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
-#ifdef OCTAVO_VPDPBUSD
-    return OCTAVO_VPDPBUSD(acc, codes, x);
-#else
-    const Ints even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)),
-                                        _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-    const Ints odd = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8));
-    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
-#endif
+    return dot_codes4(acc, _mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
 }
+// Products of pairs, summed in 16 bits: of 32 elements at most 16 * 15 * 127, which is below 2^15.
+#define OCTAVO_SHORT_SUMS
+inline Ints begin_sums4(int32_t) { return _mm256_setzero_si256(); }
+inline Ints add_to_sums4(Ints sums, Ints codes, Ints x) {
+    return now(_mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, x)));
+}
+inline Ints end_sums4(Ints sums, int32_t start) {
+    return _mm256_add_epi32(set1_int(start), _mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
+}
+#endif
 // The low bytes of the lanes' bits.
 inline void store_low_bytes(int8_t* p, Vec v) {
     const Ints low = _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(255));

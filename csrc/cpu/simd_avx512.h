@@ -170,25 +170,35 @@ inline Pairs round_to_pairs(Vec first, Vec second) {
     return _mm512_or_si512(_mm512_srli_epi32(rounded(first), 16), high);
 #endif
 }
-// Adds the four products of unsigned codes and signed bytes in every lane. Four-bit codes cannot saturate vpmaddubsw.
+#ifdef __AVX512VNNI__
+// Adds the four products of unsigned codes and signed bytes in every lane.
+inline Ints dot_codes4(Ints acc, Ints codes, Ints x) { return _mm512_dpbusd_epi32(acc, codes, x); }
+inline Ints dot_codes8(Ints acc, Ints codes, Ints x) { return _mm512_dpbusd_epi32(acc, codes, x); }
+#else
+// This and what follows as simd_avx2.h has it.
+inline Ints now(Ints sum) {
+    asm("" : "+v"(sum));
+    return sum;
+}
 inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {
-#ifdef __AVX512VNNI__
-    return _mm512_dpbusd_epi32(acc, codes, x);
-#else
-    return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1)));
-#endif
+    return now(_mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1))));
 }
-// The same for codes of eight bits, as even and odd bytes in 16 bits each.
+#define OCTAVO_CENTRED_CODES
+constexpr bool kCodesAreCentred = true;
+inline Ints centred(Ints codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8(-128)); }
 inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
-#ifdef __AVX512VNNI__
-    return _mm512_dpbusd_epi32(acc, codes, x);
-#else
-    const Ints even = _mm512_madd_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(255)),
-                                        _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
-    const Ints odd = _mm512_madd_epi16(_mm512_srli_epi16(codes, 8), _mm512_srai_epi16(x, 8));
-    return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
-#endif
+    const Ints signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), x);
+    return dot_codes4(acc, _mm512_abs_epi8(codes), signed_x);
 }
+#define OCTAVO_SHORT_SUMS
+inline Ints begin_sums4(int32_t) { return _mm512_setzero_si512(); }
+inline Ints add_to_sums4(Ints sums, Ints codes, Ints x) {
+    return now(_mm512_add_epi16(sums, _mm512_maddubs_epi16(codes, x)));
+}
+inline Ints end_sums4(Ints sums, int32_t start) {
+    return _mm512_add_epi32(set1_int(start), _mm512_madd_epi16(sums, _mm512_set1_epi16(1)));
+}
+#endif
 // The low bytes of the lanes' bits.
 inline void store_low_bytes(int8_t* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_castps_si512(v)));

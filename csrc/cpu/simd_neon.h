@@ -164,6 +164,7 @@ inline int16x8_t multiply_high(Ints a, Ints b) {
 
 // The dot products of bytes take two operands with signs, without FEAT_I8MM: codes of eight bits, whose zero is 128,
 // are made signed once for all rows, and then their sums start from zero.
+#define OCTAVO_CENTRED_CODES
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool kCodesAreCentred = true;
 inline Ints centred(Ints codes) { return veorq_s32(codes, vdupq_n_s32(static_cast<int32_t>(0x80808080u))); }
