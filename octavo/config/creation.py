@@ -13,7 +13,7 @@ from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.config.media import media_config
 from octavo.config.number_types import cache_dtype, load_quantization, model_dtype
-from octavo.config.parallel import check_shared, layer_partition, nodes_config
+from octavo.config.parallel import check_shared, is_reproducible, layer_partition, nodes_config
 from octavo.config.pooling import pooling_of
 from octavo.config.sound import sound_config
 from octavo.config.speculation import draft_config, speculative_config
@@ -51,7 +51,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     code_folder = _code_folder(args, checkpoint)
     description = describe(checkpoint.config, args.model_impl, code_folder)
     pooling, checkpoint = pooling_of(args, checkpoint, description, device)
-    check_shared(args, description, pooling)
+    check_shared(args, description, pooling, device)
     # Tokens of a prompt that see later ones are computed in one step, and are not those of another prompt.
     whole_prompts = pooling.whole_prompts if pooling is not None else description.sees_ahead == "prompt"
     enable_chunked_prefill = args.enable_chunked_prefill and not whole_prompts
@@ -111,7 +111,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         attention_backend=args.attention_backend,
         tensor_parallel_size=args.tensor_parallel_size,
         enable_expert_parallel=args.enable_expert_parallel,
-        reproducible_parallel=args.reproducible_parallel if device == "cpu" else False,
+        reproducible_parallel=is_reproducible(args, device),
         pipeline_parallel_size=args.pipeline_parallel_size,
         pipeline_layer_partition=layer_partition(args),
         nodes=nodes_config(args),

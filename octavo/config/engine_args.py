@@ -171,8 +171,8 @@ class EngineArgs(Flags):
     ngram_prompt_lookup_max: int | None = flag(None, "Tokens that [ngram] compares at most; default 5.")
     ngram_prompt_lookup_min: int | None = flag(None, "Tokens that must agree for [ngram] to guess; default 5.")
     tensor_parallel_size: int = flag(
-        1, "Workers that share each layer, a process each, which share the processors or --cpu-threads.", short="-tp",
-        positive=True,
+        1, "Workers that share each layer, a process each, which share the processors or --cpu-threads, or have a GPU "
+        "each.", short="-tp", positive=True,
     )  # fmt: skip
     enable_expert_parallel: bool = flag(
         False, "Give each worker of --tensor-parallel-size whole experts, in the place of a part of each."

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import NodesConfig
 from octavo.errors import ConfigError
+from octavo.hardware import num_cuda_devices
 from octavo.node_token import check_token
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from octavo.pooling_params import PoolingConfig
 
 logger = logging.getLogger(__name__)
+
+MAX_GPUS = 8  # whose sums are one tree of `octavo.ops.cuda_collectives`
 
 
 def check_parallel(args: EngineArgs, device: str) -> None:
@@ -34,7 +37,9 @@ def check_parallel(args: EngineArgs, device: str) -> None:
     if replicas > 1 and device != "cpu":
         raise ConfigError(f"--data-parallel-size {replicas} is not built yet on GPUs; start a server for each.")
     num_workers = replicas * size * num_stages // num_nodes(args)  # of this host
-    if args.cpu_threads is not None and args.cpu_threads < num_workers:
+    if device == "cuda":
+        _check_devices(args, num_workers)
+    elif args.cpu_threads is not None and args.cpu_threads < num_workers:
         raise ConfigError(
             f"--cpu-threads {args.cpu_threads} is the number of all workers' threads: less than the "
             f"{num_workers} workers of --tensor-parallel-size, --pipeline-parallel-size and "
@@ -59,12 +64,29 @@ def check_parallel(args: EngineArgs, device: str) -> None:
     draws_otherwise = (args.speculative_config or {}).get("synthetic_acceptance_rates") is not None
     guesses_by_model = "model" in (args.speculative_config or {}) or args.speculative_model not in (None, "[ngram]")
     for name, is_asked in {
-        "on GPUs": device != "cpu",
         "with a model that guesses": guesses_by_model,
         "with synthetic_acceptance_rates": draws_otherwise,
     }.items():
         if is_asked:
             raise ConfigError(f"{asked} is not built yet {name}; leave one of them out.")
+
+
+def _check_devices(args: EngineArgs, num_workers: int) -> None:
+    size, num_stages, found = args.tensor_parallel_size, args.pipeline_parallel_size, num_cuda_devices()
+    if num_nodes(args) > 1:
+        raise ConfigError("several hosts (--nnodes, ray) are not built yet with GPUs; leave them out.")
+    if size > MAX_GPUS:
+        raise ConfigError(f"--tensor-parallel-size {size} is more than the {MAX_GPUS} GPUs that may share a layer.")
+    if num_workers > max(1, found):
+        raise ConfigError(
+            f"--tensor-parallel-size {size} times --pipeline-parallel-size {num_stages} is {num_workers} GPUs, one for "
+            f"each worker, and there are {found} here (as CUDA_VISIBLE_DEVICES says)."
+        )
+
+
+def is_reproducible(args: EngineArgs, device: str) -> bool | None:
+    """Of `EngineConfig`: products of GPUs are not cut into segments."""
+    return args.reproducible_parallel if device == "cpu" else False
 
 
 def uses_ray(args: EngineArgs) -> bool:
@@ -139,7 +161,9 @@ def layer_partition(args: EngineArgs) -> list[int] | None:
     return [int(count) for count in counts]
 
 
-def check_shared(args: EngineArgs, description: ModelDescription, pooling: PoolingConfig | None) -> None:
+def check_shared(
+    args: EngineArgs, description: ModelDescription, pooling: PoolingConfig | None, device: str
+) -> None:  # fmt: skip
     """Raises `ConfigError` for a model that so many workers cannot share, or not yet."""
     size, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
     if size * num_stages == 1:
@@ -150,7 +174,7 @@ def check_shared(args: EngineArgs, description: ModelDescription, pooling: Pooli
     if pooling is not None:
         name = "tensor" if num_stages == 1 else "pipeline"
         raise ConfigError(f"--{name}-parallel-size is not built yet for models that pool; leave it out.")
-    reproducible = args.reproducible_parallel
+    reproducible = is_reproducible(args, device)
     shared = with_share(description, Share(0, size), args.enable_expert_parallel, reproducible)
     if reproducible is not False and (reason := why_not_reproducible(description, size)) is not None:
         if reproducible:

@@ -35,9 +35,10 @@ _MIXED_TOKENS = (128, 256, 512)  # more keep the device busy for longer than Pyt
 
 def shapes_to_capture(largest: StepShape) -> list[StepShape]:
     """Steps of decodes, of some numbers of sequences; then steps with prompts, of some numbers of tokens."""
-    groups = largest.groups
+    groups, entering = largest.groups, largest.entering_bytes
     decodes = [
-        StepShape(size, size, size, UPDATES_PER_DECODE * groups * size, groups) for size in graph_sizes(largest.seqs)
+        StepShape(size, size, size, UPDATES_PER_DECODE * groups * size, groups, entering_bytes=entering)
+        for size in graph_sizes(largest.seqs)
     ]
     sizes = [size for size in _MIXED_TOKENS if size < largest.tokens] + [min(largest.tokens, _MIXED_TOKENS[-1])]
     mixed = []
@@ -45,7 +46,7 @@ def shapes_to_capture(largest: StepShape) -> list[StepShape]:
         num_seqs = max(1, min(largest.seqs, size // 2))
         # A sequence that is admitted sends its whole block table: prefixes of as many blocks as tokens.
         num_updates = groups * (UPDATES_PER_DECODE * num_seqs + size)
-        mixed.append(StepShape(size, num_seqs, num_seqs, num_updates, groups))
+        mixed.append(StepShape(size, num_seqs, num_seqs, num_updates, groups, entering_bytes=entering))
     return decodes + mixed
 
 
@@ -96,14 +97,14 @@ class CapturedGraph:
 
 
 class CudaDevice:
-    """The CUDA device of this process: the first that CUDA_VISIBLE_DEVICES leaves."""
+    """The CUDA device of this process: that of its number among those that CUDA_VISIBLE_DEVICES leaves."""
 
     runs_ahead = True
     shares_memory = False
     memory_errors: tuple[type[Exception], ...] = (torch.OutOfMemoryError,)
 
-    def __init__(self) -> None:
-        self._device = torch.device("cuda", 0)
+    def __init__(self, index: int = 0) -> None:
+        self._device = torch.device("cuda", index)
         torch.cuda.set_device(self._device)
         self.name = torch.cuda.get_device_name(self._device)
         compute = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -197,7 +198,8 @@ class CudaDevice:
             graph = torch.cuda.CUDAGraph()
             gc.disable()  # and not `torch.cuda.graph`, which collects all garbage before each of some twenty captures
             try:
-                graph.capture_begin(pool=self._graph_memory)
+                # Other threads may go on: that of NCCL's, and those that watch.
+                graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
                 try:
                     found = work()
                     outputs = [whole[: len(each)] for whole, each in zip(kept, found, strict=True)]

@@ -129,7 +129,7 @@ class Device(Protocol):
         ...
 
     def view(self, array: Array, dtype: str) -> Array:
-        """The bytes of an array [num_bytes] read as another type."""
+        """The bytes of an array, as those of [num_bytes] uint8 or of rows, read as another type."""
         ...
 
     def copy(self, source: Any, target: Any) -> None:

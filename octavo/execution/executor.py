@@ -186,9 +186,7 @@ def make_executor(config: EngineConfig) -> LocalExecutor:
 
 def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
     if config.device == "cuda":
-        from octavo.execution.cuda_device import CudaDevice
-
-        return CudaDevice(), load_cuda()
+        return _open_cuda(team)
     from octavo.execution.cpu_device import CpuDevice
 
     share, on_host = team.share, team.seat.on_host
@@ -205,3 +203,16 @@ def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
     if not share.is_whole:
         cpu.join_group(share.rank, share.size, team.memory, team.memory_bytes, team.connections)
     return CpuDevice(), ops
+
+
+def _open_cuda(team: Team) -> tuple[Device, Ops]:
+    """The device of this worker's number on its host."""
+    from octavo.execution.cuda_device import CudaDevice
+
+    device, share = CudaDevice(team.seat.on_host.rank), team.share
+    team.largest(0)  # whoever lacks a device has said so
+    if not share.is_whole:
+        from octavo.ops.cuda_collectives import join_group
+
+        join_group(share.rank, share.size, team.memory, team.connections)
+    return device, load_cuda()

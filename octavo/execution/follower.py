@@ -77,8 +77,6 @@ def _run(leader: Connection, orders: Orders) -> None:
                 step = executor.worker.runner.submit(plan)
                 if len(step.samples.rows):
                     steps.append(step)
-                else:
-                    step.result()
             case SampledTokens() as sampled:
                 step = steps.popleft()
                 step.take_tokens(sampled.tokens)

@@ -32,7 +32,7 @@ class Orders:
     config: EngineConfig
     seat: Seat
     control: int  # its connection to the first worker
-    memory: int  # the file that rows are exchanged through within the stage
+    memory: int  # the file that rows are exchanged through within the stage, or that devices' workers meet at
     memory_bytes: int
     ends: LinkEnds
     log_level: int
@@ -57,7 +57,8 @@ class HostWorkers:
         size, num_stages, limits = config.tensor_parallel_size, config.pipeline_parallel_size, config.scheduler
         num_samples = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         most = max(size * limits.max_num_batched_tokens * description.hidden_size, num_samples * description.vocab_size)
-        self.memory_bytes = group_bytes(size, most)
+        # Devices have their rows carried by NCCL: in the file they find each other.
+        self.memory_bytes = 0 if config.device == "cuda" else group_bytes(size, most)
         stages = range(self.seats[0].stage, self.seats[-1].stage + 1)
         self._memories = {stage: shared_memory(self.memory_bytes) for stage in stages}
         self._slots, self._slot_bytes = num_stages + 1, limits.max_num_batched_tokens * description.hidden_size * 4

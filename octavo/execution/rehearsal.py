@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from octavo.execution.device import CapturedStep, Event, StepModel
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.execution.team import ALONE, Team
 from octavo.kv_cache.groups import group_layers
 from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
@@ -35,29 +37,49 @@ logger = logging.getLogger(__name__)
 _ROTARY_POSITIONS = 1  # of the table, whose length is no kernel's business
 
 
-def rehearse(config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops) -> None:
+def start_rehearsal(
+    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, team: Team = ALONE
+) -> Thread:
+    """A thread that does `rehearse`, for the device of the one that asks."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    thread = Thread(
+        target=rehearse, args=(config, description, weights, ops, team, device), name="compile", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def rehearse(
+    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, team: Team = ALONE,
+    device: int | None = None,
+) -> None:  # fmt: skip
     """Compile what `Runner.warm_up` is going to launch. What fails here fails there, or is compiled there."""
     from octavo.ops.triton.outline import compiling
 
     begun = time.monotonic()
+    if device is not None:  # compiled kernels are kept by device
+        torch.cuda.set_device(device)
     try:
         with compiling(len(os.sched_getaffinity(0))):
-            outline_runner(config, description, weights, ops).warm_up()
+            outline_runner(config, description, weights, ops, team).warm_up()
     except Exception as e:  # what is missing is compiled when it is launched
         logger.info("kernels are compiled as they are launched (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
         return
     logger.debug("kernels compiled in %.1f s beside the loading of weights", time.monotonic() - begun)
 
 
-def outline_runner(config: EngineConfig, description: ModelDescription, weights: Weights | None, ops: Ops) -> Runner:
+def outline_runner(
+    config: EngineConfig, description: ModelDescription, weights: Weights | None, ops: Ops, team: Team = ALONE
+) -> Runner:
     """A runner of the model, in a thread that is outlining."""
     limits, device = config.scheduler, OutlineDevice()
     recorded = RecordingWeights(config.model.dtype, weights)
     model = build(description, recorded, ops, _ROTARY_POSITIONS, config.model.dtype)
     groups = group_layers(model.layer_caches)
     table = SequenceTable(limits.max_num_seqs, config.model.max_model_len, config.cache.block_size, groups)
-    runner = Runner(model, ops, device, table, limits.max_num_batched_tokens)
-    caches = [layer_cache(config.cache, device, ops, spec, 1) for spec in model.layer_caches]
+    runner = Runner(model, ops, device, table, limits.max_num_batched_tokens, team=team)
+    own = description.caches_of(description.stage)
+    caches = [layer_cache(config.cache, device, ops, model.layer_caches[i], 1) for i in own]
     runner.use_caches(caches, BlockMover(ops, device, [caches], [0]))
     return runner
 

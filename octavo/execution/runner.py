@@ -28,7 +28,7 @@ from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.execution.team import ALONE, Team
 from octavo.models.registry import CrossModel, Model, PoolingModel, StageModel
-from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
+from octavo.ops import Array, DeviceOps, LayerKVCache, Ops, ParallelDeviceOps
 from octavo.plan import StepPlan, StepResult
 from octavo.sampling.batch import Samples, SamplingBatch, SamplingTable
 from octavo.sampling.grammar_masks import GrammarCompiler
@@ -101,6 +101,7 @@ class SubmittedStep:
         self.alignment: dict[int, list[bytes]] = {}  # of `StepResult`
         self.done: Event | None = None
         self.features: Array | None = None  # [T, F]; a captured step's are there until the next replay
+        self.leaving: Array | None = None  # [T, bytes]: hidden states for the stage behind
 
     def result(self) -> StepResult:
         """Wait until the device has computed the step."""
@@ -163,6 +164,11 @@ class Runner:
             self._stream_dtype = of_stage.stream_dtype
             item_bytes = 4 if self._stream_dtype == "float32" else 2
             self._largest = replace(self._largest, entering_bytes=of_stage.hidden_size * item_bytes)
+        # What goes to the stage behind, on its way from a device with memory of its own.
+        self._leaving: NDArray[np.uint8] | None = None
+        if self._links.behind is not None and not device.shares_memory:
+            row_bytes = cast(StageModel, model).hidden_size * 4
+            self._leaving = device.pinned([max_num_tokens * row_bytes], "uint8")
         num_bytes = StepLayout(self._largest).num_bytes
         self._stages = [
             _Stage(i, device.pinned([num_bytes], "uint8"), device.pinned([self._largest.samples], "int64"))
@@ -235,7 +241,7 @@ class Runner:
                 self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples)
             except self.device.memory_errors:
                 # More samples than rows are a prompt's, which may find no memory later either.
-                if num_samples <= num_rows:
+                if num_samples <= num_rows or self._team.connections:  # others wait for what this one has not computed
                     raise
                 self.device.release_memory()
         self._mover.warm_up()
@@ -255,7 +261,7 @@ class Runner:
 
         def work() -> None:
             logits, best = self.logits(inputs, self.hidden(inputs)[0])
-            if self.pooling is not None:
+            if self.pooling is not None or self._links.behind is not None:
                 return
             raw = self.ops.rows_of(logits, np.arange(num_samples))  # as if all asked what they were before
             measure(self.ops, raw, best, np.full(num_samples, MAX_LOGPROBS))
@@ -297,6 +303,8 @@ class Runner:
         try:
             return self._start(plan, stage)
         except self.device.memory_errors as e:
+            if self._team.connections:  # others wait for what this one has not computed: all start again
+                raise
             self._stale.update(planned.row for planned in plan.rows)
             self.device.release_memory()
             reason = str(e).splitlines()[0]
@@ -316,6 +324,7 @@ class Runner:
         """Wait for a step, and append its tokens to the rows that are still the same sequences'."""
         assert step.done is not None
         step.done.wait()
+        self._team.check()
         sampled, samples, done = step.sampled, step.samples, step.done
 
         def fetch(arrays: Sequence[Array]) -> list[NDArray[Any]]:
@@ -327,6 +336,7 @@ class Runner:
             result.vectors = vectors.copy()  # the next step overwrites them
         if sampled is not None:
             tokens = step.stage.tokens[: len(samples.rows)].copy()
+            self._team.tell_tokens(tokens)
             result.logprobs, errors = sampled.results(tokens, fetch)
             if self.synthetic is not None:
                 self.synthetic.apply(samples, tokens, self._may_change)
@@ -416,15 +426,16 @@ class Runner:
             if self.pooling is not None:
                 step.vectors = outputs.logits[:num_samples]
             elif self._links.behind is not None:
-                hidden: Any = outputs.hidden[: used.tokens]
-                self._links.behind.send(hidden.view(np.uint8))
-            elif num_samples and self._team.is_leader:
-                step.sampled = self._sample(outputs, num_samples, inputs, settings)
-                if self.target_ids is not None:
-                    known: Any = step.sampled.tokens
-                    step.sampled.tokens = self.ops.take_rows(self.target_ids, known * (known > 0)).reshape(-1)
+                step.leaving = self.device.view(outputs.hidden[: used.tokens], "uint8")
+            elif num_samples:
+                tokens = outputs.best[:num_samples]
+                if self._team.is_leader:
+                    step.sampled = self._sample(outputs, num_samples, inputs, settings)
+                    tokens = step.sampled.tokens
                 if self._tables is not None:
-                    self._tables.keep(self.ops, inputs.sample_owners[:num_samples], step.sampled.tokens)
+                    if not self._team.share.is_whole:  # the others' devices need them before their hosts are told
+                        cast(ParallelDeviceOps, self.ops).from_first(tokens)
+                    self._tables.keep(self.ops, inputs.sample_owners[:num_samples], tokens)
             # Only now: on a device without a captured step they need as much memory as the logits had.
             step.prompts = [
                 measured for part in prompts for measured in self._measure_prompt(outputs.hidden, part, inputs)
@@ -433,13 +444,26 @@ class Runner:
         def download() -> None:
             if step.sampled is not None:
                 self.device.copy(step.sampled.tokens, stage.tokens[:num_samples])
+            if self._leaving is not None and step.leaving is not None:
+                self.device.copy(step.leaving.reshape(-1), self._leaving[: step.leaving.nbytes])
 
         self.device.compute.run(finish)
-        self.device.compute.run(download, writes=[stage.tokens])
+        self.device.compute.run(download, writes=[stage.tokens] if self._leaving is None else [self._leaving])
         step.done = self.device.compute.record()
+        if self._links.behind is not None:
+            self._send(step, used.tokens)
         if self._wants_prompt_logprobs:
             self._forget_prompts(plan)
         return step
+
+    def _send(self, step: SubmittedStep, num_tokens: int) -> None:
+        """Wait until the device has computed the step, and hand what has come of it to the stage behind."""
+        assert self._links.behind is not None and step.done is not None
+        step.done.wait()
+        rows: Any = step.leaving
+        if self._leaving is not None:
+            rows = self._leaving[: rows.nbytes].reshape(num_tokens, -1)
+        self._links.behind.send(rows)
 
     def _sample(
         self, outputs: StepOutputs, num_samples: int, inputs: StepArrays[Array], settings: SamplingBatch | None
@@ -449,7 +473,9 @@ class Runner:
             self.ops, outputs.logits[:num_samples], outputs.best[:num_samples], inputs, settings,
             self.device.shares_memory,
         )  # fmt: skip
-        self._team.tell_tokens(sampled.tokens)
+        if self.target_ids is not None:
+            known: Any = sampled.tokens
+            sampled.tokens = self.ops.take_rows(self.target_ids, known * (known > 0)).reshape(-1)
         return sampled
 
     def _run(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:

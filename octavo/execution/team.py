@@ -1,8 +1,8 @@
 """The workers that share a model: the first, in the engine core's process, and its followers, one process each.
 
 A follower is told each plan as the first worker gets it, and the tokens that the first one samples; logits and layers'
-sums they exchange themselves, within the step (`octavo.ops.cpu_collectives`). The connection is a pair of sockets:
-whoever ends closes his, which the others notice even in the middle of a step.
+sums they exchange themselves, within the step (`octavo.ops.cpu_collectives`, `cuda_collectives`). The connection is a
+pair of sockets: whoever ends closes his, which the others notice even in the middle of a step.
 
 Workers that share every layer are a stage; stages that follow each other share the layers out. The first worker is of
 the last stage, where tokens are sampled.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,8 +55,6 @@ from octavo.execution.team_messages import (
 )
 from octavo.layers.share import Share
 from octavo.models.description import ModelDescription
-from octavo.ops import Array
-from octavo.ops.cpu_collectives import check_is_in_no_group, leave_group
 from octavo.plan import Admission, StepPlan
 from octavo.request import AdapterSource
 from octavo.sampling_params import SamplingParams
@@ -98,8 +96,16 @@ class Team:
         """The largest number that a worker says."""
         return own
 
-    def tell_tokens(self, tokens: Array) -> None:
+    def tell_tokens(self, tokens: NDArray[np.int64]) -> None:
         """What the first worker has sampled, [N]."""
+
+    def check(self) -> None:
+        """Raises `ConnectionError` if another worker has gone, so that what came of the last step means nothing."""
+        poll = select.poll()
+        for connection in self.connections:
+            poll.register(connection, HUNG_UP)  # whatever there is still to be read
+        if poll.poll(0):
+            raise ConnectionError("another worker of this model has ended.")
 
 
 ALONE = Team()
@@ -111,7 +117,8 @@ class Leader(Team):
     def __init__(self, config: EngineConfig, description: ModelDescription) -> None:
         """Waits for the other nodes, if there are some. Raises `ConfigError` in a process that has a team, and for
         nodes that do not fit."""
-        check_is_in_no_group()
+        collectives = _collectives(config.device)
+        collectives.check_is_in_no_group()
         seats = seats_of_config(config)
         self.seat = next(seat for seat in seats if seat.stage == seat.num_stages - 1)
         self._seats = [seat for seat in seats if seat != self.seat]
@@ -131,7 +138,9 @@ class Leader(Team):
         host.let_go(self.seat)
         self._listener = ThreadPoolExecutor(1, "others' adapters")  # to what followers answer
         # Also when nobody refers to the team any more.
-        self.close = weakref.finalize(self, _end, self._followers, host.processes, self.memory, self._group)
+        self.close = weakref.finalize(
+            self, _end, collectives.leave_group, self._followers, host.processes, self.memory, self._group
+        )
         if self._group is not None:
             self._group.on_loss(lambda loss: self._hang_up())
 
@@ -199,8 +208,8 @@ class Leader(Team):
         """Others need not know how tokens are sampled."""
         self._tell(Plan(replace(plan, admissions=[_without_sampling(admission) for admission in plan.admissions])))
 
-    def tell_tokens(self, tokens: Array) -> None:
-        self._tell(SampledTokens(np.asarray(tokens, np.int64).tobytes()))
+    def tell_tokens(self, tokens: NDArray[np.int64]) -> None:
+        self._tell(SampledTokens(tokens.tobytes()))
 
     def prepare_adapter(self, source: AdapterSource, own: Future[int]) -> Future[int]:
         """Have the others read an adapter too, as the first worker does by its `own` future. The result is the largest
@@ -351,8 +360,23 @@ def _without_sampling(admission: Admission) -> Admission:
     return replace(admission, params=params, stop_token_ids=[])
 
 
+def _collectives(device: str) -> Any:
+    """Of the backend, which is not imported before it is needed."""
+    if device == "cuda":
+        from octavo.ops import cuda_collectives
+
+        return cuda_collectives
+    from octavo.ops import cpu_collectives
+
+    return cpu_collectives
+
+
 def _end(
-    followers: list[Connection], processes: list[subprocess.Popen[bytes]], memory: int, group: NodeGroup | None
+    leave_group: Callable[[], None],
+    followers: list[Connection],
+    processes: list[subprocess.Popen[bytes]],
+    memory: int,
+    group: NodeGroup | None,
 ) -> None:
     leave_group()
     if group is not None:

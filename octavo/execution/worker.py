@@ -83,6 +83,8 @@ class Worker:
         if compiling is not None:
             compiling.join()
             phases.end("kernels compiled")
+        if config.device == "cuda":
+            team.largest(0)  # the others find compiled what the first one has compiled
         self.weight_bytes = model.num_weight_bytes()
         self.groups = group_layers(model.layer_caches)
         self._description, self._own_layers = description, description.caches_of(description.stage)
@@ -201,9 +203,14 @@ class Worker:
         recorded = RecordingWeights(dtype, weights)
         record(description, recorded)
         needed, kinds = recorded.packed_bytes(keeps_superblocks=self._config.device != "cuda")
-        free = self._device.free_bytes() // self._team.seat.on_host.size
+        free = self._device.free_bytes() // self._num_sharing
         logger.debug("device %s: %.1f GiB free", self._device.name, free / _GIB)
         check_fits(needed, kinds, free)
+
+    @property
+    def _num_sharing(self) -> int:
+        """Workers that take their memory from the same: all of a host, unless each has a device with its own."""
+        return self._team.seat.on_host.size if self._device.shares_memory else 1
 
     def _with_attention(self, description: ModelDescription, dtype: str, phases: Phases) -> Ops:
         """The operations, with the attention that is chosen for this model and device."""
@@ -218,24 +225,25 @@ class Worker:
             return self._ops
         attention = attentions[0]
         shape = AttentionShape(
-            attention.num_heads, attention.num_kv_heads, attention.head_size, config.cache.block_size,
+            len(attention.own_heads), len(attention.own_kv_heads), attention.head_size, config.cache.block_size,
             attention.window, dtype, self._cache_dtype(dtype),
             score_settings=tuple({s: None for one in attentions for s in one.score_settings}),
         )  # fmt: skip
-        ops = with_attention(cast(DeviceOps, self._ops), config.attention_backend, shape, self._device.time_s)
+        wanted = config.attention_backend
+        if wanted == "auto" and self._team.connections:
+            wanted = "triton"  # what is chosen by time may be another kernel for each worker, and in each run
+        ops = with_attention(cast(DeviceOps, self._ops), wanted, shape, self._device.time_s)
         phases.end("attention chosen")
         return ops
 
     def _compile_ahead(self, description: ModelDescription, weights: Weights, ops: Ops) -> Thread | None:
         """Start to compile what steps are going to launch, beside the loading of weights, where kernels are compiled at
         all. Nothing must be launched until it is done."""
-        if self._config.device != "cuda" or description.impl != "octavo":
-            return None  # the networks of transformers need memory
-        from octavo.execution.rehearsal import rehearse
+        if self._config.device != "cuda" or description.impl != "octavo" or not self._team.is_leader:
+            return None  # the networks of transformers need memory, and workers of a model launch the same
+        from octavo.execution.rehearsal import start_rehearsal
 
-        thread = Thread(target=rehearse, args=(self._config, description, weights, ops), name="compile", daemon=True)
-        thread.start()
-        return thread
+        return start_rehearsal(self._config, description, weights, ops, self._team)
 
     def _with_adapters(self, ops: Ops) -> AdaptedOps | None:
         """The operations that the model is built over where adapters are served."""
@@ -287,8 +295,8 @@ class Worker:
             )
 
     def _cache_offer(self, captured_bytes: int) -> Offer:
-        """Memory for the cache of this worker. All of a host take theirs from the same."""
-        config, device, size = self._config.cache, self._device, self._team.seat.on_host.size
+        """Memory for the cache of this worker."""
+        config, device, size = self._config.cache, self._device, self._num_sharing
         wanted = config.memory_bytes
         if wanted is None:
             budget, source = device.cache_bytes(config, self._run_largest_step, captured_bytes)

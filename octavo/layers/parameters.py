@@ -20,7 +20,7 @@ from octavo.layers.product import EndingMatrix
 from octavo.layers.rotary import QueryGrowth, RopeConfig, distance_buckets, identity_table, rotary_table
 from octavo.layers.share import Share
 from octavo.loading.weights import Weights
-from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops, ParallelOps
+from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops, SegmentOps
 from octavo.quantization import take_rows
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class Parameters:
 
     def _sum_by_segments(self, name: str, weight: LinearWeight, share: Share) -> None:
         """Half as many and so on where blocks of weights do not end where segments do."""
-        block = cast(ParallelOps, self.ops).sum_by_segments(weight, share.own_summands)
+        block = cast(SegmentOps, self.ops).sum_by_segments(weight, share.own_summands)
         if share.is_whole or weight.in_features % block == 0:
             return
         reason = f"the {weight.in_features} inputs of {name} that each has do not end with a block of {block}"

@@ -300,7 +300,7 @@ class OpsOver(Protocol[A]):
         """x [T, H] -> the sum over a token's experts e = ids[t, j] of weights[t, j] * down[e](f(gate) * up): [T, H]
         float32, where gate and up are those of gate_up[e](x), in the order of the experts' numbers. Of matrices that
         are not gated it is f of all outputs. The stacks begin with `first_expert`. Their experts may be so many equal
-        `segments`, whose sums are added up as in `ParallelOps.sum_by_segments`.
+        `segments`, whose sums are added up as in `SegmentOps.sum_by_segments`.
 
         x is what `linear` takes with either stack's matrices; with `scales_inputs` it is not quantized, and multiplied
         with the weight in the place of the output. An id outside the stack stands for nothing. With a `clamp` (a,
@@ -599,9 +599,8 @@ class AdapterOpsOver(OpsOver[A], Protocol[A]):
     ) -> A: ...  # fmt: skip
 
 
-class ParallelOpsOver(OpsOver[A], Protocol[A]):
-    """What a backend provides beyond that where several workers share a model. All of them call these in the same
-    order, with as many rows, and wait for each other."""
+class SegmentOpsOver(OpsOver[A], Protocol[A]):
+    """What a backend provides beyond that whose sums do not depend on how many workers share a model."""
 
     def sum_by_segments(self, weight: LinearWeight, segments: int) -> int:
         """From now on a product with `weight` is the sum of those of so many equal parts of its inputs, or of half as
@@ -611,9 +610,14 @@ class ParallelOpsOver(OpsOver[A], Protocol[A]):
         last to the first. A worker that has a power of two of equally many summands, one, or all, has a branch of that
         tree."""
 
+
+class ParallelOpsOver(OpsOver[A], Protocol[A]):
+    """What a backend provides beyond that where several workers share a model. All of them call these in the same
+    order, with as many rows, and wait for each other."""
+
     def all_reduce(self, x: A, bias: A | None = None) -> None:
-        """x [T, H] float32 becomes the sum of all workers' in place, added up in the tree of `sum_by_segments`: the
-        same bits for each of them and in every run. After that the bias [H] float32 is added."""
+        """x [T, H] float32 becomes the sum of all workers' in place, added up in the tree of `SegmentOps`: the same
+        bits for each of them and in every run. After that the bias [H] float32 is added."""
 
     def all_gather(self, x: A, begin: int, width: int) -> A:
         """x [N, W] float32, which are columns `begin` .. of all -> [N, width], those of all workers."""
@@ -647,11 +651,20 @@ class DeviceOpsOver(OpsOver[A], Protocol[A]):
         """last_tokens[owners [N] int64] = tokens [N] int64, as int32; negative ones as 0."""
 
 
+class ParallelDeviceOpsOver(ParallelOpsOver[A], DeviceOpsOver[A], Protocol[A]):
+    """What such a backend provides where several workers, each with a device, share a model."""
+
+    def from_first(self, x: A) -> None:
+        """x [N] becomes the first worker's, in place."""
+
+
 # What models, runner and sampler are written against: the same over arrays of which they know no more than `Array`.
 Ops = OpsOver[Array]
 DeviceOps = DeviceOpsOver[Array]
 AdapterOps = AdapterOpsOver[Array]
+SegmentOps = SegmentOpsOver[Array]
 ParallelOps = ParallelOpsOver[Array]
+ParallelDeviceOps = ParallelDeviceOpsOver[Array]
 
 
 def load(cpu_threads: int | None = None, cpus: list[int] | None = None) -> Ops:
@@ -672,7 +685,7 @@ def load_cuda() -> DeviceOps:
     """Triton's backend, on the CUDA device that is current."""
     from octavo.ops import cuda
 
-    backend: DeviceOpsOver[Tensor] = cuda
+    backend: ParallelDeviceOpsOver[Tensor] = cuda
     return cast(DeviceOps, backend)
 
 
@@ -681,6 +694,7 @@ if TYPE_CHECKING:
 
     from octavo.ops import cpu, torch_ref
 
+    _segments: SegmentOpsOver[HostArray] = cpu
     _parallel: ParallelOpsOver[HostArray] = cpu
     _reference: DeviceOpsOver[Tensor] = torch_ref
     _reference_of_adapters: AdapterOpsOver[Tensor] = torch_ref

@@ -124,7 +124,7 @@ def _num_panels(n: int) -> int:
 
 
 def sum_by_segments(weight: LinearWeight, segments: int) -> int:
-    """`ParallelOps.sum_by_segments`."""
+    """`SegmentOps.sum_by_segments`."""
     assert isinstance(weight, PackedWeight)
     block: int = weight.matrix.block
     if weight.order is not None:  # such a matrix is not shared out

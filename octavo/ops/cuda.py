@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.ops.cuda_collectives import all_gather, all_reduce, from_first
 from octavo.ops.torch_arrays import upload
 from octavo.ops.torch_ops import (
     add_bias,
@@ -49,8 +50,9 @@ from octavo.ops.triton.sampling import argmax, sample
 from octavo.ops.triton.schedule import ROW_CLASSES
 
 __all__ = [
-    "activation", "add", "add_bias", "add_chosen", "add_rows", "allocate_kv_cache", "argmax", "begin_step",
-    "causal_conv", "copy_blocks", "embedding", "experts", "gated_delta", "gated_recurrence", "gather_blocks",
+    "activation", "add", "add_bias", "add_chosen", "add_rows", "all_gather", "all_reduce", "allocate_kv_cache",
+    "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts", "from_first", "gated_delta",
+    "gated_recurrence", "gather_blocks",
     "keep_tokens", "latent_attention", "layer_norm", "linear", "linear_activated", "linear_add", "linear_by_head",
     "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
     "paged_attention", "penalize", "place", "pool", "process_row", "quantize", "replace_rows", "resolve_step",

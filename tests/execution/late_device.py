@@ -89,7 +89,7 @@ class LateStep:
 
     def __init__(self, device: LateDevice, model: StepModel, inputs: StepArrays[Any]) -> None:
         self._device, self._model, self._inputs = device, model, inputs
-        self.outputs = StepOutputs(*self._compute())
+        self.outputs = StepOutputs(*(tensor.clone() for tensor in self._compute()))  # not of what is uploaded
 
     def _compute(self) -> tuple[Any, Any, Any, Any]:
         with torch.inference_mode():

@@ -154,7 +154,7 @@ def test_what_does_not_fit_one_gpu_is_shared_or_refused_with_the_numbers(
     (tmp_path / "config.json").write_text(json.dumps(_SIZES | _MODELS["full"] | sizes))
     plan, code = planned(tmp_path, capsys, "--gpu", "h100", "--count", "8")
     assert code == 0 and plan["layout"]["devices_per_replica"] == 2 and plan["layout"]["replicas"] == 4
-    assert "not built yet" in plan["layout"]["reason"]
+    assert "Sums over GPUs are predicted in bfloat16" in plan["layout"]["reason"]
     assert plan["model"]["weight_bytes"] == pytest.approx(2 * 70.55e9, rel=1e-3)
     assert plan["decode"][0]["limit"] == "memory bandwidth (weights)"
     # Half of the model at 3.0 TB/s, and sums over two devices.

@@ -277,8 +277,7 @@ def experts(
     clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0, segments: int = 1,
 ) -> Tensor:  # fmt: skip
     """`Ops.experts`."""
-    if first_expert or segments > 1:
-        raise NotImplementedError("experts of GPUs are not shared out yet.")
+    assert segments == 1, "sums over experts are cut on CPUs only"
     assert isinstance(gate_up, StackedWeight) and isinstance(down, StackedWeight)
     assert gate_up.weight.gated or clamp is None
     (num_tokens, top_k), num_experts, device = ids.shape, gate_up.num_experts, x.device
@@ -286,7 +285,7 @@ def experts(
     if num_tokens == 0:
         return out
     block_t = _tile_rows(num_tokens, top_k, num_experts)
-    tile_experts, rows = _group(ids, num_experts, block_t)
+    tile_experts, rows = _group(ids - first_expert, num_experts, block_t)
     groups = Groups(num_experts, block_t, tile_experts)
     num_rows = len(tile_experts) * block_t
     codes_dtype = gate_up.weight.activation_dtype

@@ -1,4 +1,5 @@
-"""Kernels over pieces of rows: rows by index, of matrices and packed matrices; element-wise functions; sums."""
+"""Kernels over pieces of rows: rows by index, of matrices and packed matrices; element-wise functions; sums, also those
+of several workers."""
 
 from __future__ import annotations
 
@@ -158,3 +159,50 @@ def add(residual: Tensor, x: Tensor, scale: float = 1.0) -> None:
     rows, width = x.shape
     assert width == 1 or x.stride(1) == residual.stride(1) == 1
     by_pieces(_add, rows, width, _BLOCK, x, x.stride(0), residual, residual.stride(0), float(scale))
+
+
+@triton.jit
+def _sum_of_two(parts, at, part_stride, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    total = tl.load(parts + FIRST * part_stride + at, mask=mask, other=0.0)
+    if COUNT > FIRST + 1:
+        total += tl.load(parts + (FIRST + 1) * part_stride + at, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def _sum_of_four(parts, at, part_stride, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    total = _sum_of_two(parts, at, part_stride, mask, FIRST, COUNT)
+    if COUNT > FIRST + 2:
+        total += _sum_of_two(parts, at, part_stride, mask, FIRST + 2, COUNT)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sum_in_tree(
+    parts, bias, out, num_rows, WIDTH: tl.constexpr, COUNT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program (t, c): piece c of row t of the sum."""
+    t = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    at, part_stride = t * WIDTH + column, num_rows.to(tl.int64) * WIDTH
+    total = _sum_of_four(parts, at, part_stride, mask, 0, COUNT)
+    if COUNT > 4:
+        total += _sum_of_four(parts, at, part_stride, mask, 4, COUNT)
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=mask, other=0.0)
+    tl.store(out + at, total, mask=mask)
+
+
+MAX_PARTS = 8  # of `sum_in_tree`
+
+
+def sum_in_tree(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [T, H] = the sum of parts [N, T, H] in the order of `SegmentOps.sum_by_segments`, plus the bias [H]; float32,
+    and N is `MAX_PARTS` at most."""
+    count, rows, width = parts.shape
+    assert count <= MAX_PARTS and out.shape == (rows, width) and parts.is_contiguous() and out.is_contiguous()
+    assert parts.dtype is out.dtype is torch.float32
+    by_pieces(
+        _sum_in_tree, rows, width, _BLOCK, parts, bias, out, rows, COUNT=count, HAS_BIAS=bias is not None
+    )  # fmt: skip

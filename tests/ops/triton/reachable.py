@@ -1,8 +1,8 @@
 """Which kernels a start compiles, and which ones steps of any size could ask for: JSON, from a process of its own.
 
-`python -m tests.ops.triton.reachable MODEL FORMAT CAPABILITY` outlines two layers of one of `MODELS`, whose matrices
-are in the format, for a GPU that is not there (`compiling`). Nothing is compiled: Triton is asked which variant of a
-kernel each launch would be."""
+`python -m tests.ops.triton.reachable MODEL FORMAT CAPABILITY SIZE` outlines two layers of one of `MODELS`, whose
+matrices are in the format, as the first of so many workers, for a GPU that is not there (`compiling`). Nothing is
+compiled: Triton is asked which variant of a kernel each launch would be."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _Formats:
 
 
 def main() -> None:
-    model, matrix_format, capability = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    model, matrix_format, capability, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -71,8 +71,10 @@ def main() -> None:
     from types import SimpleNamespace
 
     from octavo.execution.rehearsal import outline_runner
+    from octavo.layers.share import Share
     from octavo.models.registry import describe
-    from octavo.ops import load_cuda
+    from octavo.models.sharing import with_share
+    from octavo.ops import cuda_collectives, load_cuda
     from octavo.ops.triton import outline
 
     found: set[tuple[str, str]] = set()
@@ -87,8 +89,10 @@ def main() -> None:
         scheduler=SimpleNamespace(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
     )
     weights: Any = _Formats(matrix_format)
+    cuda_collectives._size = size
+    description = with_share(describe(MODELS[model]), Share(0, size), reproducible=False)
     with outline.outlining(outline._compile):
-        runner = outline_runner(config, describe(MODELS[model]), weights, load_cuda())
+        runner = outline_runner(config, description, weights, load_cuda())
         runner.warm_up()
         at_start = set(found)
         edges = [edge + d for edge in (*range(128, 2048, 64), MAX_TOKENS) for d in (-1, 0, 1)]

@@ -15,20 +15,21 @@ _ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    ("model", "matrix_format", "capability", "kernels"),
+    ("model", "matrix_format", "capability", "size", "kernels"),
     [
-        ("llama", "BF16", 90, {"_linear"}),
-        ("llama", "Q4_K", 80, {"_linear_int"}),
-        ("gpt-oss", "BF16", 90, {"_linear", "_route", "_gather", "_clamped_gate", "_combine"}),
-        ("qwen3-moe", "Q4_K", 90, {"_linear_int", "_route", "_gather", "_combine"}),
-        ("bloom", "BF16", 80, {"_linear"}),
+        ("llama", "BF16", 90, 1, {"_linear"}),
+        ("llama", "BF16", 90, 4, {"_linear", "_sum_in_tree"}),
+        ("llama", "Q4_K", 80, 1, {"_linear_int"}),
+        ("gpt-oss", "BF16", 90, 1, {"_linear", "_route", "_gather", "_clamped_gate", "_combine"}),
+        ("qwen3-moe", "Q4_K", 90, 1, {"_linear_int", "_route", "_gather", "_combine"}),
+        ("bloom", "BF16", 80, 1, {"_linear"}),
     ],
 )
 def test_the_start_meets_every_kernel_that_a_step_can_launch(
-    model: str, matrix_format: str, capability: int, kernels: set[str]
+    model: str, matrix_format: str, capability: int, size: int, kernels: set[str]
 ) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.triton.reachable", model, matrix_format, str(capability)]
+    command = [sys.executable, "-m", "tests.ops.triton.reachable", model, matrix_format, str(capability), str(size)]
     done = subprocess.run(command, cwd=_ROOT, env=env, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["late"] == []

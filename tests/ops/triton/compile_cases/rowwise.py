@@ -10,7 +10,7 @@ from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS
 from octavo.ops.triton.logits import apply_masks, penalize
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.quantize import quantize_rows
-from octavo.ops.triton.rows import activation, add, take_rows
+from octavo.ops.triton.rows import activation, add, sum_in_tree, take_rows
 from octavo.ops.triton.sampling import argmax, sample
 from tests.ops.triton.compiling import Case
 
@@ -57,6 +57,11 @@ def draw(vocab: int) -> None:
     sample(empty(rows, vocab, dtype=F32), *settings)
 
 
+def add_up(count: int) -> None:
+    for bias in (None, empty(8192, dtype=F32)):
+        sum_in_tree(empty(count, 64, 8192, dtype=F32), bias, empty(64, 8192, dtype=F32))
+
+
 def change_logits() -> None:
     logits, settings, entries = empty(64, 128256, dtype=F32), empty(64, dtype=F32), empty(900, dtype=torch.int32)
     penalize(logits, entries, entries, entries, settings, settings, settings)
@@ -83,5 +88,7 @@ CASES = {
     "argmax": Case(lambda: argmax(empty(64, 128256, dtype=F32)), min_warps=16),
     "sample_128256": Case(lambda: draw(128256), min_warps=16),
     "sample_262144": Case(lambda: draw(262144), min_warps=16),
+    "sum_of_2": Case(lambda: add_up(2), min_warps=32),
+    "sum_of_8": Case(lambda: add_up(8), min_warps=32),
     "take_rows": Case(lambda: take_rows(empty(256, 4096), empty(64, dtype=torch.int64)), min_warps=32),
 }

@@ -1,0 +1,137 @@
+"""Collectives of the CUDA backend: processes of one host, each with a device, that share a model.
+
+NCCL moves rows between the devices and adds none: what it adds up, and in which order, would depend on the size of the
+message. Sums are Triton's, in the tree of `SegmentOps`, so that they are the same bits whichever way rows take. All of
+it is work of the current stream and can be captured. In Triton's interpreter it is gloo that moves them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.ops.triton import launch
+from octavo.ops.triton.rows import MAX_PARTS, sum_in_tree
+
+_JOIN_S = 10.0  # within which all are there, as they have opened their devices before
+# What the second of two exchanges takes to begin, some 12 us, in bytes of an NVLink that carries 370 GB/s.
+_SECOND_EXCHANGE_BYTES = 4 << 20
+_WATCH_MS = 100
+_HUNG_UP = getattr(select, "POLLRDHUP", 0)
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renames it
+
+_size = 0  # of the group; 0: there is none
+
+
+def check_is_in_no_group() -> None:
+    """Raises `ConfigError` in a process that has joined a group and not left it."""
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process has a model that several workers share already, or another group of torch.distributed; "
+            "close that first."
+        )
+
+
+def join_group(rank: int, size: int, file: int, connections: list[int]) -> None:
+    """Be worker `rank` of `size`, which find each other through the file of that descriptor, empty at first, which
+    nobody else has. If the other end of one of `connections` hangs up, nothing waits for the group any more. Raises
+    `ConfigError` where the others do not come."""
+    global _size
+    check_is_in_no_group()
+    device = launch.device()
+    is_cuda = device.type == "cuda"
+    for library in ("NCCL", "GLOO"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # all are on this host
+    store = dist.FileStore(f"/proc/self/fd/{file}", size)  # type: ignore[attr-defined]
+    try:
+        store.set(f"worker {rank}", "")
+        store.wait([f"worker {other}" for other in range(size)], timedelta(seconds=_JOIN_S))
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size,
+            device_id=device if is_cuda else None,
+        )  # fmt: skip
+    except RuntimeError as e:
+        raise ConfigError(f"worker {rank} of {size} has not found the others: {str(e).splitlines()[0]}") from None
+    _size = size
+    x = torch.zeros((size, 1), device=device)
+    for is_small in (True, False):  # what each way needs is there before memory is shared out
+        _add_up(x, None, is_small)
+    from_first(x[:, 0].contiguous())
+    if is_cuda:
+        torch.cuda.synchronize(device)
+    threading.Thread(target=_watch, args=(dist.group.WORLD, connections), name="group", daemon=True).start()
+
+
+def leave_group() -> None:
+    """Without waiting for the others."""
+    global _size
+    _size = 0
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
+def _watch(group: dist.ProcessGroup, connections: list[int]) -> None:
+    """NCCL does not see that another process has ended: its kernels would wait for it for ever."""
+    poll = select.poll()
+    for connection in connections:
+        poll.register(connection, _HUNG_UP)
+    while group is dist.group.WORLD:  # a connection that is polled stays open, whoever closes it
+        if poll.poll(_WATCH_MS):
+            group.abort()
+            return
+
+
+def all_reduce(x: Tensor, bias: Tensor | None = None) -> None:
+    """`ParallelOps.all_reduce`."""
+    # One exchange brings the rows of all; two, of parts of the rows and of their sums, are less to carry.
+    more_bytes = (_size - 1) * (_size - 2) * x.nbytes // max(_size, 1)
+    _add_up(x, bias, more_bytes <= _SECOND_EXCHANGE_BYTES)
+
+
+def _add_up(x: Tensor, bias: Tensor | None, is_small: bool) -> None:
+    assert 0 < _size <= MAX_PARTS, "this process has no others to exchange rows with, or too many"
+    rows, width = x.shape
+    if is_small:
+        parts = x.new_empty((_size, rows, width))
+        _exchange(_gather, parts, x)
+        sum_in_tree(parts, bias, x)
+        return
+    each = -(-rows // _size)
+    padded = x if rows == each * _size else torch.nn.functional.pad(x, (0, 0, 0, each * _size - rows))
+    parts, own = x.new_empty((_size, each, width)), x.new_empty((each, width))
+    _exchange(dist.all_to_all_single, parts, padded)
+    sum_in_tree(parts, bias, own)
+    _exchange(_gather, padded, own)
+    if padded is not x:
+        x.copy_(padded[:rows])
+
+
+def all_gather(x: Tensor, begin: int, width: int) -> Tensor:
+    """`ParallelOps.all_gather`, where each worker has equally many columns, and the last ones may have fewer."""
+    each = -(-width // _size)
+    widths = [min(each, max(0, width - rank * each)) for rank in range(_size)]
+    assert x.shape[1] == each or begin + x.shape[1] == width or x.shape[1] == 0
+    own = x.contiguous() if x.shape[1] == each else torch.nn.functional.pad(x, (0, each - x.shape[1]))
+    parts = x.new_empty((_size, x.shape[0], each))
+    _exchange(_gather, parts, own)
+    return torch.cat([part[:, :count] for part, count in zip(parts, widths, strict=True)], 1)
+
+
+def from_first(x: Tensor) -> None:
+    """`ParallelDeviceOps.from_first`."""
+    if x.device.type != "meta":
+        dist.broadcast(x, 0)
+
+
+def _exchange(collective: Callable[..., Any], out: Tensor, x: Tensor) -> None:
+    if x.device.type != "meta":  # in outlines nothing moves
+        collective(out.view(-1), x.view(-1))

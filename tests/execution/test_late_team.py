@@ -1,0 +1,186 @@
+"""Workers that each have a device, as GPUs are, answer as one worker on the CPU does: their rows are exchanged by the
+collectives of the CUDA backend, over gloo, and their devices are late."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.errors import ConfigError, LoadError
+from octavo.execution.executor import TeamExecutor
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling_params import SamplingParams
+from tests.execution.late_team import late_followers
+from tests.execution.test_guesses import guessed_requests
+from tests.execution.test_runner import EOS, config_of, model, requests, run
+from tests.execution.test_team import EXPERTS, assert_near, told_exactly
+
+__all__ = ["model"]
+
+ON_GPU = {"device": "cuda"}
+# Triton's interpreter takes long for a step.
+FEW: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "enforce_eager": True}
+ONE_LAYER = {"num_hidden_layers": 1, "intermediate_size": 64}
+
+
+def few_requests() -> list[EngineRequest]:
+    """In chunks, beside each other; greedy and drawn."""
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=3, ignore_eos=True, logprobs=2) for t in (0.0, 1.0)]
+    return [EngineRequest(f"r{i}", Prompt([5 + i] * (4 + 7 * i)), params[i], [EOS], 3, 0.0) for i in range(2)]
+
+
+@pytest.fixture
+def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineCore]]:
+    """Cores of several workers, which are ended."""
+    executors = []
+
+    def start(ops: str = "reference", **flags: Any) -> EngineCore:
+        late_followers(monkeypatch, ops=ops)
+        config: EngineConfig = config_of(model, **ON_GPU, **flags)
+        executor = TeamExecutor(config)
+        executors.append(executor)
+        return EngineCore(config, executor)
+
+    yield start
+    for executor in executors:
+        executor.team.close()
+        assert all(process.wait(60) is not None for process in executor.team.processes)
+
+
+def of_one_on_cpu(model: Path, **flags: Any) -> EngineCore:
+    return EngineCore(config_of(model, reproducible_parallel=False, **flags))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [
+        ((2, 1), {}),
+        ((1, 2), {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ((2, 1), {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}),
+                ((2, 1), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+                ((4, 1), {"enforce_eager": True}),
+                ((1, 2), {"enforce_eager": True}),
+                ((2, 2), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+            ]
+        ),
+    ],
+)
+def test_answers_are_those_of_one_worker(
+    model: Path, start: Callable[..., EngineCore], sizes: tuple[int, int], flags: dict[str, Any]
+) -> None:
+    """One step ahead of the tokens where layers are shared, a step a stage where they are shared out."""
+    expected = run(of_one_on_cpu(model, **flags), guessed_requests(1), 1)
+    size, num_stages = sizes
+    core = start(tensor_parallel_size=size, pipeline_parallel_size=num_stages, **flags)
+    assert_near(run(core, guessed_requests(1), 1), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flags", "overrides"), [({}, {}), ({"enable_expert_parallel": True}, EXPERTS | {"num_experts": 4})]
+)
+def test_kernels_of_gpus_answer_likewise(
+    model: Path, start: Callable[..., EngineCore], flags: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    """Triton's, in its interpreter: products of shares, whole experts, sums over workers, columns of logits."""
+    common = FEW | {"hf_overrides": ONE_LAYER | overrides}
+    expected = run(of_one_on_cpu(model, **common), few_requests())
+    assert_near(run(start("triton", tensor_parallel_size=2, **common, **flags), few_requests()), expected)
+
+
+@pytest.mark.long
+def test_bits_do_not_depend_on_company(start: Callable[..., EngineCore]) -> None:
+    """Of Triton's kernels in bfloat16, where sums are rounded otherwise at the slightest difference."""
+    flags: dict[str, Any] = FEW | {"dtype": "bfloat16", "hf_overrides": ONE_LAYER, "enable_prefix_caching": False}
+    core = start("triton", tensor_parallel_size=2, **flags)
+    together = run(core, few_requests())
+    for request in few_requests():
+        for key, outputs in run(core, [request], 1).items():
+            assert told_exactly(together[key]) == told_exactly(outputs)
+
+
+@pytest.mark.parametrize(
+    ("flags", "victim"),
+    [
+        ({"tensor_parallel_size": 2}, 0),
+        pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 1, marks=pytest.mark.long),
+    ],
+)
+def test_a_worker_that_dies_ends_the_step_and_the_others(
+    start: Callable[..., EngineCore], flags: dict[str, int], victim: int
+) -> None:
+    core = start(**flags)
+    assert isinstance(core.executor, TeamExecutor)
+    team = core.executor.team
+    told: list[str] = []
+    team.on_death(told.append)
+    for request in requests(1, 3):
+        core.add(request)
+    core.step()
+    processes = team.processes
+    processes[victim].kill()
+    processes[victim].wait(60)
+    begin = time.monotonic()
+    with pytest.raises((RuntimeError, ConnectionError), match=r"Connection closed by peer|has ended"):
+        run(core, [])
+    assert time.monotonic() - begin < 2
+    team.close()
+    statuses = [process.wait(60) for process in processes]
+    assert statuses.pop(victim) == -9
+    assert all(status in (0, 1) for status in statuses), "gloo tells those that wait, too"
+    assert any("ended with status -9" in message for message in told)
+
+
+def test_what_a_worker_lacks_is_told_at_once(start: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anybody waits for rows of it."""
+    monkeypatch.setenv("OCTAVO_TESTS_NO_DEVICE", "1")
+    with pytest.raises(LoadError, match=r"worker 1 of 2 ended before it was ready"):
+        start(tensor_parallel_size=2)
+
+
+def test_a_step_without_memory_ends_the_team(start: Callable[..., EngineCore]) -> None:
+    """Others wait for what was not computed, so that nothing can go on."""
+    core = start(tensor_parallel_size=2)
+    device: Any = core.executor.worker.runner.device  # type: ignore[attr-defined]
+    device.memory_failures = 1.0
+    core.add(requests(1, 1)[0])
+    with pytest.raises(torch.OutOfMemoryError):
+        core.step()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tensor_parallel_size": 4}, "4 times --pipeline-parallel-size 1 is 4 GPUs, one for each .* there are 3 here"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "2 times --pipeline-parallel-size 2 is 4 GPUs"),
+        ({"tensor_parallel_size": 16}, "16 is more than the 8 GPUs that may share a layer"),
+        ({"tensor_parallel_size": 2, "reproducible_parallel": True}, "--reproducible-parallel is not built yet on GPU"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 2 is not built yet on GPUs"),
+        ({"pipeline_parallel_size": 2, "nnodes": 2}, "several hosts .* are not built yet with GPUs"),
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
+            "several hosts .* are not built yet with GPUs",
+        ),
+        ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses"),
+        ({"tensor_parallel_size": 3}, "cannot share out 4 attention heads; these sizes could: 1, 2, 4"),
+    ],
+)
+def test_what_is_not_built_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], message: str
+) -> None:
+    late_followers(monkeypatch, num_devices=3)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match=message):
+        TeamExecutor(config_of(model, **ON_GPU, **flags))
+    assert len(os.listdir("/proc/self/fd")) == open_files
