@@ -152,14 +152,29 @@ def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, P
     assert any(len(set(guesses)) > 1 for guesses in guessed.values())
 
 
-def test_modules_of_multi_token_prediction_change_no_answer(tmp_path: Path, tiny_tokenizer: Path) -> None:
-    settings = SHAPE | {
-        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_hidden_layers": 2,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+_EXPERTS = {
+    "num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"},
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_LATENT},
+    ],
+    ids=["keys and values", "latent attention"],
+)
+def test_modules_of_multi_token_prediction_change_no_answer(
+    tmp_path: Path, tiny_tokenizer: Path, settings: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | _EXPERTS | settings))
     for file in tiny_tokenizer.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     expected = run(EngineCore(config_of(tmp_path)), requests(1, 6), 1)
