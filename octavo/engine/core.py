@@ -192,7 +192,11 @@ class EngineCore:
             self._refuse(request, e)
 
     def _refuse(self, request: EngineRequest, error: RequestError) -> None:
-        self._refused.append(SequenceOutput(request.request_id, 0, [], finish_reason="error", error=str(error)))
+        self._refused.append(
+            SequenceOutput(
+                request.request_id, 0, [], finish_reason="error", error=str(error), error_status=error.status
+            )
+        )
 
     def _wait_for_prepared(self) -> None:
         """Return when a grammar more is compiled, or an adapter more is read; at once where something is ready."""

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from octavo.config import CacheConfig, EngineConfig
 from octavo.execution.block_mover import BlockMover, layer_cache
+from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import CapturedStep, Event, StepModel
+from octavo.execution.media_table import MediaTable
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepArrays, StepShape
@@ -28,6 +30,7 @@ from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
 from octavo.models.registry import build
+from octavo.multimodal.tower import ReceivedRows
 from octavo.ops import Array, Ops
 
 logger = logging.getLogger(__name__)
@@ -56,7 +59,11 @@ def outline_runner(config: EngineConfig, description: ModelDescription, weights:
     model = build(description, recorded, ops, _ROTARY_POSITIONS, config.model.dtype)
     groups = group_layers(model.layer_caches)
     table = SequenceTable(limits.max_num_seqs, config.model.max_model_len, config.cache.block_size, groups)
-    runner = Runner(model, ops, device, table, limits.max_num_batched_tokens)
+    media = MediaTable(ReceivedRows(), description, limits.max_num_seqs) if config.media is not None else None
+    cross = None
+    if config.sound is not None:
+        cross = CrossOutputs(ReceivedRows(), groups, config.cache.block_size, config.model.dtype)
+    runner = Runner(model, ops, device, table, limits.max_num_batched_tokens, media=media, cross=cross)
     caches = [layer_cache(config.cache, device, ops, spec, 1) for spec in model.layer_caches]
     runner.use_caches(caches, BlockMover(ops, device, [caches], [0]))
     return runner
@@ -92,8 +99,11 @@ class OutlineDevice:
     def free_bytes(self) -> int:
         return 0
 
-    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], captured_bytes: int) -> tuple[int, str]:
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
         return 0, self.name
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return 0
 
     def release_memory(self) -> None:
         """There is none."""

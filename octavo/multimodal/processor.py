@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}  # of a processor
 # What it makes of a video: some towers take frames as pictures.
 _OF_VIDEO = ("pixel_values_videos", "video_grid_thw", "pixel_values", "pixel_attention_mask")
+_NUM_GUESSES = 8  # of the size of a medium that fits
 # What a processor makes of the text.
 _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 
@@ -195,6 +196,27 @@ class MediaProcessor:
                 token_ids += [*encode(one.text), *ids]
         inputs = {one.input.content_hash: one.input for one in found}
         return token_ids, self._items(token_ids, [one.input for one in found]), list(inputs.values())
+
+    def largest(self, max_tokens: int) -> list[MediaInput]:
+        """Those media of each kind that ask the most of a tower, of those that `max_tokens` of a prompt have room for.
+        Raises `LoadError`."""
+        self._load()
+        found: list[MediaInput] = []
+        for intake in self._intakes.values():
+            share = 1.0
+            for _ in range(_NUM_GUESSES):
+                try:
+                    first, *others = intake.reader.largest(share)
+                    made = self._process(intake, first, b"", 1).input
+                except RequestError:  # more than the model takes
+                    share /= 2
+                    continue
+                if made.num_tokens <= max_tokens:
+                    more = (self._process(intake, other, b"", 1).input for other in others)
+                    found += [made, *(one for one in more if one.num_tokens <= max_tokens)]
+                    break
+                share *= max_tokens / made.num_tokens
+        return found
 
     def _items(self, token_ids: Sequence[int], media: Sequence[MediaInput]) -> tuple[MediaItem, ...]:
         """The runs of tokens that stand for the rows of `media`, which have them one after the other."""

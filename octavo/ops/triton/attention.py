@@ -101,7 +101,10 @@ def _attention_kernel(
             begin = tl.maximum(first_position - WINDOW + 1, 0)
         end = tl.minimum(first_position + TILE_TOKENS, num_keys)
         last = position
-        if AHEAD:
+        if AHEAD == "all":
+            last = position * 0 + num_keys - 1
+            end = num_keys
+        elif AHEAD == "to key_ends":
             key_end = tl.load(key_ends + seq_token + row // GROUP, mask=is_row, other=0)
             last = tl.maximum(position, key_end - 1)
             end = tl.minimum(tl.maximum(end, tl.max(key_end, 0)), num_keys)
@@ -306,7 +309,7 @@ def paged_attention(
     Rows of sequences without keys and rows after the last sequence's are zeros. Entries of a block table that
     `seq_lens` does not reach may be anything.
     """
-    assert not bidirectional and distance_biases is None, "models that attend both ways are refused on GPUs"
+    assert distance_biases is None and not (bidirectional and sliding_window), "encoders are refused on GPUs"
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = cache.key.shape
     num_seqs, group = len(seq_lens), num_heads // num_kv_heads
@@ -324,7 +327,8 @@ def paged_attention(
     for by_head in (slopes, sinks):
         assert by_head is None or (by_head.shape == (num_heads,) and by_head.dtype is torch.float32)
     if key_ends is not None:
-        assert key_ends.shape == (num_tokens,) and key_ends.dtype is torch.int32 and slopes is None
+        assert key_ends.shape == (num_tokens,) and key_ends.dtype is torch.int32
+    assert slopes is None or not (bidirectional or key_ends is not None)
     assert len(query_start_loc) == num_seqs + 1 and len(block_tables) >= num_seqs
     out = torch.empty((num_tokens, num_heads * value_size), dtype=query.dtype, device=query.device)
     if num_tokens == 0:
@@ -339,6 +343,7 @@ def paged_attention(
         query_start_loc, seq_lens, num_partials, num_programs, num_kv_heads, tiles.block_m // group, tiles.block_n,
         sliding_window,
     )  # fmt: skip
+    ahead = "all" if bidirectional else "" if key_ends is None else "to key_ends"
     key, value = cache.key, cache.value
     if key.dtype is torch.float8_e4m3fn and launch.capability(query.device) < (8, 9):
         key, value = key.view(torch.uint8), value.view(torch.uint8)
@@ -350,7 +355,7 @@ def paged_attention(
         num_tokens, num_seqs, num_partials, query.stride(0), block_tables.stride(0), float(scale),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
         V=value_size, V_P2=triton.next_power_of_2(value_size), BLOCK_SIZE=block_size, WINDOW=sliding_window,
-        SOFTCAP=float(softcap), SLOPES=slopes is not None, SINKS=sinks is not None, AHEAD=key_ends is not None,
+        SOFTCAP=float(softcap), SLOPES=slopes is not None, SINKS=sinks is not None, AHEAD=ahead,
         SPLIT=attention_plan.SPLIT_KEYS,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all, NESTED=tiles.nested,
         SEQS=attention_plan.SEQS_AT_ONCE, SCALED=cache.scales is not None,

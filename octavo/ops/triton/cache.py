@@ -192,7 +192,7 @@ def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     padded = triton.next_power_of_2(head_size)
     heads = min(_ELEMENTS_PER_PROGRAM // padded, triton.next_power_of_2(num_heads))
     _rotary_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-        x, x, x, positions, cos_sin, x, x, x, positions, cos_sin, positions, x.stride(0), 0, 0, 0, len(cos_sin),
+        x, x, x, positions, cos_sin, x, x, x, positions, cos_sin, cos_sin, x.stride(0), 0, 0, 0, len(cos_sin),
         HEADS=num_heads, KV_HEADS=1, D=head_size, KEY_D=head_size, VALUE_D=head_size, R=rotary_size,
         HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)), REST_P2=1, VALUE_P2=padded, HEADS_PER_PROGRAM=heads,
         KIND=0, SCALED=False, AXES=False, num_warps=4, enable_fp_fusion=False,
@@ -234,7 +234,7 @@ def rotary_and_cache(
     grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rotary_and_cache_kernel[grid](
         query, key, value, positions, cos_sin, key_cache, value_cache, cache.scales if kind else key_cache,
-        slot_mapping, cos_sin if query_scales is None else query_scales, slot_mapping if axes is None else axes,
+        slot_mapping, cos_sin if query_scales is None else query_scales, cos_sin if axes is None else axes,
         query.stride(0), key.stride(0), value.stride(0), 0 if axes is None else positions.stride(0), len(cos_sin),
         HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_size, KEY_D=key_size, VALUE_D=value_size, R=rotary_size,
         HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)),
