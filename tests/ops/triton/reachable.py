@@ -63,7 +63,7 @@ class _Formats:
     def __contains__(self, name: str) -> bool:
         return True
 
-    def is_turned(self, name: str) -> bool:
+    def is_turned(self, name: str, turned: tuple[int, ...] | None = None) -> bool:
         return False
 
     def matrix_format(self, name: str) -> str:
