@@ -197,7 +197,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
         "gemma", 256000, sees_ahead="prompt", multiplies_rows=False, frames_prompts=True, other_decoders=("gemma2",)
     ),
     "Gemma4ForConditionalGeneration": MediaFamily(
-        "gemma4_text", 258880, sees_ahead_in_windows=True, multiplies_rows=False
+        "gemma4_text", 258880, video_token=258884, sees_ahead_in_windows=True, multiplies_rows=False
     ),
     "Llama4ForConditionalGeneration": MediaFamily("llama4_text", 200092),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),

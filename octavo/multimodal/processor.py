@@ -37,7 +37,10 @@ logger = logging.getLogger(__name__)
 
 _PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}  # of a processor
 # What it makes of a video: some towers take frames as pictures.
-_OF_VIDEO = ("pixel_values_videos", "video_grid_thw", "pixel_values", "pixel_attention_mask")
+_OF_VIDEO = (
+    "pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video", "pixel_values",
+    "pixel_attention_mask",
+)  # fmt: skip
 _NUM_GUESSES = 8  # of the size of a medium that fits
 # What a processor makes of the text.
 _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
