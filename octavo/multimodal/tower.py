@@ -221,6 +221,7 @@ class TowerCache:
         self._thread = ThreadPoolExecutor(1, "octavo-tower", _yield_to_steps)
         self.num_runs = 0  # of the tower
         self._num_queries = self._num_hits = 0
+        self.is_making = False  # in the tower's thread
         self._seconds = self._told_seconds = 0.0  # of the tower's thread, and of the core's
 
     @property
@@ -265,9 +266,11 @@ class TowerCache:
 
     def _make(self, given: MediaInput) -> Rows:
         start = time.monotonic()
+        self.is_making = True
         try:
             return self._tower.rows(given)
         finally:
+            self.is_making = False
             self._seconds += time.monotonic() - start
 
     def rows(self, content_hash: bytes) -> Rows:
