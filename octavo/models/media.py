@@ -183,6 +183,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "Qwen3_5MoeForConditionalGeneration": MediaFamily(
         "qwen3_5_moe_text", 248056, video_token=248057, sections=(11, 11, 10), interleaves=True
     ),
+    "MiniCPMV4_6ForConditionalGeneration": MediaFamily("qwen3_5_text", 248056),
     "Glm4vForConditionalGeneration": MediaFamily("glm4v_text", 151343, shares_token=True, sections=(8, 12, 12)),
     "Glm46VForConditionalGeneration": MediaFamily(
         "glm4v_text", 151343, shares_token=True, sections=(8, 12, 12), other_decoders=("glm4v_moe_text",)
@@ -212,6 +213,7 @@ _TOWERS = tuple(
     for name in (
         "vision_tower.",
         "vision_model.",
+        "merger.",
         "visual.",
         "multi_modal_projector.",
         "connector.",

@@ -270,7 +270,17 @@ class MediaProcessor:
                     found[digest] = self._made(intake, medium, digest, number)
             self.metrics.count(name, "taken")
             digests.append(digest)
-        return [found[digest] for digest in digests]
+        return self._numbered(names, [found[digest] for digest in digests])
+
+    def _numbered(self, names: Sequence[str], found: list[Processed]) -> list[Processed]:
+        """`found` with the number that each has among the prompt's of its kind, where the processor writes numbers:
+        each was processed as the first."""
+        start, end = (getattr(self._processor, f"image_id_{side}_token", "") for side in ("start", "end"))
+        numbers = [names[:i].count(name) for i, name in enumerate(names)] if start else []
+        for i, number in enumerate(numbers):
+            text = found[i].text.replace(f"{start}0{end}", f"{start}{number}{end}", 1)
+            found[i] = found[i]._replace(text=text)
+        return found
 
     def _made(self, intake: Intake, medium: Any, digest: bytes, number: int) -> Processed:
         """What `_process` makes of it, or has made lately of the same."""

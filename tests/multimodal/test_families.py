@@ -137,6 +137,18 @@ def glm4v(tokenizer: Any) -> Any:
     return without_videos(transformers.Glm4vProcessor)(images, tokenizer)
 
 
+def minicpm(tokenizer: Any) -> Any:
+    marks = {
+        f"{what}_{side}_token": f"<{'' if side == 'start' else '/'}{what}>"
+        for what in ("slice", "image_id") for side in ("start", "end")
+    }  # fmt: skip
+    marks |= {"image_start_token": "<img>", "image_end_token": "</img>"}
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=TOKENS | marks)
+    tokenizer.add_special_tokens({"additional_special_tokens": MORE_TOKENS})
+    images = transformers.MiniCPMV4_6ImageProcessorPil(scale_resolution=56, patch_size=7, max_slice_nums=4)
+    return without_videos(transformers.MiniCPMV4_6Processor)(image_processor=images, tokenizer=tokenizer)
+
+
 def glm46v(tokenizer: Any) -> Any:
     images = transformers.Glm46VImageProcessorPil(size={"shortest_edge": 84 * 84 * 2, "longest_edge": 112 * 112 * 2})
     return without_videos(transformers.Glm46VProcessor)(images, tokenizer)
@@ -358,6 +370,18 @@ CASES: dict[str, Case] = {
             },
         }.items()
     },
+    "MiniCPMV4_6ForConditionalGeneration": Case(
+        {
+            "model_type": "qwen3_5_text", "head_dim": 16, "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+            **mrope(2, 1, 1, partial_rotary_factor=0.5),
+        },
+        lambda: {
+            "vision_config": SIZES | {"patch_size": 7, "image_size": 56, "num_hidden_layers": 3}, "insert_layer_id": 1,
+        },
+        minicpm,
+    ),
     "Glm4vForConditionalGeneration": Case(
         {"model_type": "glm4v_text", **mrope(2, 1, 1, partial_rotary_factor=0.5)},
         lambda: {"vision_config": TOWER | {"image_size": 56}},
