@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import WhisperFeatureExtractor
 
 from octavo import SamplingParams
 from octavo.execution import executor
 from octavo.ops import cuda, torch_ref
 from tests.execution.late_device import LateDevice
 from tests.ops.triton.conftest import DEVICE
-from tests.speech.conftest import marks, sound
+from tests.speech.conftest import marks, save_whisper, sound
 from tests.speech.test_whisper import asked, engine, generate
 
 ALIGNED = SamplingParams(temperature=0, max_tokens=1, logprobs=3, ignore_eos=True, alignment_heads=[(0, 1), (1, 0)])
@@ -55,10 +56,14 @@ def test_answers_are_the_cpus_on_a_device_that_is_late(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)  # the interpreter writes 1,500 keys a sound one by one
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a device that is late has the host's memory")
-def test_answers_of_tritons_kernels_are_the_cpus(monkeypatch: pytest.MonkeyPatch, whisper: Path) -> None:
-    prompts = [asked(marks(whisper, "startoftranscript", name), sound(i)) for i, name in enumerate(("de", "en"))]
+def test_answers_of_tritons_kernels_are_the_cpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    whisper = tmp_path  # which hears one second: the interpreter writes keys one by one
+    save_whisper(whisper, tiny_tokenizer, max_source_positions=50)
+    WhisperFeatureExtractor(feature_size=80, chunk_length=1).save_pretrained(whisper)
+    prompts = [asked(marks(whisper, "startoftranscript", name), sound(i, 1.0)) for i, name in enumerate(("de", "en"))]
     plain = SamplingParams(temperature=0, max_tokens=2, logprobs=3, ignore_eos=True)
 
     def told() -> tuple[list[Any], list[Any]]:
