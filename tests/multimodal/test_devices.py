@@ -156,6 +156,7 @@ def test_towers_compute_in_the_type_of_the_decoder_too(tmp_path: Path, tokenizer
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # in the interpreter, beside others
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a device that is late has the host's memory")
 @pytest.mark.parametrize(
     "name",

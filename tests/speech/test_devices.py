@@ -56,6 +56,7 @@ def test_answers_are_the_cpus_on_a_device_that_is_late(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # in the interpreter, beside others
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a device that is late has the host's memory")
 def test_answers_of_tritons_kernels_are_the_cpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_tokenizer: Path
