@@ -115,5 +115,8 @@ class MediaReader(Protocol):
     def example(self) -> Any:
         """Some medium."""
 
+    def largest(self, share: float) -> list[Any]:
+        """Media of that share, up to 1, of what the bounds allow: one of each shape that makes a difference."""
+
     def content_hash(self, medium: Any, settings: str, salt: str | None) -> bytes:
         """SHA-256 over all that a tower's rows depend on, and the salt that keeps tenants apart."""

@@ -98,6 +98,9 @@ class StepCostModel:
     problem, kept up to date as in recursive least squares with forgetting). Steps with and without rows of several
     tokens are forgotten each by steps of their kind, so that hours of decoding do not make it forget what prompts cost.
     What steps do not tell apart stays in the proportions of the start.
+
+    Steps beside a tower take a factor longer, which only such steps teach, and which teach nothing else: pictures come
+    and go faster than the machine's speed is followed.
     """
 
     def __init__(self, start: Iterable[float]) -> None:
@@ -110,6 +113,8 @@ class StepCostModel:
         self._targets = np.zeros((2, num))
         self._ratios = deque[float](maxlen=_SPEED_STEPS)  # measured to predicted without the factor
         self.slowness = 1.0  # a factor
+        self.has_neighbour = False  # a tower computes beside the steps that are asked about
+        self._ratios_beside = deque[float](maxlen=_SPEED_STEPS)  # likewise, of steps that had one
         self._num_steps = [0, 0]  # by kind
         self._mean_surprise = 1.0
         self._next = 0  # share to be fitted
@@ -126,12 +131,16 @@ class StepCostModel:
     def seconds(self, work: StepWork) -> float:
         """What a step is expected to take now."""
         base: float = sum(map(mul, self._coefficients, work.features()))
-        return self.slowness * base
+        beside = median(self._ratios_beside) if self.has_neighbour and self._ratios_beside else 0.0
+        return max(self.slowness, beside) * base
 
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """A step has taken so long."""
+    def observe(self, work: StepWork, seconds: float, had_neighbour: bool = False) -> None:
+        """A step has taken so long, with a tower beside it or not."""
         features = np.array(work.features())
         base = float(features @ self._coefficients)
+        if had_neighbour:
+            self._ratios_beside.append(seconds / base)
+            return
         kind = 1 if work.num_chunks else 0
         self._num_steps[kind] += 1
         ratio = seconds / base

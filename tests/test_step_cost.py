@@ -97,3 +97,28 @@ def test_more_work_never_costs_less() -> None:
         least = model.seconds(work)
         for num_tokens in (1, 2, 50, 500):
             assert model.seconds(work.plus(1000, num_tokens, 1)) >= least
+
+
+def test_steps_beside_a_tower_are_predicted_at_once_and_teach_nothing_of_others() -> None:
+    rng, truth, model = random.Random(5), StepCostModel(TRUTH), derived()
+    errors(model, random_steps(rng, 400), truth, noise(rng))
+
+    def beside(factor: float, count: int) -> list[float]:
+        model.has_neighbour, found = True, []
+        for work in random_steps(rng, count):
+            found.append(model.seconds(work) / truth.seconds(work) / factor - 1)
+            model.observe(work, truth.seconds(work) * factor, had_neighbour=True)
+        model.has_neighbour = False
+        return found
+
+    work = next(random_steps(rng, 1))
+    alone = model.seconds(work)
+    beside(1.6, 30)
+    assert model.seconds(work) == alone
+    again = beside(1.6, 20)
+    assert np.abs(again).max() < 0.1  # from the first one on
+    model.has_neighbour = True
+    assert model.seconds(work) > 1.4 * alone
+    fast = derived()
+    fast.has_neighbour = True
+    assert fast.seconds(work) == derived().seconds(work)  # which has not met one

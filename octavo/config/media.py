@@ -29,7 +29,7 @@ _PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of
 
 
 def media_config(
-    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, device: str, max_model_len: int
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int
 ) -> MediaConfig | None:
     """None where no media are taken. Raises `ConfigError` for what cannot be honoured."""
     limits = _limits(args)
@@ -62,7 +62,6 @@ def media_config(
             f"--limit-mm-per-prompt has {', '.join(others)}; {checkpoint.name} takes {' and '.join(taken)}."
         )
     for what, is_so in {
-        "on GPUs": device != "cpu",
         "with a model that guesses": "model" in (args.speculative_config or {})
         or args.speculative_model not in (None, "[ngram]"),
         "with --load-format dummy": checkpoint.format == "dummy",

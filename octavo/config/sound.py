@@ -23,7 +23,6 @@ def sound_config(
     if not num_rows:
         return None
     for what, is_so in {
-        "on GPUs": device != "cpu",
         "for pooling": pools,
         "with several workers": args.tensor_parallel_size * args.pipeline_parallel_size > 1,
         "with --enable-lora": args.enable_lora,

@@ -48,6 +48,7 @@ class _UnderWay:
     pending: PendingStep
     begin: float  # time.monotonic, before it was planned
     predicted_s: float
+    has_neighbour: bool  # a tower computes beside it
 
 
 class EngineCore:
@@ -147,13 +148,14 @@ class EngineCore:
         loaded = self._take_in_adapters()
         outputs, self._refused = self._refused, []
         begin = time.monotonic()
+        has_neighbour = self.cost.has_neighbour = self._takes_media and self.executor.makes_media()
         plan = self.scheduler.schedule()
         # Where nothing can be planned, somebody waits for what is under way.
         num_ahead = max(0, len(self._under_way) - 1)
         if plan.rows:
             predicted_s = self.cost.seconds(plan.work)
             try:
-                self._under_way.append(_UnderWay(plan, self.executor.submit(plan), begin, predicted_s))
+                self._under_way.append(_UnderWay(plan, self.executor.submit(plan), begin, predicted_s, has_neighbour))
                 num_ahead = max(1, self.executor.num_stages - 1) if plan.runs_ahead else 0
             except DeviceMemoryError as e:
                 outputs += self.scheduler.withdraw(plan, str(e))
@@ -182,7 +184,8 @@ class EngineCore:
         now = time.monotonic()
         seconds = now - max(step.begin, self._last_end)
         self._last_end = now
-        self.cost.observe(step.plan.work, seconds - draft_s)
+        has_neighbour = step.has_neighbour or (self._takes_media and self.executor.makes_media())
+        self.cost.observe(step.plan.work, seconds - draft_s, has_neighbour)
         return seconds
 
     def _queue(self, request: EngineRequest) -> None:
@@ -192,7 +195,11 @@ class EngineCore:
             self._refuse(request, e)
 
     def _refuse(self, request: EngineRequest, error: RequestError) -> None:
-        self._refused.append(SequenceOutput(request.request_id, 0, [], finish_reason="error", error=str(error)))
+        self._refused.append(
+            SequenceOutput(
+                request.request_id, 0, [], finish_reason="error", error=str(error), error_status=error.status
+            )
+        )
 
     def _wait_for_prepared(self) -> None:
         """Return when a grammar more is compiled, or an adapter more is read; at once where something is ready."""

@@ -83,9 +83,12 @@ class CpuDevice:
     def free_bytes(self) -> int:
         return available_memory_bytes()
 
-    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], captured_bytes: int) -> tuple[int, str]:
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
         share, available = config.cpu_memory_utilization, available_memory_bytes()
         return int(available * share), f"--cpu-memory-utilization {share} of {available / _GIB:.2f} GiB free RAM"
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return 0
 
     def release_memory(self) -> None:
         """Nothing is held in reserve."""

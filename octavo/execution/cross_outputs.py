@@ -10,7 +10,7 @@ keys of those heads: to multiply them is left to who asks, so that no step waits
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from octavo.execution.media_table import MediaRows
 from octavo.kv_cache.groups import CacheGroup
 from octavo.models.registry import CrossModel
-from octavo.ops import LayerKVCache
+from octavo.ops import Array, LayerKVCache, Ops
 from octavo.plan import Admission, StepPlan
 
 
@@ -41,8 +41,21 @@ class _Part(NamedTuple):
     is_last: bool
 
 
+class Alignment(NamedTuple):
+    """On the device, in float32, of the heads that are wanted: queries [tokens, D], and with the prompt's last token
+    keys [1, rows, D] of the other network's output."""
+
+    queries: list[Array]
+    keys: list[Array]
+
+    def told(self, fetch: Callable[[Sequence[Array]], list[NDArray[Any]]]) -> list[bytes]:
+        """As `StepResult.alignment` has it: the queries [A, D] of each token, and the keys [A, rows, D]."""
+        found = [one.tobytes() for one in np.stack(fetch(self.queries), 1)]
+        return [*found, b"".join(one.tobytes() for one in fetch(self.keys))] if self.keys else found
+
+
 class CrossOutputs:
-    """Of the sequences of a plan; `groups` are the model's, which computes in `dtype` on the host."""
+    """Of the sequences of a plan; `groups` are the model's, which computes in `dtype`."""
 
     def __init__(self, found: MediaRows, groups: tuple[CacheGroup, ...], block_size: int, dtype: str) -> None:
         self._found, self._dtype = found, np.dtype(dtype)
@@ -54,7 +67,7 @@ class CrossOutputs:
         self._blocks = np.arange(num_tokens) // block_size
 
     def starting(self, plan: StepPlan) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
-        """Of each sequence that starts: the output [N, H] in the model's type, and the slots [N] of what is made
+        """Of each sequence that starts: the output [N, H] in the model's type, and the slots [N] int64 of what is made
         of it."""
         starts = {planned.row for planned in plan.rows if not planned.num_computed}
         for admission in plan.admissions:
@@ -63,6 +76,10 @@ class CrossOutputs:
                 blocks = np.array(admission.block_tables[self._group], np.int64)[self._blocks]
                 rows = self._found.rows(item.content_hash).astype(self._dtype)
                 yield rows, blocks * self._block_size + self._offsets
+
+    def nothing(self, hidden_size: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """An output that is written nowhere, as `starting` has it."""
+        return np.zeros((self._num_tokens, hidden_size), self._dtype), np.full(self._num_tokens, -1)
 
     def admit(self, admission: Admission) -> None:
         self._wishes.pop(admission.row, None)
@@ -89,23 +106,21 @@ class CrossOutputs:
             layer.keeps_query = True
 
     def alignment(
-        self, model: CrossModel, parts: Sequence[_Part], caches: Sequence[LayerKVCache]
-    ) -> dict[int, list[bytes]]:
-        """By row, of its A heads: the queries [A, D] of each token and, behind the prompt's last, the keys [A, rows, D]
-        of the other network's output. All are float32."""
-        from octavo.ops.cpu_cache import keys_of  # models that hear are the CPU's
-
+        self, ops: Ops, model: CrossModel, parts: Sequence[_Part], caches: Sequence[LayerKVCache]
+    ) -> dict[int, Alignment]:
+        """By row, what its tokens of the step attend to."""
         layers = model.cross_layers
-        found: dict[int, list[bytes]] = {}
+        found: dict[int, Alignment] = {}
         for row, wish, first, end, is_last in parts:
-            kept: list[Any] = [layers[layer][0].query for layer, _ in wish.heads]
-            pairs = zip(kept, wish.heads, strict=True)
-            queries = np.stack([np.asarray(query[first:end, head], np.float32) for query, (_, head) in pairs], 1)
-            found[row] = [one.tobytes() for one in queries]
+            queries: list[Any] = [layers[layer][0].query for layer, _ in wish.heads]
+            keys: list[Any] = []
             if is_last:
-                places = [(caches[layers[layer][1]], head) for layer, head in wish.heads]
-                keys = [keys_of(cache, wish.blocks, [head])[:, : self._num_tokens] for cache, head in places]
-                found[row].append(b"".join(one.tobytes() for one in keys))
+                of_heads = [(caches[layers[layer][1]], head) for layer, head in wish.heads]
+                keys = [ops.keys_of(cache, wish.blocks, [head]) for cache, head in of_heads]
+            pairs = zip(queries, wish.heads, strict=True)
+            found[row] = Alignment(
+                [query[first:end, head] for query, (_, head) in pairs], [one[:, : self._num_tokens] for one in keys]
+            )
         for layer, _ in layers:
             layer.keeps_query, layer.query = False, None
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
@@ -34,10 +35,12 @@ _MIXED_TOKENS = (128, 256, 512)  # more keep the device busy for longer than Pyt
 
 
 def shapes_to_capture(largest: StepShape) -> list[StepShape]:
-    """Steps of decodes, of some numbers of sequences; then steps with prompts, of some numbers of tokens."""
-    groups, entering = largest.groups, largest.entering_bytes
+    """Steps of decodes, of some numbers of sequences; then steps with prompts, of some numbers of tokens. Where these
+    may be pictures' there are two of each, so that steps without any upload no rows of theirs."""
+    groups = largest.groups
+    empty = replace(largest, tokens=0, seqs=0, samples=0, updates=0, media=0)
     decodes = [
-        StepShape(size, size, size, UPDATES_PER_DECODE * groups * size, groups, entering_bytes=entering)
+        replace(empty, tokens=size, seqs=size, samples=size, updates=UPDATES_PER_DECODE * groups * size)
         for size in graph_sizes(largest.seqs)
     ]
     sizes = [size for size in _MIXED_TOKENS if size < largest.tokens] + [min(largest.tokens, _MIXED_TOKENS[-1])]
@@ -46,7 +49,8 @@ def shapes_to_capture(largest: StepShape) -> list[StepShape]:
         num_seqs = max(1, min(largest.seqs, size // 2))
         # A sequence that is admitted sends its whole block table: prefixes of as many blocks as tokens.
         num_updates = groups * (UPDATES_PER_DECODE * num_seqs + size)
-        mixed.append(StepShape(size, num_seqs, num_seqs, num_updates, groups, entering_bytes=entering))
+        shape = replace(empty, tokens=size, seqs=num_seqs, samples=num_seqs, updates=num_updates)
+        mixed += [shape, replace(shape, media=size)] if largest.media else [shape]
     return decodes + mixed
 
 
@@ -107,7 +111,8 @@ class CudaDevice:
         self._device = torch.device("cuda", index)
         torch.cuda.set_device(self._device)
         self.name = torch.cuda.get_device_name(self._device)
-        compute = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # Its kernels come before a tower's, which have torch's default stream and its priority, 0.
+        compute = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(compute)  # so that entering `compute` again changes nothing
         self.compute = CudaStream(compute)
         self.copies = CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
@@ -119,15 +124,23 @@ class CudaDevice:
     def free_bytes(self) -> int:
         return self._memory_bytes()[0]
 
-    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], captured_bytes: int) -> tuple[int, str]:
-        step_bytes = self._peak_bytes(step)
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
+        step_bytes = self.peak_bytes(step)
         free, total = self._memory_bytes()
         share = config.gpu_memory_utilization
         source = (
             f"--gpu-memory-utilization {share} of {total / _GIB:.2f} GiB, less {(total - free) / _GIB:.2f} GiB in use "
-            f"and {(step_bytes + captured_bytes) / _GIB:.2f} GiB for the largest step and the graphs,"
+            f"and {(step_bytes + other_bytes) / _GIB:.2f} GiB for the largest step, graphs and towers,"
         )
-        return int(total * share) - (total - free) - step_bytes - captured_bytes, source
+        return int(total * share) - (total - free) - step_bytes - other_bytes, source
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(self._device) - before
 
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
@@ -223,12 +236,3 @@ class CudaDevice:
         """What is free, to whoever asks first, and what there is in all."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)
-
-    def _peak_bytes(self, work: Callable[[], None]) -> int:
-        """How much memory `work` takes at its height, beyond what was in use before."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        work()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated(self._device) - before

@@ -99,9 +99,14 @@ class Device(Protocol):
         """Memory that weights may take."""
         ...
 
-    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], captured_bytes: int) -> tuple[int, str]:
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
         """Memory for the KV cache, now that the weights are there, and what grants it, for messages. `step` runs the
-        step that takes the most memory; captured steps are going to take `captured_bytes` more."""
+        step that takes the most memory; captured steps and towers are going to take `other_bytes` more."""
+        ...
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Memory of its own that `work` takes at its height, beyond what is in use; 0 where it has none, and nothing is
+        done then."""
         ...
 
     def release_memory(self) -> None:

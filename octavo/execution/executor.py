@@ -77,6 +77,10 @@ class Executor(Protocol):
         and as long as their hashes are `in_use`. None where there is no room beside those that are now."""
         ...
 
+    def makes_media(self) -> bool:
+        """Whether a tower computes now."""
+        ...
+
     def take_media_stats(self) -> tuple[int, int, float]:
         """Since this was last asked: media looked up, those that were there, and what the tower took for others."""
         ...
@@ -120,6 +124,9 @@ class LocalExecutor:
     def prepare_media(self, media: Sequence[MediaInput], in_use: set[bytes]) -> list[Future[Any]] | None:
         assert self.worker.media is not None, "media are not served"
         return self.worker.media.prepare(media, in_use)
+
+    def makes_media(self) -> bool:
+        return self.worker.media is not None and self.worker.media.is_making
 
     def take_media_stats(self) -> tuple[int, int, float]:
         assert self.worker.media is not None, "media are not served"

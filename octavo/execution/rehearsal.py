@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from octavo.config import CacheConfig, EngineConfig
 from octavo.execution.block_mover import BlockMover, layer_cache
+from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import CapturedStep, Event, StepModel
+from octavo.execution.media_table import MediaTable
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepArrays, StepShape
@@ -30,6 +32,7 @@ from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
 from octavo.models.registry import build
+from octavo.multimodal.tower import ReceivedRows
 from octavo.ops import Array, Ops
 
 logger = logging.getLogger(__name__)
@@ -77,7 +80,11 @@ def outline_runner(
     model = build(description, recorded, ops, _ROTARY_POSITIONS, config.model.dtype)
     groups = group_layers(model.layer_caches)
     table = SequenceTable(limits.max_num_seqs, config.model.max_model_len, config.cache.block_size, groups)
-    runner = Runner(model, ops, device, table, limits.max_num_batched_tokens, team=team)
+    media = MediaTable(ReceivedRows(), description, limits.max_num_seqs) if config.media is not None else None
+    cross = None
+    if config.sound is not None:
+        cross = CrossOutputs(ReceivedRows(), groups, config.cache.block_size, config.model.dtype)
+    runner = Runner(model, ops, device, table, limits.max_num_batched_tokens, media=media, cross=cross, team=team)
     own = description.caches_of(description.stage)
     caches = [layer_cache(config.cache, device, ops, model.layer_caches[i], 1) for i in own]
     runner.use_caches(caches, BlockMover(ops, device, [caches], [0]))
@@ -114,8 +121,11 @@ class OutlineDevice:
     def free_bytes(self) -> int:
         return 0
 
-    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], captured_bytes: int) -> tuple[int, str]:
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
         return 0, self.name
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return 0
 
     def release_memory(self) -> None:
         """There is none."""

@@ -12,6 +12,7 @@ import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from octavo.batch import GroupTables, StepBatch
 from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
-from octavo.execution.cross_outputs import CrossOutputs
+from octavo.execution.cross_outputs import Alignment, CrossOutputs
 from octavo.execution.device import CapturedStep, Device, Event, StepOutputs
 from octavo.execution.media_table import MediaTable
 from octavo.execution.pooling_table import PoolingTable
@@ -98,7 +99,7 @@ class SubmittedStep:
         self.sampled: SampledTokens | None = None  # set when the device's turn has come
         self.vectors: Array | None = None  # likewise, [samples, size] float32: of a model that pools
         self.prompts: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
-        self.alignment: dict[int, list[bytes]] = {}  # of `StepResult`
+        self.alignment: dict[int, Alignment] = {}
         self.done: Event | None = None
         self.features: Array | None = None  # [T, F]; a captured step's are there until the next replay
         self.leaving: Array | None = None  # [T, bytes]: hidden states for the stage behind
@@ -244,11 +245,17 @@ class Runner:
                 if num_samples <= num_rows or self._team.connections:  # others wait for what this one has not computed
                     raise
                 self.device.release_memory()
+        if self._cross is not None:
+            nothing = self._cross.nothing(cast(CrossModel, self.model).hidden_size)
+            self.device.compute.run(partial(self._keep_output, *nothing))
         self._mover.warm_up()
 
     def _rehearse(self, num_tokens: int, num_rows: int, num_samples: int) -> None:
         """A step of sequences that are as long as each other, stored nowhere, with all that requests may ask for."""
-        shape = replace(self._largest, tokens=num_tokens, seqs=num_rows, samples=num_samples, updates=0, media=0)
+        num_media = num_tokens if self._media is not None else 0
+        shape = replace(
+            self._largest, tokens=num_tokens, seqs=num_rows, samples=num_samples, updates=0, media=num_media
+        )
         layout = StepLayout(shape)
         stage = self._stages[0]
         arrays = layout.on_host(stage.inputs)
@@ -287,11 +294,6 @@ class Runner:
         self._mover.move(plan.moves)
         if self._adapters is not None:
             self._adapters.store.load(plan.adapters)
-        if self._cross is not None:
-            for rows, slots in self._cross.starting(plan):
-                positions: Any = np.zeros(len(slots), np.int64)
-                on_host: Any = slots  # models that hear are the CPU's
-                cast(CrossModel, self.model).keep_output(cast(Any, rows), positions, on_host, self.caches)
 
     def compute(self, plan: StepPlan) -> SubmittedStep:
         """Have the device compute the rows of a plan that `take_in` has seen. Raises as `submit`. Where that is put off
@@ -355,7 +357,7 @@ class Runner:
         for row, measured in step.prompts:
             found = result.prompt_logprobs.setdefault(row, [])
             found += entries(fetch(measured.arrays), measured.num_top)
-        result.alignment = step.alignment
+        result.alignment = {row: found.told(fetch) for row, found in step.alignment.items()}
         return result
 
     def _may_change(self, row: int) -> bool:
@@ -380,6 +382,9 @@ class Runner:
                 self._wants_prompt_logprobs[admission.row] = admission.params.prompt_logprobs
 
     def _start(self, plan: StepPlan, stage: _Stage) -> SubmittedStep:
+        if self._cross is not None:
+            for rows, slots in self._cross.starting(plan):
+                self.device.compute.run(partial(self._keep_output, rows, slots))
         updates = None if self._tables is None else self._tables.updates(plan, self.table.blocks, self._stale)
         has_logits = self._links.behind is None
         prompts = self._prompt_parts(plan) if self._wants_prompt_logprobs and has_logits else []
@@ -420,7 +425,7 @@ class Runner:
                 self._cross.keep_queries(cast(CrossModel, self.model))
             outputs = self._run(inputs, num_samples) if captured is None else captured.step.outputs
             if self._cross is not None and aligned:
-                step.alignment = self._cross.alignment(cast(CrossModel, self.model), aligned, self.caches)
+                step.alignment = self._cross.alignment(self.ops, cast(CrossModel, self.model), aligned, self.caches)
             if self.keeps_features:
                 step.features = outputs.features[: used.tokens]
             if self.pooling is not None:
@@ -464,6 +469,11 @@ class Runner:
         if self._leaving is not None:
             rows = self._leaving[: rows.nbytes].reshape(num_tokens, -1)
         self._links.behind.send(rows)
+
+    def _keep_output(self, rows: NDArray[Any], slots: NDArray[np.int64]) -> None:
+        """Have cross attention keep what it reads of a sequence that starts."""
+        place, positions = self.ops.place, np.zeros(len(slots), np.int64)
+        cast(CrossModel, self.model).keep_output(place(rows), place(positions), place(slots), self.caches)
 
     def _sample(
         self, outputs: StepOutputs, num_samples: int, inputs: StepArrays[Array], settings: SamplingBatch | None

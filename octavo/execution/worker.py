@@ -41,6 +41,7 @@ from octavo.models.sharing import with_share, with_stage
 from octavo.ops import AdapterOps, DeviceOps, LayerKVCache, Ops
 from octavo.phases import Phases
 from octavo.plan import StepPlan
+from octavo.request import MediaInput
 from octavo.sampling.grammar_masks import GrammarCompiler
 from octavo.speculative.synthetic import SyntheticAcceptance
 from octavo.speculative_config import HEAD_METHODS
@@ -98,7 +99,10 @@ class Worker:
             self.adapters = AdapterStore(model.matrices, adapted, config, device, team, others)
             runner_adapters = RunnerAdapters(adapted, self.adapters)
             phases.end("adapter memory")
+        # Processors are better at float32.
+        of_tower = config.device, model_config.dtype if config.device == "cuda" else "float32"
         self.media: TowerCache | None = None
+        self._largest_media: Callable[[], list[MediaInput]]  # that it may be given
         self._received: ReceivedRows | None = None
         self._media_table: MediaTable | None = None
         if (media := config.media) is not None:
@@ -106,9 +110,11 @@ class Worker:
 
             rows: MediaRows
             if team.is_leader:
-                rows = self.media = TowerCache(
-                    Tower(media.folder, media.kind, media.row_multiplier), media.cache_tokens
-                )
+                from octavo.multimodal.processor import MediaProcessor
+
+                made_by = Tower(media.folder, media.kind, media.row_multiplier, *of_tower)
+                rows = self.media = TowerCache(made_by, media.cache_tokens)
+                self._largest_media = lambda: MediaProcessor(media).largest(model_config.max_model_len)
             else:
                 rows = self._received = ReceivedRows()
             self._media_table = MediaTable(rows, description, limits.max_num_seqs)
@@ -118,7 +124,9 @@ class Worker:
             from octavo.multimodal.speech import SpeechEncoder
             from octavo.multimodal.tower import TowerCache
 
-            self.media = TowerCache(SpeechEncoder(sound.folder), sound.cache_tokens)
+            encoder = SpeechEncoder(sound.folder, *of_tower)
+            self.media = TowerCache(encoder, sound.cache_tokens)
+            self._largest_media = lambda: [encoder.example()]
             cross = CrossOutputs(self.media, self.groups, config.cache.block_size, model_config.dtype)
             phases.end("encoder")
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
@@ -224,10 +232,13 @@ class Worker:
         if not attentions:
             return self._ops
         attention = attentions[0]
+        settings = {s: None for one in attentions for s in one.score_settings}
+        if config.media is not None and description.sees_ahead:
+            settings["tokens that see later ones"] = None
         shape = AttentionShape(
             len(attention.own_heads), len(attention.own_kv_heads), attention.head_size, config.cache.block_size,
             attention.window, dtype, self._cache_dtype(dtype),
-            score_settings=tuple({s: None for one in attentions for s in one.score_settings}),
+            score_settings=tuple(settings),
         )  # fmt: skip
         wanted = config.attention_backend
         if wanted == "auto" and self._team.connections:
@@ -270,9 +281,10 @@ class Worker:
         own_sizes = [sum(map(block_bytes, of_pool)) for of_pool in small]
         sizes = own_sizes if self._team.seat.num_stages == 1 else self._largest_blocks()
         self._use(small, [0] * len(small))
-        captured_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
+        other_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
+        other_bytes += self._tower_bytes()
         del small
-        budget, source = self._team.smallest(self._cache_offer(captured_bytes))
+        budget, source = self._team.smallest(self._cache_offer(other_bytes))
 
         def choose() -> Sizes:
             fitting = capacity.shortened(config, self.groups, sizes, budget)
@@ -294,12 +306,19 @@ class Worker:
                 config.cache.cpu_memory_utilization,
             )
 
-    def _cache_offer(self, captured_bytes: int) -> Offer:
+    def _tower_bytes(self) -> int:
+        """Device memory that a tower takes beside its weights while it reads the largest medium."""
+        tower = self.media
+        if self._device.shares_memory or tower is None:
+            return 0
+        return max((self._device.peak_bytes(partial(tower.try_out, one)) for one in self._largest_media()), default=0)
+
+    def _cache_offer(self, other_bytes: int) -> Offer:
         """Memory for the cache of this worker."""
         config, device, size = self._config.cache, self._device, self._num_sharing
         wanted = config.memory_bytes
         if wanted is None:
-            budget, source = device.cache_bytes(config, self._run_largest_step, captured_bytes)
+            budget, source = device.cache_bytes(config, self._run_largest_step, other_bytes)
             return Offer(budget // size, source)
         free = device.free_bytes() // size
         if wanted > free:

@@ -54,7 +54,7 @@ class CrossAttention:
         self._output = parameters.ending(f"{prefix}{description.output_name}", hidden_size, size, True, WHOLE)
         self._no_rotation = parameters.rotary(None, description.head_size)
         self.keeps_query = False
-        self.query: Array | None = None  # [T, heads, D] of the last step, where it is kept
+        self.query: Array | None = None  # [T, heads, D] float32 of the last step, where it is kept
         self.consumer = self._query  # the only matrix that reads the layer's input
 
     def write(self, rows: Array, positions: Array, slots: Array, cache: LayerKVCache) -> None:
@@ -68,7 +68,7 @@ class CrossAttention:
         """hidden [T, H] -> [T, H]"""
         query = self._heads(self._ops.linear(hidden, self._query, self._dtype))
         if self.keeps_query:
-            self.query = query
+            self.query = self._heads(self._ops.linear(hidden, self._query, "float32"))
         attended = self._ops.paged_attention(
             query, cache, tables.block_tables, batch.query_start_loc, batch.cross_lens, self.description.scale, 0, 0.0,
             None, None, True,

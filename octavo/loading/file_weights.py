@@ -123,8 +123,9 @@ class FileWeights(Weights):
     def matrix_layout(self, name: str) -> Layout | None:
         return self._find(name).layout
 
-    def is_turned(self, name: str) -> bool:
-        return self._find(name).is_turned
+    def is_turned(self, name: str, turned: tuple[int, ...] | None = None) -> bool:
+        tensor = self._find(name)
+        return tensor.is_turned or tensor.shape == turned
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         tensor = self._find(name)

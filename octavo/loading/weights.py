@@ -41,8 +41,9 @@ class Weights:
         is absent, not read, or not of this shape."""
         raise NotImplementedError
 
-    def is_turned(self, name: str) -> bool:
-        """Whether a matrix is stored [N, K] though checkpoints of its class have it transposed."""
+    def is_turned(self, name: str, turned: tuple[int, ...] | None = None) -> bool:
+        """Whether a matrix is stored [N, K] though checkpoints of its class have it transposed: as a GGUF file has it,
+        or with the shape `turned`."""
         return False
 
     def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:

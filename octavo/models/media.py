@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from octavo.errors import LoadError
 from octavo.layers.attention import AttentionDescription
+from octavo.layers.experts import stacked
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
@@ -75,6 +76,12 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000,
         "rope_theta": 500000.0,
     }),
+    "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128000,
+        "rope_theta": 500000.0, "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_local_experts": 60,
+        "norm_topk_prob": True,
+    }),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", {
         "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
         "num_attention_heads": 16,
@@ -95,6 +102,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": None, "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5, "attention_bias": True,
     }),
+    "glm4v_moe_text": ("Glm4MoeForCausalLM", {
+        "vocab_size": 151424, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
+        "attention_bias": True, "norm_topk_prob": True,
+    }),
     "llama4_text": ("Llama4ForCausalLM", {
         "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,
         "num_attention_heads": 40,
@@ -104,6 +116,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 8,
     }),
 }  # fmt: skip
+# Where experts lie otherwise than in the decoder's own checkpoints.
+_EXPERTS = {"qwen3_vl_moe_text": (stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),)}
 # Those that go with any family that does not have one of its own.
 _ANY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere2", "aria_text")
 
@@ -159,13 +173,24 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
         "qwen3_vl_text", 151655, video_token=151656, may_tie_in_text=True, sections=(24, 20, 20), interleaves=True,
         stacked_layers=(8, 16, 24),
     ),
+    "Qwen3VLMoeForConditionalGeneration": MediaFamily(
+        "qwen3_vl_moe_text", 151655, video_token=151656, sections=(24, 20, 20), interleaves=True,
+        stacked_layers=(8, 16, 24),
+    ),
     "Qwen3_5ForConditionalGeneration": MediaFamily(
         "qwen3_5_text", 248056, video_token=248057, sections=(11, 11, 10), interleaves=True
     ),
     "Qwen3_5MoeForConditionalGeneration": MediaFamily(
         "qwen3_5_moe_text", 248056, video_token=248057, sections=(11, 11, 10), interleaves=True
     ),
+    "MiniCPMV4_6ForConditionalGeneration": MediaFamily("qwen3_5_text", 248056),
     "Glm4vForConditionalGeneration": MediaFamily("glm4v_text", 151343, shares_token=True, sections=(8, 12, 12)),
+    "Glm46VForConditionalGeneration": MediaFamily(
+        "glm4v_text", 151343, shares_token=True, sections=(8, 12, 12), other_decoders=("glm4v_moe_text",)
+    ),
+    "Glm4vMoeForConditionalGeneration": MediaFamily(
+        "glm4v_moe_text", 151343, shares_token=True, sections=(8, 12, 12)
+    ),
     "Gemma3ForConditionalGeneration": MediaFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
     ),
@@ -173,7 +198,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
         "gemma", 256000, sees_ahead="prompt", multiplies_rows=False, frames_prompts=True, other_decoders=("gemma2",)
     ),
     "Gemma4ForConditionalGeneration": MediaFamily(
-        "gemma4_text", 258880, sees_ahead_in_windows=True, multiplies_rows=False
+        "gemma4_text", 258880, video_token=258884, sees_ahead_in_windows=True, multiplies_rows=False
     ),
     "Llama4ForConditionalGeneration": MediaFamily("llama4_text", 200092),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
@@ -188,6 +213,7 @@ _TOWERS = tuple(
     for name in (
         "vision_tower.",
         "vision_model.",
+        "merger.",
         "visual.",
         "multi_modal_projector.",
         "connector.",
@@ -207,7 +233,11 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
     if kind not in built:
         raise LoadError(f"a decoder of the type {kind!r} is not built yet; {', '.join(built)} are.")
     decoder, defaults = DECODERS[kind]
-    description = read(decoder, FAMILIES[decoder], {**defaults, **family.defaults, **text})
+    reader = FAMILIES[decoder]
+    if kind in _EXPERTS:
+        assert reader.experts is not None
+        reader = replace(reader, experts={**reader.experts, "names": _EXPERTS[kind]})
+    description = read(decoder, reader, {**defaults, **family.defaults, **text})
     if media_token(config, name) >= description.vocab_size:
         raise LoadError(
             f"the token of media is {media_token(config, name)}, and the decoder's are 0 to "

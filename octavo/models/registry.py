@@ -74,6 +74,8 @@ class StageModel(Model, Protocol):
 class CrossModel(Model, Protocol):
     """One that attends to another network's output."""
 
+    hidden_size: int
+
     @property
     def cross_layers(self) -> list[tuple[CrossAttention, int]]:
         """The layers that do, in order, each with the number of its cache."""

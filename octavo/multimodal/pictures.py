@@ -15,13 +15,14 @@ from octavo.config import MediaConfig
 from octavo.media_kinds import IMAGE
 from octavo.multimodal.decoder_process import Refused
 from octavo.multimodal.decoding import decode
-from octavo.multimodal.picture_decoder import check_size, upright
+from octavo.multimodal.picture_decoder import MIN_SIDE, check_size, upright
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 # Of the process that decodes: what it is itself, and the copies that Pillow makes of four bytes a pixel.
 _MEMORY_BYTES, _BYTES_A_PIXEL = 1 << 30, 32
+_RATIOS = (1.0, 4 / 3, 3.0)  # of sides: into how many tiles a picture is cut depends on them
 
 
 class PictureReader:
@@ -43,6 +44,15 @@ class PictureReader:
         from PIL import Image
 
         return Image.new("RGB", (56, 56))
+
+    def largest(self, share: float) -> list[Image]:
+        from PIL import Image
+
+        pixels = share * self._config.max_pixels
+        return [
+            Image.new("RGB", (max(MIN_SIDE, int((pixels * r) ** 0.5)), max(MIN_SIDE, int((pixels / r) ** 0.5))))
+            for r in _RATIOS
+        ]
 
     def content_hash(self, medium: Image, settings: str, salt: str | None) -> bytes:
         return content_hash(medium, settings, salt)

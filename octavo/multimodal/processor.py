@@ -37,7 +37,11 @@ logger = logging.getLogger(__name__)
 
 _PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}  # of a processor
 # What it makes of a video: some towers take frames as pictures.
-_OF_VIDEO = ("pixel_values_videos", "video_grid_thw", "pixel_values", "pixel_attention_mask")
+_OF_VIDEO = (
+    "pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video", "pixel_values",
+    "pixel_attention_mask",
+)  # fmt: skip
+_NUM_GUESSES = 8  # of the size of a medium that fits
 # What a processor makes of the text.
 _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 
@@ -196,6 +200,27 @@ class MediaProcessor:
         inputs = {one.input.content_hash: one.input for one in found}
         return token_ids, self._items(token_ids, [one.input for one in found]), list(inputs.values())
 
+    def largest(self, max_tokens: int) -> list[MediaInput]:
+        """Those media of each kind that ask the most of a tower, of those that `max_tokens` of a prompt have room for.
+        Raises `LoadError`."""
+        self._load()
+        found: list[MediaInput] = []
+        for intake in self._intakes.values():
+            share = 1.0
+            for _ in range(_NUM_GUESSES):
+                try:
+                    first, *others = intake.reader.largest(share)
+                    made = self._process(intake, first, b"", 1).input
+                except RequestError:  # more than the model takes
+                    share /= 2
+                    continue
+                if made.num_tokens <= max_tokens:
+                    more = (self._process(intake, other, b"", 1).input for other in others)
+                    found += [made, *(one for one in more if one.num_tokens <= max_tokens)]
+                    break
+                share *= max_tokens / made.num_tokens
+        return found
+
     def _items(self, token_ids: Sequence[int], media: Sequence[MediaInput]) -> tuple[MediaItem, ...]:
         """The runs of tokens that stand for the rows of `media`, which have them one after the other."""
         tokens = set(self._tokens.values())
@@ -245,7 +270,17 @@ class MediaProcessor:
                     found[digest] = self._made(intake, medium, digest, number)
             self.metrics.count(name, "taken")
             digests.append(digest)
-        return [found[digest] for digest in digests]
+        return self._numbered(names, [found[digest] for digest in digests])
+
+    def _numbered(self, names: Sequence[str], found: list[Processed]) -> list[Processed]:
+        """`found` with the number that each has among the prompt's of its kind, where the processor writes numbers:
+        each was processed as the first."""
+        start, end = (getattr(self._processor, f"image_id_{side}_token", "") for side in ("start", "end"))
+        numbers = [names[:i].count(name) for i, name in enumerate(names)] if start else []
+        for i, number in enumerate(numbers):
+            text = found[i].text.replace(f"{start}0{end}", f"{start}{number}{end}", 1)
+            found[i] = found[i]._replace(text=text)
+        return found
 
     def _made(self, intake: Intake, medium: Any, digest: bytes, number: int) -> Processed:
         """What `_process` makes of it, or has made lately of the same."""

@@ -22,13 +22,28 @@ def load_processor(folder: str, token_id: int, sees_videos: bool = False) -> Any
     return AutoProcessor.from_pretrained(folder, **options)
 
 
+class _NoVideos:
+    """In the place of a processor's half for videos, whose settings some classes copy."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _place(processor: Any) -> int:
+    """Of a processor's half for videos among its arguments."""
+    return int(processor.get_attributes().index("video_processor"))
+
+
 def without_videos(processor: Any) -> Any:
     """A class of processors without its half for videos, which cannot be made where torchvision is not installed."""
     from transformers import ProcessorMixin
 
     class Base(ProcessorMixin):  # type: ignore[misc]
+        video_processor = _NoVideos()
+
         def __init__(self, *args: Any, video_processor: None = None, **options: Any) -> None:
-            super().__init__(*args, **options)  # some classes hand it on by its name
+            place = _place(processor)  # some classes hand it on by its name, some by its place
+            super().__init__(*args[:place], *args[place + 1 :], **options)
 
     class Processor(processor, Base):  # type: ignore[misc]
         @classmethod
@@ -37,7 +52,9 @@ def without_videos(processor: Any) -> Any:
 
         @classmethod
         def _get_arguments_from_pretrained(cls, *args: Any, **options: Any) -> list[Any]:
-            return [*super()._get_arguments_from_pretrained(*args, **options), None]  # the last argument of all classes
+            found: list[Any] = super()._get_arguments_from_pretrained(*args, **options)
+            found.insert(_place(processor), None)
+            return found
 
     return Processor
 
@@ -49,7 +66,8 @@ def with_videos(processor: Any) -> Any:
     class Processor(processor):  # type: ignore[misc]
         @classmethod
         def _get_arguments_from_pretrained(cls, folder: str, *args: Any, **options: Any) -> list[Any]:
-            *others, _ = without_videos(processor)._get_arguments_from_pretrained(folder, *args, **options)
-            return [*others, AutoVideoProcessor.from_pretrained(folder, trust_remote_code=False)]
+            found: list[Any] = without_videos(processor)._get_arguments_from_pretrained(folder, *args, **options)
+            found[_place(processor)] = AutoVideoProcessor.from_pretrained(folder, trust_remote_code=False)
+            return found
 
     return Processor

@@ -42,6 +42,10 @@ class SoundReader:
     def example(self) -> Samples:
         return np.zeros(RATE, np.float32)
 
+    def largest(self, share: float) -> list[Samples]:
+        seconds = min(self._config.max_seconds, self._config.longest_s or self._config.max_seconds)
+        return [np.zeros(max(1, int(share * seconds * RATE)), np.float32)]
+
     def content_hash(self, medium: Samples, settings: str, salt: str | None) -> bytes:
         return content_hash(medium, salt, settings)
 

@@ -1,6 +1,6 @@
 """What a model sees of a picture, or hears of a sound: the rows that its tower and projector make, which transformers
-computes in float32 on the CPU, and which are kept for later turns. The core's half of such a model; the other is
-`processor`.
+computes on the device of the decoder, and which are kept on the host for later turns. The core's half of
+such a model; the other is `processor`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import LoadError
+from octavo.errors import LoadError, RequestError
 from octavo.request import EMBEDDINGS, MediaInput
 
 logger = logging.getLogger(__name__)
@@ -34,13 +34,17 @@ Rows = NDArray[np.float32]  # [1 + D, tokens, H]: in the place of embeddings, an
 class Tower:
     """The tower and the projector of a checkpoint, without its decoder."""
 
-    def __init__(self, folder: str, kind: str, multiplier: float = 1.0) -> None:
-        """Of media of `kind`, "image" or "audio"; its rows are multiplied by `multiplier`. Raises `LoadError`."""
+    def __init__(
+        self, folder: str, kind: str, multiplier: float = 1.0, device: str = "cpu", dtype: str = "float32"
+    ) -> None:
+        """Of media of `kind`, "image" or "audio"; its rows are multiplied by `multiplier`. It computes in `dtype` on
+        torch's `device`, "cpu" or "cuda". Raises `LoadError`."""
         # torch's threads would wait by spinning, and take the cores from the native kernels': read when they start.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
         import transformers
 
+        self._dtype: Any = getattr(torch, dtype)
         try:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             is_quantized = hasattr(config, "quantization_config")
@@ -59,7 +63,7 @@ class Tower:
             builder = getattr(transformers, config.architectures[0])
             with quiet(transformers.logging):  # it would report the decoder's weights as left over
                 model, report = builder.from_pretrained(
-                    folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+                    folder, config=config, dtype=self._dtype, ignore_mismatched_sizes=True, output_loading_info=True
                 )
         except (OSError, ValueError, AttributeError) as e:
             raise LoadError(f"the tower of {folder} cannot be loaded: {str(e).splitlines()[0]}") from None
@@ -71,11 +75,17 @@ class Tower:
                 setattr(self._model, name, None)
         if is_quantized:
             _check_floats(self._model, report["unexpected_keys"], folder)
-        self._multiplier = multiplier
+        self._multiplier, self._device = multiplier, torch.device(device)
+        to_device(self._model, self._device)
         self._features = getattr(self._model, f"get_{kind}_features", None) or partial(_of_qwen2_audio, self._model)
 
     def rows(self, given: MediaInput) -> Rows:
-        """Of one medium at a time: their bits must not depend on other requests."""
+        """Of one medium at a time: their bits must not depend on other requests. Raises `RequestError` where the device
+        has no memory for it."""
+        with memory_refused():
+            return self._rows(given)
+
+    def _rows(self, given: MediaInput) -> Rows:
         import torch
 
         first = given.arrays[0]
@@ -84,11 +94,13 @@ class Tower:
         is_video = any(array.name == "pixel_values_videos" for array in given.arrays)
         compute = self._model.get_video_features if is_video else self._features
         takes = inspect.signature(compute).parameters
-        arguments = {
-            array.name: torch.tensor(np.frombuffer(array.values, array.dtype).reshape(array.shape))
-            for array in given.arrays
-            if array.name in takes
-        }
+        arguments = {}
+        for array in given.arrays:
+            if array.name in takes:
+                values = torch.tensor(
+                    np.frombuffer(array.values, array.dtype).reshape(array.shape), device=self._device
+                )
+                arguments[array.name] = values.to(self._dtype) if values.is_floating_point() else values
         with torch.inference_mode():
             features = compute(**arguments, return_dict=True)
         # Each one tensor [tiles, tokens, H], or a list of such of its own number of tokens a picture;
@@ -99,11 +111,22 @@ class Tower:
                 pooled = self._model.multi_modal_projector(features.last_hidden_state)
         parts = [pooled, *(getattr(features, "deepstack_features", None) or ())]
         tensors = [part if isinstance(part, torch.Tensor) else torch.cat(list(part)) for part in parts]
-        rows = torch.stack([one.reshape(-1, one.shape[-1]) for one in tensors]).mul(self._multiplier)
-        found: Rows = rows.numpy()
+        rows = torch.stack([one.reshape(-1, one.shape[-1]) for one in tensors]).float().mul(self._multiplier)
+        found: Rows = rows.cpu().numpy()
         if found.shape[1] != given.num_tokens:
             raise ValueError(f"a tower gave {found.shape[1]} rows for {given.num_tokens} tokens")
         return found
+
+
+def to_device(model: Any, device: Any) -> None:
+    """Move a network of torch, which is then there for threads of any stream. Steps have a stream of their own: what
+    other threads compute goes to torch's default one, which theirs does not wait for."""
+    import torch
+
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False  # convolutions in float32, as on the CPU
+        model.to(device)
+        torch.cuda.synchronize(device)
 
 
 def _of_qwen2_audio(model: Any, input_features: Any, feature_attention_mask: Any, return_dict: bool) -> Any:
@@ -112,10 +135,11 @@ def _of_qwen2_audio(model: Any, input_features: Any, feature_attention_mask: Any
     from transformers.masking_utils import create_bidirectional_mask
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-    tower = model.audio_tower
+    tower, device = model.audio_tower, input_features.device
     [num_seen], [num_rows] = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
-    inputs = torch.zeros(1, (input_features.shape[-1] - 2) // 2 + 1, 1)  # as many as the tower's convolutions leave
-    is_sound = (torch.arange(inputs.shape[1]) < num_seen).long()[None]
+    num_positions = (input_features.shape[-1] - 2) // 2 + 1  # as many as the tower's convolutions leave
+    inputs = input_features.new_zeros(1, num_positions, 1)
+    is_sound = (torch.arange(num_positions, device=device) < num_seen).long()[None]
     mask = create_bidirectional_mask(config=tower.config, inputs_embeds=inputs, attention_mask=is_sound)
     seen = tower(input_features, attention_mask=mask, return_dict=return_dict).last_hidden_state
     return BaseModelOutputWithPooling(pooler_output=model.multi_modal_projector(seen)[0, :num_rows])
@@ -141,6 +165,22 @@ def quiet(log: Any) -> Iterator[None]:
         log.set_verbosity(verbosity)
         if shows_progress:
             log.enable_progress_bar()
+
+
+@contextmanager
+def memory_refused() -> Iterator[None]:
+    """Raise `RequestError` where the device has no memory left."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        torch.cuda.empty_cache()
+        raise RequestError(
+            f"the tower ran out of device memory ({str(e).splitlines()[0]}); send something smaller, or serve with a "
+            "lower --gpu-memory-utilization.",
+            status=503,
+        ) from None
 
 
 class ReceivedRows:
@@ -181,6 +221,7 @@ class TowerCache:
         self._thread = ThreadPoolExecutor(1, "octavo-tower", _yield_to_steps)
         self.num_runs = 0  # of the tower
         self._num_queries = self._num_hits = 0
+        self.is_making = False  # in the tower's thread
         self._seconds = self._told_seconds = 0.0  # of the tower's thread, and of the core's
 
     @property
@@ -212,6 +253,10 @@ class TowerCache:
             found.append(entry[1])
         return found
 
+    def try_out(self, given: MediaInput) -> None:
+        """Make rows that nobody keeps, where others will be made."""
+        self._thread.submit(self._tower.rows, given).result()
+
     def take_stats(self) -> tuple[int, int, float]:
         """See `Executor.take_media_stats`."""
         seconds = self._seconds
@@ -221,9 +266,11 @@ class TowerCache:
 
     def _make(self, given: MediaInput) -> Rows:
         start = time.monotonic()
+        self.is_making = True
         try:
             return self._tower.rows(given)
         finally:
+            self.is_making = False
             self._seconds += time.monotonic() - start
 
     def rows(self, content_hash: bytes) -> Rows:

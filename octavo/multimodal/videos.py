@@ -57,6 +57,12 @@ class VideoReader:
     def example(self) -> Video:
         return Video(np.zeros((2, 56, 56, 3), np.uint8), (0, 1), 2)
 
+    def largest(self, share: float) -> list[Video]:
+        count = self._video.num_frames
+        pixels = min(self._video.max_pixels // count, self._config.max_pixels) * share
+        side = max(_MIN_SIDE, int(pixels**0.5))
+        return [Video(np.zeros((count, side, side, 3), np.uint8), tuple(range(count)), count, self._video.fps)]
+
     def content_hash(self, medium: Video, settings: str, salt: str | None) -> bytes:
         places = medium.indices, medium.total, medium.rate
         digest = hashlib.sha256(repr((salt or "", "video", settings, medium.frames.shape, places)).encode())

@@ -454,8 +454,8 @@ class OpsOver(Protocol[A]):
         2024). The row's summation order is a function of its position alone (online softmax, Milakov & Gimelshein
         2018, over fixed tiles of keys).
 
-        Where attention is `bidirectional` a token also sees the keys after it, all of which the step must have
-        computed: all of its sequence, or p - W + 1 .. p + W - 1. Then scores may have `distance_biases`
+        Where attention is `bidirectional`, without slopes, a token also sees the keys after it, all of which must be
+        in the cache: all of its sequence, or p - W + 1 .. p + W - 1. Then scores may have `distance_biases`
         [Q, 2 P + BIAS_PADDING] float32 for sequences of up to P tokens: column P + key's position - query's is added
         (Raffel et al. 2020).
 
@@ -542,6 +542,9 @@ class OpsOver(Protocol[A]):
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
         """Copy whole blocks (source, destination) of all layers, as if one after the other."""
+
+    def keys_of(self, cache: LayerKVCache, blocks: Sequence[int], heads: Sequence[int]) -> A:
+        """The keys of `heads` in `blocks`, one block behind the other: [heads, blocks * block_size, D] float32."""
 
     def gather_blocks(self, blocks: HostArray, caches: Sequence[LayerKVCache]) -> A:
         """-> uint8 [len(blocks), bytes of a block in all layers, keys and values]: copies."""

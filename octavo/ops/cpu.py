@@ -26,7 +26,7 @@ from octavo.ops.cpu_adapters import (
     shrink,
 )
 from octavo.ops.cpu_arrays import CACHE_CODES, CODES, DTYPES, FLOAT32, INT32, INT64, UINT8, code_of, is_dense, stride
-from octavo.ops.cpu_cache import allocate_kv_cache, cache_code, copy_blocks, gather_blocks, scatter_blocks
+from octavo.ops.cpu_cache import allocate_kv_cache, cache_code, copy_blocks, gather_blocks, keys_of, scatter_blocks
 from octavo.ops.cpu_collectives import all_gather, all_reduce, join_group
 from octavo.ops.cpu_experts import experts, route, stack_experts
 from octavo.ops.cpu_latent import latent_attention, linear_by_head
@@ -51,8 +51,9 @@ __all__ = [
     "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "all_gather",
     "all_reduce", "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "copy_blocks", "embedding", "experts",
     "experts_adapter_table",
-    "gated_delta", "gated_recurrence", "gather_blocks", "join_group", "latent_attention", "layer_norm", "linear",
-    "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
+    "gated_delta", "gated_recurrence", "gather_blocks", "join_group", "keys_of", "latent_attention", "layer_norm",
+    "linear", "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs",
+    "mask_tokens", "multiply",
     "normalize", "num_scan_floats", "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize",
     "place", "pool", "process_row", "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route",
     "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "sum_by_segments",

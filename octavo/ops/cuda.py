@@ -17,6 +17,7 @@ from octavo.ops.torch_ops import (
     add_rows,
     gather_blocks,
     keep_tokens,
+    keys_of,
     logprobs,
     normalize,
     pool,
@@ -52,12 +53,11 @@ from octavo.ops.triton.schedule import ROW_CLASSES
 __all__ = [
     "activation", "add", "add_bias", "add_chosen", "add_rows", "all_gather", "all_reduce", "allocate_kv_cache",
     "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts", "from_first", "gated_delta",
-    "gated_recurrence", "gather_blocks",
-    "keep_tokens", "latent_attention", "layer_norm", "linear", "linear_activated", "linear_add", "linear_by_head",
-    "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
-    "paged_attention", "penalize", "place", "pool", "process_row", "quantize", "replace_rows", "resolve_step",
-    "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_of", "sample", "scatter_blocks",
-    "selective_scan", "stack_experts", "take_rows", "top_tokens",
+    "gated_recurrence", "gather_blocks", "keep_tokens", "keys_of", "latent_attention", "layer_norm", "linear",
+    "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
+    "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row",
+    "quantize", "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes",
+    "rows_of", "sample", "scatter_blocks", "selective_scan", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 

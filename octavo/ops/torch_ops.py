@@ -104,6 +104,14 @@ def _pieces(caches: Sequence[LayerKVCache]) -> list[Tensor]:
     return [part.view(torch.uint8).flatten(1) for cache in caches for part in cache.arrays]
 
 
+def keys_of(cache: LayerKVCache, blocks: Sequence[int], heads: Sequence[int]) -> Tensor:
+    places, of_heads = (upload(np.asarray(numbers), cache.key.device) for numbers in (blocks, heads))
+    found: Tensor = cache.key.view(torch.uint8)[places].view(cache.key.dtype).float()[:, :, of_heads]
+    if cache.scales is not None:
+        found = found * cache.scales[places][:, :, of_heads, :1].float()
+    return found.flatten(0, 1).transpose(0, 1)
+
+
 def gather_blocks(blocks: NDArray[Any], caches: Sequence[LayerKVCache]) -> Tensor:
     pieces = _pieces(caches)
     sources = upload(blocks, pieces[0].device)

@@ -43,6 +43,7 @@ from octavo.ops.torch_ops import (
     add_rows,
     gather_blocks,
     keep_tokens,
+    keys_of,
     logprobs,
     normalize,
     pool,
@@ -59,8 +60,9 @@ __all__ = [
     "DenseWeight", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "allocate_arena",
     "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts",
     "experts_adapter_table", "fake_quantize",
-    "gated_delta", "gated_recurrence", "gather_blocks", "keep_tokens", "latent_attention", "layer_norm", "linear",
-    "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
+    "gated_delta", "gated_recurrence", "gather_blocks", "keep_tokens", "keys_of", "latent_attention", "layer_norm",
+    "linear", "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs",
+    "mask_tokens", "multiply",
     "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row",
     "quantize", "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes",
     "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "sum_by_segments", "take_rows",
@@ -573,7 +575,8 @@ def paged_attention(
         if softcap > 0:
             scores = softcap * (scores / softcap).tanh()
         positions = torch.arange(seq_len, device=query.device)
-        distance = positions[seq_len - (end - start) :, None] - positions[None, :]
+        own = torch.arange(seq_len - (end - start), seq_len, device=query.device)
+        distance = own[:, None] - positions[None, :]
         if slopes is not None:
             scores = scores - slopes[:, None, None] * distance
         if distance_biases is not None:

@@ -126,9 +126,13 @@ class LateDevice:
     def free_bytes(self) -> int:
         return 1 << 30
 
-    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], captured_bytes: int) -> tuple[int, str]:
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
         step()
-        return (1 << 30) - captured_bytes, "a device that is late"
+        return (1 << 30) - other_bytes, "a device that is late"
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        return 1 << 20
 
     def release_memory(self) -> None:
         """Nothing is held in reserve."""

@@ -137,6 +137,23 @@ def glm4v(tokenizer: Any) -> Any:
     return without_videos(transformers.Glm4vProcessor)(images, tokenizer)
 
 
+def minicpm(tokenizer: Any) -> Any:
+    marks = {
+        f"{what}_{side}_token": f"<{'' if side == 'start' else '/'}{what}>"
+        for what in ("slice", "image_id") for side in ("start", "end")
+    }  # fmt: skip
+    marks |= {"image_start_token": "<img>", "image_end_token": "</img>"}
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=TOKENS | marks)
+    tokenizer.add_special_tokens({"additional_special_tokens": MORE_TOKENS})
+    images = transformers.MiniCPMV4_6ImageProcessorPil(scale_resolution=56, patch_size=7, max_slice_nums=4)
+    return without_videos(transformers.MiniCPMV4_6Processor)(image_processor=images, tokenizer=tokenizer)
+
+
+def glm46v(tokenizer: Any) -> Any:
+    images = transformers.Glm46VImageProcessorPil(size={"shortest_edge": 84 * 84 * 2, "longest_edge": 112 * 112 * 2})
+    return without_videos(transformers.Glm46VProcessor)(images, tokenizer)
+
+
 def gemma3(tokenizer: Any) -> Any:
     """Whose prompts have the mark before a picture in the place of all of it."""
     marks = {"boi_token": "<image>", "eoi_token": "</img>", "image_token": "<|IMG_PATCH|>"}
@@ -320,13 +337,20 @@ CASES: dict[str, Case] = {
         },
         qwen_vl(transformers.Qwen2_5_VLProcessor),
     ),
-    "Qwen3VLForConditionalGeneration": Case(
-        {"model_type": "qwen3_vl_text", "head_dim": 16, "num_hidden_layers": 3, **mrope(4, 2, 2)},
-        lambda: {
-            "vision_config": TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-        },
-        qwen_vl(transformers.Qwen3VLProcessor, 16),
-    ),
+    **{
+        f"Qwen3VL{name}ForConditionalGeneration": Case(
+            {"head_dim": 16, "num_hidden_layers": 3, **mrope(4, 2, 2), **more},
+            lambda: {"vision_config": TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}},
+            qwen_vl(transformers.Qwen3VLProcessor, 16),
+        )
+        for name, more in {
+            "": {"model_type": "qwen3_vl_text"},
+            "Moe": {
+                "model_type": "qwen3_vl_moe_text", "num_experts": 4, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24, "mlp_only_layers": [1],
+            },
+        }.items()
+    },
     **{
         f"Qwen3_5{name}ForConditionalGeneration": Case(
             {
@@ -346,8 +370,33 @@ CASES: dict[str, Case] = {
             },
         }.items()
     },
+    "MiniCPMV4_6ForConditionalGeneration": Case(
+        {
+            "model_type": "qwen3_5_text", "head_dim": 16, "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+            **mrope(2, 1, 1, partial_rotary_factor=0.5),
+        },
+        lambda: {
+            "vision_config": SIZES | {"patch_size": 7, "image_size": 56, "num_hidden_layers": 3}, "insert_layer_id": 1,
+        },
+        minicpm,
+    ),
     "Glm4vForConditionalGeneration": Case(
         {"model_type": "glm4v_text", **mrope(2, 1, 1, partial_rotary_factor=0.5)},
+        lambda: {"vision_config": TOWER | {"image_size": 56}},
+        glm4v,
+    ),
+    "Glm46VForConditionalGeneration": Case(
+        {"model_type": "glm4v_text", **mrope(2, 1, 1, partial_rotary_factor=0.5)},
+        lambda: {"vision_config": TOWER | {"model_type": "glm4v_vision", "image_size": 56}},
+        glm46v,
+    ),
+    "Glm4vMoeForConditionalGeneration": Case(
+        {
+            "model_type": "glm4v_moe_text", "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, **mrope(2, 1, 1, partial_rotary_factor=0.5),
+        },
         lambda: {"vision_config": TOWER | {"image_size": 56}},
         glm4v,
     ),
@@ -483,6 +532,7 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
 
 # Whose decoder or rule another has too.
 LONG = {
+    "Glm46VForConditionalGeneration", "Glm4vMoeForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Glm4vForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "AudioFlamingo3ForConditionalGeneration", "GlmAsrForConditionalGeneration",
@@ -626,6 +676,19 @@ def test_rows_of_the_tower_may_be_brought(tmp_path: Path, tokenizer: Any, name: 
                 token: of.logprob for token, of in other.items()
             }
     llm.close()
+
+
+@pytest.mark.long
+def test_experts_may_lie_as_qwen3_vl_files_have_them(tmp_path: Path, tokenizer: Any) -> None:
+    save_case(tmp_path, "Qwen3VLMoeForConditionalGeneration", tokenizer)
+    answers = []
+    for _ in range(2):
+        with LLM(str(tmp_path), dtype="float32", max_model_len=64, num_gpu_blocks_override=8) as llm:
+            answers.append(generate(llm, {"prompt": "What is it?"})[0].outputs[0].logprobs)
+        tensors = load_file(tmp_path / "model.safetensors")
+        turned = {k: v.transpose(1, 2).contiguous() for k, v in tensors.items() if ".experts." in k}
+        save_file(tensors | turned, tmp_path / "model.safetensors", {"format": "pt"})
+    assert answers[0] == answers[1]
 
 
 def test_prompts_that_see_themselves_are_not_without_pictures_nor_cut(tmp_path: Path, tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from octavo.errors import ConfigError, RequestError
 from octavo.media_kinds import IMAGE, KINDS, SentMedium
 from octavo.multimodal.kept_media import KeptMedia
 from octavo.multimodal.processor_class import load_processor
-from octavo.multimodal.tower import TowerCache
+from octavo.multimodal.tower import Tower, TowerCache
 from tests.multimodal.conftest import encoded, picture, save_llava
 
 A, B, C = picture(0), picture(1, 90, 33), picture(2)
@@ -128,6 +129,23 @@ def test_a_second_turn_computes_no_picture_again(llm: LLM) -> None:
     others = {**second, "multi_modal_data": {"image": [A, B]}}
     assert generate(llm, others)[0].num_cached_tokens < 32  # another picture under the same tokens
     assert generate(llm, {**second, "cache_salt": "mine"})[0].num_cached_tokens == 0
+
+
+def test_steps_know_of_the_tower_beside_them(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Tower.rows
+
+    def slow(self: Tower, given: Any) -> Any:
+        time.sleep(0.3)
+        return rows(self, given)
+
+    monkeypatch.setattr(Tower, "rows", slow)
+    llm = engine(llava)
+    cost = llm.core.cost  # type: ignore[attr-defined]
+    generate(llm, asked("none"), params=SamplingParams(max_tokens=4))
+    assert not cost._ratios_beside
+    generate(llm, asked("none"), asked("one"), params=SamplingParams(max_tokens=60, ignore_eos=True))
+    assert cost._ratios_beside and not cost.has_neighbour
+    llm.close()
 
 
 def test_a_preempted_prompt_sees_its_pictures_again(llava: Path, llm: LLM) -> None:

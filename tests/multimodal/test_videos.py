@@ -161,6 +161,7 @@ class Case(NamedTuple):
     prompt: str = "<video>"  # what templates write for a video
     mixes: bool = True  # whether transformers takes pictures beside videos
     processor: str | None = None  # its class, where another model's is used
+    num_tokens: int = 384  # that the prompts of the test need
 
 
 def _qwen(patch_size: int, videos: str) -> Case:
@@ -174,6 +175,7 @@ def _qwen(patch_size: int, videos: str) -> Case:
     )
 
 
+GLM_SIZE = {"shortest_edge": 84 * 84 * 2, "longest_edge": 112 * 112 * 2}
 VIDEO_CASES = {
     "Qwen2VLForConditionalGeneration": _qwen(14, "Qwen2VL"),
     "Qwen2_5_VLForConditionalGeneration": _qwen(14, "Qwen2VL"),
@@ -194,32 +196,56 @@ VIDEO_CASES = {
         mixes=False,
     ),
     "Glm4vForConditionalGeneration": Case(
-        lambda: transformers.Glm4vImageProcessorPil(size={"shortest_edge": 84 * 84 * 2, "longest_edge": 112 * 112 * 2}),
+        lambda: transformers.Glm4vImageProcessorPil(size=GLM_SIZE),
         lambda: transformers.Glm4vVideoProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 84 * 84 * 6}),
         {},
         "<|begin_of_video|><video><|end_of_video|>",
         mixes=False,
     ),
 }
+VIDEO_CASES |= {
+    "Qwen3VLMoeForConditionalGeneration": _qwen(16, "Qwen3VL")._replace(processor="Qwen3VLProcessor"),
+    "Glm4vMoeForConditionalGeneration": VIDEO_CASES["Glm4vForConditionalGeneration"]._replace(
+        processor="Glm4vProcessor"
+    ),
+    "Glm46VForConditionalGeneration": VIDEO_CASES["Glm4vForConditionalGeneration"]._replace(
+        images=lambda: transformers.Glm46VImageProcessorPil(size=GLM_SIZE),
+        videos=lambda: transformers.Glm46VVideoProcessor(
+            size={"shortest_edge": 56 * 56, "longest_edge": 84 * 84 * 6}, do_sample_frames=False
+        ),
+    ),
+    "Gemma4ForConditionalGeneration": Case(
+        lambda: transformers.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70),
+        lambda: transformers.Gemma4VideoProcessor(patch_size=4, max_soft_tokens=70, do_sample_frames=False),
+        {"feature_extractor": transformers.Gemma4AudioFeatureExtractor()},
+        "<|video|>",
+        num_tokens=768,
+    ),
+}
+VIDEO_CASES["Gemma4ForConditionalGeneration (both ways)"] = VIDEO_CASES["Gemma4ForConditionalGeneration"]
 GLM_TOKENS = [f"<|{end}_of_{kind}|>" for end in ("begin", "end") for kind in ("image", "video")]
 
 
 def save_case(folder: Path, name: str, tiny_tokenizer: Path) -> None:
     marks = TOKENS | {"vision_start_token": "<img>", "vision_end_token": "</img>"}
+    if name.startswith("Gemma4"):
+        marks |= {"boi_token": "<img>", "eoi_token": "</img>", "video_token": "<|video|>"}
+        marks |= {end: f"<{end}>" for end in ("audio_token", "boa_token", "eoa_token")}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_tokenizer, extra_special_tokens=marks)
     tokenizer.add_special_tokens({"additional_special_tokens": MORE_TOKENS + GLM_TOKENS})
-    case, builder = VIDEO_CASES[name], getattr(transformers, name)
-    made = getattr(transformers, case.processor or name.replace("ForConditionalGeneration", "Processor"))(
+    architecture = name.partition(" ")[0]
+    case, builder = VIDEO_CASES[name], getattr(transformers, architecture)
+    made = getattr(transformers, case.processor or architecture.replace("ForConditionalGeneration", "Processor"))(
         image_processor=case.images(), tokenizer=tokenizer, video_processor=case.videos(), **case.more
     )
     text = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 512, **CASES[name].text,
+        "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 768, **CASES[name].text,
     }  # fmt: skip
     tokens = {}
     for kind in ("image", "video"):
         end = "index" if hasattr(builder.config_class, f"{kind}_token_index") else "id"
-        tokens[f"{kind}_token_{end}"] = tokenizer.convert_tokens_to_ids(f"<{kind}>")
+        tokens[f"{kind}_token_{end}"] = tokenizer.convert_tokens_to_ids(marks[f"{kind}_token"])
     for kind in ("start", "end"):
         tokens[f"vision_{kind}_token_id"] = tokenizer.convert_tokens_to_ids("<img>" if kind == "start" else "</img>")
     config = builder.config_class(text_config=text, **CASES[name].settings(), tie_word_embeddings=False, **tokens)
@@ -230,8 +256,8 @@ def engine(folder: Path, **more: Any) -> LLM:
     sizes: dict[str, Any] = {"max_num_batched_tokens": 13, "max_num_seqs": 4, "num_gpu_blocks_override": 120}
     limits = {"image": 2, "video": 2}
     return LLM(
-        str(folder), dtype="float32", max_model_len=384, check_invariants=True,
-        **{"limit_mm_per_prompt": limits} | sizes | more,
+        str(folder), dtype="float32", check_invariants=True,
+        **{"limit_mm_per_prompt": limits, "max_model_len": 384} | sizes | more,
     )  # fmt: skip
 
 
@@ -240,7 +266,9 @@ def test_videos_are_seen_as_transformers_sees_them(tmp_path: Path, tiny_tokenize
     pytest.importorskip("av")
     pytest.importorskip("torchvision")
     save_case(tmp_path, name, tiny_tokenizer)
-    llm = engine(tmp_path)
+    length = VIDEO_CASES[name].num_tokens
+    more: dict[str, Any] = {"max_num_batched_tokens": 90} if "both ways" in name else {}
+    llm = engine(tmp_path, max_model_len=length, num_gpu_blocks_override=120 * length // 384, **more)
     # Of no more steps of time than columns or rows: from the larger of those transformers goes on behind a video.
     a, b, image = frames(0, 4, 60, 90), frames(1, 4, 90, 60), picture(0)
     sampled = (b, {"fps": 25.0, "frames_indices": [0, 8, 16, 24], "total_num_frames": 25})
@@ -251,7 +279,7 @@ def test_videos_are_seen_as_transformers_sees_them(tmp_path: Path, tiny_tokenize
         "beside a picture": ("<video> and <image>?", {"video": [sampled], "image": [image]}),
         "behind a picture": ("<image> and <video>?", {"video": [sampled], "image": [image]}),
     }
-    model = getattr(transformers, name).from_pretrained(tmp_path)
+    model = getattr(transformers, name.partition(" ")[0]).from_pretrained(tmp_path)
     made = load_processor(str(tmp_path), 0, sees_videos=True)
     case = VIDEO_CASES[name]
     prompts = {what: (text.replace("<video>", case.prompt), media) for what, (text, media) in prompts.items()}
@@ -287,9 +315,9 @@ def test_videos_are_seen_as_transformers_sees_them(tmp_path: Path, tiny_tokenize
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
     assert tower(llm).num_runs == runs
     with pytest.raises(RequestError, match="3 videos, and 2 are the most"):
-        generate(llm, {"prompt": "<video>" * 3, "multi_modal_data": {"video": [a, a, a]}})
+        generate(llm, {"prompt": case.prompt * 3, "multi_modal_data": {"video": [a, a, a]}})
     with pytest.raises(RequestError, match="1 placeholders and 0 videos"):
-        generate(llm, {"prompt": "<video><image>", "multi_modal_data": {"image": image}})
+        generate(llm, {"prompt": f"{case.prompt}<image>", "multi_modal_data": {"image": image}})
     llm.close()
 
 

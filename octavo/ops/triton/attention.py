@@ -62,15 +62,15 @@ _NEXT_ITEM, _FINISHED_PROGRAMS, _NUM_GLOBAL_COUNTERS = tl.constexpr(0), tl.const
 
 @triton.jit(
     do_not_specialize=["num_tokens", "num_seqs", "num_partials", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", *LENGTHS],
+    do_not_specialize_on_alignment=["block_tables", "key_ends", *LENGTHS],
 )
 def _attention_kernel(
     query, key, value, scales, block_tables, query_start_loc, seq_lens, out, plan, partials, counters, slopes, sinks,
-    num_tokens, num_seqs, num_partials, query_stride, table_stride, score_scale,
+    key_ends, num_tokens, num_seqs, num_partials, query_stride, table_stride, score_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
     V: tl.constexpr, V_P2: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SLOPES: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKS_ALL: tl.constexpr, NESTED: tl.constexpr, SEQS: tl.constexpr, SCALED: tl.constexpr,
+    SLOPES: tl.constexpr, SINKS: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKS_ALL: tl.constexpr, NESTED: tl.constexpr, SEQS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """`partials` holds sums [Q, V] for each (split of a sequence, token), then maxima and sums [Q, 2] for each of them.
     `counters` are 0 before and after."""
@@ -100,6 +100,14 @@ def _attention_kernel(
         if WINDOW > 0:
             begin = tl.maximum(first_position - WINDOW + 1, 0)
         end = tl.minimum(first_position + TILE_TOKENS, num_keys)
+        last = position
+        if AHEAD == "all":
+            last = position * 0 + num_keys - 1
+            end = num_keys
+        elif AHEAD == "to key_ends":
+            key_end = tl.load(key_ends + seq_token + row // GROUP, mask=is_row, other=0)
+            last = tl.maximum(position, key_end - 1)
+            end = tl.minimum(tl.maximum(end, tl.max(key_end, 0)), num_keys)
         split = split_of(begin, SPLIT)
         if partial >= 0:
             split += part
@@ -141,8 +149,8 @@ def _attention_kernel(
                     scores = exact_dot(q, tl.trans(as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
                     scores = scaled(scores, pair, 16, SCALED)
                     weights, before, split_max, split_sum = weigh(
-                        scores, split_max, split_sum, tile_key, first_position, position, slope, score_scale, scale,
-                        TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
+                        scores, split_max, split_sum, tile_key, first_position, position, last, slope, score_scale,
+                        scale, TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
                     )  # fmt: skip
                     # Nothing waits for this product before the next tile's scores are under way.
                     weights = scaled(weights, pair, 0, SCALED)
@@ -165,8 +173,8 @@ def _attention_kernel(
                     split += 1
                     split_end = split_begin(split + 1, SPLIT)
                 weights, before, split_max, split_sum = weigh(
-                    scores, split_max, split_sum, tile_key, first_position, position, slope, score_scale, scale,
-                    TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
+                    scores, split_max, split_sum, tile_key, first_position, position, last, slope, score_scale,
+                    scale, TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
                 )  # fmt: skip
                 weights = scaled(weights, pair, 0, SCALED)
                 split_acc = exact_dot(weights.to(q.dtype), as_query(v, q.dtype), split_acc * before[:, None])
@@ -301,8 +309,7 @@ def paged_attention(
     Rows of sequences without keys and rows after the last sequence's are zeros. Entries of a block table that
     `seq_lens` does not reach may be anything.
     """
-    assert key_ends is None, "pictures are refused on GPUs"
-    assert not bidirectional and distance_biases is None, "models that attend both ways are refused on GPUs"
+    assert distance_biases is None and not (bidirectional and sliding_window), "encoders are refused on GPUs"
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = cache.key.shape
     num_seqs, group = len(seq_lens), num_heads // num_kv_heads
@@ -319,6 +326,9 @@ def paged_attention(
     assert block_tables.stride(1) == 1 and query_start_loc.is_contiguous() and seq_lens.is_contiguous()
     for by_head in (slopes, sinks):
         assert by_head is None or (by_head.shape == (num_heads,) and by_head.dtype is torch.float32)
+    if key_ends is not None:
+        assert key_ends.shape == (num_tokens,) and key_ends.dtype is torch.int32
+    assert slopes is None or not (bidirectional or key_ends is not None)
     assert len(query_start_loc) == num_seqs + 1 and len(block_tables) >= num_seqs
     out = torch.empty((num_tokens, num_heads * value_size), dtype=query.dtype, device=query.device)
     if num_tokens == 0:
@@ -333,6 +343,7 @@ def paged_attention(
         query_start_loc, seq_lens, num_partials, num_programs, num_kv_heads, tiles.block_m // group, tiles.block_n,
         sliding_window,
     )  # fmt: skip
+    ahead = "all" if bidirectional else "" if key_ends is None else "to key_ends"
     key, value = cache.key, cache.value
     if key.dtype is torch.float8_e4m3fn and launch.capability(query.device) < (8, 9):
         key, value = key.view(torch.uint8), value.view(torch.uint8)
@@ -340,11 +351,12 @@ def paged_attention(
         query, key, value, key if cache.scales is None else cache.scales.view(torch.int32), block_tables,
         query_start_loc, seq_lens, out, plan, partials, counters,
         partials if slopes is None else slopes, partials if sinks is None else sinks,
+        seq_lens if key_ends is None else key_ends,
         num_tokens, num_seqs, num_partials, query.stride(0), block_tables.stride(0), float(scale),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
         V=value_size, V_P2=triton.next_power_of_2(value_size), BLOCK_SIZE=block_size, WINDOW=sliding_window,
-        SOFTCAP=float(softcap),
-        SLOPES=slopes is not None, SINKS=sinks is not None, SPLIT=attention_plan.SPLIT_KEYS,
+        SOFTCAP=float(softcap), SLOPES=slopes is not None, SINKS=sinks is not None, AHEAD=ahead,
+        SPLIT=attention_plan.SPLIT_KEYS,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all, NESTED=tiles.nested,
         SEQS=attention_plan.SEQS_AT_ONCE, SCALED=cache.scales is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,

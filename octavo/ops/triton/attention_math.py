@@ -30,8 +30,8 @@ def merged(acc, row_max, row_sum, split_acc, split_max, split_sum):
 
 
 @triton.jit
-def hide(scores, key, position, WINDOW: tl.constexpr):
-    visible = key[None, :] <= position[:, None]
+def hide(scores, key, position, last, WINDOW: tl.constexpr):
+    visible = key[None, :] <= last[:, None]
     if WINDOW > 0:
         visible = visible & (key[None, :] > position[:, None] - WINDOW)
     return tl.where(visible, scores, float("-inf"))
@@ -122,11 +122,12 @@ def scaled(x, scales, LEFT: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def weigh(
-    scores, split_max, split_sum, tile_key, first_position, position, slope, score_scale, scale,
+    scores, split_max, split_sum, tile_key, first_position, position, last, slope, score_scale, scale,
     TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
     MASKS_ALL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """-> (weights of a tile of keys, what earlier sums are multiplied with, the split's new maximum and sum)."""
+    """-> (weights of a tile of keys, what earlier sums are multiplied with, the split's new maximum and sum). The key
+    at `last` is the last that a row sees."""
     keys = tile_key + tl.arange(0, BLOCK_N)
     if SOFTCAP > 0:
         scores = soft_capped(scores * score_scale, SOFTCAP)
@@ -140,9 +141,9 @@ def weigh(
         if WINDOW > 0:
             hides = hides | (tile_key <= first_position + TILE_TOKENS - 1 - WINDOW)
         if hides:
-            scores = hide(scores, keys, position, WINDOW)
+            scores = hide(scores, keys, position, last, WINDOW)
     else:
-        scores = hide(scores, keys, position, WINDOW)
+        scores = hide(scores, keys, position, last, WINDOW)
     new_max = tl.maximum(split_max, tl.max(scores, 1) * scale)
     weights = tl.exp2(tl.fma(scores, scale, -finite(new_max)[:, None]))
     before = tl.exp2(split_max - finite(new_max))

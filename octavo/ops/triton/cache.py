@@ -101,13 +101,15 @@ def _cached(x, scale, pointer, KIND: tl.constexpr):
             return _to_float8(quotient, 2, 15, 57344.0)
 
 
-@triton.jit(do_not_specialize=["max_positions"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
+@triton.jit(
+    do_not_specialize=["axis_stride", "max_positions"], do_not_specialize_on_alignment=["positions", "slot_mapping"]
+)
 def _rotary_and_cache_kernel(
-    query, key, value, positions, cos_sin, key_cache, value_cache, cache_scales, slot_mapping, query_scales,
-    query_stride, key_stride, value_stride, max_positions,
+    query, key, value, positions, cos_sin, key_cache, value_cache, cache_scales, slot_mapping, query_scales, axes,
+    query_stride, key_stride, value_stride, axis_stride, max_positions,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, KEY_D: tl.constexpr, VALUE_D: tl.constexpr,
     R: tl.constexpr, HALF_P2: tl.constexpr, REST_P2: tl.constexpr, VALUE_P2: tl.constexpr,
-    HEADS_PER_PROGRAM: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
     """Programs (token, heads): the first of a token's programs rotate its query, the others write to the cache."""
     token = tl.program_id(0).to(tl.int64)
@@ -118,9 +120,12 @@ def _rotary_and_cache_kernel(
     h = tl.arange(0, HEADS_PER_PROGRAM)
     r = tl.arange(0, HALF_P2)
     at = position + r * 0  # may be anything for a padded token
+    if AXES:
+        axis = tl.load(axes + r, mask=r < R // 2, other=0)
+        at = tl.load(positions + axis * axis_stride + token)
     is_pair = (r < R // 2) & (at >= 0) & (at < max_positions)
-    cos = tl.load(cos_sin + position * R + r, mask=is_pair, other=0.0)[None, :]
-    sin = tl.load(cos_sin + position * R + R // 2 + r, mask=is_pair, other=0.0)[None, :]
+    cos = tl.load(cos_sin + at * R + r, mask=is_pair, other=0.0)[None, :]
+    sin = tl.load(cos_sin + at * R + R // 2 + r, mask=is_pair, other=0.0)[None, :]
     if part < QUERY_PARTS:
         head = part * HEADS_PER_PROGRAM + h
         mask = (head < HEADS)[:, None] & (r < R // 2)[None, :]
@@ -187,10 +192,10 @@ def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     padded = triton.next_power_of_2(head_size)
     heads = min(_ELEMENTS_PER_PROGRAM // padded, triton.next_power_of_2(num_heads))
     _rotary_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-        x, x, x, positions, cos_sin, x, x, x, positions, cos_sin, x.stride(0), 0, 0, len(cos_sin),
+        x, x, x, positions, cos_sin, x, x, x, positions, cos_sin, cos_sin, x.stride(0), 0, 0, 0, len(cos_sin),
         HEADS=num_heads, KV_HEADS=1, D=head_size, KEY_D=head_size, VALUE_D=head_size, R=rotary_size,
         HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)), REST_P2=1, VALUE_P2=padded, HEADS_PER_PROGRAM=heads,
-        KIND=0, SCALED=False, num_warps=4, enable_fp_fusion=False,
+        KIND=0, SCALED=False, AXES=False, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -202,7 +207,6 @@ def rotary_and_cache(
     slot_mapping: Tensor, query_scales: Tensor | None = None, axes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`Ops.rotary_and_cache`. `key` stays as it is. Tokens whose slot is -1 write nothing, whatever their position."""
-    assert axes is None, "pictures are refused on GPUs"
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, key_size, value_size = *key.shape[1:], value.shape[2]
     rotary_size = cos_sin.shape[1]
@@ -214,8 +218,11 @@ def rotary_and_cache(
     assert cache.key.is_contiguous() and cache.value.is_contiguous()
     assert rotary_size <= min(head_size, key_size) and rotary_size % 2 == 0
     assert positions.dtype is slot_mapping.dtype is torch.int64
-    assert positions.is_contiguous() and slot_mapping.is_contiguous()
+    assert positions.stride(-1) == 1 and slot_mapping.is_contiguous()
     assert cos_sin.dtype is torch.float32 and cos_sin.is_contiguous()
+    if axes is not None:
+        assert query_scales is None and positions.shape == (3, num_tokens)
+        assert axes.shape == (rotary_size // 2,) and axes.dtype is torch.int32 and axes.is_contiguous()
     if num_tokens == 0:
         return
     key_cache, value_cache = cache.key, cache.value
@@ -227,12 +234,13 @@ def rotary_and_cache(
     grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rotary_and_cache_kernel[grid](
         query, key, value, positions, cos_sin, key_cache, value_cache, cache.scales if kind else key_cache,
-        slot_mapping, cos_sin if query_scales is None else query_scales,
-        query.stride(0), key.stride(0), value.stride(0), len(cos_sin),
+        slot_mapping, cos_sin if query_scales is None else query_scales, cos_sin if axes is None else axes,
+        query.stride(0), key.stride(0), value.stride(0), 0 if axes is None else positions.stride(0), len(cos_sin),
         HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_size, KEY_D=key_size, VALUE_D=value_size, R=rotary_size,
         HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)),
         REST_P2=triton.next_power_of_2(max(key_size - rotary_size, 1)), VALUE_P2=triton.next_power_of_2(value_size),
-        HEADS_PER_PROGRAM=heads, KIND=kind, SCALED=query_scales is not None, num_warps=4, enable_fp_fusion=False,
+        HEADS_PER_PROGRAM=heads, KIND=kind, SCALED=query_scales is not None, AXES=axes is not None, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def _latent_kernel(
         scores = scaled(exact_dot(q, tl.trans(v), tl.zeros([BLOCK_H, BLOCK_N], tl.float32)), pair, 0, SCALED)
         rotated_scores = exact_dot(q_rotated, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
         scores += scaled(rotated_scores, pair, 16, SCALED)
-        scores = hide(scores * (score_scale * LOG2E), tile_key + tl.arange(0, BLOCK_N), position, 0)
+        scores = hide(scores * (score_scale * LOG2E), tile_key + tl.arange(0, BLOCK_N), position, position, 0)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - finite(new_max)[:, None])
         before = tl.exp2(row_max - finite(new_max))

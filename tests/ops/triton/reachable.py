@@ -36,7 +36,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "architectures": ["BloomForCausalLM"], "vocab_size": 250880, "hidden_size": 4096, "n_layer": 2, "n_head": 32,
         "dtype": "bfloat16",
     },
+    "qwen3-vl": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": {"vocab_size": 151936, "num_key_value_heads": 8, "num_hidden_layers": 2, "dtype": "bfloat16"},
+    },
+    "gemma-3": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {"num_hidden_layers": 6, "sliding_window": 1024, "dtype": "bfloat16"},
+    },
+    "whisper": {
+        "architectures": ["WhisperForConditionalGeneration"], "d_model": 1280, "decoder_layers": 2,
+        "decoder_attention_heads": 20, "decoder_ffn_dim": 5120, "vocab_size": 51866, "max_source_positions": 1500,
+        "max_target_positions": 448, "dtype": "bfloat16",
+    },
 }  # fmt: skip
+SEEING = ("qwen3-vl", "gemma-3")
 MAX_TOKENS, MAX_SEQS = 8192, 400
 
 
@@ -49,7 +63,7 @@ class _Formats:
     def __contains__(self, name: str) -> bool:
         return True
 
-    def is_turned(self, name: str) -> bool:
+    def is_turned(self, name: str, turned: tuple[int, ...] | None = None) -> bool:
         return False
 
     def matrix_format(self, name: str) -> str:
@@ -87,7 +101,8 @@ def main() -> None:
         model=SimpleNamespace(dtype="bfloat16", max_model_len=8192),
         cache=SimpleNamespace(block_size=16, dtype="bfloat16"),
         scheduler=SimpleNamespace(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
-    )
+        media=model in SEEING or None, sound=model == "whisper" or None,
+    )  # fmt: skip
     weights: Any = _Formats(matrix_format)
     cuda_collectives._size = size
     description = with_share(describe(MODELS[model]), Share(0, size), reproducible=False)

@@ -174,6 +174,33 @@ def test_a_row_has_the_same_bits_however_it_is_batched_and_chunked(
     assert torch.equal(decodes[-1:], paged.attend([(2, 39, 40)], window, softcap, **settings))
 
 
+@pytest.mark.parametrize(("window", "masks_all", "nested"), [(0, False, True), (90, True, False)])
+def test_spans_that_see_ahead_match_the_reference_whatever_their_company(
+    monkeypatch: pytest.MonkeyPatch, window: int, masks_all: bool, nested: bool
+) -> None:
+    """Over tiles of queries and keys, and over splits of keys; a chunk begins within a span, none ends there."""
+    use_tiles(monkeypatch, Tiles(32, 16, 4, 1, 2, masks_all, nested))
+    paged = Paged([7, 260, 40], (3, 1, 64), dtype=torch.float16, seed=1)
+    ends = torch.zeros(260, dtype=torch.int32)
+    for begin, end in ((3, 60), (61, 63), (100, 250)):
+        ends[begin:end] = end
+
+    def attended(*rows: tuple[int, int, int], check: bool = False) -> Tensor:
+        key_ends = torch.cat([ends[begin:end] if s == 1 else ends[:1].repeat(end - begin) for s, begin, end in rows])
+        if check:
+            paged.check([*rows], window, key_ends=key_ends.to(DEVICE))
+        return paged.attend([*rows], window, key_ends=key_ends.to(DEVICE))
+
+    whole = attended((0, 2, 7), (1, 0, 260), (2, 39, 40), check=True)[5:-1]
+    chunks = [attended((1, begin, end)) for begin, end in pairwise([0, 61, 80, 250, 259, 260])]
+    assert torch.equal(torch.cat(chunks), whole)
+    assert torch.equal(attended((2, 39, 40), (1, 249, 260))[1:], whole[249:])
+    causal = paged.attend([(1, 0, 260)], window)
+    seen = torch.zeros(260, dtype=torch.bool, device=DEVICE)
+    seen[[*range(3, 59), 61, *range(100, 249)]] = True
+    assert torch.equal((whole != causal).any(1), seen)
+
+
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_the_tiles_of_prefill_and_decode_give_the_same_bits(head_size: int) -> None:
     paged = Paged([600, 290], (4, 1, head_size), dtype=torch.float16)

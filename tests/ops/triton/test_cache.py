@@ -73,6 +73,27 @@ def test_queries_are_rotated_alone_and_scaled_by_position(rotary_size: int) -> N
     torch.testing.assert_close(scaled, expected_scaled, rtol=1e-6, atol=1e-6)
 
 
+def test_each_pair_is_rotated_by_the_position_of_its_axis() -> None:
+    qkv, angles = torch.randn(4, 5, 64).to(DEVICE), torch.randn(32, 8).to(DEVICE)
+    axes = torch.tensor([0, 1, 2, 2, 1, 0, 0, 2], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([[5, 31, 0, 2**40], [5, 2, 30, 2**40], [5, 1, 3, 2**40]], device=DEVICE)
+    slots, cos_sin = torch.tensor([3, 0, 9, -1], device=DEVICE), torch.cat([angles.cos(), angles.sin()], 1)
+    results = []
+    for module, count in ((rotary_and_cache, 4), (torch_ref.rotary_and_cache, 3)):
+        query, key, value = qkv[:count].clone().split([3, 1, 1], 1)
+        cache = allocate_kv_cache(1, 16, 1, 64, "float32")
+        for part in cache.arrays:
+            part.zero_()
+        module(query, key, value, positions[:, :count], cos_sin, cache, slots[:count], axes=axes)
+        results.append([query[:3], *cache.arrays])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    for pair, axis in enumerate(axes.tolist()):
+        alone = qkv[:3].clone()
+        rotate(alone[:, :3], positions[axis, :3].contiguous(), cos_sin)
+        assert torch.equal(alone[:, :3, [pair, pair + 8]], results[0][0][..., [pair, pair + 8]])
+
+
 @pytest.mark.parametrize("dtype", FP8)
 def test_float8_is_rounded_as_torch_rounds_it(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()

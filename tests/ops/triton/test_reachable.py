@@ -23,6 +23,9 @@ _ROOT = Path(__file__).parents[3]
         ("gpt-oss", "BF16", 90, 1, {"_linear", "_route", "_gather", "_clamped_gate", "_combine"}),
         ("qwen3-moe", "Q4_K", 90, 1, {"_linear_int", "_route", "_gather", "_combine"}),
         ("bloom", "BF16", 80, 1, {"_linear"}),
+        ("qwen3-vl", "BF16", 90, 1, {"_linear", "_rotary_and_cache_kernel"}),
+        ("gemma-3", "BF16", 80, 1, {"_linear"}),
+        ("whisper", "BF16", 90, 1, {"_linear", "_rotary_and_cache_kernel"}),
     ],
 )
 def test_the_start_meets_every_kernel_that_a_step_can_launch(

@@ -18,7 +18,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 def attend(
     heads: tuple[int, int, int], num_tokens: int, num_seqs: int = 64, dtype: torch.dtype = BF16,
     cache_dtype: torch.dtype | None = None, block_size: int = 16, window: int = 0, softcap: float = 0.0,
-    scores: bool = False, value_size: int | None = None,
+    scores: bool = False, value_size: int | None = None, ahead: bool = False, both_ways: bool = False,
 ) -> None:  # fmt: skip
     num_heads, num_kv_heads, head_size = heads
     query = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)[:, :num_heads]
@@ -31,7 +31,8 @@ def attend(
     by_head = torch.empty(num_heads) if scores else None
     paged_attention(
         query, cache, tables, starts, lengths, head_size**-0.5, window, softcap, by_head, by_head,
-        value_size=value_size,
+        bidirectional=both_ways, value_size=value_size,
+        key_ends=torch.zeros(num_tokens, dtype=torch.int32) if ahead else None,
     )  # fmt: skip
 
 
@@ -65,6 +66,11 @@ CASES = {
     "smollm_prefill": case(SMOLLM, 2048, overlaps=True),
     "gemma_decode": case(GEMMA, 64, window=4096, softcap=50.0),
     "gemma_prefill": case(GEMMA, 2048, window=4096, softcap=50.0),
+    "gemma_3_decode": case(GEMMA, 64, window=1024, ahead=True),
+    "gemma_3_prefill": case(GEMMA, 2048, window=1024, ahead=True),
+    "whisper_decode": case((20, 20, 64), 64, both_ways=True),
+    "whisper_prefill": case((20, 20, 64), 448, 4, both_ways=True),
+    "paligemma_prefill": case((8, 1, 256), 2048, ahead=True),
     "bloom_decode": case(BLOOM, 64, scores=True),
     "bloom_prefill": case(BLOOM, 2048, scores=True),
     "phi_prefill": case(PHI, 2048),

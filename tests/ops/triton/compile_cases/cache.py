@@ -19,6 +19,13 @@ def rotate(cache_dtype: torch.dtype, rotary_size: int = 128) -> None:
     rotary_and_cache(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], numbers, torch.empty(8192, rotary_size), cache, numbers)
 
 
+def rotate_by_axes() -> None:
+    qkv, cache = torch.empty(64, 48, 128, dtype=torch.bfloat16), allocate_kv_cache(8, 16, 8, 128, "bfloat16")
+    positions, slots = torch.zeros(3, 64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
+    table, axes = torch.empty(8192, 128), torch.zeros(64, dtype=torch.int32)
+    rotary_and_cache(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], positions, table, cache, slots, axes=axes)
+
+
 def rotate_alone() -> None:
     qkv, numbers = torch.empty(64, 48, 128, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
     table, scales, cache = torch.empty(8192, 64), torch.empty(8192), allocate_kv_cache(8, 16, 8, 128, "bfloat16")
@@ -35,6 +42,7 @@ CASES = {
     "rotary_in_part": Case(partial(rotate, torch.bfloat16, 32)),
     "rotary_fp8": Case(partial(rotate, torch.float8_e4m3fn)),
     "rotary_int8": Case(partial(rotate, torch.int8)),
+    "rotary_by_axes": Case(rotate_by_axes),
     "rotary_alone_and_scaled": Case(rotate_alone),
     "copy_blocks": Case(copy),
 }

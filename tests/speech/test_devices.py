@@ -1,0 +1,80 @@
+"""Whisper on a device with memory of its own: the CPU's answers and what its tokens attend to, and Triton's kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import WhisperFeatureExtractor
+
+from octavo import SamplingParams
+from octavo.execution import executor
+from octavo.ops import cuda, torch_ref
+from tests.execution.late_device import LateDevice
+from tests.ops.triton.conftest import DEVICE
+from tests.speech.conftest import marks, save_whisper, sound
+from tests.speech.test_whisper import asked, engine, generate
+
+ALIGNED = SamplingParams(temperature=0, max_tokens=1, logprobs=3, ignore_eos=True, alignment_heads=[(0, 1), (1, 0)])
+
+
+def answers(folder: Path, **args: Any) -> tuple[list[Any], list[Any]]:
+    """Of sounds together, and of each alone; of these also what their tokens attend to."""
+    start = marks(folder, "startoftranscript", "de", "transcribe", "notimestamps")
+    prompts = [asked(start[: 2 + seed], sound(seed)) for seed in range(4)]
+    llm = engine(folder, **args)
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=3, ignore_eos=True)
+    together = generate(llm, *prompts, params=params)
+    alone = [generate(llm, prompt, params=params)[0] for prompt in prompts]
+    aligned = [generate(llm, prompt, params=ALIGNED)[0].alignment for prompt in prompts]
+    llm.close()
+    for one, other in zip(together, alone, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    return together, [np.frombuffer(one, np.float32) for one in aligned]
+
+
+def check(found: tuple[list[Any], list[Any]], expected: tuple[list[Any], list[Any]]) -> None:
+    for one, other in zip(found[0], expected[0], strict=True):
+        for mine, theirs in zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
+            assert {t: pytest.approx(x.logprob, abs=1e-4) for t, x in mine.items()} == {
+                t: x.logprob for t, x in theirs.items()
+            }
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("more", [{}, {"num_gpu_blocks_override": 3 * 94 + 7}, {"enforce_eager": True}])
+def test_answers_are_the_cpus_on_a_device_that_is_late(
+    monkeypatch: pytest.MonkeyPatch, whisper: Path, more: dict[str, Any]
+) -> None:
+    expected, device = answers(whisper, **more), LateDevice(1)
+    monkeypatch.setattr(executor, "_open_device", lambda config, team: (device, torch_ref))
+    check(answers(whisper, **more), expected)
+    assert (device.num_replays > 0) == (not more.get("enforce_eager"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)  # in the interpreter, beside others
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a device that is late has the host's memory")
+def test_answers_of_tritons_kernels_are_the_cpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    whisper = tmp_path  # which hears one second: the interpreter writes keys one by one
+    save_whisper(whisper, tiny_tokenizer, max_source_positions=50)
+    WhisperFeatureExtractor(feature_size=80, chunk_length=1).save_pretrained(whisper)
+    prompts = [asked(marks(whisper, "startoftranscript", name), sound(i, 1.0)) for i, name in enumerate(("de", "en"))]
+    plain = SamplingParams(temperature=0, max_tokens=2, logprobs=3, ignore_eos=True)
+
+    def told() -> tuple[list[Any], list[Any]]:
+        llm = engine(whisper, max_num_batched_tokens=4, max_num_seqs=2)
+        [alone] = generate(llm, prompts[0], params=ALIGNED)
+        together = generate(llm, *prompts, params=plain)
+        llm.close()
+        assert alone.outputs[0].logprobs == together[0].outputs[0].logprobs[:1]
+        return together, [np.frombuffer(alone.alignment, np.float32)]
+
+    expected = told()
+    monkeypatch.setattr(executor, "_open_device", lambda config, team: (LateDevice(0), cuda))
+    check(told(), expected)
