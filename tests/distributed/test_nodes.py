@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from octavo.config import AsyncEngineArgs, EngineConfig, parallel
-from octavo.distributed import group
+from octavo.distributed import group, joining
 from octavo.distributed.group import NodeGroup
 from octavo.engine.core import EngineCore
 from octavo.entrypoints.openai.server import run_server
@@ -122,7 +122,7 @@ def test_a_node_that_does_not_fit_is_told_why(
 ) -> None:  # fmt: skip
     """And so is node 0, if it is one that knows the token."""
     gathering = pool.submit(NodeGroup.gather, node_config(model, port, 0))
-    monkeypatch.setattr(node, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(joining, "_NOTICE_S", 0.0)
     with monkeypatch.context() as changed:
         prepare(changed)
         with pytest.raises(ConfigError, match=rf"node 1 \(.*\) cannot join.*127.0.0.1:{port}.*{of_node}"):
@@ -144,7 +144,7 @@ def test_a_node_that_does_not_fit_is_told_why(
 
 
 def test_each_rank_is_there_once(model: Path, port: int, pool: Beside, monkeypatch: Any) -> None:
-    monkeypatch.setattr(node, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(joining, "_NOTICE_S", 0.0)
     has_joined = threading.Event()
     taken = group.NodeGroup._take
 
