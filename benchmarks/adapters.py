@@ -36,7 +36,8 @@ def runner_of(llm: LLM) -> Any:
 
 
 def write_adapter(folder: Path, llm: LLM, rank: int, seed: int) -> None:
-    """Random factors for every product but the output matrix, and not for the embedding, small enough to leave answers readable."""
+    """Random factors for every product but the output matrix, small enough to leave answers readable. None for the
+    embedding."""
     generator = np.random.default_rng(seed)
     tensors = {}
     for matrix in runner_of(llm).model.matrices:
