@@ -36,12 +36,13 @@ def runner_of(llm: LLM) -> Any:
 
 
 def write_adapter(folder: Path, llm: LLM, rank: int, seed: int) -> None:
-    """Random factors for every product but the output matrix, small enough to leave answers readable."""
+    """Random factors for every product but the output matrix, small enough to leave answers readable. None for the
+    embedding."""
     generator = np.random.default_rng(seed)
     tensors = {}
     for matrix in runner_of(llm).model.matrices:
         for module in matrix.modules:
-            if module.name == "lm_head":
+            if matrix.looked_up or module.name == "lm_head":
                 continue
             name = f"base_model.model.{module.name}"
             a = generator.standard_normal((rank, matrix.num_in)) / matrix.num_in**0.5

@@ -15,14 +15,14 @@ def group_token() -> bytes:
     return os.environ.get(TOKEN_VARIABLE, "").encode()
 
 
-def check_token(master_addr: str) -> None:
+def check_token(address: str, flag: str) -> None:
     """Raises `ConfigError` where a group without a token could be reached from elsewhere."""
     try:
-        is_local = ipaddress.ip_address(master_addr).is_loopback
+        is_local = ipaddress.ip_address(address).is_loopback
     except ValueError:
-        is_local = master_addr == "localhost"
+        is_local = address == "localhost"
     if not is_local and not group_token():
         raise ConfigError(
-            f"--master-addr {master_addr} is in a network: set {TOKEN_VARIABLE} to the same secret on all nodes, so "
+            f"{flag} {address} is in a network: set {TOKEN_VARIABLE} to the same secret on all nodes, so "
             "that nobody else can join them."
         )

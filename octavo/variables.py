@@ -17,7 +17,7 @@ VARIABLES = {
     "OCTAVO_CPU_THREADS": "Number of threads that compute, unless `--cpu-threads-bind` says which.",
     "OCTAVO_ALLOW_RUNTIME_LORA_UPDATING": "Anything but empty is `--enable-runtime-lora-updating`.",
     "OCTAVO_SERVER_DEV_MODE": "`1` is `--enable-server-dev-mode`.",
-    "OCTAVO_NODES_TOKEN": "Secret that the nodes of `--nnodes` show each other, the same on all of them.",
+    "OCTAVO_NODES_TOKEN": "Secret that the hosts of `--nnodes` and of `-dp` show each other, the same on all of them.",
     "RAY_ADDRESS": "Cluster of `--distributed-executor-backend ray`, host:port, if not the one that was started here.",
     "HF_HUB_OFFLINE": "`1` keeps `octavo doctor`, and the hub's library, from asking the hub.",
     "HF_ENDPOINT": "Address of the hub, which `octavo doctor` asks.",

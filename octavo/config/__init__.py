@@ -9,6 +9,7 @@ from octavo.config.engine_args import AsyncEngineArgs, EngineArgs
 from octavo.config.engine_config import (
     CacheConfig,
     EngineConfig,
+    EngineHostsConfig,
     LoRAConfig,
     LoRAModule,
     MediaConfig,
@@ -24,6 +25,7 @@ __all__ = [
     "CacheConfig",
     "EngineArgs",
     "EngineConfig",
+    "EngineHostsConfig",
     "LoRAConfig",
     "LoRAModule",
     "MediaConfig",

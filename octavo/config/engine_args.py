@@ -202,8 +202,22 @@ class EngineArgs(Flags):
         short="-dp", positive=True,
     )  # fmt: skip
     data_parallel_size_local: int | None = flag(
-        None, "Those of them on this host: all, as several hosts are not built."
+        None, "Those of them on this host; others are on hosts that run the same with --headless. Default: all.",
+        positive=True,
+    )  # fmt: skip
+    data_parallel_start_rank: int = flag(
+        0, "Number of the first engine of this host, where --data-parallel-size-local are: 0 on the one that serves."
     )
+    data_parallel_address: str = flag(
+        "127.0.0.1", "Address of the host that serves, where the others join it with their engines. Beyond this host "
+        "they need a secret, OCTAVO_NODES_TOKEN.",
+    )  # fmt: skip
+    data_parallel_rpc_port: int = flag(29550, "Port of the host that serves for the others.")
+    data_parallel_rank: int | None = flag(
+        None, "Number of the one engine behind this server, behind a balancer of others' making.", built=False
+    )
+    data_parallel_external_lb: bool = flag(False, "A server for each engine.", built=False)
+    data_parallel_hybrid_lb: bool = flag(False, "A server for the engines of each host.", built=False)
     data_parallel_backend: str = flag("mp", "How they are run: mp, processes of this host.")
     distributed_executor_backend: str | None = flag(
         None, "How workers are run: mp, processes of this host and those of --nnodes; or ray, which starts nodes on "

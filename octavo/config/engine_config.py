@@ -157,6 +157,16 @@ class NodesConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineHostsConfig:
+    """Hosts that the engines behind a server are shared out among, and which engines are this one's."""
+
+    num_local: int
+    start_rank: int  # of its first engine; 0 on the host of the server
+    address: str  # of that host, where the others join
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All that an engine core needs to start. Plain data: it crosses to the core's process as JSON."""
 
@@ -175,6 +185,7 @@ class EngineConfig:
     nodes: NodesConfig = NodesConfig()
     data_parallel_size: int = 1  # engines behind one server
     data_parallel_rank: int = 0  # of this one
+    engine_hosts: EngineHostsConfig | None = None  # None: all of them are here
     cpu_threads: int | None = None  # None: as many as fit
     cpus: list[int] | None = None  # one for each thread
     speculative: SpeculativeConfig | None = None
@@ -195,9 +206,17 @@ class EngineConfig:
 
         return stage_layers(num_layers, self.pipeline_parallel_size, self.pipeline_layer_partition)
 
+    @property
+    def local_ranks(self) -> range:
+        """The engines behind the server that are on this host."""
+        if self.engine_hosts is None:
+            return range(self.data_parallel_size)
+        first = self.engine_hosts.start_rank
+        return range(first, first + self.engine_hosts.num_local)
+
     def replica(self, rank: int) -> EngineConfig:
-        """That of one of the engines behind a server, with its share of the memory."""
-        size, cache = self.data_parallel_size, self.cache
+        """That of one of the engines of a host, with its share of the memory."""
+        size, cache = len(self.local_ranks), self.cache
         own = replace(
             cache,
             cpu_memory_utilization=cache.cpu_memory_utilization / size,

@@ -7,8 +7,8 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from octavo.config.engine_args import EngineArgs
-from octavo.config.engine_config import NodesConfig
+from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
+from octavo.config.engine_config import EngineHostsConfig, NodesConfig
 from octavo.errors import ConfigError
 from octavo.hardware import num_cuda_devices
 from octavo.node_token import check_token
@@ -27,16 +27,13 @@ def check_parallel(args: EngineArgs, device: str) -> None:
     size, num_stages, replicas = args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size
     if args.data_parallel_backend != "mp":
         raise ConfigError(
-            f"--data-parallel-backend {args.data_parallel_backend} is not built yet; mp is, processes of one host."
+            f"--data-parallel-backend {args.data_parallel_backend} is not built yet; mp is: processes of each host."
         )
-    if args.data_parallel_size_local not in (None, replicas):
-        raise ConfigError(
-            f"--data-parallel-size-local {args.data_parallel_size_local} of --data-parallel-size {replicas}: several "
-            "hosts are not built yet; leave it out."
-        )
+    _check_engine_hosts(args)
     if replicas > 1 and device != "cpu":
         raise ConfigError(f"--data-parallel-size {replicas} is not built yet on GPUs; start a server for each.")
-    num_workers = replicas * size * num_stages // num_nodes(args)  # of this host
+    num_replicas = args.data_parallel_size_local or replicas
+    num_workers = num_replicas * size * num_stages // num_nodes(args)  # of this host
     if device == "cuda":
         _check_devices(args, num_workers)
     elif args.cpu_threads is not None and args.cpu_threads < num_workers:
@@ -144,7 +141,39 @@ def _check_nodes(args: EngineArgs) -> None:
         several = "--distributed-executor-backend ray" if uses_ray(args) else "--nnodes"
         raise ConfigError(f"{several} is not built yet with --data-parallel-size; leave one of them out.")
     if not uses_ray(args):  # for which a token is made
-        check_token(args.master_addr)
+        check_token(args.master_addr, "--master-addr")
+
+
+def _check_engine_hosts(args: EngineArgs) -> None:
+    size, num_local, first = args.data_parallel_size, args.data_parallel_size_local, args.data_parallel_start_rank
+    if not 0 < args.data_parallel_rpc_port < 65536:
+        raise ConfigError(f"--data-parallel-rpc-port must be between 1 and 65535, got {args.data_parallel_rpc_port}.")
+    if num_local is None and first:
+        raise ConfigError(f"--data-parallel-start-rank {first} needs --data-parallel-size-local, the engines here.")
+    num_local = num_local or size
+    if not 0 <= first <= first + num_local <= size:
+        raise ConfigError(
+            f"--data-parallel-start-rank {first} and --data-parallel-size-local {num_local} are engines {first} to "
+            f"{first + num_local - 1}, and --data-parallel-size {size} has 0 to {size - 1}."
+        )
+    if num_local == size:
+        return
+    if args.max_model_len == AUTO_LENGTH:
+        raise ConfigError(
+            "--max-model-len auto is not built yet with engines on several hosts, which may have room for different "
+            "lengths: give a number."
+        )
+    check_token(args.data_parallel_address, "--data-parallel-address")
+
+
+def engine_hosts_config(args: EngineArgs) -> EngineHostsConfig | None:
+    """None where all engines are on this host."""
+    if args.data_parallel_size_local in (None, args.data_parallel_size):
+        return None
+    return EngineHostsConfig(
+        args.data_parallel_size_local, args.data_parallel_start_rank, args.data_parallel_address,
+        args.data_parallel_rpc_port,
+    )  # fmt: skip
 
 
 def layer_partition(args: EngineArgs) -> list[int] | None:

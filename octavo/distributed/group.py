@@ -13,21 +13,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from octavo.config import EngineConfig
-from octavo.distributed.connection import (
-    HANDSHAKE_S,
-    HandshakeError,
-    accept,
-    listen,
-    receive_message,
-    release,
-    send_message,
-    show_address,
-)
+from octavo.distributed.connection import release, send_message, show_address
+from octavo.distributed.door import Caller, Door, has_gone, refuse
 from octavo.distributed.heartbeat import Heartbeat
-from octavo.distributed.messages import Control, Ended, FirstMessage, GroupReady, Join, Joined, Refused, Rows, Version
+from octavo.distributed.messages import Control, Ended, GroupReady, Join, Joined, Refused, Rows
 from octavo.distributed.settings import difference, settings_of
 from octavo.errors import ConfigError, LoadError
 from octavo.node_token import TOKEN_VARIABLE, check_token, group_token
@@ -37,17 +27,6 @@ logger = logging.getLogger(__name__)
 
 _FIRST_NOTICE_S, _NOTICE_S = 5.0, 30.0  # of nodes that are awaited
 _LOSS_CHECK_S = 0.2
-_MAX_CALLERS = 64  # whose handshakes are under way
-
-_decode = msgspec.msgpack.Decoder(FirstMessage).decode
-
-
-class _Caller(NamedTuple):
-    """Who has connected, knows the token, and has said what for."""
-
-    message: FirstMessage
-    connection: socket.socket
-    host: str  # its address
 
 
 class _Member(NamedTuple):
@@ -102,12 +81,11 @@ class NodeGroup:
         self._acts: list[Callable[[Loss], None]] = []
         self._lock = threading.Lock()
         self._is_closed = self._is_ready = False
-        self._callers: queue.SimpleQueue[_Caller] = queue.SimpleQueue()
-        self._handshakes = threading.BoundedSemaphore(_MAX_CALLERS)
-        check_token(self._nodes.master_addr)
+        self._callers: queue.SimpleQueue[Caller] = queue.SimpleQueue()
+        check_token(self._nodes.master_addr, "--master-addr")
         address = self._nodes.master_addr, self._nodes.master_port
         try:
-            self._listener = listen(address)
+            self._door = Door(address, self._callers.put)
         except OSError as error:
             raise ConfigError(
                 f"node 0 cannot listen at {show_address(address)}: {error.strerror or error}. --master-addr must be an "
@@ -115,7 +93,6 @@ class NodeGroup:
             ) from None
         secret = f"a token of {TOKEN_VARIABLE}" if group_token() else "no token"
         logger.info("node 0 of %d listens at %s, with %s", self._nodes.size, show_address(address), secret)
-        threading.Thread(target=self._listen, name="nodes", daemon=True).start()
 
     @classmethod
     def gather(cls, config: EngineConfig, starter: Starter | None = None) -> NodeGroup:
@@ -158,10 +135,8 @@ class NodeGroup:
             heartbeat.close(Ended(reason, is_over=self._is_ready))
         if not self._heartbeats:
             for member in self._members.values():
-                _refuse(member.connection, Refused(reason))
-        # Closing it would not wake the thread that accepts.
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+                refuse(member.connection, Refused(reason))
+        self._door.close()
         if self._starter is not None:
             self._starter.close()
 
@@ -204,12 +179,12 @@ class NodeGroup:
         elif found := difference(self._settings, join.settings):
             wrong = found
         if wrong is not None:
-            _refuse(member.connection, Refused(wrong))
+            refuse(member.connection, Refused(wrong))
             raise ConfigError(f"{member} cannot join: {wrong}.")
         other = self._members.get(join.rank)
-        if other is not None and not _has_gone(other.connection):
+        if other is not None and not has_gone(other.connection):
             logger.warning("%s is turned away: there is %s", member, other)
-            _refuse(member.connection, Refused(f"there is {other} already", may_pass=True))
+            refuse(member.connection, Refused(f"there is {other} already", may_pass=True))
             return
         logger.info("%s has joined", member)
         self._members[join.rank] = member
@@ -231,7 +206,7 @@ class NodeGroup:
                     self._refuse_late(caller)
         self.links = [links[rank] for rank in range(self._size)]
 
-    def _next_caller(self) -> _Caller | None:
+    def _next_caller(self) -> Caller | None:
         """None if there is none yet. Raises `LoadError` if a node is lost."""
         if self.lost is not None:
             raise LoadError(f"{self.lost}.")
@@ -244,14 +219,14 @@ class NodeGroup:
         while not self._is_closed:
             self._refuse_late(self._callers.get())
 
-    def _refuse_late(self, caller: _Caller) -> None:
+    def _refuse_late(self, caller: Caller) -> None:
         if isinstance(caller.message, Join):
             rank = caller.message.rank
             there = self._members.get(rank, f"no node {rank}, but the group is complete")
             logger.warning(
                 "node %d (%s, %s) is turned away: there is %s", rank, caller.message.host, caller.host, there
             )
-            _refuse(caller.connection, Refused(f"there is {there} already", may_pass=True))
+            refuse(caller.connection, Refused(f"there is {there} already", may_pass=True))
         else:
             caller.connection.close()
 
@@ -268,54 +243,3 @@ class NodeGroup:
             heartbeat.say(Ended(str(loss)))
         for act in acts:
             act(loss)
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:  # closed
-                return
-            if not self._handshakes.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._greet, args=(connection, address[0]), name="handshake", daemon=True).start()
-
-    def _greet(self, connection: socket.socket, host: str) -> None:
-        try:
-            accept(connection, group_token())
-            message = _first_message(receive_message(connection, HANDSHAKE_S))
-            connection.settimeout(None)
-            self._callers.put(_Caller(message, connection, host))
-        except (HandshakeError, EOFError, OSError, msgspec.MsgspecError) as error:
-            logger.warning("a connection from %s was closed: it %s", host, str(error) or "has hung up")
-            connection.close()
-        finally:
-            self._handshakes.release()
-
-
-def _first_message(data: bytes) -> FirstMessage:
-    """Raises `MsgspecError`. Another version's `Join` has its version, if nothing else."""
-    try:
-        message: FirstMessage = _decode(data)
-        return message
-    except msgspec.ValidationError:
-        return Join(msgspec.msgpack.decode(data, type=Version).version, 0, 0, "", {}, 0)
-
-
-def _refuse(connection: socket.socket, answer: Refused) -> None:
-    try:
-        send_message(connection, answer)
-        connection.shutdown(socket.SHUT_WR)
-    except OSError:
-        pass  # which it sees by itself
-    connection.close()
-
-
-def _has_gone(connection: socket.socket) -> bool:
-    """Whether the other end of a connection that nothing is awaited from has closed it, or is not reached any more."""
-    try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True

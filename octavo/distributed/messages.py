@@ -12,7 +12,8 @@ class Version(msgspec.Struct, tag="join", tag_field="kind"):
 
 
 class Join(msgspec.Struct, tag="join", tag_field="kind"):
-    """The first message of a node's connection to node 0, which stays open; the answer is `Joined` or `Refused`."""
+    """The first message of a connection to node 0, which stays open; the answer is `Joined` or `Refused`. Engines on
+    other hosts than their server's are nodes, too."""
 
     version: str
     num_nodes: int
@@ -34,6 +35,13 @@ class Rows(msgspec.Struct, tag="rows", tag_field="kind"):
 
     session: bytes
     rank: int  # of the workers within their stages
+
+
+class EngineLink(msgspec.Struct, tag="engine_link", tag_field="kind"):
+    """The first message of a connection between a server and one of its engines on another host."""
+
+    session: bytes
+    clock_s: float  # what `time.monotonic` is there
 
 
 class Joined(msgspec.Struct, tag="joined", tag_field="kind"):
@@ -63,6 +71,6 @@ class Ended(msgspec.Struct, tag="ended", tag_field="kind"):
     is_over: bool = False  # of node 0: nothing comes after this group
 
 
-FirstMessage = Join | Control | Rows
+FirstMessage = Join | Control | Rows | EngineLink
 Answer = Joined | Refused
 News = Beat | GroupReady | Ended

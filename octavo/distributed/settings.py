@@ -14,10 +14,10 @@ from octavo.loading.file_weights import tensor_index
 
 # Paths, and what only one of the nodes, or only the front end, has to do with.
 _OWN = (
-    "nodes", "cpu_threads", "cpus", "log_stats", "cache.cpu_memory_utilization", "cache.gpu_memory_utilization",
-    "cache.memory_bytes", "model.checkpoint", "model.served_model_names", "model.chat_template", "model.code_folder",
-    "model.default_sampling_params", "model.default_max_tokens", "lora.modules", "lora.roots", "lora.download_dir",
-    "media",
+    "nodes", "engine_hosts", "cpu_threads", "cpus", "log_stats", "cache.cpu_memory_utilization",
+    "cache.gpu_memory_utilization", "cache.memory_bytes", "model.checkpoint", "model.served_model_names",
+    "model.chat_template", "model.code_folder", "model.default_sampling_params", "model.default_max_tokens",
+    "lora.modules", "lora.roots", "lora.download_dir", "media",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import msgspec
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig, ModelConfig
 from octavo.engine.adapter_requests import AdapterRequests
 from octavo.engine.control import EngineControl
-from octavo.engine.core_client import CoreProcess
+from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import InputProcessor, PromptInput
 from octavo.engine.off_loop import run_off_loop
@@ -80,9 +80,10 @@ class AsyncLLMEngine:
         max_log_len: int | None = None,
         inputs: InputProcessor | None = None,
         on_loss: Callable[[], None] | None = None,
+        make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
     ) -> None:
-        """See `Supervisor` for restarts and timeouts. Engines of one server share their `inputs`; `on_loss` is called
-        when all that the core was to do, and its cache, are lost."""
+        """See `Supervisor` for restarts, timeouts and `make_core`. Engines of a server share their `inputs`. `on_loss`
+        is called when all that the core was to do, and its cache, are lost."""
         self.metrics, self._on_loss = metrics, on_loss
         self.stats = EngineStats()  # of the core's last step
         self.forecast = FirstTokenForecast()
@@ -91,7 +92,7 @@ class AsyncLLMEngine:
         self._logs_requests, self._max_log_len = logs_requests, max_log_len
         self._supervisor = Supervisor(
             config, core, handle=self._handle, lose=self._lose, is_busy=self._is_busy, max_restarts=max_restarts,
-            step_timeout_s=step_timeout_s, ready_timeout_s=ready_timeout_s,
+            step_timeout_s=step_timeout_s, ready_timeout_s=ready_timeout_s, make_core=make_core,
         )  # fmt: skip
         if inputs is None:
             try:
@@ -142,6 +143,11 @@ class AsyncLLMEngine:
     @property
     def is_ready(self) -> bool:
         return self._supervisor.is_ready
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the core's host is to stop, so that new requests had better go elsewhere."""
+        return self._supervisor.is_leaving
 
     async def wait_ready(self) -> Ready:
         """Return when the core takes requests, with what it has. Raises what kept it from starting, and

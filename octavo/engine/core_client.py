@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -53,10 +54,30 @@ class CoreProcess:
         self.process.communicate()  # which closes its standard input
 
 
+class Core(Protocol):
+    """What `Supervisor` needs of a core. `CoreClient` says what each does."""
+
+    comes_again: bool  # by others' doing, however often it has died
+
+    @property
+    def loading_since(self) -> float | None: ...
+    def send(self, message: FrontendMessage) -> None: ...
+    async def receive(self, handle: Callable[[CoreMessage], None]) -> None: ...
+    def end(self) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> None: ...
+    def end_reason(self) -> str: ...
+    def successor(self) -> CoreProcess | None: ...
+    def close(self) -> None: ...
+
+
 class CoreClient:
     """A running core process. `send` may be called from the event loop's thread only."""
 
+    comes_again = False
+
     def __init__(self, config: EngineConfig, core: CoreProcess | None = None) -> None:
+        self.loading_since: float | None = time.monotonic()
         core = core or CoreProcess()
         self.process = core.process
         try:
@@ -79,8 +100,12 @@ class CoreClient:
 
     def send(self, message: FrontendMessage) -> None:
         """Raises `EngineDeadError` if there is no core to receive it."""
+        self.send_data(encode_message(message))
+
+    def send_data(self, data: bytes) -> None:
+        """`send` for a message that is encoded."""
         try:
-            self._sender.send(encode_message(message), zmq.NOBLOCK)
+            self._sender.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as e:
             raise EngineDeadError(f"the engine core cannot be reached ({e}).") from None
 
@@ -89,13 +114,17 @@ class CoreClient:
 
         All messages that are there are handled at one wakeup. What `handle` raises ends this.
         """
+        await self.receive_data(lambda data: handle(decode_core_message(data)))
+
+    async def receive_data(self, handle: Callable[[bytes], None]) -> None:
+        """`receive` for messages as they are encoded."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
 
         def read() -> None:
             try:
                 while not failed.done() and is_readable(self._receiver):
-                    handle(decode_core_message(self._receiver.recv()))
+                    handle(self._receiver.recv())
             except Exception as e:
                 failed.set_exception(e)
 
@@ -119,12 +148,24 @@ class CoreClient:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
 
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self) -> None:
+        """Return when the process has ended."""
+        self.process.wait()
+
+    def successor(self) -> CoreProcess | None:
+        """What the next core may begin as, once this one has ended."""
+        return CoreProcess()
+
     def end_reason(self) -> str:
-        """Why a process whose status is known has ended, for clients too. To be asked before `close`."""
+        """What has become of a process whose status is known, for clients too. To be asked before `close`."""
         try:
-            return self._end_path.read_text(encoding="utf-8")
+            why = self._end_path.read_text(encoding="utf-8")
         except OSError:
-            return f"exit status {self.process.returncode}"
+            why = f"exit status {self.process.returncode}"
+        return f"the engine core has ended ({why})"
 
     def _stop_reading(self) -> None:
         if self._reading_loop is not None and not self._reading_loop.is_closed():

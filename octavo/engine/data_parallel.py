@@ -1,5 +1,6 @@
 """Several engines behind one name (data parallelism): each has the model, a core and a cache of its own, on a share of
-the machine. A request goes to the one that has the least to compute with it (`Router`), and stays there.
+this machine, or on another one (`EngineHosts`). A request goes to the one that has the least to compute with it
+(`Router`), and stays there.
 
 An engine that dies loses its own requests alone; new ones go to the others while it is started again.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +18,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.core_client import CoreProcess
+from octavo.engine.engine_hosts import EngineHosts, RemoteCore
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import PromptInput
 from octavo.engine.off_loop import run_off_loop
@@ -66,11 +69,16 @@ class DataParallelEngine:
                 EngineMetrics(metrics.model_name, config.model.max_model_len) for _ in range(1, size)
             ]
         self._engines: list[AsyncLLMEngine] = []
+        self._hosts: EngineHosts | None = None
         try:
+            if config.engine_hosts is not None:
+                self._hosts = EngineHosts(config)
             for rank in range(size):
+                is_here = self._hosts is None or rank in config.local_ranks
                 self._engines.append(
                     AsyncLLMEngine(
                         config.replica(rank),
+                        make_core=None if is_here else partial(self._join, rank),
                         metrics=None if metrics is None else metrics.of_engines[rank],
                         core=core if rank == 0 else None,
                         inputs=self._engines[0].inputs if rank else None,
@@ -79,6 +87,8 @@ class DataParallelEngine:
                     )
                 )
         except BaseException:
+            if core is not None and not self._engines:
+                core.close()
             self.shutdown()
             raise
         first = self._engines[0]
@@ -86,6 +96,11 @@ class DataParallelEngine:
         self.forecast = _Forecasts(lambda: [engine.forecast for engine in self._ready or self._engines])
         self._shown_ids: set[str] = set()
         self._has_started = False
+
+    def _join(self, rank: int, config: EngineConfig, core: CoreProcess | None) -> RemoteCore:
+        """The next core of an engine on another host."""
+        assert self._hosts is not None
+        return RemoteCore(self._hosts, rank)
 
     @property
     def config(self) -> EngineConfig:
@@ -103,11 +118,13 @@ class DataParallelEngine:
 
     @property
     def _ready(self) -> list[AsyncLLMEngine]:
-        return [engine for engine in self._engines if engine.is_ready]
+        return [engine for engine in self._engines if engine.is_ready and not engine.is_leaving]
 
     @property
     def has_died(self) -> bool:
-        return all(engine.has_died for engine in self._engines)
+        """Whether none is left, or one has not even started."""
+        count = all if self._has_started else any
+        return count(engine.has_died for engine in self._engines)
 
     @property
     def is_ready(self) -> bool:
@@ -120,6 +137,8 @@ class DataParallelEngine:
         """Return when all of them have become ready once, with what one has."""
         ready = await self._all(lambda engine: engine.wait_ready())
         self._has_started = True
+        if self._hosts is not None:
+            self._hosts.begin()
         return ready[0]
 
     async def check_health(self) -> None:
@@ -180,7 +199,7 @@ class DataParallelEngine:
             length = len(request.prompt.token_ids)
             hashes = await run_off_loop(lambda: block_hashes(request.prompt, size), length=length)
             # While none is ready a request waits for the one that it would go to; those that are given up get none.
-            available = [i for i, engine in enumerate(self._engines) if engine.is_ready]
+            available = [i for i, engine in enumerate(self._engines) if engine in self._ready]
             available = available or [i for i, engine in enumerate(self._engines) if not engine.has_died]
             if not available:
                 await self.check_health()
@@ -249,6 +268,8 @@ class DataParallelEngine:
     def shutdown(self) -> None:
         for engine in self._engines:
             engine.shutdown()
+        if self._hosts is not None:
+            self._hosts.close()
 
     async def _all(self, ask: Callable[[AsyncLLMEngine], Awaitable[T]]) -> list[T]:
         """What each of them answers, in order. Raises what the first of them raises."""

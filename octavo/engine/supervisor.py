@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 
 from octavo.config import EngineConfig
-from octavo.engine.core_client import CoreClient, CoreProcess
+from octavo.engine.core_client import Core, CoreClient, CoreProcess
 from octavo.engine.restarts import Restarts
-from octavo.engine.wire import CoreMessage, Failed, FrontendMessage, Ready
+from octavo.engine.wire import CoreMessage, Failed, FrontendMessage, Leaving, Ready
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, OctavoError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ class Supervisor:
     `step_timeout_s`, or that loads for longer than `ready_timeout_s`, counts as dead, and is killed.
 
     `handle` is called with each message that does not tell of a failure, `lose` with the reason whenever all that a
-    core was to do is lost.
+    core was to do is lost. `make_core` has a core start; one on another host comes again when its host lets it, and
+    however often it dies.
     """
 
     def __init__(
@@ -42,13 +43,17 @@ class Supervisor:
         max_restarts: int,
         step_timeout_s: float | None,
         ready_timeout_s: float | None,
+        make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
     ) -> None:
         self.config = config
         self.ready: Ready | None = None  # what the core that was ready last has
         self.failure: OctavoError | None = None  # for good
         self.num_restarts = 0
         self.restarts = Restarts(max_restarts)
-        self.core = CoreClient(config, core)
+        self._make_core = make_core or CoreClient
+        self.core: Core = self._make_core(config, core)
+        self.is_leaving = False  # the core's host takes no more requests
+        self._letting_go: asyncio.Task[None] | None = None
         self.ready_timeout_s, self._step_timeout_s = ready_timeout_s, step_timeout_s
         self._handle_message, self._lose, self._is_busy = handle, lose, is_busy
         self._outage: EngineRestartingError | None = None  # while the core is started again
@@ -57,6 +62,7 @@ class Supervisor:
         self._end_reason: str | None = None  # why the core is about to end, if that is known
         self._wake: asyncio.Event | None = None  # set to go on with a core again after one has ended to sleep
         self._next_core: CoreProcess | None = None  # meanwhile: it has imported what it needs, and no model
+        self._start_timer: asyncio.TimerHandle | None = None
         self._num_messages = 0
         self._following: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -110,9 +116,9 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._ready_event.clear()
         self.core.end()
-        await asyncio.to_thread(self.core.process.wait)
+        await asyncio.to_thread(self.core.wait)
         if not self._is_closed:
-            self._next_core = CoreProcess()
+            self._next_core = self.core.successor()
 
     def start_core(self) -> None:
         """Have a core again, if the last one was ended by `end_core`."""
@@ -124,7 +130,7 @@ class Supervisor:
         if self._is_closed:
             return
         self._is_closed = True
-        for task in (self._following, self._watchdog):
+        for task in (self._following, self._watchdog, self._letting_go):
             if task is not None and not task.get_loop().is_closed():
                 task.cancel()
         self._fail(EngineStoppingError("the engine has been shut down."))
@@ -141,45 +147,62 @@ class Supervisor:
                 if self._wake is not None:
                     self._lose(EngineDeadError("the engine core has ended to sleep; the request is lost."))
                     await self._wake.wait()
-                    self.core, self._next_core = CoreClient(self.config, self._next_core), None
+                    self.core, self._next_core = self._make_core(self.config, self._next_core), None
                     self._wake = None
                     continue
-                delay_s = self.restarts.next_delay(time.monotonic()) if self.ready is not None else None
+                delay_s = self._restart_delay() if self.ready is not None else None
                 if delay_s is None:
                     self._fail(EngineDeadError(f"{reason}."))
                     return
                 self._suspend(reason)
                 await asyncio.sleep(delay_s)
-                self.core = CoreClient(self.config)
+                self.core = self._make_core(self.config, None)
         except asyncio.CancelledError:
             raise
         except Exception as e:
             logger.exception("the engine core cannot be started again")
             self._fail(EngineDeadError(f"the engine core cannot be started again: {type(e).__name__}."))
 
+    def _restart_delay(self) -> float | None:
+        return 0.0 if self.core.comes_again else self.restarts.next_delay(time.monotonic())
+
     async def _follow_core(self) -> str:
         """Take in the messages of one core until it has ended. Returns why it did."""
-        self._end_reason = None
-        timer: asyncio.TimerHandle | None = None
-        if (timeout_s := self.ready_timeout_s) is not None:
-            timer = asyncio.get_running_loop().call_later(timeout_s, self._check_start, timeout_s)
+        self._end_reason, self.is_leaving = None, False
+        if self.ready_timeout_s is not None:
+            self._check_start(self.ready_timeout_s, time.monotonic())
         try:
             await self.core.receive(self._handle)
         except Exception as e:
             logger.exception("the engine's front end failed")
-            self.core.process.kill()
+            self.core.kill()
             self._end_reason = f"the engine's front end failed ({type(e).__name__})"
         finally:
-            if timer is not None:
-                timer.cancel()
-        self.core.process.wait()
-        return self._end_reason or f"the engine core has ended ({self.core.end_reason()})"
+            if self._start_timer is not None:
+                self._start_timer.cancel()
+        self.core.wait()
+        return self._end_reason or self.core.end_reason()
 
-    def _check_start(self, timeout_s: float) -> None:
-        """Kill a core that is still not ready."""
-        if not (self.is_ready and self._ready_event.is_set()) and self._end_reason is None:
+    def _check_start(self, timeout_s: float, begin: float) -> None:
+        """Kill a core that has loaded for too long, or look again later. At the first start what it waits for before it
+        loads counts too."""
+        if self.is_ready and self._ready_event.is_set():
+            return
+        now = time.monotonic()
+        since = begin if self.ready is None else self.core.loading_since
+        left_s = timeout_s if since is None else since + timeout_s - now
+        if left_s > 0:
+            later = asyncio.get_running_loop().call_later
+            self._start_timer = later(left_s, self._check_start, timeout_s, begin)
+        elif self._end_reason is None:
             self._end_reason = f"the engine core was not ready after {timeout_s:g} s and was killed"
-            self.core.process.kill()
+            self.core.kill()
+
+    async def _let_go(self) -> None:
+        """End a core whose host is to stop, when its requests have ended."""
+        while self._is_busy():  # noqa: ASYNC110 - nothing tells that the last one has ended
+            await asyncio.sleep(0.02)
+        self.core.end()
 
     async def _watch_steps(self, timeout_s: float) -> None:
         """Kill a core that has work and has sent nothing for `timeout_s`; it is started again."""
@@ -191,7 +214,7 @@ class Supervisor:
                 seen, since = self._num_messages, now
             elif now - since > timeout_s:
                 self._end_reason = f"the engine core has finished no step for {timeout_s:g} s and was killed"
-                self.core.process.kill()
+                self.core.kill()
                 since = now
 
     def _handle(self, message: CoreMessage) -> None:
@@ -206,7 +229,11 @@ class Supervisor:
                 self._end_reason = "the engine core has failed"
                 self._outage = EngineRestartingError("the engine core has failed.")  # until its end has been seen
                 self._lose(EngineDeadError("the engine core has failed; the request is lost."))
-                self.core.process.kill()  # it has nothing more to say, and might not manage to end
+                self.core.kill()  # it has nothing more to say, and might not manage to end
+                return
+            case Leaving():
+                self.is_leaving = True
+                self._letting_go = asyncio.get_running_loop().create_task(self._let_go())
                 return
             case Ready():
                 if self._outage is not None:
@@ -221,8 +248,12 @@ class Supervisor:
 
     def _suspend(self, reason: str) -> None:
         """The core has ended and will be started again."""
-        self._outage = EngineRestartingError(f"{reason}; it is being started again.")
-        logger.error("%s (%d of %d quick deaths in a row are allowed)", self._outage, *self.restarts.count)
+        if self.core.comes_again:
+            self._outage = EngineRestartingError(f"{reason}; it is awaited.")
+            logger.error("%s", self._outage)
+        else:
+            self._outage = EngineRestartingError(f"{reason}; it is being started again.")
+            logger.error("%s (%d of %d quick deaths in a row are allowed)", self._outage, *self.restarts.count)
         self.num_restarts += 1
         self._lose(EngineDeadError(f"{reason}; the request is lost."))
 

@@ -103,8 +103,12 @@ class CacheWasReset(msgspec.Struct, tag="cache_was_reset"):
     """The answer to `ResetCache`."""
 
 
+class Leaving(msgspec.Struct, tag="leaving"):
+    """From the host of a core elsewhere: it is to stop, and takes no more requests."""
+
+
 FrontendMessage = EngineRequest | Abort | GetBlockMap | ResetCache | SetPaused | LoadAdapter | UnloadAdapter
-CoreMessage = StepOutputs | Ready | Failed | BlockMap | CacheWasReset
+CoreMessage = StepOutputs | Ready | Failed | BlockMap | CacheWasReset | Leaving
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_frontend_message = msgspec.msgpack.Decoder(FrontendMessage).decode

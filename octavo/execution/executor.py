@@ -197,13 +197,14 @@ def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
     from octavo.execution.cpu_device import CpuDevice
 
     share, on_host = team.share, team.seat.on_host
-    num_workers = on_host.size * config.data_parallel_size
+    num_workers = on_host.size * len(config.local_ranks)
     if num_workers == 1:
         return CpuDevice(), load(config.cpu_threads, config.cpus)
     from octavo.ops import cpu
 
     # Of all workers of all engines behind a server, on this host.
-    of_threads = Share(config.data_parallel_rank * on_host.size + on_host.rank, num_workers)
+    place = config.data_parallel_rank - config.local_ranks.start
+    of_threads = Share(place * on_host.size + on_host.rank, num_workers)
     own = of_threads.cut(config.cpu_threads or cpu.num_threads())
     cpus = None if config.cpus is None else [config.cpus[i] for i in own]
     ops = load(max(1, len(own)), cpus or None)

@@ -29,9 +29,10 @@ from octavo.distributed.connection import (
     show_address,
 )
 from octavo.distributed.heartbeat import Heartbeat
+from octavo.distributed.joining import join, receive_answer
 from octavo.distributed.messages import Answer, Control, Ended, Join, Joined, News, Rows
 from octavo.distributed.settings import settings_of
-from octavo.errors import ConfigError, LoadError
+from octavo.errors import LoadError
 from octavo.execution.host_workers import HostWorkers, end_processes
 from octavo.execution.stage_links import Seat
 from octavo.models.description import ModelDescription
@@ -41,11 +42,7 @@ from octavo.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S, _REFUSED_RETRY_S = 0.25, 1.0
-_NOTICE_S = 5.0  # after which one that cannot join says so, and gives up where another has its place
 _WORKER_GRACE_S = 5.0
-
-_decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 class _End(NamedTuple):
@@ -60,7 +57,7 @@ class Node:
 
     def __init__(self, config: EngineConfig, ready_timeout_s: float | None) -> None:
         """Raises `ConfigError` without a token where one is needed, and `LoadError` for files that cannot be read."""
-        check_token(config.nodes.master_addr)
+        check_token(config.nodes.master_addr, "--master-addr")
         self._config, self._ready_timeout_s = config, ready_timeout_s
         model = config.model
         self._description = describe(model.checkpoint.config, model.impl, model.code_folder, model.pooling)
@@ -93,31 +90,11 @@ class Node:
 
     def _join(self, membership: _Membership) -> Joined:
         """Ask until all nodes are there."""
-        begin = time.monotonic()
-        deadline = None if self._ready_timeout_s is None else begin + self._ready_timeout_s
-        refused_since: float | None = None
-        has_said = False
-        while True:
-            try:
-                answer = membership.ask(self._address, self._host, self._settings, deadline)
-            except HandshakeError as error:
-                raise ConfigError(f"{self} cannot join: {show_address(self._address)} {error}.") from None
-            except (OSError, EOFError) as error:
-                now, why = time.monotonic(), getattr(error, "strerror", None) or str(error) or "it has hung up"
-                where = f"{self} cannot join node 0 at {show_address(self._address)}: {why}"
-                if deadline is not None and now > deadline:
-                    raise LoadError(f"{where}. Given up after {self._ready_timeout_s:g} s.") from None
-                if not has_said and now > begin + _NOTICE_S:
-                    logger.error("%s; it goes on trying", where)
-                    has_said = True
-                time.sleep(_RETRY_S)
-                continue
-            if isinstance(answer, Joined):
-                return answer
-            refused_since = refused_since or time.monotonic()
-            if not answer.may_pass or time.monotonic() > refused_since + _NOTICE_S:
-                raise ConfigError(f"{self} cannot join node 0 at {show_address(self._address)}: {answer.reason}.")
-            time.sleep(_REFUSED_RETRY_S)
+
+        def ask(deadline: float | None) -> Answer:
+            return membership.ask(self._address, self._host, self._settings, deadline)
+
+        return join(str(self), self._address, ask, self._ready_timeout_s)
 
 
 class _Membership:
@@ -159,13 +136,7 @@ class _Membership:
             port = self._listener.getsockname()[1]
             logger.info("node %d takes rows at %s", self._nodes.rank, show_address(self._listener.getsockname()[:2]))
         send_message(connection, Join(__version__, self._nodes.size, self._nodes.rank, host, settings, port))
-        left_s = 1e6 if deadline is None else max(1.0, deadline - time.monotonic())
-        data = receive_message(connection, left_s)
-        try:
-            answer: Answer = _decode_answer(data)
-            return answer
-        except msgspec.MsgspecError:
-            raise HandshakeError("answers what no node would") from None
+        return receive_answer(connection, deadline)
 
     def serve(self, joined: Joined, become_ready: Callable[[], None]) -> _End:
         """Connect and start the workers, and wait until the group is no more. `become_ready` is called by a thread when

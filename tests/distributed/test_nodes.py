@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from octavo.config import AsyncEngineArgs, EngineConfig, parallel
-from octavo.distributed import group
+from octavo.distributed import group, joining
 from octavo.distributed.group import NodeGroup
 from octavo.engine.core import EngineCore
 from octavo.entrypoints.openai.server import run_server
@@ -28,6 +28,7 @@ from tests.execution.test_runner import config_of, model, run, told
 __all__ = ["model"]
 
 RAY = {"distributed_executor_backend": "ray", "pipeline_parallel_size": 2}
+ELSEWHERE = {"data_parallel_size": 4, "data_parallel_size_local": 2}
 FOUR_LAYERS = {"hf_overrides": {"num_hidden_layers": 4}}
 
 
@@ -122,7 +123,7 @@ def test_a_node_that_does_not_fit_is_told_why(
 ) -> None:  # fmt: skip
     """And so is node 0, if it is one that knows the token."""
     gathering = pool.submit(NodeGroup.gather, node_config(model, port, 0))
-    monkeypatch.setattr(node, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(joining, "_NOTICE_S", 0.0)
     with monkeypatch.context() as changed:
         prepare(changed)
         with pytest.raises(ConfigError, match=rf"node 1 \(.*\) cannot join.*127.0.0.1:{port}.*{of_node}"):
@@ -144,7 +145,7 @@ def test_a_node_that_does_not_fit_is_told_why(
 
 
 def test_each_rank_is_there_once(model: Path, port: int, pool: Beside, monkeypatch: Any) -> None:
-    monkeypatch.setattr(node, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(joining, "_NOTICE_S", 0.0)
     has_joined = threading.Event()
     taken = group.NodeGroup._take
 
@@ -202,6 +203,17 @@ def test_without_node_0_a_node_gives_up(model: Path, port: int) -> None:
             {"nnodes": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2},
             "not built yet with --data-parallel-size",
         ),
+        ({"data_parallel_start_rank": 1}, "--data-parallel-start-rank 1 needs --data-parallel-size-local"),
+        (ELSEWHERE | {"data_parallel_start_rank": 3}, "are engines 3 to 4, and --data-parallel-size 4 has 0 to 3"),
+        (ELSEWHERE | {"data_parallel_start_rank": -1}, "are engines -1 to 0, and --data-parallel-size 4 has 0 to 3"),
+        (ELSEWHERE | {"data_parallel_rpc_port": 0}, "--data-parallel-rpc-port must be between 1 and 65535"),
+        (
+            ELSEWHERE | {"data_parallel_address": "10.0.0.1"},
+            "--data-parallel-address 10.0.0.1 is in a network: set OCTAVO",
+        ),
+        (ELSEWHERE | {"max_model_len": "auto"}, "--max-model-len auto is not built yet with engines on several hosts"),
+        (ELSEWHERE | {"nnodes": 2, "pipeline_parallel_size": 2}, "not built yet with --data-parallel-size"),
+        ({"data_parallel_hybrid_lb": True}, "--data-parallel-hybrid-lb True is not built yet"),
         (RAY, r"needs Ray: pip install 'octavo\[ray\]', on all hosts"),
         (RAY | {"pipeline_parallel_size": 1}, "ray shares the stages of --pipeline-parallel-size out"),
         (RAY | {"nnodes": 2, "node_rank": 1}, "--node-rank is for nodes that are started by hand"),
@@ -217,6 +229,8 @@ def test_flags_of_nodes_are_checked(
 
 
 def test_nodes_other_than_0_are_headless(model: Path) -> None:
+    with pytest.raises(ConfigError, match="--data-parallel-start-rank 1 serves nothing, and needs --headless"):
+        run_server(AsyncEngineArgs(data_parallel_size=2, data_parallel_start_rank=1), ServerArgs())
     for rank, headless, message in ((1, False, "serves nothing, and needs --headless"), (0, True, "--headless is for")):
         with pytest.raises(ConfigError, match=message):
             run_server(AsyncEngineArgs(node_rank=rank, nnodes=2), ServerArgs(headless=headless))

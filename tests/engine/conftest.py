@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.config import CacheConfig, EngineConfig, EngineHostsConfig, ModelConfig, SchedulerConfig
 from octavo.engine import core_client, supervisor
 from octavo.engine.client import make_engine
 from octavo.loading.checkpoint import Checkpoint, resolve
@@ -66,9 +66,12 @@ def with_engine(
         log_stats=False,
     )
 
-    def run(use: Use, replicas: int = 1, **options: object) -> EngineMetrics:
+    def run(
+        use: Use, replicas: int = 1, engine_hosts: EngineHostsConfig | None = None, **options: object
+    ) -> EngineMetrics:
         metrics = EngineMetrics("stub", 64)
-        engine: Any = make_engine(replace(config, data_parallel_size=replicas), metrics=metrics, **options)
+        own = replace(config, data_parallel_size=replicas, engine_hosts=engine_hosts)
+        engine: Any = make_engine(own, metrics=metrics, **options)
         try:
             asyncio.run(asyncio.wait_for(use(engine), 60))
         finally:

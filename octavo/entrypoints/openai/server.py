@@ -56,7 +56,7 @@ LOGGERS = ("octavo", "uvicorn", "asyncio", "opentelemetry")
 
 def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     """Serve until SIGINT or SIGTERM. Raises `OctavoError` when the server cannot start."""
-    if args.headless or engine_args.node_rank:
+    if args.headless or engine_args.node_rank or engine_args.data_parallel_start_rank:
         run_headless(engine_args, args)
         return
     phases = Phases()
@@ -104,18 +104,34 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
 def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     """Be a node beside node 0 until that ends, or SIGINT or SIGTERM. Raises `OctavoError` when it cannot join."""
     args.check()
+    first, rank = engine_args.data_parallel_start_rank, engine_args.node_rank
     if not args.headless:
-        raise ConfigError(f"--node-rank {engine_args.node_rank} serves nothing, and needs --headless; node 0 serves.")
-    if not engine_args.node_rank:
-        raise ConfigError("--headless is for nodes other than node 0, which serves; give it its --node-rank.")
-    configure_logging(f"node {engine_args.node_rank}", names=LOGGERS, log_format=args.log_format)
+        flag = f"--node-rank {rank}" if rank else f"--data-parallel-start-rank {first}"
+        raise ConfigError(f"{flag} serves nothing, and needs --headless; node 0 serves.")
+    if not rank and not first:
+        raise ConfigError(
+            "--headless is for nodes other than node 0, which serves; give it its --node-rank, or its "
+            "--data-parallel-start-rank."
+        )
+    name = f"node {rank}" if rank else f"host of engine {first}"
+    configure_logging(name, names=LOGGERS, log_format=args.log_format)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         config = engine_args.create_engine_config()
-        from octavo.execution.node import run_node
+        if rank:
+            from octavo.execution.node import run_node
 
-        run_node(config, args.engine_ready_timeout or None)
+            run_node(config, args.engine_ready_timeout or None)
+            return
+        from octavo.engine.engine_node import EngineNode
+
+        EngineNode(
+            config,
+            max_restarts=args.max_engine_restarts,
+            ready_timeout_s=args.engine_ready_timeout or None,
+            shutdown_timeout_s=args.shutdown_timeout,
+        ).run()
 
 
 async def _serve(

@@ -48,7 +48,9 @@ class ServerArgs(Flags):
     ssl_ca_certs: str | None = flag(
         None, "Certificates (PEM) of the authorities of clients, which must then show a certificate of theirs."
     )
-    headless: bool = flag(False, "Serve nothing, as one of --nnodes other than node 0.")
+    headless: bool = flag(
+        False, "Serve nothing, as one of --nnodes other than node 0, or of the hosts of --data-parallel-size-local."
+    )
     uds: str | None = flag(None, "Path of a Unix socket to listen at, in the place of --host and --port.")
     middleware: list[str] = flag(
         [], "ASGI middlewares: package.module.Class, or functions of (request, call_next); the first is the outermost."

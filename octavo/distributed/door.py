@@ -1,0 +1,97 @@
+"""Where others connect to node 0: each caller is let in when it has shown that it knows the token and has said what it
+comes for. What becomes of it is `NodeGroup`'s business, for stages, and `EngineHosts`', for engines."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from octavo.distributed.connection import HANDSHAKE_S, HandshakeError, accept, listen, receive_message, send_message
+from octavo.distributed.messages import FirstMessage, Join, Refused, Version
+from octavo.node_token import group_token
+
+logger = logging.getLogger(__name__)
+
+_MAX_CALLERS = 64  # whose handshakes are under way
+
+_decode = msgspec.msgpack.Decoder(FirstMessage).decode
+
+
+class Caller(NamedTuple):
+    """Who has connected, knows the token, and has said what for."""
+
+    message: FirstMessage
+    connection: socket.socket
+    host: str  # its address
+
+
+class Door:
+    """Open until `close`. `take` is called by many threads, with a caller each."""
+
+    def __init__(self, address: tuple[str, int], take: Callable[[Caller], None]) -> None:
+        """Raises `OSError` where this host cannot be listened at."""
+        self._take = take
+        self._handshakes = threading.BoundedSemaphore(_MAX_CALLERS)
+        self._listener = listen(address)
+        threading.Thread(target=self._listen, name="nodes", daemon=True).start()
+
+    def close(self) -> None:
+        # Closing it would not wake the thread that accepts.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:  # closed
+                return
+            if not self._handshakes.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._greet, args=(connection, address[0]), name="handshake", daemon=True).start()
+
+    def _greet(self, connection: socket.socket, host: str) -> None:
+        try:
+            accept(connection, group_token())
+            message = _first_message(receive_message(connection, HANDSHAKE_S))
+            connection.settimeout(None)
+            self._take(Caller(message, connection, host))
+        except (HandshakeError, EOFError, OSError, msgspec.MsgspecError) as error:
+            logger.warning("a connection from %s was closed: it %s", host, str(error) or "has hung up")
+            connection.close()
+        finally:
+            self._handshakes.release()
+
+
+def _first_message(data: bytes) -> FirstMessage:
+    """Raises `MsgspecError`. Another version's `Join` has its version, if nothing else."""
+    try:
+        message: FirstMessage = _decode(data)
+        return message
+    except msgspec.ValidationError:
+        return Join(msgspec.msgpack.decode(data, type=Version).version, 0, 0, "", {}, 0)
+
+
+def refuse(connection: socket.socket, answer: Refused) -> None:
+    try:
+        send_message(connection, answer)
+        connection.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass  # which it sees by itself
+    connection.close()
+
+
+def has_gone(connection: socket.socket) -> bool:
+    """Whether the other end of a connection that nothing is awaited from has closed it, or is not reached any more."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,339 @@
+"""The engines behind a server that other hosts have (`octavo serve --headless`, which `engine_node.py` is there): they
+join here, and to `Supervisor` each is a core that comes and goes.
+
+A host shows that it knows the token and is compared with this one as the nodes of `-pp` are. It starts the core's
+process, and passes messages on between that and this one. A second connection of each engine carries heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.distributed.connection import HANDSHAKE_S, send_message, show_address
+from octavo.distributed.door import Caller, Door, has_gone, refuse
+from octavo.distributed.heartbeat import Heartbeat
+from octavo.distributed.messages import Ended, EngineLink, GroupReady, Join, Joined, News, Refused
+from octavo.distributed.settings import difference, settings_of
+from octavo.engine.core_client import CoreProcess
+from octavo.engine.framing import read_message, write_message
+from octavo.engine.wire import (
+    CoreMessage,
+    Failed,
+    FrontendMessage,
+    Ready,
+    StepOutputs,
+    decode_core_message,
+    encode_message,
+)
+from octavo.errors import ConfigError, EngineDeadError
+from octavo.node_token import TOKEN_VARIABLE, check_token, group_token
+from octavo.request import EngineRequest
+from octavo.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_FIRST_NOTICE_S, _NOTICE_S = 5.0, 30.0  # of hosts that are awaited
+_REASON_S = 1.0  # for why a connection has ended to come over the other one
+
+
+class _Host(NamedTuple):
+    """Of an engine."""
+
+    join: Join
+    connection: socket.socket
+    address: str
+
+    def __str__(self) -> str:
+        return f"engine {self.join.rank} ({self.join.host}, {self.address})"
+
+
+class _Link(NamedTuple):
+    connection: socket.socket
+    clock_ahead_s: float  # of this host, before the other's
+
+
+class EngineHosts:
+    """Where they join. Methods may be called by any thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises `ConfigError` where this host cannot be listened at, and without a token where one is needed."""
+        assert config.engine_hosts is not None
+        hosts = config.engine_hosts
+        check_token(hosts.address, "--data-parallel-address")
+        self._config, self._settings = config, settings_of(config)
+        self._lock = threading.Lock()
+        self._present: dict[int, _Host] = {}  # those that wait, too
+        self._waiting: dict[int, _Host] = {}
+        self._awaited: dict[int, Future[_Host]] = {}
+        self._links: dict[bytes, Future[_Link]] = {}
+        self._has_begun = self._is_closed = False
+        self._failure: ConfigError | None = None  # a host that did not fit
+        self.address = show_address((hosts.address, hosts.port))
+        try:
+            self._door = Door((hosts.address, hosts.port), self._take)
+        except OSError as error:
+            raise ConfigError(
+                f"the server of --data-parallel-size cannot listen at {self.address}: {error.strerror or error}. "
+                "--data-parallel-address must be an address of this host, and --data-parallel-rpc-port be free."
+            ) from None
+        secret = f"a token of {TOKEN_VARIABLE}" if group_token() else "no token"
+        logger.info("engines of other hosts join at %s, with %s", self.address, secret)
+
+    def begin(self) -> None:
+        """All engines have been ready: from now on a host that does not fit is turned away, and nothing else."""
+        self._has_begun = True
+
+    def host_of(self, rank: int) -> Future[_Host]:
+        """The next one that comes with an engine, which may be there already. Fails with `ConfigError` if that does not
+        fit, until `begin`."""
+        found: Future[_Host] = Future()
+        with self._lock:
+            waiting = self._waiting.pop(rank, None)
+            if self._failure is not None:
+                found.set_exception(self._failure)
+            elif waiting is not None and not has_gone(waiting.connection):
+                found.set_result(waiting)
+            else:
+                self._awaited[rank] = found
+        return found
+
+    def link_of(self, session: bytes) -> Future[_Link]:
+        with self._lock:
+            return self._links.setdefault(session, Future())
+
+    def forget_link(self, session: bytes) -> None:
+        with self._lock:
+            self._links.pop(session, None)
+
+    def close(self) -> None:
+        """May be called twice."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+            waiting, self._waiting = self._waiting, {}
+        if not was_closed:
+            self._door.close()
+            for host in waiting.values():
+                refuse(host.connection, Refused("the server has ended"))
+
+    def _take(self, caller: Caller) -> None:
+        match caller.message:
+            case Join() as join:
+                self._take_host(_Host(join, caller.connection, caller.host))
+            case EngineLink(session, clock_s) if (link := self._links.get(session)) is not None and not link.done():
+                link.set_result(_Link(caller.connection, time.monotonic() - clock_s))
+            case _:
+                caller.connection.close()
+
+    def _take_host(self, host: _Host) -> None:
+        rank = host.join.rank
+        wrong = self._misfit(host.join)
+        if wrong is not None:
+            refuse(host.connection, Refused(wrong))
+            logger.warning("%s cannot join: %s", host, wrong)
+            with self._lock:
+                self._failure = None if self._has_begun else ConfigError(f"{host} cannot join: {wrong}.")
+                for one in self._awaited.values() if self._failure is not None else ():
+                    if one.set_running_or_notify_cancel():
+                        one.set_exception(self._failure)
+                if self._failure is not None:
+                    self._awaited.clear()
+            return
+        with self._lock:
+            other = self._present.get(rank)
+            if other is None or has_gone(other.connection):
+                self._present[rank] = host
+                awaited: Future[_Host] | None = self._awaited.pop(rank) if rank in self._awaited else None
+                if awaited is None or not awaited.set_running_or_notify_cancel():
+                    self._waiting[rank] = host
+                else:
+                    awaited.set_result(host)
+                return
+        logger.warning("%s is turned away: there is %s", host, other)
+        refuse(host.connection, Refused(f"there is {other} already", may_pass=True))
+
+    def _misfit(self, join: Join) -> str | None:
+        own, size = self._config.local_ranks, self._config.data_parallel_size
+        if join.version != __version__:
+            return f"it is Octavo {join.version}, and node 0 {__version__}"
+        if join.rank in own:
+            return f"engines {own.start} to {own.stop - 1} are node 0's own, so that --data-parallel-start-rank is more"
+        return difference(self._settings, join.settings) or (
+            None if 0 <= join.rank < size else f"there are engines 0 to {size - 1}"
+        )
+
+
+class RemoteCore:
+    """A core on another host, from when it is awaited until it has gone. See `CoreClient` for what its methods do."""
+
+    comes_again = True
+
+    def __init__(self, hosts: EngineHosts, rank: int) -> None:
+        self.loading_since: float | None = None  # a host has come with it
+        self._hosts, self._rank = hosts, rank
+        self._heartbeat: Heartbeat | None = None
+        self._is_closing = False
+        self._writer: asyncio.StreamWriter | None = None
+        self._clock_ahead_s = 0.0
+        self._ended: asyncio.Future[None] | None = None
+        self._why: str | None = None
+
+    def send(self, message: FrontendMessage) -> None:
+        if self._writer is None or self._why is not None:
+            raise EngineDeadError(f"engine {self._rank} cannot be reached.")
+        if isinstance(message, EngineRequest):
+            deadline = None if message.deadline is None else message.deadline - self._clock_ahead_s
+            message = msgspec.structs.replace(
+                message, arrival_time=message.arrival_time - self._clock_ahead_s, deadline=deadline
+            )
+        write_message(self._writer, encode_message(message))
+
+    async def receive(self, handle: Callable[[CoreMessage], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        if self._why is not None:
+            return
+        serving = asyncio.ensure_future(self._serve(handle, loop))
+        try:
+            await asyncio.wait((serving, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():  # the connection has ended, and the other one says why
+                await asyncio.wait((self._ended,), timeout=_REASON_S)
+            else:
+                await asyncio.wait((serving,), timeout=0.1)  # for what it sent last
+            if serving.done():
+                serving.result()
+            self._end(f"the host of engine {self._rank} has hung up")
+        except asyncio.CancelledError:  # `close` follows
+            raise
+        except BaseException:
+            self._close("the server's front end has failed")
+            raise
+        else:
+            self._close("the server has left")
+        finally:
+            serving.cancel()
+            if self._writer is not None:
+                self._writer.transport.abort()
+
+    async def _serve(self, handle: Callable[[CoreMessage], None], loop: asyncio.AbstractEventLoop) -> None:
+        """What `handle` raises ends this."""
+        try:
+            host = await self._arrival()
+        except ConfigError as error:
+            handle(Failed(str(error), expected=True))
+            self._end(str(error))
+            return
+        logger.info("%s has joined", host)
+        self.loading_since = time.monotonic()
+
+        def later(why: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended, and its event loop
+                loop.call_soon_threadsafe(self._end, why)
+
+        def lose(why: str) -> None:
+            logger.error("%s %s", host, why)
+            later(f"the host of engine {self._rank} {why}")
+
+        def hear(news: News) -> None:
+            if isinstance(news, Ended):
+                if self._why is None:
+                    logger.error("%s: %s", host, news.reason)
+                later(news.reason)
+
+        reader = await self._connect(host, hear, lose)
+        while reader is not None:
+            try:
+                message = self._with_own_clock(decode_core_message(await read_message(reader)))
+            except (OSError, EOFError, msgspec.MsgspecError) as error:
+                logger.debug("the connection of %s has ended: %r", host, error)
+                return
+            if isinstance(message, Ready) and self._heartbeat is not None:
+                self._heartbeat.be_strict()
+                self._heartbeat.say(GroupReady())
+            handle(message)
+
+    async def _connect(
+        self, host: _Host, hear: Callable[[News], None], lose: Callable[[str], None]
+    ) -> asyncio.StreamReader | None:
+        session = os.urandom(16)
+        found = self._hosts.link_of(session)
+        try:
+            send_message(host.connection, Joined(session, None))
+            self._heartbeat = Heartbeat(host.connection, str(host), hear, lose)
+            link = await asyncio.wait_for(asyncio.wrap_future(found), 2 * HANDSHAKE_S)
+            self._clock_ahead_s = link.clock_ahead_s
+            link.connection.setblocking(False)
+            reader, self._writer = await asyncio.open_connection(sock=link.connection)
+            return reader
+        except (OSError, TimeoutError) as error:
+            logger.error("%s cannot be reached: %s", host, error or "it does not connect")
+            return None
+        finally:
+            self._hosts.forget_link(session)
+
+    async def _arrival(self) -> _Host:
+        """Raises `ConfigError`."""
+        coming = asyncio.wrap_future(self._hosts.host_of(self._rank))
+        wait_s = _FIRST_NOTICE_S
+        while True:
+            await asyncio.wait((coming,), timeout=wait_s)
+            if coming.done():
+                return coming.result()
+            wait_s = _NOTICE_S
+            logger.warning("the server waits for engine %d to join at %s", self._rank, self._hosts.address)
+
+    def _with_own_clock(self, message: CoreMessage) -> CoreMessage:
+        if isinstance(message, StepOutputs):
+            for output in message.outputs:
+                if output.first_scheduled_time:
+                    output.first_scheduled_time += self._clock_ahead_s
+        return message
+
+    def _end(self, why: str) -> None:
+        if self._why is None:
+            self._why = why
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _close(self, reason: str, is_over: bool = False) -> None:
+        """In a thread, as the other host may take its time, or have gone."""
+        if self._heartbeat is not None and not self._is_closing:
+            self._is_closing = True
+            closing = partial(self._heartbeat.close, Ended(reason, is_over))
+            threading.Thread(target=closing, name="end of an engine", daemon=not is_over).start()
+
+    def end(self) -> None:
+        self._close("the server has let it go")
+        self._end(f"the host of engine {self._rank} has left")
+
+    def kill(self) -> None:
+        self._close("the server has given it up")
+        self._end(f"engine {self._rank} was given up")
+
+    def wait(self) -> None:
+        """Its process is the other host's business."""
+
+    def end_reason(self) -> str:
+        return self._why or f"the host of engine {self._rank} is gone"
+
+    def successor(self) -> CoreProcess | None:
+        return None
+
+    def close(self) -> None:
+        self._close("the server has ended", is_over=True)
+        self._end(f"the host of engine {self._rank} has left")
+        if self._writer is not None:
+            with contextlib.suppress(RuntimeError):  # its event loop has ended
+                self._writer.transport.abort()

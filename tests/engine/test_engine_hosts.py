@@ -1,0 +1,256 @@
+"""Engines on other hosts, which here are threads of this process over loopback; cores do what the tests say."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from octavo.config import EngineHostsConfig
+from octavo.distributed import joining
+from octavo.engine import engine_hosts, engine_node
+from octavo.engine.data_parallel import DataParallelEngine
+from octavo.engine.engine_node import EngineNode
+from octavo.errors import ConfigError, EngineDeadError, LoadError, OctavoError
+from octavo.metrics.prometheus import EngineMetrics
+from tests.engine.stub_engine import ANSWER, EXIT, HANG, ask
+
+Engines = Callable[..., EngineMetrics]
+
+
+@pytest.fixture
+def here() -> EngineHostsConfig:
+    """One engine on this host, others elsewhere."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return EngineHostsConfig(1, 0, "127.0.0.1", probe.getsockname()[1])
+
+
+def start(config: Any, max_restarts: int = 3) -> tuple[EngineNode, Future[None]]:
+    """A host with the engines of `config`, in a thread that nobody waits for."""
+    node = EngineNode(config, max_restarts=max_restarts, ready_timeout_s=30, shutdown_timeout_s=20)
+    end: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            end.set_result(node.run())
+        except OctavoError as error:
+            end.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return node, end
+
+
+def elsewhere(engine: DataParallelEngine, start_rank: int = 1, num_local: int = 1, **changes: Any) -> Any:
+    """What the same flags give on another host."""
+    hosts = engine.config.engine_hosts
+    assert hosts is not None
+    own = replace(hosts, start_rank=start_rank, num_local=num_local)
+    return replace(engine.config, engine_hosts=own, **changes)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def ended(end: Future[None]) -> None:
+    await asyncio.wait_for(asyncio.wrap_future(end), 20)
+
+
+def test_engines_of_other_hosts_answer_and_end_with_the_server(
+    with_engine: Engines, here: EngineHostsConfig, cores: list[subprocess.Popen[bytes]]
+) -> None:
+    ends: list[Future[None]] = []
+
+    async def use(engine: DataParallelEngine) -> None:
+        ends.append(start(elsewhere(engine, 1, 2))[1])
+        await engine.wait_ready()
+        for number in range(6):
+            assert await ask(engine, [*ANSWER, 9 + number]) == "length"
+        assert engine.stats.num_blocks == 30
+        assert await engine.reset_prefix_cache()
+
+    metrics = with_engine(use, replicas=3, engine_hosts=here)
+    assert [one.num_finished["length"] for one in metrics.of_engines] == [2, 2, 2]
+    ends[0].result(20)
+    assert len(cores) == 3 and all(core.wait(20) == 0 for core in cores)
+
+
+def test_a_core_of_another_host_that_dies_takes_its_own_requests_only_and_comes_again(
+    with_engine: Engines, here: EngineHostsConfig, cores: list[subprocess.Popen[bytes]]
+) -> None:
+    async def use(engine: DataParallelEngine) -> None:
+        start(elsewhere(engine))
+        await engine.wait_ready()
+        hanging = [asyncio.create_task(ask(engine, [*HANG, number], f"hangs {number}")) for number in range(4)]
+        await asyncio.sleep(0.1)
+        cores[1].kill()
+        await until(lambda: sum(task.done() for task in hanging) == 2)
+        for task in hanging:
+            if task.done():
+                with pytest.raises(EngineDeadError, match=r"exit status -9.*the request is lost"):
+                    task.result()
+        assert engine.is_ready
+        await until(lambda: all(one.is_ready for one in engine._engines))
+        await engine.abort([f"hangs {number}" for number in range(4)])
+        for number in range(6):
+            assert await ask(engine, [*ANSWER, 9 + number]) == "length"
+
+    metrics = with_engine(use, replicas=2, engine_hosts=here)
+    assert min(one.num_finished["length"] for one in metrics.of_engines) > 0
+
+
+def test_a_core_that_dies_too_often_ends_its_host_and_not_the_server(
+    with_engine: Engines, here: EngineHostsConfig
+) -> None:
+    async def use(engine: DataParallelEngine) -> None:
+        _, end = start(elsewhere(engine), max_restarts=0)
+        await engine.wait_ready()
+        holding = asyncio.create_task(ask(engine, HANG * 40, "holds the first"))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDeadError, match=r"exit status 7"):
+            await ask(engine, EXIT)
+        with pytest.raises(LoadError, match=r"engine 1 .* has died too often: .*exit status 7"):
+            await ended(end)
+        assert await ask(engine, ANSWER) == "length"
+        assert not holding.done()
+        start(elsewhere(engine))
+        await until(lambda: all(one.is_ready for one in engine._engines))
+        await engine.abort("holds the first")
+        await holding
+
+    with_engine(use, replicas=2, engine_hosts=here)
+
+
+def test_a_host_that_is_told_to_stop_ends_what_it_has(with_engine: Engines, here: EngineHostsConfig) -> None:
+    async def use(engine: DataParallelEngine) -> None:
+        node, end = start(elsewhere(engine))
+        await engine.wait_ready()
+        hanging = [asyncio.create_task(ask(engine, [*HANG, number], f"hangs {number}")) for number in range(2)]
+        await asyncio.sleep(0.1)
+        assert node._engines[0].leave()
+        await until(lambda: engine._engines[1].is_leaving)
+        for number in range(4):
+            assert await ask(engine, [*ANSWER, 9 + number]) == "length"
+        assert not end.done()
+        await engine.abort(["hangs 0", "hangs 1"])
+        await ended(end)
+        assert [await task for task in hanging] == ["abort", "abort"]
+        assert await ask(engine, ANSWER) == "length"
+
+    metrics = with_engine(use, replicas=2, engine_hosts=here)
+    assert [one.num_finished["length"] for one in metrics.of_engines] == [5, 0]
+
+
+def test_a_host_that_falls_silent_is_lost_within_two_seconds(
+    with_engine: Engines, here: EngineHostsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections stay open, and nothing comes over them."""
+
+    async def use(engine: DataParallelEngine) -> None:
+        say = engine_node.Heartbeat.say
+        _, end = start(elsewhere(engine))
+        await engine.wait_ready()
+        hanging = [asyncio.create_task(ask(engine, [*HANG, number], f"hangs {number}")) for number in range(2)]
+        await asyncio.sleep(0.1)
+
+        def say_nothing(self: Any, news: Any) -> None:
+            if self._thread.name != "heartbeat of the server":
+                say(self, news)
+
+        monkeypatch.setattr(engine_node.Heartbeat, "say", say_nothing)
+        begin = time.monotonic()
+        await until(lambda: any(task.done() for task in hanging))
+        assert time.monotonic() - begin < 2.5
+        monkeypatch.setattr(engine_node.Heartbeat, "say", say)
+        [lost] = [task for task in hanging if task.done()]
+        with pytest.raises(EngineDeadError, match=r"engine 1 has not been heard of for 1.5 s; the request is lost"):
+            lost.result()
+        await until(lambda: all(one.is_ready for one in engine._engines))
+        assert not end.done()
+        await engine.abort(["hangs 0", "hangs 1"])
+
+    with_engine(use, replicas=2, engine_hosts=here)
+
+
+@pytest.mark.parametrize(
+    ("start_rank", "changes", "message"),
+    [
+        (1, {"data_parallel_size": 4}, "its data_parallel_size is 4, and node 0's 2"),
+        (1, {"enforce_eager": True}, "its enforce_eager is true, and node 0's false"),
+        (1, {"version": "0.0.9"}, "it is Octavo 0.0.9, and node 0 "),
+        (0, {}, "engines 0 to 0 are node 0's own"),
+    ],
+)
+def test_a_host_that_does_not_fit_ends_the_start_of_both(
+    with_engine: Engines, here: EngineHostsConfig, monkeypatch: pytest.MonkeyPatch, start_rank: int,
+    changes: dict[str, Any], message: str,
+) -> None:  # fmt: skip
+    if (version := changes.pop("version", None)) is not None:
+        monkeypatch.setattr(engine_node, "__version__", version)
+
+    async def use(engine: DataParallelEngine) -> None:
+        _, end = start(elsewhere(engine, start_rank, **changes))
+        with pytest.raises(OctavoError, match=rf"engine {start_rank} \(.*, 127.0.0.1\) cannot join: {message}"):
+            await engine.wait_ready()
+        assert engine.has_died
+        with pytest.raises(ConfigError, match=rf"engine {start_rank} \(.*\) cannot join node 0 at .*: {message}"):
+            await ended(end)
+
+    with_engine(use, replicas=2, engine_hosts=here)
+
+
+def test_hosts_that_do_not_fit_are_turned_away_from_a_server_that_has_started(
+    with_engine: Engines, here: EngineHostsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_NOTICE_S", 0.0)
+
+    async def use(engine: DataParallelEngine) -> None:
+        start(elsewhere(engine))
+        await engine.wait_ready()
+        with pytest.raises(ConfigError, match=r"there is engine 1 \(.*, 127.0.0.1\) already"):
+            await ended(start(elsewhere(engine))[1])
+        with pytest.raises(ConfigError, match=r"its enforce_eager is true"):
+            await ended(start(elsewhere(engine, enforce_eager=True))[1])
+        with monkeypatch.context() as changed:
+            changed.setattr(engine_node, "group_token", lambda: b"other")
+            with pytest.raises(ConfigError, match=r"has another token; OCTAVO_NODES_TOKEN must be the same"):
+                await ended(start(elsewhere(engine))[1])
+        with pytest.raises(ConfigError, match=r"the server of --data-parallel-size cannot listen at 127.0.0.1"):
+            engine_hosts.EngineHosts(engine.config)
+        for number in range(4):
+            assert await ask(engine, [*ANSWER, 9 + number]) == "length"
+
+    with_engine(use, replicas=2, engine_hosts=here)
+
+
+def test_times_are_those_of_each_hosts_own_clock(
+    with_engine: Engines, here: EngineHostsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the server tells: a host whose clock is ahead by an hour is asked in its own time."""
+    link = engine_node.EngineLink
+    monkeypatch.setattr(engine_node, "EngineLink", lambda session, clock_s: link(session, clock_s + 3600))
+    sent: list[Any] = []
+    write = engine_hosts.write_message
+    monkeypatch.setattr(engine_hosts, "write_message", lambda writer, data: (sent.append(data), write(writer, data)))
+
+    async def use(engine: DataParallelEngine) -> None:
+        start(elsewhere(engine))
+        await engine.wait_ready()
+        now = time.monotonic()
+        for number in range(2):
+            await ask(engine, [*ANSWER, number], deadline=now + 50)
+        [request] = [engine_hosts.msgspec.msgpack.decode(data) for data in sent]
+        assert request["arrival_time"] == pytest.approx(now + 3600, abs=10)
+        assert request["deadline"] == pytest.approx(now + 3650, abs=10)
+
+    with_engine(use, replicas=2, engine_hosts=here)
