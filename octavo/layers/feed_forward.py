@@ -10,7 +10,7 @@ import numpy as np
 from octavo.errors import LoadError
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.layers.product import Summand
+from octavo.layers.product import Adapters, Summand
 from octavo.layers.share import WHOLE, Share
 from octavo.loading.weights import floats
 from octavo.ops import ACTIVATIONS, Array
@@ -36,6 +36,7 @@ class FeedForwardDescription:
     up_first: bool = False  # stacked, up comes before gate
     # Which share of the gates is to be nothing: what lies below so much of a normal distribution (Gemma Team 2025).
     sparsity: float = 0.0
+    has_adapters: bool = False  # of gate and up together
     is_transposed: bool = False  # matrices are stored [inputs, outputs]
     share: Share = WHOLE  # of the intermediate size
 
@@ -63,7 +64,7 @@ class FeedForward:
         sizes = (size, size) if description.gated else (size,)
         self._sparse = _Cutoff(description.sparsity, size, parameters) if description.sparsity else None
         assert self._sparse is None or (description.gated and share.is_whole)
-        is_fused = description.gated and self._sparse is None
+        is_fused = description.gated and self._sparse is None and not description.has_adapters
         self._up = parameters.linear(
             names, sizes, hidden_size, description.bias, is_fused, is_transposed=transposed,
             is_reversed=description.up_first,
@@ -85,15 +86,17 @@ class FeedForward:
         if description.activation == "xielu":
             self._parameters = _xielu_parameters(parameters, f"{prefix}mlp.act_fn")
 
-    def forward(self, hidden: Array) -> Summand:
+    def forward(self, hidden: Array, adapters: Adapters | None = None) -> Summand:
         """hidden [T, H] -> [T, H]"""
         ops, activation = self._ops, self.description.activation
         consumer = self._down if self._inner_norm is None else None
-        if self._sparse is not None:
+        if self._sparse is not None or adapters is not None:
             both = ops.linear(hidden, self._up, self._dtype)
+            if adapters is not None:
+                adapters.add_to(both, hidden)
             size = self.description.intermediate_size
-            gate = ops.activation(self._sparse.forward(both[:, :size]), activation)
-            inner = ops.multiply(gate, both[:, size:], consumer=consumer)
+            gate = both[:, :size] if self._sparse is None else self._sparse.forward(both[:, :size])
+            inner = ops.multiply(ops.activation(gate, activation), both[:, size:], consumer=consumer)
         elif self.description.gated:
             inner = ops.linear_silu_and_mul(hidden, self._up, consumer, self._dtype, activation)
         elif self._parameters:

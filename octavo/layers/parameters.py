@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops, Pa
 from octavo.quantization import take_rows
 
 logger = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Parameters:
         self.matrices: list[NamedMatrix] = []  # that `linear` has packed
         # Those of each layer's experts, which are many: named when somebody asks.
         self.expert_matrices: list[Callable[[], Iterator[NamedMatrix]]] = []
-        self._tables: dict[tuple[object, ...], Array] = {}  # made once for all layers of the same settings
+        self._made: dict[object, object] = {}  # once, for all layers of the same settings
         self._has_warned = False
 
     def array(self, name: str, shape: tuple[int, ...]) -> Array:
@@ -237,6 +239,10 @@ class Parameters:
         return self._table((name,), make)
 
     def _table(self, key: tuple[object, ...], make: Callable[[], NDArray[np.float32]]) -> Array:
-        if key not in self._tables:
-            self._tables[key] = self.ops.place(make())
-        return self._tables[key]
+        return self.once(key, lambda: self.ops.place(make()))
+
+    def once(self, key: object, make: Callable[[], _Made]) -> _Made:
+        """What several layers share, made for the first of them."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(_Made, self._made[key])
