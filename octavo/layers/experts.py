@@ -291,7 +291,8 @@ def _stacks(
 
     def matrix(name: str, expert: int, rows: int, columns: int, is_transposed: bool) -> StoredWeight:
         """[rows, columns] of an expert, which alone is read."""
-        is_transposed = is_transposed and not weights.is_turned(f"{prefix}{name}")
+        shape = (columns, rows) if "{}" in name else (num, columns, rows)
+        is_transposed = is_transposed and not weights.is_turned(f"{prefix}{name}", shape)
         stored = (columns, rows) if is_transposed else (rows, columns)
         if "{}" in name:
             found = weights.take_matrix(f"{prefix}{name.format(expert)}", stored)

@@ -123,8 +123,9 @@ class FileWeights(Weights):
     def matrix_layout(self, name: str) -> Layout | None:
         return self._find(name).layout
 
-    def is_turned(self, name: str) -> bool:
-        return self._find(name).is_turned
+    def is_turned(self, name: str, shape: tuple[int, ...] = ()) -> bool:
+        found = self._find(name)
+        return found.is_turned or found.shape == (*shape[:-2], *reversed(shape[-2:])) != shape
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         tensor = self._find(name)

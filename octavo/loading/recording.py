@@ -47,8 +47,8 @@ class RecordingWeights(Weights):
     def __contains__(self, name: str) -> bool:
         return self._weights is None or name in self._weights
 
-    def is_turned(self, name: str) -> bool:
-        return self._weights is not None and self._weights.is_turned(name)
+    def is_turned(self, name: str, shape: tuple[int, ...] = ()) -> bool:
+        return self._weights is not None and self._weights.is_turned(name, shape)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
         self.tensors.append(RecordedTensor(name, shape, None))

@@ -41,8 +41,8 @@ class Weights:
         is absent, not read, or not of this shape."""
         raise NotImplementedError
 
-    def is_turned(self, name: str) -> bool:
-        """Whether a matrix is stored [N, K] though checkpoints of its class have it transposed."""
+    def is_turned(self, name: str, shape: tuple[int, ...] = ()) -> bool:
+        """Whether a matrix is stored [N, K] though checkpoints of its class have it transposed, of that `shape`."""
         return False
 
     def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:

@@ -29,6 +29,10 @@ _VOXTRAL: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
     "rope_theta": 1e8,
 }  # fmt: skip
+_GEMMA_4: dict[str, Any] = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+}  # fmt: skip
 # The decoder of a `text_config`, by its model_type, and the defaults of its class in transformers 5: checkpoints leave
 # out what equals them.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,6 +79,12 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000,
         "rope_theta": 500000.0,
     }),
+    "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128000,
+        "rope_theta": 500000.0, "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_local_experts": 60,
+        "norm_topk_prob": True, "tie_word_embeddings": True,
+    }),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", {
         "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
         "num_attention_heads": 16,
@@ -95,14 +105,16 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": None, "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5, "attention_bias": True,
     }),
+    "glm4v_moe_text": ("Glm4MoeForCausalLM", {
+        "vocab_size": 151424, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46,
+        "num_attention_heads": 96, "max_position_embeddings": 65536, "attention_bias": True,
+    }),
     "llama4_text": ("Llama4ForCausalLM", {
         "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,
         "num_attention_heads": 40,
     }),
-    "gemma4_text": ("Gemma4ForCausalLM", {
-        "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-    }),
+    "gemma4_text": ("Gemma4ForCausalLM", _GEMMA_4),
+    "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", _GEMMA_4),
 }  # fmt: skip
 # Those that go with any family that does not have one of its own.
 _ANY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere2", "aria_text")
@@ -159,6 +171,10 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
         "qwen3_vl_text", 151655, video_token=151656, may_tie_in_text=True, sections=(24, 20, 20), interleaves=True,
         stacked_layers=(8, 16, 24),
     ),
+    "Qwen3VLMoeForConditionalGeneration": MediaFamily(
+        "qwen3_vl_moe_text", 151655, video_token=151656, sections=(24, 20, 20), interleaves=True,
+        stacked_layers=(8, 16, 24),
+    ),
     "Qwen3_5ForConditionalGeneration": MediaFamily(
         "qwen3_5_text", 248056, video_token=248057, sections=(11, 11, 10), interleaves=True
     ),
@@ -166,6 +182,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
         "qwen3_5_moe_text", 248056, video_token=248057, sections=(11, 11, 10), interleaves=True
     ),
     "Glm4vForConditionalGeneration": MediaFamily("glm4v_text", 151343, shares_token=True, sections=(8, 12, 12)),
+    "Glm4vMoeForConditionalGeneration": MediaFamily("glm4v_moe_text", 151363, shares_token=True, sections=(8, 12, 12)),
     "Gemma3ForConditionalGeneration": MediaFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
     ),
@@ -174,6 +191,9 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     ),
     "Gemma4ForConditionalGeneration": MediaFamily(
         "gemma4_text", 258880, sees_ahead_in_windows=True, multiplies_rows=False
+    ),
+    "Gemma4UnifiedForConditionalGeneration": MediaFamily(
+        "gemma4_unified_text", 258880, sees_ahead="picture", multiplies_rows=False
     ),
     "Llama4ForConditionalGeneration": MediaFamily("llama4_text", 200092),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
@@ -194,6 +214,7 @@ _TOWERS = tuple(
         "image_newline",
         "audio_tower.",
         "embed_vision.",
+        "vision_embedder.",
         "embed_audio.",
     )
 )
@@ -221,6 +242,8 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
     if family.sections is not None:
         layers = tuple(_with_axes(layer, family, text) for layer in layers)
     sees_ahead = family.sees_ahead
+    if family.decoder == "gemma4_unified_text" and text.get("use_bidirectional_attention", "vision") != "vision":
+        sees_ahead = ""
     if family.sees_ahead_in_windows:
         sees_ahead = "picture" if text.get("use_bidirectional_attention") == "vision" else ""
         layers = tuple(_seeing_ahead_in_windows(layer) for layer in layers)

@@ -68,8 +68,8 @@ class BlockWeights(DummyWeights):
     def __contains__(self, name: str) -> bool:
         return self._weights is None or name in self._weights
 
-    def is_turned(self, name: str) -> bool:
-        return self._formats.get(name) in BLOCK_TYPES if self._weights is None else self._weights.is_turned(name)
+    def is_turned(self, name: str, shape: tuple[int, ...] = ()) -> bool:
+        return self._formats.get(name) in BLOCK_TYPES if self._weights is None else self._weights.is_turned(name, shape)
 
     def stored_format(self, name: str) -> str:
         return self._formats.get(name) or super().stored_format(name)

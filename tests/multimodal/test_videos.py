@@ -179,6 +179,7 @@ VIDEO_CASES = {
     "Qwen2_5_VLForConditionalGeneration": _qwen(14, "Qwen2VL"),
     "Qwen3VLForConditionalGeneration": _qwen(16, "Qwen3VL"),
     "Qwen3_5ForConditionalGeneration": _qwen(16, "Qwen3VL")._replace(processor="Qwen3VLProcessor"),
+    "Qwen3VLMoeForConditionalGeneration": _qwen(16, "Qwen3VL")._replace(processor="Qwen3VLProcessor"),
     "LlavaOnevisionForConditionalGeneration": Case(
         lambda: transformers.LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=GRID),
         lambda: transformers.LlavaOnevisionVideoProcessor(size=SQUARE),
@@ -201,6 +202,9 @@ VIDEO_CASES = {
         mixes=False,
     ),
 }
+VIDEO_CASES["Glm4vMoeForConditionalGeneration"] = VIDEO_CASES["Glm4vForConditionalGeneration"]._replace(
+    processor="Glm4vProcessor"
+)
 GLM_TOKENS = [f"<|{end}_of_{kind}|>" for end in ("begin", "end") for kind in ("image", "video")]
 
 

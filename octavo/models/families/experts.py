@@ -164,6 +164,13 @@ def _beam_depth(keeps_stream: bool) -> Setting:
     return find
 
 
+def _qwen3_names(config: Config, _: int) -> tuple[ExpertNames, ...]:
+    """Checkpoints of Qwen3-VL have tensors of all experts, of matrices [inputs, outputs]."""
+    if config.get("model_type") != "qwen3_vl_moe_text":
+        return EXPERT_NAMES
+    return EXPERT_NAMES[0], stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True)
+
+
 def _granite(more: Config | None = None, attention: Config | None = None, is_renamed: bool = True) -> Family:
     """With the names of before transformers 5, which `is_renamed`, or of it."""
     routers = ("block_sparse_moe.router.layer", "block_sparse_moe.router")
@@ -212,8 +219,8 @@ FAMILIES = {
             32768, kv_heads=4, decoder_sparse_step=1, expert_size=768, top_k=8, experts=128, norm_topk_prob=False,
             mlp_only_layers=[],
         ),
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()}, is_sparse=sparse_by_step,
-        slides=lambda c, _: bool(c["sliding_window"]), window_switch="use_sliding_window",
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing(), "names": _qwen3_names},
+        is_sparse=sparse_by_step, slides=lambda c, _: bool(c["sliding_window"]), window_switch="use_sliding_window",
     ),
     "MellumForCausalLM": Family(
         defaults=defaults(

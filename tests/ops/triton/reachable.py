@@ -49,7 +49,7 @@ class _Formats:
     def __contains__(self, name: str) -> bool:
         return True
 
-    def is_turned(self, name: str) -> bool:
+    def is_turned(self, name: str, shape: tuple[int, ...] = ()) -> bool:
         return False
 
     def matrix_format(self, name: str) -> str:
