@@ -34,6 +34,7 @@ class FeedForwardDescription:
     down_name: str = "mlp.down_proj"
     inner_norm_name: str = ""
     up_first: bool = False  # stacked, up comes before gate
+    xielu: tuple[float, ...] = ()  # that activation's numbers, where they are no tensors: alpha_p, alpha_n, beta, eps
     # Which share of the gates is to be nothing: what lies below so much of a normal distribution (Gemma Team 2025).
     sparsity: float = 0.0
     has_adapters: bool = False  # of gate and up together
@@ -84,7 +85,7 @@ class FeedForward:
             self._inner_norm = Norm(description.inner_norm, parameters, name, size)
         self._parameters: tuple[float, ...] = ()
         if description.activation == "xielu":
-            self._parameters = _xielu_parameters(parameters, f"{prefix}mlp.act_fn")
+            self._parameters = _xielu_parameters(description.xielu or _taken_xielu(parameters, f"{prefix}mlp.act_fn"))
 
     def forward(self, hidden: Array, adapters: Adapters | None = None) -> Summand:
         """hidden [T, H] -> [T, H]"""
@@ -125,10 +126,14 @@ class _Cutoff:
         return ops.multiply(above, ops.linear(deviation, self._mean, self._dtype))
 
 
-def _xielu_parameters(parameters: Parameters, name: str) -> tuple[float, ...]:
-    """Of x > 0: a x² + b x; of others: (e^min(x, eps) - 1 - x) c + b x (Huang & Schlag 2024)."""
-    a, c, b, eps = (
+def _taken_xielu(parameters: Parameters, name: str) -> tuple[float, ...]:
+    return tuple(
         float(parameters.weights.take(f"{name}.{part}", shape).reshape(()))
         for part, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
     )
+
+
+def _xielu_parameters(numbers: tuple[float, ...]) -> tuple[float, ...]:
+    """Of x > 0: a x² + b x; of others: (e^min(x, eps) - 1 - x) c + b x (Huang & Schlag 2024)."""
+    a, c, b, eps = numbers
     return float(np.logaddexp(0.0, a)), b + float(np.logaddexp(0.0, c)), b, eps
