@@ -12,7 +12,6 @@ from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Adapters, Summand
 from octavo.layers.share import WHOLE, Share
-from octavo.loading.weights import floats
 from octavo.ops import ACTIVATIONS, Array
 
 _LEAST_VARIANCE = 1e-10
@@ -116,7 +115,7 @@ class _Cutoff:
         self._ops, self._dtype = parameters.ops, parameters.dtype
         ones, threshold = np.ones(size, parameters.dtype), NormalDist().inv_cdf(share)
         self._ones, self._shift = self._ops.place(ones), self._ops.place((-threshold * ones).astype(ones.dtype))
-        self._mean = self._ops.pack_linear([floats(np.full((1, size), 1 / size, parameters.dtype))])
+        self._mean = parameters.mean_of(size)
 
     def forward(self, x: Array) -> Array:
         ops = self._ops

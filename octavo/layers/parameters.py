@@ -19,7 +19,7 @@ from octavo.errors import ConfigError
 from octavo.layers.product import EndingMatrix
 from octavo.layers.rotary import QueryGrowth, RopeConfig, distance_buckets, identity_table, rotary_table
 from octavo.layers.share import Share
-from octavo.loading.weights import Weights
+from octavo.loading.weights import Weights, floats
 from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops, ParallelOps
 from octavo.quantization import take_rows
 
@@ -185,6 +185,16 @@ class Parameters:
             NamedMatrix(packed, num_in, gated, tuple(Module(*module, is_transposed) for module in what), part)
         )
         return packed
+
+    def packed(self, matrix: NDArray[Any], bias: NDArray[Any] | None = None) -> LinearWeight:
+        """A matrix [N, K] of floats, which stay that where others are quantized at load. No adapter is told of it."""
+        weight = self.ops.pack_linear([floats(matrix)], bias)
+        self.num_matrix_bytes += weight.num_bytes
+        return weight
+
+    def mean_of(self, size: int) -> LinearWeight:
+        """The matrix [1, size] whose product is the mean of a row."""
+        return self.once(("mean", size), lambda: self.packed(np.full((1, size), 1 / size, self.dtype)))
 
     def ending(
         self, name: str, num_out: int, num_in: int, bias: bool | str, share: Share, *, is_transposed: bool = False

@@ -85,10 +85,17 @@ class _Convolution:
         self.num_floats = (kernel - 1) * sum(widths.values())
 
     def forward(self, x: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
-        return self._ops.causal_conv(
-            x, self._weight, self._bias, self._activation, cache.key[:, : self.num_floats], tables.block_tables,
-            batch.query_start_loc, batch.seq_lens,
-        )  # fmt: skip
+        states = cache.key[:, : self.num_floats]
+        return self._ops.causal_conv(x, self._weight, self._bias, self._activation, *_places(states, batch, tables))
+
+    def behind(self, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> tuple[Array, Array, Array, Array]:
+        """Where the recurrence's numbers are."""
+        return _places(cache.key[:, self.num_floats :], batch, tables)
+
+
+def _places(states: Array, batch: StepBatch, tables: GroupTables) -> tuple[Array, Array, Array, Array]:
+    """As operations with states want them."""
+    return states, tables.block_tables, batch.query_start_loc, batch.seq_lens
 
 
 def _rates(parameters: Parameters, name: str, *shape: int) -> NDArray[np.float32]:
@@ -145,10 +152,7 @@ class Mamba:
             blocks = [np.zeros((groups, part.shape[1], groups, part.shape[2]), part.dtype) for part in parts]
             for block, part in zip(blocks, parts, strict=True):
                 block[np.arange(groups), :, np.arange(groups)] = part
-            matrix = np.concatenate([b.reshape(b.shape[0] * b.shape[1], -1) for b in blocks])
-            weight = self._ops.pack_linear([floats(matrix)])
-            parameters.num_matrix_bytes += weight.num_bytes
-            return weight
+            return parameters.packed(np.concatenate([b.reshape(b.shape[0] * b.shape[1], -1) for b in blocks]))
 
         return packed(*np.split(inner, (rank, rank + d.state_size), 1)), packed(time)
 
@@ -175,8 +179,7 @@ class Mamba:
             x, b, c = mixed[:, :channels], mixed[:, channels:end], mixed[:, end:]
         y = ops.selective_scan(
             x, time, b.reshape(num_tokens, d.num_groups, size), c.reshape(num_tokens, d.num_groups, size), self._rates,
-            self._skip, self._time_bias, d.time_limit, cache.key[:, self._conv.num_floats :], tables.block_tables,
-            batch.query_start_loc, batch.seq_lens,
+            self._skip, self._time_bias, d.time_limit, *self._conv.behind(batch, tables, cache),
         )  # fmt: skip
         if self._norm is None:
             return Product(ops, ops.multiply(y, gate, "silu", self._output), self._output)
@@ -338,8 +341,7 @@ class GatedDelta:
             ops.rms_norm(query, self._query_weight, eps), ops.rms_norm(key, self._key_weight, eps),
             mixed[:, 2 * keys :].reshape(num_tokens, heads, d.value_size), decays,
             projected[:, end_gates:end_betas], self._rates, self._decay_bias, d.beta_scale,
-            cache.key[:, self._conv.num_floats :], tables.block_tables, batch.query_start_loc, batch.seq_lens, d.lowest,
-            d.alternates,
+            *self._conv.behind(batch, tables, cache), d.lowest, d.alternates,
         )  # fmt: skip
         normed = self._norm.forward(y.reshape(num_tokens, heads, d.value_size)).reshape(num_tokens, -1)
         gated = ops.multiply(normed, gates, d.gate_activation, self._output)
@@ -393,8 +395,8 @@ class Lightning:
             qkv[:, begin : begin + width].reshape(num_tokens, d.num_heads, d.head_size) for begin in (0, width)
         )
         y = ops.selective_scan(
-            qkv[:, 2 * width :], None, key, query, self._rates, None, None, (0.0, inf), cache.key, tables.block_tables,
-            batch.query_start_loc, batch.seq_lens,
+            qkv[:, 2 * width :], None, key, query, self._rates, None, None, (0.0, inf),
+            *_places(cache.key, batch, tables),
         )  # fmt: skip
         gated = ops.multiply(self._norm.forward(y), projected[:, 3 * width :], "sigmoid", self._output)
         return Product(ops, gated, self._output)
@@ -451,8 +453,7 @@ class GatedRecurrence:
         y = ops.gated_recurrence(
             x, ops.linear_by_head(heads, self._input_gate).reshape(num_tokens, -1),
             ops.linear_by_head(heads, self._decay_gate).reshape(num_tokens, -1), self._rates, self._input_bias,
-            self._decay_bias, cache.key[:, self._conv.num_floats :], tables.block_tables, batch.query_start_loc,
-            batch.seq_lens,
+            self._decay_bias, *self._conv.behind(batch, tables, cache),
         )  # fmt: skip
         other = ops.activation(projected[:, : d.width], d.activation)
         return Product(ops, ops.multiply(y, other, consumer=self._output), self._output)

@@ -25,7 +25,7 @@ from octavo.layers.product import Summand
 from octavo.layers.shared import Shared
 from octavo.layers.streams import Streams
 from octavo.layers.token_inputs import TokenInputs
-from octavo.loading.weights import Weights, floats
+from octavo.loading.weights import Weights
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.streams import StreamsBlock
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops, ParallelOps
@@ -217,8 +217,7 @@ class Decoder:
             block = partial(StreamsBlock, description.streams)
         self._pair: LinearWeight | None = None  # the embedding as the second half of rows, for what layers share
         if any(layer.shared is not None for layer in description.layers):
-            second = np.eye(2 * hidden_size, hidden_size, -hidden_size, parameters.dtype)
-            self._pair = ops.pack_linear([floats(second)])
+            self._pair = parameters.packed(np.eye(2 * hidden_size, hidden_size, -hidden_size, parameters.dtype))
         numbers, own = description.layer_numbers, description.stage
         self._blocks = {
             i: block(description.layers[i], hidden_size, parameters, f"{description.layer_prefix}{numbers[i]}.")

@@ -10,7 +10,7 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.recurrent import MambaDescription
 from octavo.layers.shared import SharedDescription
-from octavo.models.families.settings import defaults
+from octavo.models.families.settings import defaults, mamba_rank
 from octavo.models.readers import Config, Family, Setting, activation_of, rope_of
 
 _DEFAULTS: dict[str, Any] = defaults(
@@ -37,10 +37,9 @@ def _mamba_name(shares: Setting) -> Setting:
 
 
 def _mamba_1(config: Config, i: int) -> MambaDescription:
-    rank, size = config["mamba_dt_rank"], config["hidden_size"]
     return MambaDescription(
-        config["mamba_expand"] * size, 1, config["mamba_d_state"], config["mamba_d_conv"], config["n_mamba_heads"],
-        time_rank=math.ceil(size / 16) if rank == "auto" else rank, bias=config["mamba_proj_bias"],
+        config["mamba_expand"] * config["hidden_size"], 1, config["mamba_d_state"], config["mamba_d_conv"],
+        config["n_mamba_heads"], time_rank=mamba_rank(config, "mamba_dt_rank"), bias=config["mamba_proj_bias"],
         output_bias=config["mamba_proj_bias"], conv_bias=config["mamba_conv_bias"], tensors_by_group=True,
         name=_mamba_name(_zamba_shares)(config, i),
     )  # fmt: skip
