@@ -12,7 +12,7 @@ from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.sentence_transformers import SentenceTransformer, read_sentence_transformer
 from octavo.models.description import ModelDescription
 from octavo.models.pooling import TASKS, Wanted, pooling_config
-from octavo.pooling_params import PoolingConfig
+from octavo.pooling_params import DenseConfig, PoolingConfig
 
 
 def pooling_of(
@@ -30,8 +30,10 @@ def pooling_of(
         runner, convert = "pooling", convert or TASKS[args.task]
     sentence = read_sentence_transformer(checkpoint.path) if os.path.isdir(checkpoint.path) else None
     if checkpoint.format == "gguf" and (kind := checkpoint.config.get("pooling_type")):
-        sentence = SentenceTransformer(kind, normalizes=True)  # as llama.cpp's server does
-    if names := checkpoint.config.get("classifier_from_token"):
+        dense = [DenseConfig(name, size, False, None) for name, size in checkpoint.config["pooled_dense"]]
+        sentence = SentenceTransformer(kind, dense=dense, normalizes=True)  # as llama.cpp's server does
+    names = checkpoint.config.get("classifier_from_token")
+    if names and not checkpoint.config.get("classifier_matrix"):
         from octavo.loading.tokenizer import read_tokenizer
 
         tokens = read_tokenizer(checkpoint.tokenizer_path).convert_tokens_to_ids(names)

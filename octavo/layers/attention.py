@@ -12,7 +12,7 @@ from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.layers.product import Summand
+from octavo.layers.product import Adapters, Summand
 from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes
 from octavo.layers.share import WHOLE, Share
 from octavo.ops import Array, LayerKVCache
@@ -69,7 +69,8 @@ class AttentionDescription:
     qkv_order: str = "qkv"
     is_transposed: bool = False  # matrices are stored [inputs, outputs]
     output_name: str = "self_attn.o_proj"
-    num_inputs: int = 1  # arrays of the hidden size that stand side by side in the input of query, key and value
+    input_size: int | None = None  # of query, key and value; None: the hidden size
+    num_inputs: int = 1  # arrays of that size that stand side by side in their input
     qk_norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     output_norm_name: str = ""
     share: Share = WHOLE  # of the heads; what is not shared out yet is in `octavo.models.sharing`
@@ -196,7 +197,7 @@ class Attention:
                 qkv_bias = np.concatenate(of_parts)
         self._qkv_of_inputs = [
             parameters.linear(
-                names, sizes, hidden_size, qkv_bias if number == 0 else False, orders=orders,
+                names, sizes, description.input_size or hidden_size, qkv_bias if number == 0 else False, orders=orders,
                 is_transposed=description.is_transposed, part=(number, description.num_inputs),
                 without_bias=without_bias,
             )
@@ -251,14 +252,17 @@ class Attention:
         self._growth = parameters.query_growth(description.query_growth)
 
     def forward(
-        self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, *others: Array
-    ) -> Summand:
+        self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, *others: Array,
+        adapters: Adapters | None = None,
+    ) -> Summand:  # fmt: skip
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group. The `others` are the inputs that
         stand beside it, [T, H] each."""
         description, ops = self.description, self._ops
         qkv = ops.linear(hidden, self._qkv, self._dtype)
         for other, weight in zip(others, self._qkv_of_inputs[1:], strict=True):
             ops.linear_add(other, weight, qkv)
+        if adapters is not None:
+            adapters.add_to(qkv, hidden)
         if description.qkv_clip:
             qkv = ops.activation(qkv, "clip", parameters=(description.qkv_clip,))
         if description.reads_layer is None:

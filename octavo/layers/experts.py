@@ -18,7 +18,7 @@ from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Module, NamedMatrix, Parameters, StackedModule
 from octavo.layers.share import WHOLE, Share
-from octavo.loading.weights import Weights, floats
+from octavo.loading.weights import Weights
 from octavo.ops import ACTIVATIONS, Array, ExpertsWeight, LinearWeight, Ops, ParallelOps, Routing
 from octavo.quantization import StoredWeight
 
@@ -154,7 +154,7 @@ class Experts:
         router = _first(weights, prefix, description.router_names, ".weight")
         # The choice hangs on small differences: a router stays in floats where other matrices are quantized at load.
         bias = weights.take(f"{router}.bias", (num,)) if description.router_bias else None
-        self._router = self._ops.pack_linear([floats(weights.take(f"{router}.weight", (num, hidden_size)))], bias)
+        self._router = parameters.packed(weights.take(f"{router}.weight", (num, hidden_size)), bias)
         own_bias = None if bias is None else np.asarray(bias, np.float32)
         aliases = tuple(f"{prefix}{name}" for name in (*description.router_names, "mlp.gate"))
         of_router = Module(router, num, None, None, own_bias, aliases=aliases)
@@ -166,7 +166,6 @@ class Experts:
             shape = (1, num) if description.correction_is_row else (num,)
             self._correction = self._ops.place(weights.take(name, shape, "float32").reshape(num))
         self._gate_up, self._down = _stacks(description, hidden_size, parameters, prefix)
-        parameters.num_matrix_bytes += self._router.num_bytes
         self._weight_scales: Array | None = None
         if description.weight_scales is not None:
             name = f"{prefix}{description.weight_scales}"

@@ -10,9 +10,8 @@ import numpy as np
 from octavo.errors import LoadError
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.layers.product import Summand
+from octavo.layers.product import Adapters, Summand
 from octavo.layers.share import WHOLE, Share
-from octavo.loading.weights import floats
 from octavo.ops import ACTIVATIONS, Array
 
 _LEAST_VARIANCE = 1e-10
@@ -34,8 +33,10 @@ class FeedForwardDescription:
     down_name: str = "mlp.down_proj"
     inner_norm_name: str = ""
     up_first: bool = False  # stacked, up comes before gate
+    xielu: tuple[float, ...] = ()  # that activation's numbers, where they are no tensors: alpha_p, alpha_n, beta, eps
     # Which share of the gates is to be nothing: what lies below so much of a normal distribution (Gemma Team 2025).
     sparsity: float = 0.0
+    has_adapters: bool = False  # of gate and up together
     is_transposed: bool = False  # matrices are stored [inputs, outputs]
     share: Share = WHOLE  # of the intermediate size
 
@@ -63,7 +64,7 @@ class FeedForward:
         sizes = (size, size) if description.gated else (size,)
         self._sparse = _Cutoff(description.sparsity, size, parameters) if description.sparsity else None
         assert self._sparse is None or (description.gated and share.is_whole)
-        is_fused = description.gated and self._sparse is None
+        is_fused = description.gated and self._sparse is None and not description.has_adapters
         self._up = parameters.linear(
             names, sizes, hidden_size, description.bias, is_fused, is_transposed=transposed,
             is_reversed=description.up_first,
@@ -83,17 +84,19 @@ class FeedForward:
             self._inner_norm = Norm(description.inner_norm, parameters, name, size)
         self._parameters: tuple[float, ...] = ()
         if description.activation == "xielu":
-            self._parameters = _xielu_parameters(parameters, f"{prefix}mlp.act_fn")
+            self._parameters = _xielu_parameters(description.xielu or _taken_xielu(parameters, f"{prefix}mlp.act_fn"))
 
-    def forward(self, hidden: Array) -> Summand:
+    def forward(self, hidden: Array, adapters: Adapters | None = None) -> Summand:
         """hidden [T, H] -> [T, H]"""
         ops, activation = self._ops, self.description.activation
         consumer = self._down if self._inner_norm is None else None
-        if self._sparse is not None:
+        if self._sparse is not None or adapters is not None:
             both = ops.linear(hidden, self._up, self._dtype)
+            if adapters is not None:
+                adapters.add_to(both, hidden)
             size = self.description.intermediate_size
-            gate = ops.activation(self._sparse.forward(both[:, :size]), activation)
-            inner = ops.multiply(gate, both[:, size:], consumer=consumer)
+            gate = both[:, :size] if self._sparse is None else self._sparse.forward(both[:, :size])
+            inner = ops.multiply(ops.activation(gate, activation), both[:, size:], consumer=consumer)
         elif self.description.gated:
             inner = ops.linear_silu_and_mul(hidden, self._up, consumer, self._dtype, activation)
         elif self._parameters:
@@ -112,7 +115,7 @@ class _Cutoff:
         self._ops, self._dtype = parameters.ops, parameters.dtype
         ones, threshold = np.ones(size, parameters.dtype), NormalDist().inv_cdf(share)
         self._ones, self._shift = self._ops.place(ones), self._ops.place((-threshold * ones).astype(ones.dtype))
-        self._mean = self._ops.pack_linear([floats(np.full((1, size), 1 / size, parameters.dtype))])
+        self._mean = parameters.mean_of(size)
 
     def forward(self, x: Array) -> Array:
         ops = self._ops
@@ -122,10 +125,14 @@ class _Cutoff:
         return ops.multiply(above, ops.linear(deviation, self._mean, self._dtype))
 
 
-def _xielu_parameters(parameters: Parameters, name: str) -> tuple[float, ...]:
-    """Of x > 0: a x² + b x; of others: (e^min(x, eps) - 1 - x) c + b x (Huang & Schlag 2024)."""
-    a, c, b, eps = (
+def _taken_xielu(parameters: Parameters, name: str) -> tuple[float, ...]:
+    return tuple(
         float(parameters.weights.take(f"{name}.{part}", shape).reshape(()))
         for part, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
     )
+
+
+def _xielu_parameters(numbers: tuple[float, ...]) -> tuple[float, ...]:
+    """Of x > 0: a x² + b x; of others: (e^min(x, eps) - 1 - x) c + b x (Huang & Schlag 2024)."""
+    a, c, b, eps = numbers
     return float(np.logaddexp(0.0, a)), b + float(np.logaddexp(0.0, c)), b, eps

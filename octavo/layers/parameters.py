@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,13 @@ from octavo.errors import ConfigError
 from octavo.layers.product import EndingMatrix
 from octavo.layers.rotary import QueryGrowth, RopeConfig, distance_buckets, identity_table, rotary_table
 from octavo.layers.share import Share
-from octavo.loading.weights import Weights
+from octavo.loading.weights import Weights, floats
 from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops, SegmentOps
 from octavo.quantization import take_rows
 
 logger = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Parameters:
         self.matrices: list[NamedMatrix] = []  # that `linear` has packed
         # Those of each layer's experts, which are many: named when somebody asks.
         self.expert_matrices: list[Callable[[], Iterator[NamedMatrix]]] = []
-        self._tables: dict[tuple[object, ...], Array] = {}  # made once for all layers of the same settings
+        self._made: dict[object, object] = {}  # once, for all layers of the same settings
         self._has_warned = False
 
     def array(self, name: str, shape: tuple[int, ...]) -> Array:
@@ -184,6 +186,16 @@ class Parameters:
         )
         return packed
 
+    def packed(self, matrix: NDArray[Any], bias: NDArray[Any] | None = None) -> LinearWeight:
+        """A matrix [N, K] of floats, which stay that where others are quantized at load. No adapter is told of it."""
+        weight = self.ops.pack_linear([floats(matrix)], bias)
+        self.num_matrix_bytes += weight.num_bytes
+        return weight
+
+    def mean_of(self, size: int) -> LinearWeight:
+        """The matrix [1, size] whose product is the mean of a row."""
+        return self.once(("mean", size), lambda: self.packed(np.full((1, size), 1 / size, self.dtype)))
+
     def ending(
         self, name: str, num_out: int, num_in: int, bias: bool | str, share: Share, *, is_transposed: bool = False
     ) -> EndingMatrix:
@@ -237,6 +249,10 @@ class Parameters:
         return self._table((name,), make)
 
     def _table(self, key: tuple[object, ...], make: Callable[[], NDArray[np.float32]]) -> Array:
-        if key not in self._tables:
-            self._tables[key] = self.ops.place(make())
-        return self._tables[key]
+        return self.once(key, lambda: self.ops.place(make()))
+
+    def once(self, key: object, make: Callable[[], _Made]) -> _Made:
+        """What several layers share, made for the first of them."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(_Made, self._made[key])

@@ -31,6 +31,7 @@ class PoolingDescription:
     label_tokens: tuple[int, ...] = ()
     is_difference: bool = False
     output_name: str = ""
+    output_rows: int | None = None  # None: the vocabulary's
 
     def size(self, hidden_size: int) -> int:
         """Of a vector."""
@@ -54,7 +55,8 @@ class Pooler:
         self._labels = None
         if description.label_tokens:
             name = f"{description.output_name}.weight"
-            rows = parameters.weights.take(name, (vocab_size, hidden_size))[list(description.label_tokens)]
+            num_rows = description.output_rows or vocab_size
+            rows = parameters.weights.take(name, (num_rows, hidden_size))[list(description.label_tokens)]
             if description.is_difference:
                 rows = (rows[1:].astype(np.float32) - rows[:1].astype(np.float32)).astype(rows.dtype)
             self._labels = self._ops.pack_linear([floats(rows)])

@@ -23,6 +23,13 @@ class Summand(Protocol):
         """residual [T, H] += scale * value, in place, rounded once."""
 
 
+class Adapters(Protocol):
+    """What a layer of its own adds to a product that several layers share."""
+
+    def add_to(self, product: Array, x: Array) -> None:
+        """product [T, N] += that of the product's input x [T, K]"""
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """x [T, K] times a matrix [H, K], plus its bias."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Product
 from octavo.loading.weights import floats
-from octavo.ops import Array, ExpertsWeight, LayerKVCache
+from octavo.ops import Array, ExpertsWeight, LayerKVCache, LinearWeight
 
 _TILE = 16  # channels that a state is padded to a multiple of: room for every backend's layout
 
@@ -32,7 +33,9 @@ def _state(kernel: int, conv_width: int, channels: int = 0, groups: int = 1, siz
 @dataclass(frozen=True, slots=True)
 class MambaDescription:
     """Mamba 2 (Dao & Gu 2024), or Mamba 1 (Gu & Dao 2023) where `time_rank` says that time steps come from a product
-    of that rank: each channel is a head then. Names are those of the checkpoint's modules, after `name`."""
+    of that rank: each channel is a head then. Names are those of the checkpoint's modules, after `name`.
+
+    Zamba's Mamba 1 has `tensors_by_group`: inner matrices of each group of channels, and x beside its gate."""
 
     num_heads: int
     head_size: int
@@ -48,6 +51,7 @@ class MambaDescription:
     bias: bool = False
     output_bias: bool = False
     conv_bias: bool = True
+    tensors_by_group: bool = False
     name: str = "mamba"
 
     @property
@@ -81,10 +85,17 @@ class _Convolution:
         self.num_floats = (kernel - 1) * sum(widths.values())
 
     def forward(self, x: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
-        return self._ops.causal_conv(
-            x, self._weight, self._bias, self._activation, cache.key[:, : self.num_floats], tables.block_tables,
-            batch.query_start_loc, batch.seq_lens,
-        )  # fmt: skip
+        states = cache.key[:, : self.num_floats]
+        return self._ops.causal_conv(x, self._weight, self._bias, self._activation, *_places(states, batch, tables))
+
+    def behind(self, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> tuple[Array, Array, Array, Array]:
+        """Where the recurrence's numbers are."""
+        return _places(cache.key[:, self.num_floats :], batch, tables)
+
+
+def _places(states: Array, batch: StepBatch, tables: GroupTables) -> tuple[Array, Array, Array, Array]:
+    """As operations with states want them."""
+    return states, tables.block_tables, batch.query_start_loc, batch.seq_lens
 
 
 def _rates(parameters: Parameters, name: str, *shape: int) -> NDArray[np.float32]:
@@ -100,27 +111,50 @@ class Mamba:
         channels, size = d.channels, d.state_size
         group = d.num_groups * size
         in_sizes = [channels, channels] if d.time_rank else [channels, channels, group, group, d.num_heads]
-        self.consumer = parameters.linear([f"{prefix}in_proj"], in_sizes, hidden_size, d.bias, scales=d.multipliers)
+        orders = [np.arange(2 * channels).reshape(-1, 2).T.reshape(-1)] if d.tensors_by_group else None
+        self.consumer = parameters.linear(
+            [f"{prefix}in_proj"], in_sizes, hidden_size, d.bias, scales=d.multipliers, orders=orders
+        )
         self._conv = _Convolution(parameters, {f"{prefix}conv1d": d.conv_width}, d.kernel, d.conv_bias, "silu")
         self._inner_norms: list[Norm] = []
+        by_head = (d.num_groups, channels // d.num_groups) if d.tensors_by_group else (d.num_heads,)
         if d.time_rank:
-            self._inner = parameters.linear([f"{prefix}x_proj"], [d.time_rank + 2 * size], channels)
-            self._time = parameters.linear([f"{prefix}dt_proj"], [channels], d.time_rank)
+            if d.tensors_by_group:
+                self._inner, self._time = self._by_group(parameters, prefix)
+            else:
+                self._inner = parameters.linear([f"{prefix}x_proj"], [d.time_rank + 2 * size], channels)
+                self._time = parameters.linear([f"{prefix}dt_proj"], [channels], d.time_rank)
             if d.inner_norm is not None:
                 names = (("dt", d.time_rank), ("b", size), ("c", size))
                 self._inner_norms = [Norm(d.inner_norm, parameters, f"{prefix}{n}_layernorm", k) for n, k in names]
-            time_bias = "dt_proj.bias"
-            rates = np.ascontiguousarray(_rates(parameters, f"{prefix}A_log", channels, size).T)
+            time_bias = "dt_proj_bias" if d.tensors_by_group else "dt_proj.bias"
+            by_channel = _rates(parameters, f"{prefix}A_log", *by_head, size).reshape(channels, size)
+            rates = np.ascontiguousarray(by_channel.T)
         else:
             time_bias = "dt_bias"
             rates = np.repeat(_rates(parameters, f"{prefix}A_log", d.num_heads), d.head_size)
-        self._time_bias = self._ops.place(weights.take(f"{prefix}{time_bias}", (d.num_heads,), "float32"))
-        skip = np.repeat(weights.take(f"{prefix}D", (d.num_heads,), "float32"), d.head_size)
+        self._time_bias = self._ops.place(weights.take(f"{prefix}{time_bias}", by_head, "float32").reshape(-1))
+        skip = np.repeat(weights.take(f"{prefix}D", by_head, "float32"), d.head_size)
         self._rates, self._skip = self._ops.place(rates), self._ops.place(skip)
         self._norm: Norm | None = None
         if d.norm is not None:
             self._norm = Norm(d.norm, parameters, f"{prefix}norm", channels, groups=d.num_groups)
         self._output = parameters.linear([f"{prefix}out_proj"], [hidden_size], channels, d.output_bias)
+
+    def _by_group(self, parameters: Parameters, prefix: str) -> tuple[LinearWeight, LinearWeight]:
+        """Matrices of all groups, with nothing where one's outputs meet another's inputs."""
+        d, take = self.description, parameters.weights.take
+        groups, rank, width = d.num_groups, d.time_rank, d.channels // d.num_groups
+        inner = take(f"{prefix}x_proj_weight", (groups, rank + 2 * d.state_size, width))
+        time = take(f"{prefix}dt_proj_weight", (groups, width, rank))
+
+        def packed(*parts: NDArray[Any]) -> LinearWeight:
+            blocks = [np.zeros((groups, part.shape[1], groups, part.shape[2]), part.dtype) for part in parts]
+            for block, part in zip(blocks, parts, strict=True):
+                block[np.arange(groups), :, np.arange(groups)] = part
+            return parameters.packed(np.concatenate([b.reshape(b.shape[0] * b.shape[1], -1) for b in blocks]))
+
+        return packed(*np.split(inner, (rank, rank + d.state_size), 1)), packed(time)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
@@ -131,7 +165,8 @@ class Mamba:
             x, gate = projected[:, :channels], projected[:, channels:]
             x = self._conv.forward(x, batch, tables, cache)
             inner = ops.linear(x, self._inner, self._dtype)
-            time, b, c = inner[:, : d.time_rank], inner[:, d.time_rank : -size], inner[:, -size:]
+            ranks, group = d.num_groups * d.time_rank, d.num_groups * size
+            time, b, c = inner[:, :ranks], inner[:, ranks:-group], inner[:, -group:]
             if self._inner_norms:
                 time, b, c = (norm.forward(x) for norm, x in zip(self._inner_norms, (time, b, c), strict=True))
             time = ops.linear(time, self._time, self._dtype)
@@ -144,8 +179,7 @@ class Mamba:
             x, b, c = mixed[:, :channels], mixed[:, channels:end], mixed[:, end:]
         y = ops.selective_scan(
             x, time, b.reshape(num_tokens, d.num_groups, size), c.reshape(num_tokens, d.num_groups, size), self._rates,
-            self._skip, self._time_bias, d.time_limit, cache.key[:, self._conv.num_floats :], tables.block_tables,
-            batch.query_start_loc, batch.seq_lens,
+            self._skip, self._time_bias, d.time_limit, *self._conv.behind(batch, tables, cache),
         )  # fmt: skip
         if self._norm is None:
             return Product(ops, ops.multiply(y, gate, "silu", self._output), self._output)
@@ -307,8 +341,7 @@ class GatedDelta:
             ops.rms_norm(query, self._query_weight, eps), ops.rms_norm(key, self._key_weight, eps),
             mixed[:, 2 * keys :].reshape(num_tokens, heads, d.value_size), decays,
             projected[:, end_gates:end_betas], self._rates, self._decay_bias, d.beta_scale,
-            cache.key[:, self._conv.num_floats :], tables.block_tables, batch.query_start_loc, batch.seq_lens, d.lowest,
-            d.alternates,
+            *self._conv.behind(batch, tables, cache), d.lowest, d.alternates,
         )  # fmt: skip
         normed = self._norm.forward(y.reshape(num_tokens, heads, d.value_size)).reshape(num_tokens, -1)
         gated = ops.multiply(normed, gates, d.gate_activation, self._output)
@@ -362,8 +395,8 @@ class Lightning:
             qkv[:, begin : begin + width].reshape(num_tokens, d.num_heads, d.head_size) for begin in (0, width)
         )
         y = ops.selective_scan(
-            qkv[:, 2 * width :], None, key, query, self._rates, None, None, (0.0, inf), cache.key, tables.block_tables,
-            batch.query_start_loc, batch.seq_lens,
+            qkv[:, 2 * width :], None, key, query, self._rates, None, None, (0.0, inf),
+            *_places(cache.key, batch, tables),
         )  # fmt: skip
         gated = ops.multiply(self._norm.forward(y), projected[:, 3 * width :], "sigmoid", self._output)
         return Product(ops, gated, self._output)
@@ -420,8 +453,7 @@ class GatedRecurrence:
         y = ops.gated_recurrence(
             x, ops.linear_by_head(heads, self._input_gate).reshape(num_tokens, -1),
             ops.linear_by_head(heads, self._decay_gate).reshape(num_tokens, -1), self._rates, self._input_bias,
-            self._decay_bias, cache.key[:, self._conv.num_floats :], tables.block_tables, batch.query_start_loc,
-            batch.seq_lens,
+            self._decay_bias, *self._conv.behind(batch, tables, cache),
         )  # fmt: skip
         other = ops.activation(projected[:, : d.width], d.activation)
         return Product(ops, ops.multiply(y, other, consumer=self._output), self._output)

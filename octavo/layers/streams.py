@@ -49,7 +49,7 @@ class Streams:
         self._unembed = [ops.pack_linear([matrix]) for matrix in taken(d.unembed_name)]
         parameters.num_matrix_bytes += sum(weight.num_bytes for weight in (self._projections, *self._unembed))
         self._norm = Norm(NormDescription(_LEAST_SQUARE, has_weight=False), parameters, "", size)
-        self._mean = ops.pack_linear([floats(np.full((1, size), 1 / size, parameters.dtype))])
+        self._mean = parameters.mean_of(size)
 
     def expand(self, hidden: Array) -> Array:
         """hidden [T, H] -> [T, streams * H]: the others as long as the first."""

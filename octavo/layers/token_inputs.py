@@ -9,7 +9,6 @@ import numpy as np
 
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.loading.weights import floats
 from octavo.ops import Array, LinearWeight
 
 
@@ -64,9 +63,7 @@ class TokenInputs:
             return parameters.linear([name], [size], hidden_size)
         scale = parameters.weights.take(f"{prefix}{self._description.input_scale}", (hidden_size,))
         matrix = parameters.weights.take(f"{name}.weight", (size, hidden_size))
-        packed = self._ops.pack_linear([floats((matrix.astype(np.float32) * scale).astype(matrix.dtype))])
-        parameters.num_matrix_bytes += packed.num_bytes
-        return packed
+        return parameters.packed((matrix.astype(np.float32) * scale).astype(matrix.dtype))
 
     def embed(self, token_ids: Array, embedded: Array) -> Array:
         """token_ids [T] int32, embedded [T, H] as the first layer gets it -> [T, layers * size]"""

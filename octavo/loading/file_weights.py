@@ -53,14 +53,12 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
         return DummyWeights(dtype, seed, quantization)
     if checkpoint.format == "gguf":
         tensors, mapped = _gguf_tensors(checkpoint, quantization)
-    elif checkpoint.format == "pt":
-        tensors, mapped = _pt_tensors(files)
     else:
-        tensors, mapped = _safetensors_tensors(files)
-        if checkpoint.format == "mistral":
-            tensors = _of_mistral(tensors, checkpoint.config)
+        tensors, mapped = _element_tensors(files)
+    if checkpoint.format == "mistral":
+        tensors = _of_mistral(tensors, checkpoint.config)
     for prefix, path in checkpoint.module_files.items():
-        of_module, more = (_safetensors_tensors if path.endswith(".safetensors") else _pt_tensors)([path])
+        of_module, more = _element_tensors([path])
         tensors |= {f"{prefix}.{name}": tensor for name, tensor in of_module.items()}
         mapped += more
     source = files[0] if checkpoint.format == "gguf" else os.path.dirname(files[0])
@@ -83,7 +81,7 @@ def tensor_index(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]
     if checkpoint.format == "gguf":
         tensors, _ = _gguf_tensors(checkpoint, None)
     else:
-        tensors, _ = (_pt_tensors if checkpoint.format == "pt" else _safetensors_tensors)(checkpoint.weight_files)
+        tensors, _ = _element_tensors(checkpoint.weight_files)
     return {name: (tensor.format, tensor.shape) for name, tensor in tensors.items()}
 
 
@@ -193,8 +191,9 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _safetensors_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:
-    opened = [read_safetensors(path) for path in files]
+def _element_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:
+    """Of safetensors files and PyTorch's."""
+    opened = [read_safetensors(path) if path.endswith(".safetensors") else read_torch_archive(path) for path in files]
     tensors = {
         name: element_tensor(tensor.dtype.name, tensor.shape, partial(file.array, name))
         for file in opened
@@ -220,16 +219,6 @@ def _halved(read: Callable[[], StoredWeight], heads: int) -> StoredWeight:
 def _in_halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
     """From rows that alternate between the two halves of a head to one half after the other."""
     return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _pt_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:
-    opened = [read_torch_archive(path) for path in files]
-    tensors = {
-        name: element_tensor(tensor.dtype.name, tensor.shape, partial(file.array, name))
-        for file in opened
-        for name, tensor in file.tensors.items()
-    }
-    return tensors, [file.file for file in opened]
 
 
 def _gguf_tensors(checkpoint: Checkpoint, quantization: str | None) -> tuple[dict[str, FileTensor], list[MappedFile]]:

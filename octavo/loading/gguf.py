@@ -30,6 +30,7 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_FEW_TEXTS = 100  # as labels are, and no vocabulary
 _MAX_DIMS = 4  # GGML_MAX_DIMS
 
 
@@ -64,8 +65,8 @@ class GGUFFile:
 
 def read_gguf(path: str, texts: bool = True) -> GGUFFile:
     """Map a file, or the first of a split model and those that belong to it, and read the headers, which costs
-    milliseconds whatever their size; without `texts` a third, and the metadata lack arrays of strings: a vocabulary
-    and its merges. Raises `LoadError`."""
+    milliseconds whatever their size; without `texts` a third, and the metadata lack long arrays of strings: a
+    vocabulary and its merges. Raises `LoadError`."""
     first = _read_one(path, texts)
     count, number = (first.metadata.get(f"split.{name}", 0) for name in ("count", "no"))
     if count in (0, 1):
@@ -180,7 +181,7 @@ def _read_string(data: mmap.mmap, position: int) -> tuple[str, int]:
 
 
 def _read_value(path: str, data: mmap.mmap, position: int, kind: int, texts: bool) -> tuple[Any, int]:
-    """A value and where it ends. Without `texts` an array of strings is None."""
+    """A value and where it ends. Without `texts` a long array of strings is None."""
     if kind == _STRING:
         return _read_string(data, position)
     if kind == _ARRAY:
@@ -200,7 +201,7 @@ def _read_array(path: str, data: mmap.mmap, position: int, texts: bool) -> tuple
             raise IndexError
         # The hot loop of the header: a vocabulary and its merges are 100,000 to 500,000 strings.
         length_at, end = _U64.unpack_from, len(data)
-        if not texts:
+        if not texts and count > _FEW_TEXTS:
             for _ in range(count):
                 position += 8 + length_at(data, position)[0]
             if position > end:

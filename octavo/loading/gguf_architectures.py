@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
 from octavo.errors import LoadError
 from octavo.loading.gguf_metadata import Metadata
 
+RANK = 4  # llama.cpp's number of the pooling of rerankers
 # Of config.json and the number of rows in the file: the file's rows in the order of `transformers`.
 RowOrder = Callable[[Mapping[str, Any], int], list[int]]
 
@@ -422,6 +423,21 @@ def _are_values(m: Metadata) -> bool:
     return any(m.has("attn_k.weight", i) and not m.has("attn_v.weight", i) for i in full)
 
 
+def _xielu(m: Metadata) -> list[tuple[float, ...]]:
+    """The activation's numbers of each layer, which checkpoints have as tensors."""
+    parts = [m.file.metadata.get(f"xielu.{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")]
+    count = m.number("block_count")
+    if not all(isinstance(part, list) and len(part) >= count for part in parts):
+        raise LoadError(f"{m.file.path} is damaged: xielu.alpha_p, alpha_n, beta and eps are not {count} numbers each.")
+    return [tuple(float(x) for x in numbers) for numbers in zip(*(part or () for part in parts), strict=True)]
+
+
+_GEMMA_3 = Architecture(
+    class_name="Gemma3ForCausalLM", names=_LLAMA_NAMES | _AROUND_NAMES, norm_offset=1.0,
+    settings=_SOFTCAPS | _window(6) | {
+        "query_pre_attn_scalar": _gemma_scalar(62), "rope_parameters": _by_layer_type(10000.0)
+    },
+)  # fmt: skip
 _GEMMA_3N: dict[str, Setting] = {
     "num_kv_shared_layers": lambda m: m.number("attention.shared_kv_layers"),
     "intermediate_size": lambda m: _each(m, "feed_forward_length"),
@@ -497,6 +513,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         variants={"Ministral3ForCausalLM": lambda m: m.get("attention.temperature_scale") is not None},
     ),
     "arcee": Architecture(class_name="ArceeForCausalLM", rows=_PERMUTED),
+    "apertus": Architecture(
+        class_name="ApertusForCausalLM", settings={**_LLAMA_BIASES, "hidden_act": lambda m: "xielu", "xielu": _xielu},
+        names=_LLAMA_NAMES | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+    ),
     "seed_oss": Architecture(
         class_name="SeedOssForCausalLM", settings=_QKV_BIAS,
         names=_LLAMA_NAMES | {"post_attention_norm": "post_attention_layernorm"},
@@ -722,11 +742,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         class_name="Gemma2ForCausalLM", names=_LLAMA_NAMES | _AROUND_NAMES, norm_offset=1.0,
         settings=_SOFTCAPS | _window(2) | {"query_pre_attn_scalar": _gemma_scalar(46)},
     ),
-    "gemma3": Architecture(
-        class_name="Gemma3ForCausalLM", names=_LLAMA_NAMES | _AROUND_NAMES, norm_offset=1.0,
-        settings=_SOFTCAPS | _window(6) | {
-            "query_pre_attn_scalar": _gemma_scalar(62), "rope_parameters": _by_layer_type(10000.0)
-        },
+    "gemma3": _GEMMA_3,
+    "gemma-embedding": replace(
+        _GEMMA_3, class_name="Gemma3TextModel",
+        settings={**_GEMMA_3.settings, "use_bidirectional_attention": lambda m: not m.get("attention.causal", False)},
     ),
     "gemma3n": Architecture(
         class_name="Gemma3nForCausalLM", settings=_SOFTCAPS | _GEMMA_3N,
@@ -902,7 +921,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         has_experts=True,
     ),
     "bert": Architecture(
-        class_name="BertModel", top_names=_ENCODER_TOP, layer_prefix="encoder.layer.", settings=_ENCODER,
+        class_name="BertModel", layer_prefix="encoder.layer.", settings=_ENCODER,
+        # RoBERTa's head, whose first matrix stands where BERT's pooler does.
+        variants={"BertForSequenceClassification": lambda m: m.number("pooling_type", 0) == RANK},
+        top_names=_ENCODER_TOP | {"cls": "pooler.dense", "cls.output": "classifier"},
         names={
             "attn_q": "attention.self.query", "attn_k": "attention.self.key", "attn_v": "attention.self.value",
             "attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm",

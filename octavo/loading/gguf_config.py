@@ -9,11 +9,10 @@ from typing import Any
 
 from octavo.errors import LoadError
 from octavo.loading.gguf import GGUFFile
-from octavo.loading.gguf_architectures import ARCHITECTURES, Architecture
+from octavo.loading.gguf_architectures import ARCHITECTURES, RANK, Architecture
 from octavo.loading.gguf_metadata import Metadata
 
 _POOLING_TYPES = {0: None, 1: "MEAN", 2: "CLS", 3: "LAST"}
-_RANK = 4
 
 
 def architecture_of(file: GGUFFile) -> tuple[Metadata, Architecture]:
@@ -62,21 +61,45 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     config |= {key: value for key, value in said.items() if value is not None}
     if "rope_parameters" not in config and not architecture.is_without_heads:
         config["rope_parameters"] = metadata.rope()
-    if pooling := _pooling(metadata):
-        config["pooling_type"] = pooling
+    kind = metadata.number("pooling_type", 0)
+    config |= _reranker(metadata) if kind == RANK else _pooling(metadata, kind)
     ids = _token_ids(file)
     return config | ids, ids
 
 
-def _pooling(metadata: Metadata) -> str | None:
-    """How a file of a model for embeddings pools: llama.cpp's number."""
-    kind = metadata.number("pooling_type", 0)
-    if kind == _RANK:
-        raise LoadError(f"{metadata.file.path}: heads of rerankers (pooling_type {kind}) are not built for GGUF files.")
+def _pooling(metadata: Metadata, kind: int) -> dict[str, Any]:
+    """How a file of a model for embeddings pools: llama.cpp's number, and matrices that come after that."""
     if kind not in _POOLING_TYPES:
-        known = ", ".join(map(str, _POOLING_TYPES))
+        known = ", ".join(map(str, (*_POOLING_TYPES, RANK)))
         raise LoadError(f"{metadata.file.path}: pooling_type {kind} is not built; {known} are.")
-    return _POOLING_TYPES[kind]
+    if (pooling := _POOLING_TYPES[kind]) is None:
+        return {}
+    dense = {name: metadata.tensors.get(f"{name}.weight") for name in ("dense_2", "dense_3")}
+    return {
+        "pooling_type": pooling,
+        "pooled_dense": [(name, info.shape[0]) for name, info in dense.items() if info is not None],
+    }
+
+
+def _reranker(metadata: Metadata) -> dict[str, Any]:
+    """What its head is of. Raises `LoadError` for one that is not built."""
+    path, output = metadata.file.path, metadata.tensors.get("cls.output.weight")
+    labels = metadata.get("classifier.output_labels")
+    if metadata.architecture == "qwen3" and output is not None:
+        if not isinstance(labels, list) or sorted(labels) != ["no", "yes"] or output.shape[0] != len(labels):
+            raise LoadError(f"{path}: a reranker by the labels {labels} is not built; one by yes and no is.")
+        # The rows of the output matrix for these tokens.
+        return {
+            "classifier_from_token": [labels.index("no"), labels.index("yes")], "is_original_qwen3_reranker": True,
+            "classifier_matrix": ("cls.output", len(labels)),
+        }  # fmt: skip
+    if metadata.architecture != "bert" or output is None or "cls.weight" not in metadata.tensors:
+        raise LoadError(
+            f"{path}: this head of a reranker (pooling_type {RANK}) is not built; those of bert with the tensors "
+            "cls.weight and cls.output.weight and of qwen3 with cls.output.weight are."
+        )
+    named = isinstance(labels, list) and len(labels) == output.shape[0]
+    return {"num_labels": output.shape[0]} | ({"id2label": dict(enumerate(labels))} if named else {})
 
 
 def _heads(metadata: Metadata, num_kv_heads: int | None) -> dict[str, int]:

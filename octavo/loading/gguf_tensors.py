@@ -64,9 +64,8 @@ def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTe
         if is_of_layer and ".".join(parts[2:-1]) in names:
             layer, module, kind = parts[1], ".".join(parts[2:-1]), parts[-1]
             name, prefix = names[module], f"{architecture.layer_prefix}{layer}."
-        elif parts[0] in top_names and len(parts) == 2:
-            module, kind = parts
-            name, prefix = top_names[module], ""
+        elif (module := ".".join(parts[:-1])) in top_names:
+            name, prefix, kind = top_names[module], "", parts[-1]
         else:
             yield NamedTensor(info.name, info)
             continue

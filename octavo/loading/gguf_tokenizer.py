@@ -85,12 +85,13 @@ def _frame(file: GGUFFile, backend: Tokenizer, special: dict[str, str], adds_bos
         name: bool(file.metadata.get(f"tokenizer.ggml.add_{name}_token", default))
         for name, default in (("bos", adds_bos), ("eos", adds_eos))
     }
-    if file.metadata["tokenizer.ggml.model"] == "bert":
+    is_bert = file.metadata["tokenizer.ggml.model"] == "bert"
+    if is_bert:
         start, end = special.get("cls_token", special.get("bos_token")), special.get("sep_token")
         adds["eos"] = bool(file.metadata.get("tokenizer.ggml.add_sep_token", True))
     else:
         start, end = special.get("bos_token"), special.get("eos_token")
-    frame(backend, [start] if start and adds["bos"] else [], [end] if end and adds["eos"] else [])
+    frame(backend, [start] if start and adds["bos"] else [], [end] if end and adds["eos"] else [], has_types=is_bert)
 
 
 def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:

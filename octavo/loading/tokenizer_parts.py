@@ -142,10 +142,14 @@ def byte_letters() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
 
 
-def frame(backend: Tokenizer, start: Sequence[str], end: Sequence[str]) -> None:
-    """Let these special tokens stand before and after each text."""
+def frame(backend: Tokenizer, start: Sequence[str], end: Sequence[str], has_types: bool = False) -> None:
+    """Let these special tokens stand before and after each text. Of a pair the second one has types of its own, as
+    BERT has it, or as many ends before it as after it, as RoBERTa does."""
+    second = ["$B:1", *(f"{token}:1" for token in end)] if has_types else [*end, "$B", *end]
     backend.post_processor = processors.TemplateProcessing(
-        single=[*start, "$A", *end], special_tokens=[(token, backend.token_to_id(token)) for token in {*start, *end}]
+        single=[*start, "$A", *end],
+        pair=[*start, "$A", *end, *second],
+        special_tokens=[(token, backend.token_to_id(token)) for token in {*start, *end}],
     )
 
 

@@ -150,6 +150,8 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     _is_mamba(2): "Mamba 2",
     lambda layer: isinstance(layer.attention, LatentDescription): "latent attention",
     lambda layer: layer.beside: "beside attention",
+    lambda layer: layer.shared: "a transformer that layers share",
+    lambda layer: layer.shared and layer.shared.adapter_rank: "with adapters",
     lambda layer: isinstance(layer.attention, ShortConvDescription): "short convolution",
     lambda layer: isinstance(layer.attention, GatedDeltaDescription): "gated delta rule",
     lambda layer: (

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, cast
 
+import numpy as np
+
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.attention import AttentionDescription
@@ -20,6 +22,7 @@ from octavo.layers.parameters import NamedMatrix, Parameters
 from octavo.layers.pooling import Pooler
 from octavo.layers.positions import position_table
 from octavo.layers.product import Summand
+from octavo.layers.shared import Shared
 from octavo.layers.streams import Streams
 from octavo.layers.token_inputs import TokenInputs
 from octavo.loading.weights import Weights
@@ -43,13 +46,16 @@ class Block:
             return Norm(layer.norm, parameters, found, hidden_size)
 
         self._layer, self._ops = layer, parameters.ops
-        self.reads_float32 = layer.beside is None and not layer.is_parallel and not layer.keeps_normed
+        self.reads_float32 = not (layer.beside or layer.shared or layer.is_parallel or layer.keeps_normed)
         self._attention: Mixer | None = None
         if layer.attention is not None:
             self._attention_norm = norm(layer.attention_norm)
             self._attention = layer.attention.build(hidden_size, parameters, prefix)
             self._attention_post_norm = norm(layer.attention_post_norm)
             self.reads_float32 &= _quantizes(self._attention_norm, self._attention.consumer)
+        self._shared: Shared | None = None
+        if layer.shared is not None:
+            self._shared = layer.shared.build(hidden_size, parameters, prefix)
         self._beside: Mixer | None = None
         if layer.beside is not None:
             self._beside = layer.beside.build(hidden_size, parameters, prefix)
@@ -67,13 +73,18 @@ class Block:
         return self._attention if isinstance(self._attention, CrossAttention) else None
 
     def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None
-    ) -> Array:
+        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None,
+        pair: Array | None = None,
+    ) -> Array:  # fmt: skip
         """residual [T, H], which is overwritten -> the residual stream after this layer"""
         if self._layer.is_parallel:
             return self._forward_parallel(residual, batch, tables, cache)
         if self._attention is not None:
-            residual, hidden = self._before(self._attention_norm, residual, self._attention)
+            if self._shared is not None and pair is not None and beside is not None:
+                stream = self._shared.forward(residual, pair, batch, *beside)
+                hidden = _normed(self._attention_norm, stream, self._attention.consumer)
+            else:
+                residual, hidden = self._before(self._attention_norm, residual, self._attention)
             attended = self._attention.forward(hidden, batch, tables, cache)
             if self._beside is not None and beside is not None:
                 other = self._beside.forward(hidden, batch, *beside)
@@ -143,10 +154,11 @@ class BlockLike(Protocol):
         """Whether the residual stream may be float32 where the model's type is smaller."""
 
     def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None
-    ) -> Array:
+        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None,
+        pair: Array | None = None,
+    ) -> Array:  # fmt: skip
         """residual [T, H], which is overwritten -> the residual stream after this layer. `beside` is for the mixer
-        beside attention, where there is one."""
+        beside attention, or what layers share, where there is one; the `pair` too is for what layers share."""
 
 
 # `Block`, or a class that an architecture brings instead: layer, hidden size, parameters, prefix of names
@@ -203,6 +215,9 @@ class Decoder:
         if description.streams is not None:
             self._streams = Streams(description.streams, hidden_size, parameters)
             block = partial(StreamsBlock, description.streams)
+        self._pair: LinearWeight | None = None  # the embedding as the second half of rows, for what layers share
+        if any(layer.shared is not None for layer in description.layers):
+            self._pair = parameters.packed(np.eye(2 * hidden_size, hidden_size, -hidden_size, parameters.dtype))
         numbers, own = description.layer_numbers, description.stage
         self._blocks = {
             i: block(description.layers[i], hidden_size, parameters, f"{description.layer_prefix}{numbers[i]}.")
@@ -304,14 +319,15 @@ class Decoder:
         inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, residual)
         if self._streams is not None:
             residual = self._streams.expand(residual)
+        pair = None if self._pair is None else self._ops.linear(residual, self._pair, self._dtype)
         numbers = description.caches_of(description.stage)
         places = {i: (batch.groups[self._group_of_cache[i]], cache) for i, cache in zip(numbers, caches, strict=True)}
         late: dict[int, Array] = {}  # what is added at the end of the layer of that number
         for number, block in self._blocks.items():
             if self.watch is not None:
                 self.watch(number, residual)
-            (tables, cache), *beside = [places[i] for i in self._caches_of_layer[number]] or [_NO_PLACE]
-            residual = block.forward(residual, batch, tables, cache, *beside)
+            (tables, cache), *others = [places[i] for i in self._caches_of_layer[number]] or [_NO_PLACE]
+            residual = block.forward(residual, batch, tables, cache, others[0] if others else None, pair)
             if isinstance(block, Block) and (made := block.take_late()) is not None:
                 late[number + description.layers[number].added_after] = made
             if number in late:

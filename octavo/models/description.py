@@ -18,6 +18,7 @@ from octavo.layers.norm import NormDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.layers.share import WHOLE, Share
+from octavo.layers.shared import SharedDescription
 from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
 
@@ -46,6 +47,7 @@ class LayerDescription:
     # Of the residual stream as attention, and the feed-forward, are added to it.
     stream_multipliers: tuple[float, float] = (1.0, 1.0)
     beside: MixerDescription | None = None  # another mixer that sees what attention does
+    shared: SharedDescription | None = None  # what it adds to the residual stream attention alone sees
     # Of what attention, the mixer beside it and the feed-forward return.
     multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
     residual_multiplier: float = 1.0  # of what is added to the residual stream
@@ -54,12 +56,12 @@ class LayerDescription:
     number: int | None = None  # of the checkpoint's layer, where several of these are one of its
 
     @property
-    def keepers(self) -> tuple[MixerDescription, ...]:
+    def keepers(self) -> tuple[MixerDescription | SharedDescription, ...]:
         """Its attention or mixers that keep something of a sequence themselves."""
         own = self.attention
         if isinstance(own, AttentionDescription) and own.reads_layer is not None:
             own = None
-        return tuple(mixer for mixer in (own, self.beside) if mixer is not None)
+        return tuple(mixer for mixer in (own, self.beside, self.shared) if mixer is not None)
 
 
 @dataclass(frozen=True, slots=True)

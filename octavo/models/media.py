@@ -30,6 +30,10 @@ _VOXTRAL: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
     "rope_theta": 1e8,
 }  # fmt: skip
+_GEMMA_4: dict[str, Any] = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+}  # fmt: skip
 # The decoder of a `text_config`, by its model_type, and the defaults of its class in transformers 5: checkpoints leave
 # out what equals them.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,10 +115,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,
         "num_attention_heads": 40,
     }),
-    "gemma4_text": ("Gemma4ForCausalLM", {
-        "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-    }),
+    "gemma4_text": ("Gemma4ForCausalLM", _GEMMA_4),
+    "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", _GEMMA_4),
 }  # fmt: skip
 # Where experts lie otherwise than in the decoder's own checkpoints.
 _EXPERTS = {"qwen3_vl_moe_text": (stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),)}
@@ -189,7 +191,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
         "glm4v_text", 151343, shares_token=True, sections=(8, 12, 12), other_decoders=("glm4v_moe_text",)
     ),
     "Glm4vMoeForConditionalGeneration": MediaFamily(
-        "glm4v_moe_text", 151343, shares_token=True, sections=(8, 12, 12)
+        "glm4v_moe_text", 151363, shares_token=True, sections=(8, 12, 12)
     ),
     "Gemma3ForConditionalGeneration": MediaFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
@@ -199,6 +201,9 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     ),
     "Gemma4ForConditionalGeneration": MediaFamily(
         "gemma4_text", 258880, video_token=258884, sees_ahead_in_windows=True, multiplies_rows=False
+    ),
+    "Gemma4UnifiedForConditionalGeneration": MediaFamily(
+        "gemma4_unified_text", 258880, sees_ahead="picture", multiplies_rows=False
     ),
     "Llama4ForConditionalGeneration": MediaFamily("llama4_text", 200092),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
@@ -220,6 +225,7 @@ _TOWERS = tuple(
         "image_newline",
         "audio_tower.",
         "embed_vision.",
+        "vision_embedder.",
         "embed_audio.",
     )
 )
@@ -251,6 +257,8 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
     if family.sections is not None:
         layers = tuple(_with_axes(layer, family, text) for layer in layers)
     sees_ahead = family.sees_ahead
+    if family.decoder == "gemma4_unified_text" and text.get("use_bidirectional_attention", "vision") != "vision":
+        sees_ahead = ""
     if family.sees_ahead_in_windows:
         sees_ahead = "picture" if text.get("use_bidirectional_attention") == "vision" else ""
         layers = tuple(_seeing_ahead_in_windows(layer) for layer in layers)

@@ -78,7 +78,8 @@ def _of_decoder(
 ) -> PoolingDescription:
     if settings.label_tokens:
         output = description.embedding_name if description.tie_word_embeddings else description.output_name
-        return PoolingDescription("LAST", (), tuple(settings.label_tokens), settings.is_difference, output)
+        output, rows = config.get("classifier_matrix") or (output, None)  # GGUF files have only these rows of it
+        return PoolingDescription("LAST", (), tuple(settings.label_tokens), settings.is_difference, output, rows)
     if name.endswith(("ForRewardModel", "ForProcessRewardModel")):
         size = 1 if name.endswith("ForRewardModel") else num_labels(config)
         hidden = description.hidden_size

@@ -119,6 +119,7 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
         ),
         "another network's output": description.num_cross_tokens > 0,
         "several residual streams": description.streams is not None,
+        "a transformer that layers share": any(layer.shared is not None for layer in description.layers),
     }
     for name, has in refused.items():
         if has:

@@ -58,8 +58,9 @@ class StreamsBlock:
         return self._ops.pack_linear([floats(np.ascontiguousarray(matrix[order]))], bias)
 
     def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Any = None
-    ) -> Array:
+        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Any = None,
+        pair: Any = None,
+    ) -> Array:  # fmt: skip
         """residual [T, streams * H] -> the same after this layer"""
         ops, size = self._ops, self._size
         streams = self._predicted(residual)

@@ -89,7 +89,7 @@ def model_work(description: ModelDescription) -> ModelWork:
             matrices = 3 if feed_forward.gated else 2
             experts += feed_forward.num_experts * matrices * feed_forward.intermediate_size * description.hidden_size
             share = feed_forward.routing.top_k / feed_forward.num_experts
-        for mixer in (layer.attention, layer.beside):
+        for mixer in (layer.attention, layer.beside, layer.shared and layer.shared.attention):
             if isinstance(mixer, AttentionDescription):
                 attention.append((2 * mixer.num_heads * mixer.head_size, mixer.window))
             elif isinstance(mixer, LatentDescription):  # in absorbed form heads meet compressed vectors

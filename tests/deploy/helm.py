@@ -24,6 +24,7 @@ _RESOURCES = {
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},
     "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
+    "leaderworkerset.x-k8s.io/v1": {"leaderworkersets": "LeaderWorkerSet"},
     "gateway.networking.k8s.io/v1": {"httproutes": "HTTPRoute"},
     "keda.sh/v1alpha1": {"scaledobjects": "ScaledObject"},
     "monitoring.coreos.com/v1": {"servicemonitors": "ServiceMonitor", "prometheusrules": "PrometheusRule"},

@@ -61,8 +61,9 @@ def test_values(path: Path) -> None:
     (pod,) = release.tests
     check([*own, pod], other_services(values))
     names = {f"llm-octavo-{model['name']}" for model in values["models"]}
-    for kind in ("Deployment", "Service"):
-        assert {m["metadata"]["name"] for m in of_kind(own, kind)} == names
+    assert {m["metadata"]["name"] for m in of_kind(own, "Service")} == names
+    servers = of_kind(own, "Deployment") + of_kind(own, "LeaderWorkerSet")
+    assert {m["metadata"]["name"].removesuffix("-group") for m in servers} == names
     (test,) = containers(pod)
     assert set(test["args"][1:]) == {f"http://{name}:80/health" for name in names}
     assert all(f"service/{name} " in release.notes for name in names)
@@ -87,6 +88,25 @@ def test_several_models_behind_one_ingress() -> None:
     assert {name: json.loads(text)["uid"] for name, text in boards["data"].items()} == {
         f"{name}.json": f"octavo-{name}" for name in ("service", "engine", "models")
     }
+
+
+def test_a_replica_of_several_nodes_is_a_group() -> None:
+    """With the same objects about it as a Deployment, and beside one."""
+    models = [{"name": "large", "nodes": 3, "replicas": 2}, {"name": "small"}]
+    created = installed(CHART, {"models": models, "nodesToken": {"value": "t"}, "apiKey": {"value": "k"}}).created
+    (group,), (server,) = of_kind(created, "LeaderWorkerSet"), of_kind(created, "Deployment")
+    assert group["spec"]["replicas"] == 2 and group["spec"]["leaderWorkerTemplate"]["size"] == 3
+    variables = [{e["name"] for e in containers(pod)[0]["env"]} for pod in (*pods(group), *pods(server))]
+    assert [found & {"OCTAVO_NODES_TOKEN", "OCTAVO_API_KEY"} for found in variables] == [
+        {"OCTAVO_NODES_TOKEN", "OCTAVO_API_KEY"}, {"OCTAVO_NODES_TOKEN"}, {"OCTAVO_API_KEY"},
+    ]  # fmt: skip
+    assert all("--root-path=/large" in containers(pod)[0]["args"] for pod in pods(group))
+    (secret,) = of_kind(created, "Secret")
+    assert secret["stringData"] == {"api-key": "k", "nodes-token": "t"}
+    services = {m["metadata"]["name"]: m["spec"]["selector"] for m in of_kind(created, "Service")}
+    leader, worker = (pod["metadata"]["labels"] for pod in pods(group))
+    assert services["llm-octavo-large"].items() <= leader.items()
+    assert not any(selector.items() <= worker.items() for selector in services.values())
 
 
 def shares(manifests: list[Manifest]) -> dict[str, list[tuple[str, int]]]:
@@ -155,6 +175,10 @@ def test_secrets_are_made_or_named() -> None:
         ({"models": [{"name": "m", "replica": 2}]}, "replica"),
         ({"models": [{"name": "m", "gpus": 2}]}, "gpus"),
         ({"modelDefaults": {"autoscaling": {"by": "magic"}}}, "by"),
+        ({"models": [{"name": "m", "nodes": 0}]}, "nodes"),
+        ({"models": [{"name": "m", "nodes": 2}]}, "nodes needs nodesToken"),
+        ({"models": [{"name": "m", "nodes": 2, "gpus": 1}]}, "nodes with gpus"),
+        ({"models": [{"name": "m", "nodes": 2, "autoscaling": {"enabled": True}}]}, "nodes with autoscaling"),
         ({"ingres": {"enabled": True}}, "ingres"),
         ({"drain": {"shutdownTimeout": -1}}, "shutdownTimeout"),
         ({"gateway": {"enabled": True}, "canary": {"release": "next", "weight": 101}}, "weight"),

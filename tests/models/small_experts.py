@@ -114,6 +114,10 @@ GEMMA_4_MODELS = {
         "Gemma4", attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True, top_k_experts=2,
         num_experts=6, **_MOE, **_GEMMA_4 | {"hidden_size_per_layer_input": 0},
     ),
+    "gemma 4 unified": _model(
+        "Gemma4Unified", attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=3.0,
+        **{name: value for name, value in _GEMMA_4.items() if "per_layer_input" not in name},
+    ),
     "gemma 3n": _model("Gemma3n", **_GEMMA_3N),
     "gemma 3n, three streams, not scaled": _model(
         "Gemma3n", altup_num_inputs=3, altup_correct_scale=False, final_logit_softcapping=3.0,

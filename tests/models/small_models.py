@@ -20,7 +20,8 @@ MODEL_TYPES = {name: model_type for model_type, name in MODEL_FOR_CAUSAL_LM_MAPP
 # Its own type is that of the configuration of images and text.
 MODEL_TYPES |= {
     "Emu3ForCausalLM": "emu3_text_model", "Qwen3_5ForCausalLM": "qwen3_5_text",
-    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text", "Mistral4ForCausalLM": "mistral4",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text", "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
+    "Mistral4ForCausalLM": "mistral4",
 }  # fmt: skip
 
 

@@ -110,6 +110,19 @@ RECURRENT_MODELS: dict[str, SmallModel] = {
             "moe_shared_expert_intermediate_size": 24, "routed_scaling_factor": 1.5,
         },
     ),
+    "zamba": _model(
+        "Zamba", num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, hidden_size=32,
+        num_key_value_heads=4, mamba_d_state=6, mamba_proj_bias=True,
+    ),
+    "zamba 2": _model(
+        "Zamba2", num_hidden_layers=5, layers_block_type=["hybrid", "linear_attention", *["hybrid"] * 3],
+        num_mem_blocks=2, adapter_rank=6, use_shared_attention_adapter=True, use_mem_rope=True, hidden_size=32,
+        n_mamba_heads=4, mamba_ngroups=2, mamba_d_state=8, time_step_min=0.4, chunk_size=32, num_key_value_heads=4,
+    ),
+    "zamba 2, biases, no adapters of attention": _model(
+        "Zamba2", num_hidden_layers=3, layers_block_type=["hybrid", "linear_attention", "hybrid"], adapter_rank=6,
+        add_bias_linear=True, hidden_size=32, n_mamba_heads=4, mamba_d_state=8, chunk_size=32, num_key_value_heads=4,
+    ),
     "lfm 2": _model("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8, conv_bias=True),
     "lfm 2 moe": _model(
         "Lfm2Moe", layer_types=["conv", "full_attention"], num_dense_layers=1, **_MOE, **_EXPERTS

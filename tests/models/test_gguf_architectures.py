@@ -297,6 +297,14 @@ def of_backbone(tensors: Tensors, config: Any) -> Tensors:
     return found
 
 
+def with_activations_as_metadata(tensors: Tensors, config: Any) -> Tensors:
+    """Of Apertus."""
+    names = ("alpha_p", "alpha_n", "beta", "eps")
+    numbers = {name: [float(t) for key, t in tensors.items() if key.endswith(f"act_fn.{name}")] for name in names}
+    config.xielu = numbers
+    return {name: tensor for name, tensor in tensors.items() if ".act_fn." not in name}
+
+
 def stacked_dbrx(tensors: Tensors, config: Any) -> Tensors:
     found = {}
     for name, tensor in tensors.items():
@@ -680,6 +688,10 @@ CASES: dict[str, Case] = {
          "rope.scaling.yarn_log_multiplier": 1.0, "rope.scaling.yarn_beta_fast": 32.0,
          "rope.scaling.yarn_beta_slow": 1.0, "attention.temperature_scale": 0.3}, (permuted,),
     ),
+    "apertus": Case(
+        "apertus", transformers.ApertusConfig(**WIDE, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+        {}, (with_activations_as_metadata,),
+    ),
     "arcee": Case("arcee", transformers.ArceeConfig(**SMALL), {}, (permuted,)),
     "seed-oss": Case("seed_oss", transformers.SeedOssConfig(**SMALL, attention_bias=True, attention_out_bias=False)),
     "smollm3": Case(
@@ -861,6 +873,7 @@ def common(config: Any) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon" if rms is not None else "attention.layer_norm_epsilon": rms or eps,
         "attention.key_length": head_dim, "attention.value_length": head_dim,
     }  # fmt: skip
+    keys |= {f"xielu.{name}": numbers for name, numbers in getattr(config, "xielu", {}).items()}
     return keys | ({"rope.freq_base": float(rope["rope_theta"])} if "rope_theta" in rope else {})
 
 
@@ -877,7 +890,7 @@ def write(case: Case, reference: PreTrainedModel, path: Path, quantized: str = "
     names = gguf.get_tensor_name_map(arch, metadata["block_count"])
     writer = gguf.GGUFWriter(path, case.architecture)
     for key, value in metadata.items():
-        key = f"{case.architecture}.{key}"
+        key = key if key.startswith("xielu.") else f"{case.architecture}.{key}"
         kind = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}[type(value)]
         getattr(writer, f"add_{kind}")(key, value)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -886,7 +899,7 @@ def write(case: Case, reference: PreTrainedModel, path: Path, quantized: str = "
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
     for name, tensor in tensors.items():
         suffixes = (".weight", ".bias")
-        gguf_name = name if name.startswith(("blk.", "rope_freqs")) else names.get_name(name, suffixes)
+        gguf_name = name if name.startswith(("blk.", "rope_freqs", "cls.")) else names.get_name(name, suffixes)
         gguf_name = gguf_name or names.get_name(name.removeprefix("transformer."), suffixes)
         assert gguf_name is not None, name
         kind = gguf.GGMLQuantizationType.Q8_0 if quantized in gguf_name else gguf.GGMLQuantizationType.F32

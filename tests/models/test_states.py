@@ -18,7 +18,7 @@ from tests.models.small_recurrent import RECURRENT_MODELS
 from tests.models.test_parity import assert_near, logits_of
 
 # One of each kind of state, alone and beside attention.
-KINDS = ["mamba", "mamba 2", "jamba", "lfm 2", "qwen 3.5"]
+KINDS = ["mamba", "mamba 2", "jamba", "lfm 2", "qwen 3.5", "zamba 2"]
 
 
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])

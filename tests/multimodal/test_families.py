@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,14 +164,14 @@ def gemma3(tokenizer: Any) -> Any:
     return transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
 
 
-def gemma4(tokenizer: Any) -> Any:
+def gemma4(tokenizer: Any, kind: str = "Gemma4", images: str = "ImageProcessorPil") -> Any:
     marks = {"boi_token": "<img>", "eoi_token": "</img>", "image_token": "<image>"}
     marks |= {name: f"<{name}>" for name in ("audio_token", "boa_token", "eoa_token")}
     tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=TOKENS | marks)
     tokenizer.add_special_tokens({"additional_special_tokens": MORE_TOKENS})
-    images = transformers.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
-    processor = without_videos(transformers.Gemma4Processor)
-    return processor(transformers.Gemma4AudioFeatureExtractor(), images, tokenizer, None)
+    part = partial(getattr, transformers)
+    made = part(f"{kind}{images}")(patch_size=4, max_soft_tokens=70)
+    return without_videos(part(f"{kind}Processor"))(part(f"{kind}AudioFeatureExtractor")(), made, tokenizer, None)
 
 
 def paligemma(tokenizer: Any) -> Any:
@@ -453,6 +454,22 @@ CASES: dict[str, Case] = {
             },
         }.items()
     },
+    "Gemma4UnifiedForConditionalGeneration": Case(
+        {
+            "model_type": "gemma4_unified_text", "head_dim": 16, "global_head_dim": 32, "sliding_window": 80,
+            "max_position_embeddings": 2048, "pad_token_id": 5,
+        },
+        lambda: {
+            "vision_config": {
+                "patch_size": 4, "pooling_kernel_size": 3, "mm_embed_dim": 32, "mm_posemb_size": 64,
+                "output_proj_dims": 32,
+            },
+            "audio_config": None,
+        },
+        partial(gemma4, kind="Gemma4Unified", images="ImageProcessor"),
+        needs="torchvision",
+        num_tokens=1536,
+    ),
     "PaliGemmaForConditionalGeneration": Case(
         {"model_type": "gemma", "head_dim": 16},
         lambda: {"vision_config": SIZES | {"model_type": "siglip_vision_model"}, "projection_dim": 64},

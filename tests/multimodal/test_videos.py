@@ -181,6 +181,7 @@ VIDEO_CASES = {
     "Qwen2_5_VLForConditionalGeneration": _qwen(14, "Qwen2VL"),
     "Qwen3VLForConditionalGeneration": _qwen(16, "Qwen3VL"),
     "Qwen3_5ForConditionalGeneration": _qwen(16, "Qwen3VL")._replace(processor="Qwen3VLProcessor"),
+    "Qwen3VLMoeForConditionalGeneration": _qwen(16, "Qwen3VL")._replace(processor="Qwen3VLProcessor"),
     "LlavaOnevisionForConditionalGeneration": Case(
         lambda: transformers.LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=GRID),
         lambda: transformers.LlavaOnevisionVideoProcessor(size=SQUARE),

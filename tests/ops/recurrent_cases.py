@@ -76,6 +76,7 @@ CASES: dict[str, Callable[[torch.dtype], Case]] = {
     "conv 1": lambda dtype: conv(1, 5, "silu", dtype),
     "conv 8": lambda dtype: conv(8, 16, "silu", dtype),
     "mamba 1": lambda dtype: scan(45, 1, 1, 6, True, dtype),
+    "mamba 1, two groups": lambda dtype: scan(42, 1, 2, 6, True, dtype),
     "mamba 2": lambda dtype: scan(6, 16, 2, 32, False, dtype),
     "mamba 2, heads across tiles": lambda dtype: scan(6, 11, 3, 7, False, dtype),
     "gated delta": lambda dtype: delta(2, 4, 12, 20, dtype),

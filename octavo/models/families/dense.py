@@ -290,7 +290,8 @@ FAMILIES = {
                 "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             },
         ),
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj"),
+        attention=ATTENTION_BIAS | {"qk_norm": rms()},
+        feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", xielu=lambda c, i: (c.get("xielu") or {i: ()})[i]),
         layer={"attention_norm": "attention_layernorm", "feed_forward_norm": "feedforward_layernorm"},
     ),
     "HunYuanDenseV1ForCausalLM": Family(

@@ -137,6 +137,41 @@ def _unused_3n(config: Config, _: int) -> tuple[str, ...]:
     return (*scales, *parts)
 
 
+_GEMMA_4 = Family(
+    defaults=defaults(
+        131072, kv_heads=4, head_size=256, act="gelu_pytorch_tanh", tied=True, window=512, theta=1e6,
+        final_logit_softcapping=None, use_bidirectional_attention=None, global_head_dim=512,
+        num_global_key_value_heads=None, attention_k_eq_v=False, num_kv_shared_layers=0, enable_moe_block=False,
+        use_double_wide_mlp=False, experts=None, hidden_size_per_layer_input=256,
+        vocab_size_per_layer_input=262144,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+    ),
+    attention=ATTENTION_BIAS | {
+        "head_size": _head_size, "num_kv_heads": _kv_heads, "scale": 1.0, "rope": _rope, "window": _window,
+        "qk_norm": rms(), "value_norm": rms(has_weight=False), "keys_are_values": _keys_are_values,
+        "reads_layer": _reads_layer, "qkv_names": _qkv_names,
+    },
+    feed_forward={"intermediate_size": _intermediate_size},
+    experts={
+        "routing": routing(), "router_names": ("router.proj",),
+        "names": (stacked("experts.gate_up_proj", "experts.down_proj"),),
+        "shared": shared_expert(_intermediate_size, "mlp"), "weight_scales": "router.per_expert_scale",
+        "part_norms": _part_norms,
+    },
+    is_sparse=lambda c, _: bool(c["enable_moe_block"]),
+    layer=AROUND | {
+        "stream_scale": "layer_scalar",
+        "feed_forward_norm": lambda c, _: None if c["enable_moe_block"] else AROUND["feed_forward_norm"],
+    },
+    model={
+        "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5, "token_inputs": _token_inputs,
+        "logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0,
+    },
+    slides=_SLIDES,
+)  # fmt: skip
 FAMILIES = {
     "Gemma3nForCausalLM": Family(
         defaults=defaults(
@@ -157,39 +192,8 @@ FAMILIES = {
         },
         slides=lambda c, i: _type_3n(c, i) == "sliding_attention", refuses=("altup_active_idx",),
     ),
-    "Gemma4ForCausalLM": Family(
-        defaults=defaults(
-            131072, kv_heads=4, head_size=256, act="gelu_pytorch_tanh", tied=True, window=512, theta=1e6,
-            final_logit_softcapping=None, use_bidirectional_attention=None, global_head_dim=512,
-            num_global_key_value_heads=None, attention_k_eq_v=False, num_kv_shared_layers=0, enable_moe_block=False,
-            use_double_wide_mlp=False, experts=None, hidden_size_per_layer_input=256,
-            vocab_size_per_layer_input=262144,
-            rope_parameters={
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-            },
-        ),
-        attention=ATTENTION_BIAS | {
-            "head_size": _head_size, "num_kv_heads": _kv_heads, "scale": 1.0, "rope": _rope, "window": _window,
-            "qk_norm": rms(), "value_norm": rms(has_weight=False), "keys_are_values": _keys_are_values,
-            "reads_layer": _reads_layer, "qkv_names": _qkv_names,
-        },
-        feed_forward={"intermediate_size": _intermediate_size},
-        experts={
-            "routing": routing(), "router_names": ("router.proj",),
-            "names": (stacked("experts.gate_up_proj", "experts.down_proj"),),
-            "shared": shared_expert(_intermediate_size, "mlp"), "weight_scales": "router.per_expert_scale",
-            "part_norms": _part_norms,
-        },
-        is_sparse=lambda c, _: bool(c["enable_moe_block"]),
-        layer=AROUND | {
-            "stream_scale": "layer_scalar",
-            "feed_forward_norm": lambda c, _: None if c["enable_moe_block"] else AROUND["feed_forward_norm"],
-        },
-        model={
-            "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5, "token_inputs": _token_inputs,
-            "logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0,
-        },
-        slides=_SLIDES,
+    "Gemma4ForCausalLM": _GEMMA_4,
+    "Gemma4UnifiedForCausalLM": replace(
+        _GEMMA_4, defaults={**_GEMMA_4.defaults, **defaults(262144, window=1024, hidden_size_per_layer_input=0)}
     ),
 }  # fmt: skip

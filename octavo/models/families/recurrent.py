@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from octavo.models.families.settings import (
     W123,
     defaults,
     granite_shared,
+    mamba_rank,
     routing,
     said_by_types,
     several,
@@ -57,21 +59,20 @@ _HYBRID_DEFAULTS: dict[str, Any] = defaults(
 
 def _mamba_1(config: Config, _: int) -> MambaDescription:
     """Of the older names of settings."""
-    rank, size = config["time_step_rank"], config["hidden_size"]
     inner = config.get("mixer_rms_eps")
     return MambaDescription(
-        int(config["expand"] * size), 1, config["state_size"], config["conv_kernel"],
-        time_rank=math.ceil(size / 16) if rank == "auto" else rank, bias=config["use_bias"],
+        int(config["expand"] * config["hidden_size"]), 1, config["state_size"], config["conv_kernel"],
+        time_rank=mamba_rank(config, "time_step_rank"), bias=config["use_bias"],
         inner_norm=None if inner is None else NormDescription(inner, has_weight=False),
         output_bias=config["use_bias"], conv_bias=config["use_conv_bias"], name="mixer",
     )  # fmt: skip
 
 
-def _mamba_2(heads: str, head_size: str) -> Setting:
+def _mamba_2(heads: str, head_size: str, limits: Callable[[Config], tuple[float, float]]) -> Setting:
     def find(config: Config, _: int) -> MambaDescription:
         return MambaDescription(
             config[heads], config[head_size], config.get("state_size") or config["ssm_state_size"],
-            config["conv_kernel"], config["n_groups"], time_limit=_limits(config),
+            config["conv_kernel"], config["n_groups"], time_limit=limits(config),
             norm=NormDescription(config["norm_eps"]), bias=config["use_bias"], output_bias=config["use_bias"],
             conv_bias=config["use_conv_bias"], name="mixer",
         )  # fmt: skip
@@ -92,11 +93,9 @@ def _nemotron_mixer(config: Config, i: int) -> MambaDescription | str | None:
     kind = _nemotron_kind(config, i)
     if kind != "linear_attention":
         return "attention" if kind == "full_attention" else None
-    return MambaDescription(
-        config["mamba_num_heads"], config["mamba_head_dim"], config["ssm_state_size"], config["conv_kernel"],
-        config["n_groups"], time_limit=(config["time_step_min"], math.inf), norm=NormDescription(config["norm_eps"]),
-        bias=config["use_bias"], output_bias=config["use_bias"], conv_bias=config["use_conv_bias"], name="mixer",
-    )  # fmt: skip
+    found = _mamba_2("mamba_num_heads", "mamba_head_dim", lambda c: (c["time_step_min"], math.inf))(config, i)
+    assert isinstance(found, MambaDescription)
+    return found
 
 
 def _nemotron_shared(config: Config, _: int) -> FeedForwardDescription:
@@ -176,10 +175,9 @@ def _falcon_scale(config: Config, _: int) -> float:
 def _jamba_mixer(config: Config, i: int) -> MambaDescription | str:
     if i % config["attn_layer_period"] == config["attn_layer_offset"]:
         return "attention"
-    rank, size = config["mamba_dt_rank"], config["hidden_size"]
     return MambaDescription(
-        config["mamba_expand"] * size, 1, config["mamba_d_state"], config["mamba_d_conv"],
-        time_rank=math.ceil(size / 16) if rank == "auto" else rank, inner_norm=NormDescription(config["norm_eps"]),
+        config["mamba_expand"] * config["hidden_size"], 1, config["mamba_d_state"], config["mamba_d_conv"],
+        time_rank=mamba_rank(config, "mamba_dt_rank"), inner_norm=NormDescription(config["norm_eps"]),
         bias=config["mamba_proj_bias"], output_bias=config["mamba_proj_bias"], conv_bias=config["mamba_conv_bias"],
     )  # fmt: skip
 
@@ -198,22 +196,21 @@ def _lfm_is_attention(config: Config, i: int) -> bool:
     return bool(types[i] == "full_attention") if types is not None else listed is None or i in listed
 
 
-def _lfm_mixer(config: Config, i: int) -> ShortConvDescription | str:
-    if _lfm_is_attention(config, i):
-        return "attention"
-    return ShortConvDescription(config["hidden_size"], config["conv_L_cache"], config["conv_bias"])
-
-
 def _lfm3_type(config: Config, i: int) -> str:
     if config["layer_types"] is not None:
         return str(config["layer_types"][i])
     return "full_attention" if i % 4 == 2 else "sliding_attention" if i % 4 == 0 and i > 0 else "conv"
 
 
-def _lfm3_mixer(config: Config, i: int) -> ShortConvDescription | str:
-    if _lfm3_type(config, i) != "conv":
-        return "attention"
-    return ShortConvDescription(config["hidden_size"], config["conv_L_cache"], config["conv_bias"])
+def _short_conv(is_attention: Setting) -> Setting:
+    """The layers that are no attention."""
+
+    def find(config: Config, i: int) -> ShortConvDescription | str:
+        if is_attention(config, i):
+            return "attention"
+        return ShortConvDescription(config["hidden_size"], config["conv_L_cache"], config["conv_bias"])
+
+    return find
 
 
 def _lfm_intermediate(config: Config, _: int) -> int:
@@ -363,7 +360,7 @@ FAMILIES = {
     ),
     "Mamba2ForCausalLM": Family(
         defaults=_MAMBA_DEFAULTS | defaults(num_heads=128, head_size=64, state_size=128, n_groups=8),
-        mixer=_mamba_2("num_heads", "head_dim"), has_feed_forward=_never, layer=_MAMBA_LAYER, model=_BACKBONE,
+        mixer=_mamba_2("num_heads", "head_dim", _limits), has_feed_forward=_never, layer=_MAMBA_LAYER, model=_BACKBONE,
     ),
     "JambaForCausalLM": Family(
         defaults=defaults(
@@ -464,7 +461,7 @@ FAMILIES = {
         defaults=_LFM_DEFAULTS | defaults(
             block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256,
         ),
-        mixer=_lfm_mixer, attention=_LFM_ATTENTION,
+        mixer=_short_conv(_lfm_is_attention), attention=_LFM_ATTENTION,
         feed_forward=_LFM_MLP | {"intermediate_size": _lfm_intermediate, "activation": "silu"}, layer=_LFM_NORMS,
         model=_LFM_MODEL,
     ),
@@ -472,8 +469,8 @@ FAMILIES = {
         defaults=_LFM_DEFAULTS | defaults(
             experts=32, top_k=4, expert_size=1792, num_dense_layers=2, use_expert_bias=True, routed_scaling_factor=1.0,
         ),
-        mixer=_lfm_mixer, attention=_LFM_ATTENTION, feed_forward=_LFM_MLP | {"activation": "silu"}, layer=_LFM_NORMS,
-        model=_LFM_MODEL,
+        mixer=_short_conv(_lfm_is_attention), attention=_LFM_ATTENTION,
+        feed_forward=_LFM_MLP | {"activation": "silu"}, layer=_LFM_NORMS, model=_LFM_MODEL,
         experts={
             "routing": routing(scoring="sigmoid", scale=key("routed_scaling_factor")), "activation": "silu",
             "router_names": ("feed_forward.gate",),
@@ -494,7 +491,8 @@ FAMILIES = {
                 },
             },
         ),
-        mixer=_lfm3_mixer, slides=lambda c, i: _lfm3_type(c, i) == "sliding_attention",
+        mixer=_short_conv(lambda c, i: _lfm3_type(c, i) != "conv"),
+        slides=lambda c, i: _lfm3_type(c, i) == "sliding_attention",
         attention=ATTENTION_BIAS | {
             "qk_norm": rms(), "gate": lambda c, _: GateDescription("self_attn.gate_proj", by_head=True)
             if c["use_attention_gate"] else None,

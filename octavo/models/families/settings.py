@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from octavo.layers.experts import EXPERT_NAMES, one_by_one
@@ -47,6 +48,12 @@ W123 = (
     one_by_one("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
     *EXPERT_NAMES,
 )
+
+
+def mamba_rank(config: Config, setting: str) -> int:
+    """Of the product that Mamba 1 makes its time steps by."""
+    rank = config[setting]
+    return math.ceil(config["hidden_size"] / 16) if rank == "auto" else int(rank)
 
 
 def late_layers_slide(config: Config, i: int) -> bool:

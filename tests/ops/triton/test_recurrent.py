@@ -22,9 +22,10 @@ kernels = OverTensors(recurrent, takes_numpy=False)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("conv 4", torch.float32), ("conv 3, as it is, partial vectors", torch.float16), ("mamba 1", torch.float32),
-        ("mamba 2, heads across tiles", torch.float32), ("mamba 2", torch.float16), ("gated delta", torch.float32),
-        ("gated delta, decays by element", torch.float32),
+        ("conv 4", torch.float32), ("conv 3, as it is, partial vectors", torch.float16),
+        ("mamba 1, two groups", torch.float32), ("mamba 2, heads across tiles", torch.float32),
+        ("mamba 2", torch.float16),
+        ("gated delta", torch.float32), ("gated delta, decays by element", torch.float32),
     ],
 )  # fmt: skip
 def test_chunks_of_any_size_give_the_reference_and_equal_bits(name: str, dtype: torch.dtype) -> None:

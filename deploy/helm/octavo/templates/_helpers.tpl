@@ -53,3 +53,150 @@ capabilities: { drop: [ALL] }
       key: {{ .secret.key }}
 {{- end }}
 {{- end -}}
+
+{{/*
+A model's pod: (dict "root" $ "model" $model "name" NAME "role" ROLE). Of a group it is its "leader" or a "worker", whose flags are the
+leader's but for the rank, the address and --headless.
+*/}}
+{{- define "octavo.pod" -}}
+{{- $root := .root -}}
+{{- $m := .model -}}
+{{- $name := .name -}}
+{{- $role := .role -}}
+{{- $image := mergeOverwrite (deepCopy $root.Values.image) $m.image -}}
+{{- $selector := include "octavo.selector" (dict "root" $root "model" $m) -}}
+serviceAccountName: {{ include "octavo.fullname" $root }}
+automountServiceAccountToken: false
+enableServiceLinks: false # the variables of a Service called octavo would begin with OCTAVO_
+{{- with $m.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+terminationGracePeriodSeconds: {{ add $root.Values.drain.preStopSeconds $root.Values.drain.shutdownTimeout 10 }}
+securityContext:
+  {{- include "octavo.podSecurity" $root | nindent 2 }}
+{{- if not $role }}
+topologySpreadConstraints:
+  {{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+  - maxSkew: 1
+    topologyKey: {{ . }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- $selector | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- with $m.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $m.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $m.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+containers:
+  - name: {{ eq $role "worker" | ternary "worker" "server" }}
+    image: "{{ $image.repository }}:{{ $image.tag }}"
+    imagePullPolicy: {{ $image.pullPolicy }}
+    args:
+      - {{ printf "--model=%s" $m.model | quote }}
+      {{- with $m.servedModelName }}
+      - {{ printf "--served-model-name=%s" . | quote }}
+      {{- end }}
+      - --port=8000
+      - --max-model-len={{ int $m.maxModelLen }}
+      - --max-queue-len={{ int $m.maxQueueLen }}
+      - --shutdown-timeout={{ int $root.Values.drain.shutdownTimeout }}
+      - --log-format=json
+      {{- if gt (len $root.Values.models) 1 }}
+      - --root-path=/{{ $m.name }}
+      {{- end }}
+      {{- if $role }}
+      - --pipeline-parallel-size={{ int $m.nodes }}
+      - --nnodes=$(LWS_GROUP_SIZE)
+      {{- end }}
+      {{- if eq $role "leader" }}
+      - --node-rank=0
+      - --master-addr=$(POD_IP) # its name may not be known yet
+      {{- else if $role }}
+      - --node-rank=$(LWS_WORKER_INDEX)
+      - --master-addr=$(LWS_LEADER_ADDRESS)
+      - --headless
+      {{- end }}
+      {{- range $m.extraArgs }}
+      - {{ . | quote }}
+      {{- end }}
+    env:
+      - { name: PYTHONUNBUFFERED, value: "1" }
+      {{- if eq $role "leader" }}
+      - name: POD_IP
+        valueFrom: { fieldRef: { fieldPath: status.podIP } }
+      {{- end }}
+      {{- if $role }}
+      {{- include "octavo.secretEnv" (dict "root" $root "env" "OCTAVO_NODES_TOKEN" "secret" $root.Values.nodesToken) | nindent 6 }}
+      {{- end }}
+      {{- if ne $role "worker" }}
+      {{- include "octavo.secretEnv" (dict "root" $root "env" "OCTAVO_API_KEY" "secret" $root.Values.apiKey) | nindent 6 }}
+      {{- end }}
+      {{- include "octavo.secretEnv" (dict "root" $root "env" "HF_TOKEN" "secret" $root.Values.hfToken) | nindent 6 }}
+      {{- with $m.env }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+    {{- if eq $role "worker" }} # no probes: the leader notices in two seconds when a worker is gone
+    lifecycle:
+      preStop: # a group that is deleted drains: workers go on until the leader has ended
+        exec: { command: [sleep, {{ add $root.Values.drain.preStopSeconds $root.Values.drain.shutdownTimeout 3 | quote }}] }
+    {{- else }}
+    ports:
+      - { name: http, containerPort: 8000 }
+      {{- if $role }}
+      - { name: nodes, containerPort: 29501 }
+      {{- end }}
+    startupProbe:
+      httpGet: { path: /health, port: http }
+      periodSeconds: 2
+      failureThreshold: {{ div (int $root.Values.startupTimeout) 2 }}
+    readinessProbe:
+      httpGet: { path: /health, port: http }
+      periodSeconds: 2
+      failureThreshold: 1
+    livenessProbe: # a server whose engine starts again is alive
+      httpGet: { path: /version, port: http }
+      periodSeconds: 10
+      timeoutSeconds: 5
+    lifecycle:
+      preStop:
+        exec: { command: [sleep, {{ $root.Values.drain.preStopSeconds | quote }}] }
+    {{- end }}
+    securityContext:
+      {{- include "octavo.containerSecurity" $root | nindent 6 }}
+    resources:
+      {{- $resources := deepCopy $m.resources }}
+      {{- if $m.gpus }}
+      {{- $limits := merge (dict "nvidia.com/gpu" (int $m.gpus)) ($resources.limits | default dict) }}
+      {{- $_ := set $resources "limits" $limits }}
+      {{- end }}
+      {{- toYaml $resources | nindent 6 }}
+    volumeMounts:
+      - { name: models, mountPath: /data }
+      - { name: tmp, mountPath: /tmp }
+      {{- if $m.gpus }}
+      - { name: shm, mountPath: /dev/shm }
+      {{- end }}
+volumes:
+  - name: models
+    persistentVolumeClaim: { claimName: {{ $m.storage.existingClaim | default $name }} }
+  - name: tmp
+    emptyDir: {}
+  {{- if $m.gpus }}
+  - name: shm
+    emptyDir: { medium: Memory, sizeLimit: {{ $m.shmSize }} }
+  {{- end }}
+{{- end -}}
