@@ -22,13 +22,17 @@ _ROOT = Path(__file__).parents[3]
         ("gpt-oss", "BF16", 90, {"_linear", "_route", "_gather", "_clamped_gate", "_combine"}),
         ("qwen3-moe", "Q4_K", 90, {"_linear_int", "_route", "_gather", "_combine"}),
         ("bloom", "BF16", 80, {"_linear"}),
+        ("llama adapters", "BF16", 90, {"_linear", "_shrink", "_added", "_look_up"}),
+        ("qwen3-moe adapters", "Q4_K", 80, {"_linear_int", "_shrink", "_added"}),
     ],
 )
 def test_the_start_meets_every_kernel_that_a_step_can_launch(
     model: str, matrix_format: str, capability: int, kernels: set[str]
 ) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.triton.reachable", model, matrix_format, str(capability)]
+    command = [sys.executable, "-m", "tests.ops.triton.reachable"]
+    name, *more = model.split()
+    command += [name, matrix_format, str(capability), *more]
     done = subprocess.run(command, cwd=_ROOT, env=env, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["late"] == []
