@@ -6,8 +6,8 @@ Parts, each of which takes less than eight minutes on a machine that has never c
 on the device, and a request's bits alone, among others, in chunks, preempted), `parity` (answers of a GPU and of the
 CPU on the same random weights, for every family), `parallel` (several GPUs, where there are some: the answers of one,
 the same bits in two runs, the end of a worker, steps and exchanges), `model` (an 8B-shaped model: decode, prefill,
-where a step's time goes), `transformers` (the same work on the same device), `start` (with an empty cache of kernels,
-and again), `serve` (over HTTP, by `octavo bench serve`).
+where a step's time goes), `adapters` (what they add to such a model's steps), `transformers` (the same work on the same
+device), `start` (with an empty cache of kernels, and again), `serve` (over HTTP, by `octavo bench serve`).
 
 Each part is a process of its own. What it finds is in FOLDER/PART.json as soon as it is found, what it prints in
 FOLDER/PART.log, and FOLDER/page.md has predictions, measurements and their ratios of all parts so far: parts may be run
@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -47,14 +47,14 @@ from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
 from octavo.models.registry import describe
 from octavo.ops.triton.schedule import MACHINES
-from octavo.request import EngineRequest, Prompt, SequenceOutput
+from octavo.request import AdapterSource, EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
 
 Row = tuple[str, str, str]  # what, unit, measured
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-PARTS = ("kernels", "parity", "parallel", "model", "transformers", "start", "serve")
+PARTS = ("kernels", "parity", "parallel", "model", "adapters", "transformers", "start", "serve")
 EOS = 2
 COPY, PRODUCT = "copy, read and written", "bfloat16 product, 8192 cubed"
 
@@ -96,9 +96,12 @@ def make_core(config: dict[str, Any], device: str, **flags: Any) -> EngineCore:
     return EngineCore(EngineArgs(model=folder, tokenizer=folder, **args).create_engine_config())
 
 
-def request(name: str, prompt: list[int], num_out: int, **params: Any) -> EngineRequest:
+def request(
+    name: str, prompt: list[int], num_out: int, adapter: AdapterSource | None = None, **params: Any
+) -> EngineRequest:
     settings = {"temperature": 0.0, "ignore_eos": True, "max_tokens": num_out} | params
-    return EngineRequest(name, Prompt(prompt), SamplingParams(**settings), [EOS], num_out, time.monotonic())
+    asked = Prompt(prompt, adapter=None if adapter is None else adapter.identity)
+    return EngineRequest(name, asked, SamplingParams(**settings), [EOS], num_out, time.monotonic(), adapter=adapter)
 
 
 def prompt_of(number: int, length: int, vocab_size: int) -> list[int]:
@@ -329,10 +332,14 @@ def measured_rates(smoke: bool) -> tuple[float, float]:
     return rates
 
 
-def timed_run(core: EngineCore, batch: int, num_in: int, num_out: int, vocab: int) -> tuple[float, float]:
-    """(seconds in all, seconds of a step of decodes alone) of `batch` requests that come at once."""
+def timed_run(
+    core: EngineCore, batch: int, num_in: int, num_out: int, vocab: int, adapters: Sequence[AdapterSource] = ()
+) -> tuple[float, float]:
+    """(seconds in all, seconds of a step of decodes alone) of `batch` requests that come at once, over `adapters` in
+    turn."""
     for i in range(batch):
-        core.add(request(f"{i}", prompt_of(i, num_in, vocab), num_out))
+        adapter = adapters[i % len(adapters)] if adapters else None
+        core.add(request(f"{i}", prompt_of(i, num_in, vocab), num_out, adapter))
     begun = time.perf_counter()
     decode_s: list[float] = []
     while core.has_work:
@@ -409,6 +416,47 @@ def model(smoke: bool) -> Iterator[Row]:
             yield f"decode step, 64 rows: {kind}", "us", f"{us:.1f}"
         outside = 100 * (1 - sum(times.values()) / (1e6 * step_s[64]))
         yield "decode step, 64 rows: outside kernels", "%", f"{outside:.1f}"
+
+
+def adapters(smoke: bool) -> Iterator[Row]:
+    """Decode steps of rank 16 on all linear layers, beside those of a server without adapters."""
+    from octavo.lora.files import source
+    from tests.lora.random_adapters import write_adapter_of
+
+    config = SHAPES["Llama"] if smoke else LLAMA_3_1_8B
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = (size * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    sizes = {
+        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    modules = {f"model.layers.{i}.{name}": of for i in range(config["num_hidden_layers"]) for name, of in sizes.items()}
+    batch, count, num_in, num_out = (4, 2, 24, 8) if smoke else (64, 8, 512, 64)
+    flags: dict[str, Any] = {"max_model_len": 256 if smoke else 1024, "max_num_seqs": batch}
+    flags |= {"num_gpu_blocks_override": 600} if smoke else {}
+    step_s: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [write_adapter_of(Path(folder) / f"{i}", i, 16, modules, 0.01) for i in range(count)]
+        sources = [source(path.name, str(path)) for path in paths]
+        served = {"enable_lora": True, "max_loras": count, "max_cpu_loras": count}
+        kinds: dict[str, tuple[dict[str, Any], list[AdapterSource]]] = {
+            "without --enable-lora": ({}, []), "the base": (served, []), "one adapter": (served, sources[:1]),
+            f"{count} adapters": (served, sources),
+        }  # fmt: skip
+        core, last = None, None
+        for kind, (more, asked) in kinds.items():
+            if core is None or more != last:
+                core = None
+                free_memory()
+                core, last = make_core(config, DEVICE.type, **flags, **more), more
+            timed_run(core, batch, num_in, num_out, config["vocab_size"], asked)  # which reads them
+            _, step_s[kind] = timed_run(core, batch, num_in, num_out, config["vocab_size"], asked)
+            yield f"adapters: decode step, {batch} rows, {kind}", "ms", f"{step_s[kind] * 1e3:.2f}"
+            if not more:
+                continue
+            over = 100 * (step_s[kind] / step_s["without --enable-lora"] - 1)
+            yield f"adapters: {kind}, over a server without", "%", f"{over:.1f}"
 
 
 def transformers(smoke: bool) -> Iterator[Row]:

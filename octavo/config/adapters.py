@@ -23,13 +23,16 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str) -> LoRACon
             if getattr(args, name):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora.")
         return None
-    if device != "cpu":
-        raise ConfigError("--enable-lora is not built yet on GPUs; leave it out, or add --device cpu.")
     if impl != "octavo":
         raise ConfigError("--enable-lora is not built for models that transformers computes (--model-impl).")
+    if device == "cuda" and args.tensor_parallel_size * args.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--enable-lora is not built yet for models that several GPUs share; leave out --tensor-parallel-size and "
+            "--pipeline-parallel-size, or --enable-lora."
+        )
     if args.max_lora_rank > MAX_LORA_RANK:
         raise ConfigError(f"--max-lora-rank must be at most {MAX_LORA_RANK}, got {args.max_lora_rank}.")
-    if args.lora_dtype == "float16":
+    if args.lora_dtype == "float16" and device == "cpu":
         raise ConfigError("--lora-dtype float16 is not built for CPUs; use auto, bfloat16 or float32.")
     max_cpu_loras = args.max_cpu_loras or args.max_loras
     if max_cpu_loras < args.max_loras:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from octavo.config import EngineConfig, LoRAConfig
 from octavo.errors import LoadError, RequestError
-from octavo.execution.device import Device
+from octavo.execution.device import Device, Event
 from octavo.execution.team import ALONE, Team
 from octavo.layers.parameters import Module, NamedMatrix
 from octavo.loading.file_weights import open_weights
@@ -117,7 +119,12 @@ class AdapterStore:
         if lora.memory_bytes is not None:
             num_pages = max(1, lora.memory_bytes // self.page_bytes)
         self.num_pages = team.largest(num_pages)
-        self.num_slots = min(self.num_pages, _MAX_SLOTS)
+        # A device's tables have a row for each slot and expert.
+        num_experts = max(
+            (cast(ExpertsWeight, m.weight).num_experts for m in firsts if m.expert is not None), default=1
+        )
+        most = _MAX_SLOTS if device.shares_memory else max(lora.max_loras, _MAX_SLOTS // num_experts)
+        self.num_slots = min(self.num_pages, most)
         self._arena: Array = backend.allocate_arena(self.num_pages * self.page_bytes)
         self._tables = [new_table(matrix, self.num_slots) for matrix in firsts]
         for matrix, table in zip(firsts, self._tables, strict=True):
@@ -127,6 +134,8 @@ class AdapterStore:
             adapt(matrix.weight, table)
         self._experts = [matrix.expert for matrix in matrices]
         self._on_host: dict[str, HostAdapter] = {}
+        self._copied: dict[str, Event] = {}  # the last time that each of them was loaded
+        self._free_pages: deque[NDArray[np.uint8]] = deque()  # of pinned memory, which is not given back
         self._reader = ThreadPoolExecutor(1, "adapters")
 
     @property
@@ -141,19 +150,29 @@ class AdapterStore:
 
     def forget(self, identity: str) -> None:
         """Free the host's memory of an adapter that no plan loads any more."""
-        self._on_host.pop(identity, None)
+        adapter, copied = self._on_host.pop(identity, None), self._copied.pop(identity, None)
+        if adapter is None or self._device.shares_memory:
+            return
+        if copied is not None:
+            copied.wait()  # which has long come, but where the only step with it was aborted
+        self._free_pages.extend(adapter.pages)
 
     def load(self, loads: Sequence[AdapterLoad]) -> None:
-        """Copy adapters into their pages, after all steps that were submitted before."""
+        """Copy adapters into their pages, after all steps that were submitted before and before those that come."""
+        compute = self._device.compute
         for one in loads:
-            self._device.compute.run(lambda load=one: self._copy(load))  # type: ignore[misc]
+            adapter = self._on_host[one.identity]
+            compute.run(partial(self._copy, one, adapter), reads=adapter.pages)
+            self._copied[one.identity] = compute.record()
 
-    def _copy(self, load: AdapterLoad) -> None:
-        adapter, size = self._on_host[load.identity], self.page_bytes
+    def _copy(self, load: AdapterLoad, adapter: HostAdapter) -> None:
+        size = self.page_bytes
         for page, image in zip(load.pages, adapter.pages, strict=False):  # another worker's share may take more
             self._device.copy(image, self._arena[page * size : page * size + len(image)])
-        for table in self._tables:
-            table.clear(load.slot)
+        put = {number for number, _, _ in adapter.tables}
+        for number, table in enumerate(self._tables):
+            if number not in put:
+                table.clear(load.slot)
         for number, packed, places in adapter.tables:
             at = [load.pages[page] * size + offset for page, offset in places]
             self._tables[number].put(load.slot, packed, self._arena, at)
@@ -204,7 +223,7 @@ class AdapterStore:
                 pieces.setdefault(keys[-1], piece)
         num_pages, placed = place([piece.nbytes for piece in pieces.values()], self.page_bytes)
         places = dict(zip(pieces, placed, strict=True))
-        pages = [np.zeros(self.page_bytes, np.uint8) for _ in range(num_pages)]
+        pages = [self._new_page() for _ in range(num_pages)]
         for key, piece in pieces.items():
             page, offset = places[key]
             pages[page][offset : offset + piece.nbytes] = piece
@@ -213,6 +232,12 @@ class AdapterStore:
             tables.append((number, one, [places[key] for key in keys[first : first + len(one.pieces)]]))
             first += len(one.pieces)
         return HostAdapter(pages, tables)
+
+    def _new_page(self) -> NDArray[np.uint8]:
+        try:
+            return self._free_pages.popleft()
+        except IndexError:
+            return self._device.pinned([self.page_bytes], "uint8")
 
     def _size_of(self, num_pages: int) -> str:
         return f"{num_pages * self.page_bytes / (1 << 20):.1f} MiB"

@@ -36,7 +36,11 @@ _MIXED_TOKENS = (128, 256, 512)  # more keep the device busy for longer than Pyt
 
 def shapes_to_capture(largest: StepShape) -> list[StepShape]:
     """Steps of decodes, of some numbers of sequences; then steps with prompts, of some numbers of tokens. Where these
-    may be pictures' there are two of each, so that steps without any upload no rows of theirs."""
+    may be pictures' there are two of each, so that steps without any upload no rows of theirs. Where there are
+    adapters, first those of no row with one, which are as fast as if none were served; then the same with them."""
+    if largest.adapted:
+        plain = shapes_to_capture(replace(largest, adapted=False))
+        return plain + [replace(shape, adapted=True) for shape in plain]
     groups = largest.groups
     empty = replace(largest, tokens=0, seqs=0, samples=0, updates=0, media=0)
     decodes = [
@@ -57,6 +61,8 @@ def shapes_to_capture(largest: StepShape) -> list[StepShape]:
 def becomes(used: StepShape, captured: StepShape) -> bool:
     """Whether a step becomes `captured` by padding. One of decodes only computes no other steps."""
     if captured.tokens == captured.seqs and not used.tokens == used.seqs == used.samples:
+        return False
+    if used.adapted and not captured.adapted:
         return False
     extents = ("tokens", "seqs", "samples", "updates", "media")
     return all(used.extent(name) <= captured.extent(name) for name in extents)

@@ -12,28 +12,30 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from octavo.config import CacheConfig, EngineConfig
+from octavo.execution.adapter_store import AdapterStore
 from octavo.execution.block_mover import BlockMover, layer_cache
 from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import CapturedStep, Event, StepModel
 from octavo.execution.media_table import MediaTable
-from octavo.execution.runner import Runner
+from octavo.execution.runner import Runner, RunnerAdapters
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepArrays, StepShape
 from octavo.execution.team import ALONE, Team
 from octavo.kv_cache.groups import group_layers
 from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
+from octavo.lora.ops import AdaptedOps
 from octavo.models.description import ModelDescription
 from octavo.models.registry import build
 from octavo.multimodal.tower import ReceivedRows
-from octavo.ops import Array, Ops
+from octavo.ops import AdapterOps, Array, Ops
 
 logger = logging.getLogger(__name__)
 
@@ -77,14 +79,20 @@ def outline_runner(
     """A runner of the model, in a thread that is outlining."""
     limits, device = config.scheduler, OutlineDevice()
     recorded = RecordingWeights(config.model.dtype, weights)
-    model = build(description, recorded, ops, _ROTARY_POSITIONS, config.model.dtype)
+    adapted = None if config.lora is None else AdaptedOps(cast(AdapterOps, ops))
+    model_ops = ops if adapted is None else adapted.as_ops()
+    model = build(description, recorded, model_ops, _ROTARY_POSITIONS, config.model.dtype)
     groups = group_layers(model.layer_caches)
     table = SequenceTable(limits.max_num_seqs, config.model.max_model_len, config.cache.block_size, groups)
     media = MediaTable(ReceivedRows(), description, limits.max_num_seqs) if config.media is not None else None
-    cross = None
+    cross = adapters = None
     if config.sound is not None:
         cross = CrossOutputs(ReceivedRows(), groups, config.cache.block_size, config.model.dtype)
-    runner = Runner(model, ops, device, table, limits.max_num_batched_tokens, media=media, cross=cross, team=team)
+    if adapted is not None:
+        adapters = RunnerAdapters(adapted, AdapterStore(model.matrices, adapted, config, device))
+    runner = Runner(
+        model, ops, device, table, limits.max_num_batched_tokens, media=media, cross=cross, adapters=adapters, team=team
+    )
     own = description.caches_of(description.stage)
     caches = [layer_cache(config.cache, device, ops, model.layer_caches[i], 1) for i in own]
     runner.use_caches(caches, BlockMover(ops, device, [caches], [0]))

@@ -156,7 +156,7 @@ class Runner:
         # Of T tokens each is sampled after once at most, but for forks, which have a row each.
         self._largest = StepShape(
             max_num_tokens, num_rows, max(max_num_tokens, num_rows), num_updates, num_groups,
-            max_blocks if device.shares_memory else 0,
+            max_blocks if device.shares_memory else 0, adapted=adapters is not None,
         )  # fmt: skip
         if media is not None:
             self._largest = replace(self._largest, media=max_num_tokens, **media.extents)
@@ -230,32 +230,37 @@ class Runner:
 
     def run_largest_step(self) -> None:
         """The step that takes the most memory: as many tokens and samples as there may be, stored nowhere."""
-        self._rehearse(self._largest.tokens, self._largest.seqs, self._largest.seqs)
+        self._rehearse(self._largest.tokens, self._largest.seqs, self._largest.seqs, self._largest.adapted)
 
     def warm_up(self) -> None:
         """Have the device launch once whatever a step of any size may launch, so that nothing is compiled later."""
-        ops, num_rows = _device_ops(self.ops), self._largest.seqs
-        for num_tokens in ops.row_classes(self._largest.tokens):  # of prompts
-            self._rehearse(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1)
-        for num_samples in ops.row_classes(min(max(num_rows, _PROMPT_LOGPROB_ROWS), self._largest.samples)):
-            try:
-                self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples)
-            except self.device.memory_errors:
-                # More samples than rows are a prompt's, which may find no memory later either.
-                if num_samples <= num_rows or self._team.connections:  # others wait for what this one has not computed
-                    raise
-                self.device.release_memory()
+        for adapted in {False, self._largest.adapted}:
+            self._warm_up(adapted)
         if self._cross is not None:
             nothing = self._cross.nothing(cast(CrossModel, self.model).hidden_size)
             self.device.compute.run(partial(self._keep_output, *nothing))
         self._mover.warm_up()
 
-    def _rehearse(self, num_tokens: int, num_rows: int, num_samples: int) -> None:
+    def _warm_up(self, adapted: bool) -> None:
+        ops, num_rows = _device_ops(self.ops), self._largest.seqs
+        for num_tokens in ops.row_classes(self._largest.tokens):  # of prompts
+            self._rehearse(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1, adapted)
+        for num_samples in ops.row_classes(min(max(num_rows, _PROMPT_LOGPROB_ROWS), self._largest.samples)):
+            try:
+                self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
+            except self.device.memory_errors:
+                # More samples than rows are a prompt's, which may find no memory later either.
+                if num_samples <= num_rows or self._team.connections:  # others wait for what this one has not computed
+                    raise
+                self.device.release_memory()
+
+    def _rehearse(self, num_tokens: int, num_rows: int, num_samples: int, adapted: bool) -> None:
         """A step of sequences that are as long as each other, stored nowhere, with all that requests may ask for."""
         num_media = num_tokens if self._media is not None else 0
         shape = replace(
-            self._largest, tokens=num_tokens, seqs=num_rows, samples=num_samples, updates=0, media=num_media
-        )
+            self._largest, tokens=num_tokens, seqs=num_rows, samples=num_samples, updates=0, media=num_media,
+            adapted=adapted,
+        )  # fmt: skip
         layout = StepLayout(shape)
         stage = self._stages[0]
         arrays = layout.on_host(stage.inputs)
@@ -399,7 +404,7 @@ class Runner:
         row_of = self.table.gather(plan, arrays)
         samples = self.table.samples
         num_samples = used.samples
-        if self._adapters is not None:
+        if layout.shape.adapted:
             self.table.gather_adapters(row_of, arrays)
         if self._media is not None:
             self._media.gather(plan, row_of, arrays)
@@ -517,8 +522,8 @@ class Runner:
         )
 
     def _taking(self, slots: Array) -> AbstractContextManager[None]:
-        """Meanwhile each row of the model takes the adapter of its slot, where adapters are served."""
-        return nullcontext() if self._adapters is None else self._adapters.ops.taking(slots)
+        """Meanwhile each row of the model takes the adapter of its slot, if the step has any."""
+        return nullcontext() if self._adapters is None or not len(slots) else self._adapters.ops.taking(slots)
 
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
         _, _, num_tokens, num_positions, num_forks, _ = zip(*plan.rows, strict=True)
@@ -529,6 +534,7 @@ class Runner:
         used = StepShape(
             sum(num_tokens), num_seqs, num_samples, num_updates, largest.groups, largest.blocks,
             entering_bytes=largest.entering_bytes,
+            adapted=largest.adapted and self.table.has_adapters([planned.row for planned in plan.rows]),
         )  # fmt: skip
         if self._media is None:
             return used

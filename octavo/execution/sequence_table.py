@@ -108,6 +108,9 @@ class SequenceTable:
             self._gather_samples(plan.rows, into, starts, seq_lens)
         return row_of
 
+    def has_adapters(self, rows: Sequence[int]) -> bool:
+        return bool((self.adapter_slots[rows] >= 0).any())
+
     def gather_adapters(self, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
         """Fill in whose adapters the tokens and samples of the step that was gathered take."""
         into.adapter_slots[: len(row_of)] = self.adapter_slots[row_of]

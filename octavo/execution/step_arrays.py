@@ -39,6 +39,7 @@ class StepShape:
     axes: int = 0  # positions of a token beside that in its sequence
     sees_ahead: bool = False  # whether tokens may see later ones
     entering_bytes: int = 0  # of a token, which the stage before sends
+    adapted: bool = False  # whether rows may have adapters; a step where none has one needs not look for them
 
     def extent(self, name: str) -> int:
         if name == "bounds":
@@ -49,13 +50,16 @@ class StepShape:
             return self.tokens if self.sees_ahead else 0
         if name == "tokens_entering":
             return self.tokens if self.entering_bytes else 0
+        if name in ("adapted_tokens", "adapted_samples"):
+            return int(getattr(self, name.removeprefix("adapted_"))) if self.adapted else 0
         return int(getattr(self, name))
 
 
 def array_of(*dims: str, dtype: type[np.generic], padding: int | str = 0) -> Any:
     """A field of `StepArrays`: what its dimensions are, named by `StepShape`'s fields ("bounds" is one more than the
     sequences, "media_tokens" the tokens of models that take media, "tokens_ahead" those of models where tokens see
-    later ones, "tokens_entering" those of stages that are not the first), its type, and what lies behind the entries of
+    later ones, "tokens_entering" those of stages that are not the first, "adapted_tokens" and "adapted_samples" those
+    of steps with adapters), its type, and what lies behind the entries of
     a step: a number, or the name of a `Padding`."""
     return field(metadata={"dims": dims, "dtype": np.dtype(dtype), "padding": padding})
 
@@ -96,9 +100,9 @@ class StepArrays(Generic[_A]):
     top_p: _A = array_of("samples", dtype=np.float32)
     min_p: _A = array_of("samples", dtype=np.float32)
     uniforms: _A = array_of("samples", dtype=np.float64)  # uniform in [0, 1)
-    # Slots of adapters, -1 for none: of each token, and of each sample. Filled where adapters are served.
-    adapter_slots: _A = array_of("tokens", dtype=np.int32, padding=-1)
-    sample_adapter_slots: _A = array_of("samples", dtype=np.int32, padding=-1)
+    # Slots of adapters, -1 for none: of each token, and of each sample.
+    adapter_slots: _A = array_of("adapted_tokens", dtype=np.int32, padding=-1)
+    sample_adapter_slots: _A = array_of("adapted_samples", dtype=np.int32, padding=-1)
     # Of models that pool: the first token of what each sample is pooled from, up to its row; and which of two texts a
     # token is of.
     pool_starts: _A = array_of("samples", dtype=np.int64)

@@ -33,7 +33,7 @@ class AdaptedOps:
         self._lookups: dict[int, AdapterTable] = {}  # likewise
         self._stacks: dict[int, ExpertsAdapterTable] = {}  # likewise
         self._matrices: list[LinearWeight | ExpertsWeight] = []
-        self._slots: Array | None = None
+        self._slots: Any = None  # of `AdapterOps.rows_by_adapter`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
@@ -46,7 +46,7 @@ class AdaptedOps:
         """Meanwhile each row takes the adapter of its slot, or of -1 none: [T] int32 of the step's tokens, [N] while
         logits are computed. At other times there are no adapters at all: heads that guess tokens use matrices of the
         model."""
-        self._slots = slots
+        self._slots = self._ops.rows_by_adapter(slots)
         try:
             yield
         finally:
@@ -109,4 +109,4 @@ class AdaptedOps:
         table = self._tables.get(id(weight))
         if table is None or self._slots is None:
             return None
-        return Expand(table, self._slots, self._ops.shrink(x, table, self._slots))
+        return Expand(table, self._slots, self._ops.shrink(x, table, self._slots, weight))

@@ -220,7 +220,7 @@ class Expand(NamedTuple):
     """The second half of what adapters add to a product, in float32 before anything is rounded."""
 
     table: Any  # `AdapterTable`
-    slots: Any  # [T] int32: the slot of each row's adapter, or -1
+    slots: Any  # of `AdapterOps.rows_by_adapter`
     shrunk: Any  # of `Ops.shrink`
 
 
@@ -228,13 +228,13 @@ class Lookup(NamedTuple):
     """What adapters make of rows that are looked up, in float32 before these are scaled and rounded."""
 
     table: Any  # `AdapterTable`
-    slots: Any  # [T] int32: the slot of each row's adapter, or -1
+    slots: Any  # of `AdapterOps.rows_by_adapter`
 
 
 class ExpandExperts(NamedTuple):
     """What adapters add to the products of experts, to each in float32 before anything is rounded."""
 
-    slots: Any  # [T] int32: the slot of each token's adapter, or -1
+    slots: Any  # of `AdapterOps.rows_by_adapter`
     gate_up: Any  # `ExpertsAdapterTable`, or None
     down: Any
 
@@ -569,10 +569,14 @@ class AdapterOpsOver(OpsOver[A], Protocol[A]):
         self, shape: FactorShape, num_experts: int, num_slots: int, dtype: str
     ) -> ExpertsAdapterTable: ...
 
-    def shrink(self, x: A, table: AdapterTable, slots: A) -> A:
-        """x [T, K], as products take it, times the first factors of each row's adapter: [T, R] in the table's dtype,
-        where `slots` [T] int32 are not -1. Rows of an adapter are multiplied together. Of one that replaces the matrix
-        it is x itself."""
+    def rows_by_adapter(self, slots: A) -> Any:
+        """`slots` [T] int32 of the rows of a step, -1 for none, as other operations take them: what these work out from
+        them is worked out once. Captured steps do so anew."""
+
+    def shrink(self, x: A, table: AdapterTable, slots: Any, weight: LinearWeight) -> Any:
+        """x [T, K], as products with `weight` take it, times the first factors of each row's adapter, for `Expand`:
+        [T, R] in the table's dtype, or not summed up yet. Rows of an adapter are multiplied together. Of one that
+        replaces the matrix it is x itself."""
 
     def embedding(
         self, token_ids: A, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0,
@@ -695,9 +699,10 @@ def load_cuda() -> DeviceOps:
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.ops import cpu, torch_ref
+    from octavo.ops import cpu, cuda, torch_ref
 
     _segments: SegmentOpsOver[HostArray] = cpu
     _parallel: ParallelOpsOver[HostArray] = cpu
     _reference: DeviceOpsOver[Tensor] = torch_ref
     _reference_of_adapters: AdapterOpsOver[Tensor] = torch_ref
+    _adapters_of_devices: AdapterOpsOver[Tensor] = cuda

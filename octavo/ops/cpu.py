@@ -23,6 +23,7 @@ from octavo.ops.cpu_adapters import (
     expand_arguments,
     experts_adapter_table,
     lookup_arguments,
+    rows_by_adapter,
     shrink,
 )
 from octavo.ops.cpu_arrays import CACHE_CODES, CODES, DTYPES, FLOAT32, INT32, INT64, UINT8, code_of, is_dense, stride
@@ -56,8 +57,8 @@ __all__ = [
     "mask_tokens", "multiply",
     "normalize", "num_scan_floats", "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize",
     "place", "pool", "process_row", "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route",
-    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "sum_by_segments",
-    "take_rows", "top_tokens", "use_threads",
+    "rows_by_adapter", "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts",
+    "sum_by_segments", "take_rows", "top_tokens", "use_threads",
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
-from octavo.ops import AdapterTable, Expand, ExpandExperts, Factors, FactorShape, Lookup, LowRank, Whole
+from octavo.ops import AdapterTable, Expand, ExpandExperts, Factors, FactorShape, LinearWeight, Lookup, LowRank, Whole
 from octavo.ops.cpu_arrays import CODES, DTYPES, FLOAT32, INT32, UINT8, address, code_of, is_dense, stride
 from octavo.ops.cpu_memory import zeros
 from octavo.ops.cpu_program import check_inputs, empty
@@ -366,8 +366,13 @@ def adapter_table(shape: FactorShape, num_slots: int, dtype: str) -> CpuAdapterT
     return CpuAdapterTable(shape, num_slots, dtype)
 
 
-def shrink(x: NDArray[Any], table: AdapterTable, slots: NDArray[Any]) -> NDArray[Any]:
-    assert isinstance(table, CpuAdapterTable) and slots.dtype == INT32 and is_dense(slots) and is_dense(x)
+def rows_by_adapter(slots: NDArray[Any]) -> NDArray[Any]:
+    return slots
+
+
+def shrink(x: NDArray[Any], table: AdapterTable, slots: NDArray[Any], weight: LinearWeight) -> NDArray[Any]:
+    assert isinstance(table, CpuAdapterTable) and table.shape.num_in == weight.in_features
+    assert slots.dtype == INT32 and is_dense(slots) and is_dense(x)
     check_inputs("shrink", x=x, slots=slots)
     num_rows, num_in = x.shape[0], table.shape.num_in
     if x.dtype == UINT8:

@@ -30,6 +30,8 @@ from octavo.ops.torch_ops import (
 )
 from octavo.ops.triton import launch
 from octavo.ops.triton import logits as logits_kernels
+from octavo.ops.triton.adapter_tables import adapter_table, allocate_arena, experts_adapter_table
+from octavo.ops.triton.adapters import rows_by_adapter, shrink
 from octavo.ops.triton.attention import paged_attention
 from octavo.ops.triton.attention_plan import begin_step
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache, rotate
@@ -51,13 +53,14 @@ from octavo.ops.triton.sampling import argmax, sample
 from octavo.ops.triton.schedule import ROW_CLASSES
 
 __all__ = [
-    "activation", "add", "add_bias", "add_chosen", "add_rows", "all_gather", "all_reduce", "allocate_kv_cache",
-    "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts", "from_first", "gated_delta",
-    "gated_recurrence", "gather_blocks", "keep_tokens", "keys_of", "latent_attention", "layer_norm", "linear",
-    "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply",
-    "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row",
-    "quantize", "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes",
-    "rows_of", "sample", "scatter_blocks", "selective_scan", "stack_experts", "take_rows", "top_tokens",
+    "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "all_gather", "all_reduce",
+    "allocate_arena", "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts",
+    "experts_adapter_table", "from_first", "gated_delta", "gated_recurrence", "gather_blocks", "keep_tokens", "keys_of",
+    "latent_attention", "layer_norm", "linear", "linear_activated", "linear_add", "linear_by_head",
+    "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
+    "paged_attention", "penalize", "place", "pool", "process_row", "quantize", "replace_rows", "resolve_step",
+    "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_by_adapter", "rows_of", "sample",
+    "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 

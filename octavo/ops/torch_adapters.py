@@ -1,6 +1,6 @@
 """What adapters add to products, over torch's tensors: factors as they are, found through a table by slot.
 
-The reference computes with it directly. Kernels for GPUs are not built.
+The reference computes with it directly; `octavo.ops.triton.adapters` has kernels.
 """
 
 from __future__ import annotations
@@ -163,6 +163,10 @@ def allocate_arena(num_bytes: int) -> Tensor:
 
 def adapter_table(shape: FactorShape, num_slots: int, dtype: str) -> TorchAdapterTable:
     return TorchAdapterTable(shape, num_slots, dtype)
+
+
+def rows_by_adapter(slots: Tensor) -> Tensor:
+    return slots
 
 
 def shrink_rows(x: Tensor, table: TorchAdapterTable, slots: Tensor) -> Tensor:

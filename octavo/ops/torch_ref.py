@@ -34,6 +34,7 @@ from octavo.ops.torch_adapters import (
     expand_rows,
     experts_adapter_table,
     looked_up,
+    rows_by_adapter,
     shrink_rows,
 )
 from octavo.ops.torch_arrays import DTYPES, to_torch
@@ -65,8 +66,8 @@ __all__ = [
     "mask_tokens", "multiply",
     "normalize", "num_scan_floats", "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row",
     "quantize", "replace_rows", "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes",
-    "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "sum_by_segments", "take_rows",
-    "top_tokens",
+    "rows_by_adapter", "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts",
+    "sum_by_segments", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 
@@ -223,8 +224,8 @@ def linear_activated(
     return _rounded(_ACTIVATIONS[activation](_product(x, weight, expand)), _float_output(x, out_dtype), consumer)
 
 
-def shrink(x: Tensor, table: AdapterTable, slots: Tensor) -> Tensor:
-    assert isinstance(table, TorchAdapterTable)
+def shrink(x: Tensor, table: AdapterTable, slots: Tensor, weight: LinearWeight) -> Tensor:
+    assert isinstance(table, TorchAdapterTable) and table.shape.num_in == weight.in_features
     return shrink_rows(x.float(), table, slots)
 
 
@@ -283,12 +284,12 @@ def experts(
     clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0, segments: int = 1,
     expand: ExpandExperts | None = None,
 ) -> Tensor:  # fmt: skip
-    def added(table: Any, expert: int, tokens: Tensor, x: Tensor) -> Expand | None:
+    def added(table: Any, expert: int, tokens: Tensor, x: Tensor, weight: LinearWeight) -> Expand | None:
         if expand is None or table is None:
             return None
         assert isinstance(table, TorchExpertsTable)
         slots = expand.slots[tokens]
-        return Expand(table.experts[expert], slots, shrink(x, table.experts[expert], slots))
+        return Expand(table.experts[expert], slots, shrink(x, table.experts[expert], slots, weight))
 
     assert isinstance(gate_up, DenseExperts) and isinstance(down, DenseExperts)
     out = torch.zeros(len(x), down.out_features, device=x.device)
@@ -299,7 +300,7 @@ def experts(
         scales, rows = weights[tokens, choices, None], x[tokens]
         if scales_inputs:
             rows = rows * scales if first.is_quantized else (rows * scales).to(x.dtype)
-        what = None if expand is None else added(expand.gate_up, e, tokens, quantize(rows, first))
+        what = None if expand is None else added(expand.gate_up, e, tokens, quantize(rows, first), first)
         outputs = _product(rows, first, what).float()
         gate, up = outputs.chunk(2, dim=-1) if first.gated else (outputs, torch.ones_like(outputs))
         if clamp is None:
@@ -309,7 +310,7 @@ def experts(
             gate = gate.clamp(max=limit)
             inner = gate * torch.sigmoid(slope * gate) * (up.clamp(-limit, limit) + 1)
         inner = _rounded(inner, second.weight.dtype, second)
-        what = None if expand is None else added(expand.down, e, tokens, quantize(inner, second))
+        what = None if expand is None else added(expand.down, e, tokens, quantize(inner, second), second)
         y = _product(inner, second, what).float()
         out[tokens] += y if scales_inputs else scales * y
     return out

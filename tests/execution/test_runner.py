@@ -32,13 +32,16 @@ EOS = 2
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    folder = tmp_path_factory.mktemp("model")
+    return save_model(tmp_path_factory.mktemp("model"), tiny_tokenizer)
+
+
+def save_model(folder: Path, tokenizer: Path) -> Path:
     LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=128, bos_token_id=1, eos_token_id=EOS,
         pad_token_id=0, architectures=["LlamaForCausalLM"], tie_word_embeddings=False, dtype="float32",
     ).save_pretrained(folder)  # fmt: skip
-    for file in tiny_tokenizer.iterdir():
+    for file in tokenizer.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
 

@@ -6,9 +6,43 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from octavo.ops import Factors, FactorShape, LowRank, Whole
-from tests.ops.tensors import OverTensors, dtype_name
+from octavo.ops import Expand, Factors, FactorShape, LowRank, Whole
+from octavo.quantization import StoredWeight
+from tests.ops.kernel_cases import random
+from tests.ops.tensors import OverTensors, dtype_name, stored
+
+SHAPES = [
+    FactorShape(33, (48, 16, 16), False, 5),  # projections that share panels
+    FactorShape(64, (96, 32, 64), False, 16),
+    FactorShape(70, (40,), False, 40),
+    FactorShape(96, (64, 64), True, 8),
+    FactorShape(128, (70, 70), True, 3),  # the last panels are padded
+    FactorShape(33, (75,), False, 8, replaceable=True),
+]
+LOOKUPS = [FactorShape(33, (75,), False, 5, True, True), FactorShape(640, (64,), False, 16, True, True)]
+
+
+def run(ops: OverTensors, kind: str, x: Tensor, weight: Any, table: Any, slots: Tensor | None, out: Tensor) -> Tensor:
+    expand = None
+    if slots is not None:
+        slots = ops.rows_by_adapter(slots)
+        expand = Expand(table, slots, ops.shrink(x, table, slots, weight))
+    if kind == "gated":
+        return ops.linear_silu_and_mul(x, weight, expand=expand)
+    if kind == "activated":
+        return ops.linear_activated(x, weight, "gelu", expand=expand)
+    if kind == "store":
+        return ops.linear(x, weight, expand=expand)
+    out = out.clone()
+    ops.linear_add(x, weight, out, 0.5, expand=expand)
+    return out
+
+
+def parts(shape: FactorShape, dtype: torch.dtype, form: str | None = None) -> list[StoredWeight]:
+    return [stored(random(i, width, shape.num_in, dtype=dtype), form) for i, width in enumerate(shape.widths)]
 
 
 def random_factors(shape: FactorShape, seed: int) -> Factors:
@@ -63,15 +97,17 @@ def fill(ops: OverTensors, table: Any, num_slots: int, adapters: Sequence[Any]) 
     page_bytes, shape = table.least_page_bytes(), table.shape
     packed = [table.pack(factors, page_bytes) for factors in adapters]
     arena = np.zeros(sum(piece.nbytes + 128 for one in packed for piece in one.pieces) + 64, np.uint8)
-    end = 0
-    for slot, one in enumerate(packed):
+    end, places = 0, []
+    for one in packed:
         assert max(piece.nbytes for piece in one.pieces) <= page_bytes
         if not shape.replaceable and isinstance(adapters[0], Factors):
             assert sum(piece.nbytes for piece in one.pieces) <= sum(table.largest(page_bytes))
-        places = []
+        places.append([])
         for piece in one.pieces:
             arena[end : end + piece.nbytes] = piece
-            places.append(end)
+            places[-1].append(end)
             end += -(-piece.nbytes // 64) * 64 + 64
-        table.put(slot, one, ops.arena(arena), places)
-    return arena
+    there = ops.arena(arena)
+    for slot, one in enumerate(packed):
+        table.put(slot, one, there, places[slot])
+    return there

@@ -3,50 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from octavo.ops import Expand, FactorShape, Lookup
 from octavo.ops.cpu_pack import PackedStack, pack_quantized, packed_weight
 from octavo.quantization import StoredWeight
-from tests.ops.adapter_cases import filled_table
+from tests.ops.adapter_cases import LOOKUPS, SHAPES, filled_table, parts, run
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated_few, random
-from tests.ops.tensors import OverTensors, cpu, stored, torch_ref
-
-SHAPES = [
-    FactorShape(33, (48, 16, 16), False, 5),  # projections that share panels
-    FactorShape(64, (96, 32, 64), False, 16),
-    FactorShape(70, (40,), False, 40),
-    FactorShape(96, (64, 64), True, 8),
-    FactorShape(128, (70, 70), True, 3),  # the last panels are padded
-    FactorShape(33, (75,), False, 8, replaceable=True),
-]
-LOOKUPS = [FactorShape(33, (75,), False, 5, True, True), FactorShape(640, (64,), False, 16, True, True)]
-KINDS = ["store", "add", "activated", "gated"]
-
-
-def run(ops: OverTensors, kind: str, x: Tensor, weight: Any, table: Any, slots: Tensor | None, out: Tensor) -> Tensor:
-    expand = None
-    if slots is not None:
-        expand = Expand(table, slots, ops.shrink(x, table, slots))
-    if kind == "gated":
-        return ops.linear_silu_and_mul(x, weight, expand=expand)
-    if kind == "activated":
-        return ops.linear_activated(x, weight, "gelu", expand=expand)
-    if kind == "store":
-        return ops.linear(x, weight, expand=expand)
-    out = out.clone()
-    ops.linear_add(x, weight, out, 0.5, expand=expand)
-    return out
-
-
-def parts(shape: FactorShape, dtype: torch.dtype, form: str | None = None) -> list[StoredWeight]:
-    return [stored(random(i, width, shape.num_in, dtype=dtype), form) for i, width in enumerate(shape.widths)]
+from tests.ops.tensors import cpu, stored, torch_ref
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,8 +78,8 @@ def test_quantized_rows_are_read_with_their_outliers(isa: str, dtype: torch.dtyp
     table, arena = filled_table(cpu, shape, 6, dtype, 0)
     weight = cpu.pack_linear(parts(shape, dtype, "INT8"), None, shape.gated)
     stood_for = torch_ref.module.fake_quantize(x).float()
-    found = cpu.shrink(cpu.quantize(x, weight), table, slots)
-    expected = cpu.shrink(stood_for.to(dtype), table, slots)
+    found = cpu.shrink(cpu.quantize(x, weight), table, slots, weight)
+    expected = cpu.shrink(stood_for.to(dtype), table, slots, weight)
     ranks = [int(table.factors["rank"][slot]) if slot >= 0 else 0 for slot in slots.tolist()]
     assert any(ranks)
     for row, rank in enumerate(ranks):  # what lies behind is not written
@@ -188,7 +156,7 @@ def test_a_recorded_product_reads_the_slots_of_each_step(
     results = []
     with program.record(per_sample=False):
         for _ in range(2):  # the first fetches what the second reads
-            expand = Expand(table, watched_slots, native.shrink(watched, table, watched_slots))
+            expand = Expand(table, watched_slots, native.shrink(watched, table, watched_slots, weight))
             results.append(program.output(native.linear(watched, weight, expand=expand)))
     for step in ([0, 3, 0, -1, 1], [-1] * 12, [2] * 12):
         slots[: len(step)] = step

@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.ops import ACTIVATIONS, ExpertsWeight, LinearWeight, Routing
+from octavo.ops import ACTIVATIONS, ExpandExperts, ExpertsAdapterTable, ExpertsWeight, LinearWeight, Routing
 from octavo.ops.triton import linear as linear_float
 from octavo.ops.triton import linear_int
+from octavo.ops.triton.adapters import ExpertRows, rows_of_experts
 from octavo.ops.triton.launch import by_pieces
 from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
 from octavo.ops.triton.schedule import row_class
@@ -260,24 +261,32 @@ def _combine(
     tl.store(out + t * WIDTH + column, total, mask=column < WIDTH)
 
 
-def _product(x: Tensor, stack: StackedWeight, out: Tensor, epilogue: tl.constexpr, groups: Groups) -> None:
+def _product(
+    x: Tensor, stack: StackedWeight, out: Tensor, epilogue: tl.constexpr, groups: Groups, adapted: ExpertRows | None,
+    table: ExpertsAdapterTable | None,
+) -> None:  # fmt: skip
     weight = stack.weight
+    added = None if adapted is None else adapted.added(table, x, weight)
     if isinstance(weight, IntWeight):
         groups = replace(groups, factors=stack.factors)
-        linear_int.launch(x, weight, out, epilogue, groups=groups)
+        linear_int.launch(x, weight, out, epilogue, groups=groups, added=added)
     elif isinstance(weight, ScaledWeight):
         codes, x_scales = codes_of(x, weight.activation_dtype), scales_of(x)
-        linear_float.launch(codes, x_scales, weight.codes, weight.scales, weight.bias, out, epilogue, groups=groups)
+        linear_float.launch(
+            codes, x_scales, weight.codes, weight.scales, weight.bias, out, epilogue, groups=groups, added=added
+        )
     else:
-        linear_float.launch(x, None, weight.data, None, weight.bias, out, epilogue, groups=groups)
+        linear_float.launch(x, None, weight.data, None, weight.bias, out, epilogue, groups=groups, added=added)
 
 
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str = "silu",
     clamp: tuple[float, float] | None = None, scales_inputs: bool = False, first_expert: int = 0, segments: int = 1,
+    expand: ExpandExperts | None = None,
 ) -> Tensor:  # fmt: skip
-    """`Ops.experts`."""
+    """`AdapterOps.experts`."""
     assert segments == 1, "sums over experts are cut on CPUs only"
+    assert expand is None or first_expert == 0, "adapters of experts that are shared out are refused before"
     assert isinstance(gate_up, StackedWeight) and isinstance(down, StackedWeight)
     assert gate_up.weight.gated or clamp is None
     (num_tokens, top_k), num_experts, device = ids.shape, gate_up.num_experts, x.device
@@ -288,6 +297,7 @@ def experts(
     tile_experts, rows = _group(ids - first_expert, num_experts, block_t)
     groups = Groups(num_experts, block_t, tile_experts)
     num_rows = len(tile_experts) * block_t
+    adapted = None if expand is None else rows_of_experts(expand, ids, rows, num_rows, num_experts)
     codes_dtype = gate_up.weight.activation_dtype
     if codes_dtype is not None and not scales_inputs:
         x = x if x.dtype is torch.uint8 else quantize_rows(x, codes_dtype)
@@ -306,11 +316,11 @@ def experts(
         inner_dtype = down.weight.data.dtype if isinstance(down.weight, FloatWeight) else torch.float32
         if isinstance(down.weight, IntWeight) and codes_dtype is None:
             inner_dtype = x.dtype
-    inner = _gated(inputs, gate_up, groups, inner_dtype, activation, clamp)
+    inner = _gated(inputs, gate_up, groups, inner_dtype, activation, clamp, adapted)
     if down.weight.activation_dtype is not None:
         inner = quantize_rows(inner, down.weight.activation_dtype)
     y = torch.empty((num_rows, down.out_features), dtype=torch.float32, device=device)
-    _product(inner, down, y, STORE, groups)
+    _product(inner, down, y, STORE, groups, adapted, None if expand is None else expand.down)
     # Rows are in the order of experts, and so are a token's.
     rows, choice = rows.sort(-1)
     by_pieces(
@@ -322,18 +332,19 @@ def experts(
 
 def _gated(
     x: Tensor, gate_up: StackedWeight, groups: Groups, dtype: torch.dtype, activation: str,
-    clamp: tuple[float, float] | None,
+    clamp: tuple[float, float] | None, adapted: ExpertRows | None,
 ) -> Tensor:  # fmt: skip
     """-> [rows, width of the gate], of which rows start at multiples of 16 bytes"""
     is_gated = gate_up.weight.gated
+    table = None if adapted is None else adapted.expand.gate_up
     width = gate_up.out_features // (2 if is_gated else 1)
     padded = -(-width // UNIT.value) * UNIT.value
     out = torch.empty((len(x), padded), dtype=dtype, device=x.device)
     if clamp is None:
         kind = (GATED if is_gated else ACTIVATED).value + ACTIVATIONS.index(activation)
-        _product(x, gate_up, out, tl.constexpr(kind), groups)
+        _product(x, gate_up, out, tl.constexpr(kind), groups, adapted, table)
     else:
         both = torch.empty((len(x), 2 * padded), dtype=torch.float32, device=x.device)
-        _product(x, gate_up, both, STORE, groups)
+        _product(x, gate_up, both, STORE, groups, adapted, table)
         by_pieces(_clamped_gate, len(x), padded, 1024, both, out, *clamp, both.stride(0), UNIT=UNIT.value)
     return out[:, :width]

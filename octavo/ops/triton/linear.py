@@ -20,15 +20,26 @@ from torch import Tensor
 from octavo.ops.triton import schedule
 from octavo.ops.triton.launch import capability, num_multiprocessors
 from octavo.ops.triton.schedule import Tile
-from octavo.ops.triton.tiles import GATED, LARGE_SHARED, UNIT, Groups, dot, finish, place
+from octavo.ops.triton.tiles import (
+    GATED,
+    LARGE_SHARED,
+    UNIT,
+    Added,
+    Groups,
+    adapted_arguments,
+    add_adapted,
+    dot,
+    finish,
+    place,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows", "units"])
 def _linear(
     x, x_scales, w, w_scales, bias, tile_experts, out, num_rows, width, num_in, units, stride_x, stride_xs, stride_w,
-    stride_out, scale, SCALED: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
-    PROMOTE: tl.constexpr, GROUPED: tl.constexpr,
+    stride_out, scale, slots, entries, entry_size, added, stride_added, ADAPTED: tl.constexpr, SCALED: tl.constexpr,
+    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, PROMOTE: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """x [num_rows, num_in], w [width or, gated, 2 * width, num_in] -> the epilogue of x w^T in `out` [num_rows, width].
 
@@ -69,6 +80,11 @@ def _linear(
         t = first_t + tokens
         x_scale = tl.load(x_scales + t.to(tl.int64) * stride_xs, mask=t < num_rows, other=0.0)
         y = y.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+    if ADAPTED:
+        y = add_adapted(
+            y, first, first_t, width, num_rows, slots, entries, entry_size, added, stride_added, ADAPTED, EPILOGUE,
+            BLOCK_N, BLOCK_T,
+        )  # fmt: skip
     finish(
         y, first, first_t, units * UNIT, width, num_rows, bias, out, stride_out, scale, EPILOGUE, HAS_BIAS, BLOCK_N,
         BLOCK_T,
@@ -134,9 +150,10 @@ def choose_tile(
 
 def launch(
     x: Tensor, x_scales: Tensor | None, w: Tensor, w_scales: Tensor | None, bias: Tensor | None, out: Tensor,
-    epilogue: tl.constexpr, scale: float = 1.0, groups: Groups | None = None,
+    epilogue: tl.constexpr, scale: float = 1.0, groups: Groups | None = None, added: Added | None = None,
 ) -> None:  # fmt: skip
     """The epilogue of x [T, K] w^T, w [N, K], in the rows of `out`. The scales [T], [N] are for eight-bit elements.
+    `added` is by rows of x.
 
     With `groups` w is a stack [experts * N, K]."""
     num_rows, num_in = x.shape
@@ -158,8 +175,8 @@ def launch(
     _linear[grid](
         x, x_scales, w, w_scales, bias, None if groups is None else groups.tile_experts, out, num_rows, width, num_in,
         rows // unit, x.stride(0), 0 if x_scales is None else x_scales.stride(0), w.stride(0), out.stride(0), scale,
-        SCALED=w_scales is not None, EPILOGUE=epilogue, HAS_BIAS=bias is not None, EVEN_K=num_in % block_k == 0,
-        BLOCK_N=tile.block_n, BLOCK_T=tile.block_t, BLOCK_K=block_k, GROUP_T=8,
+        **adapted_arguments(added), SCALED=w_scales is not None, EPILOGUE=epilogue, HAS_BIAS=bias is not None,
+        EVEN_K=num_in % block_k == 0, BLOCK_N=tile.block_n, BLOCK_T=tile.block_t, BLOCK_K=block_k, GROUP_T=8,
         PROMOTE=min(128, block_k) if capability(x.device)[0] == 9 else 0, GROUPED=groups is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

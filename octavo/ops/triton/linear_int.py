@@ -16,7 +16,17 @@ from torch import Tensor
 
 from octavo.ops.triton.launch import capability, num_multiprocessors, stream
 from octavo.ops.triton.schedule import row_class
-from octavo.ops.triton.tiles import GATED, LARGE_SHARED, Groups, dot, finish, place
+from octavo.ops.triton.tiles import (
+    GATED,
+    LARGE_SHARED,
+    Added,
+    Groups,
+    adapted_arguments,
+    add_adapted,
+    dot,
+    finish,
+    place,
+)
 from octavo.ops.triton.weights import BLOCK_WORDS, IntWeight, Workspace
 
 
@@ -102,9 +112,9 @@ def _add_blocks(
 def _linear_int(
     x, codes, scales, bias, tile_experts, factors, out, partials, tickets, num_rows, width, num_in, num_blocks,
     chunk_blocks, stride_expert,
-    stride_x, stride_codes, stride_scales, stride_out, scale, factor,
-    BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr, NUM_CHUNKS: tl.constexpr, SPLIT: tl.constexpr, WORDS: tl.constexpr,
+    stride_x, stride_codes, stride_scales, stride_out, scale, factor, slots, entries, entry_size, added, stride_added,
+    ADAPTED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, EPILOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, NUM_CHUNKS: tl.constexpr, SPLIT: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, 0) of all chunks or, with SPLIT, program (tile, chunk). GROUPED codes and scales are a stack of
@@ -146,13 +156,25 @@ def _linear_int(
             y = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
             for chunk in tl.static_range(NUM_CHUNKS):
                 y += tl.load(at + chunk * chunk_size, mask=mask, other=0.0, cache_modifier=".cg")
+            y *= factor
+            if ADAPTED:
+                y = add_adapted(
+                    y, first, first_t, width, num_rows, slots, entries, entry_size, added, stride_added, ADAPTED,
+                    EPILOGUE, BLOCK_N, BLOCK_T,
+                )  # fmt: skip
             finish(
-                y * factor, first, first_t, COLUMNS, width, num_rows, bias, out, stride_out, scale, EPILOGUE, HAS_BIAS,
+                y, first, first_t, COLUMNS, width, num_rows, bias, out, stride_out, scale, EPILOGUE, HAS_BIAS,
                 BLOCK_N, BLOCK_T,
             )  # fmt: skip
     else:
+        y = tl.trans(total + acc) * factor
+        if ADAPTED:
+            y = add_adapted(
+                y, first, first_t, width, num_rows, slots, entries, entry_size, added, stride_added, ADAPTED, EPILOGUE,
+                BLOCK_N, BLOCK_T,
+            )  # fmt: skip
         finish(
-            tl.trans(total + acc) * factor, first, first_t, COLUMNS, width, num_rows, bias, out, stride_out, scale,
+            y, first, first_t, COLUMNS, width, num_rows, bias, out, stride_out, scale,
             EPILOGUE, HAS_BIAS, BLOCK_N, BLOCK_T,
         )  # fmt: skip
 
@@ -205,9 +227,11 @@ def _tile(num_rows: int, hopper: bool, single: bool) -> tuple[int, int, int, int
 
 
 def launch(
-    x: Tensor, weight: IntWeight, out: Tensor, epilogue: tl.constexpr, scale: float = 1.0, groups: Groups | None = None
-) -> None:
-    """The epilogue of x [T, K] W^T in the rows of `out`; with `groups` the weight's tensors are stacks."""
+    x: Tensor, weight: IntWeight, out: Tensor, epilogue: tl.constexpr, scale: float = 1.0, groups: Groups | None = None,
+    added: Added | None = None,
+) -> None:  # fmt: skip
+    """The epilogue of x [T, K] W^T in the rows of `out`; with `groups` the weight's tensors are stacks. `added` is by
+    rows of x."""
     num_rows, num_in = x.shape
     if num_rows == 0:
         return
@@ -233,8 +257,8 @@ def launch(
         None if workspace is None else workspace.tickets, num_rows, out.shape[1], num_in, num_blocks, chunk_blocks,
         weight.scales.shape[0] // num_experts * weight.scales.stride(0),
         x.stride(0), weight.codes.stride(0), weight.scales.stride(0), out.stride(0), scale, weight.factor,
-        BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima, EPILOGUE=epilogue, HAS_BIAS=weight.bias is not None,
-        EVEN_K=num_in % (BLOCK_WORDS * 32 // weight.bits) == 0, NUM_CHUNKS=chunks, SPLIT=split, WORDS=BLOCK_WORDS,
-        BLOCK_N=block_n, BLOCK_T=block_t, GROUP_T=8, GROUPED=groups is not None, num_warps=warps, num_stages=stages,
-        enable_fp_fusion=False,
+        **adapted_arguments(added), BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima, EPILOGUE=epilogue,
+        HAS_BIAS=weight.bias is not None, EVEN_K=num_in % (BLOCK_WORDS * 32 // weight.bits) == 0, NUM_CHUNKS=chunks,
+        SPLIT=split, WORDS=BLOCK_WORDS, BLOCK_N=block_n, BLOCK_T=block_t, GROUP_T=8, GROUPED=groups is not None,
+        num_warps=warps, num_stages=stages, enable_fp_fusion=False,
     )  # fmt: skip

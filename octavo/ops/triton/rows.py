@@ -74,7 +74,7 @@ def _embed_int(
     tl.store(out + t * WIDTH + k, (value * scale).to(out.dtype.element_ty), mask=k < WIDTH)
 
 
-def embedding(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> Tensor:
+def embedded(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> Tensor:
     """`Ops.embedding`: rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale` -> [T, H]."""
     assert isinstance(weight, PackedWeight)
     assert not weight.gated

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -28,6 +29,11 @@ UNIT = tl.constexpr(8)
 # Major capabilities of the machines with 227 KB of shared memory, whose tensor cores take 64 channels at a time.
 LARGE_SHARED = (9, 10)
 
+# What the kernels of products read of an adapter's row in `adapter_tables`.
+KIND, SCALES = 0, 1
+REPLACES = 2
+_KIND, _SCALES, _REPLACES = tl.constexpr(KIND), tl.constexpr(SCALES), tl.constexpr(REPLACES)
+
 # The interpreter multiplies bfloat16 as if they were integers (up to Triton 3.9).
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -40,6 +46,27 @@ class Groups:
     block_t: int
     tile_experts: Tensor  # [tiles] int32; -1: nothing is computed
     factors: Tensor | None = None  # [num_experts] float32, of matrices of codes
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What adapters add to a product, as `octavo.ops.triton.adapters` has computed it."""
+
+    slots: Tensor  # [T] int32: the slot of each row's adapter, or -1
+    entries: Tensor  # [slots, entry_size] int64, of `adapter_tables.TritonAdapterTable`
+    entry_size: int
+    sums: Tensor  # [T, columns] float32, of rows with adapters
+    is_gated: bool  # the matrix is, whose rows are not in the order of the columns
+
+
+def adapted_arguments(added: Added | None) -> dict[str, Any]:
+    """What kernels take for `add_adapted`. ADAPTED is 0 where nothing is added, 2 of gated matrices."""
+    if added is None:
+        return {"slots": None, "entries": None, "entry_size": 0, "added": None, "stride_added": 0, "ADAPTED": 0}
+    return {
+        "slots": added.slots, "entries": added.entries, "entry_size": added.entry_size, "added": added.sums,
+        "stride_added": added.sums.stride(0), "ADAPTED": 2 if added.is_gated else 1,
+    }  # fmt: skip
 
 
 @triton.jit
@@ -84,6 +111,34 @@ def activate(x, KIND: tl.constexpr):
             return positive
         else:  # relu2
             return positive * positive
+
+
+@triton.jit
+def add_adapted(
+    y, first, first_t, width, num_rows, slots, entries, entry_size, sums, stride_sums,
+    ADAPTED: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Sums y [BLOCK_T, BLOCK_N] float32 of `finish`, and what adapters make of them: y, y times their scales plus what
+    they add, or that alone."""
+    SIDES: tl.constexpr = 2 if EPILOGUE >= GATED else 1
+    token = first_t + tl.arange(0, BLOCK_T)
+    slot = tl.load(slots + token, mask=token < num_rows, other=-1)
+    entry = entries + tl.maximum(slot, 0).to(tl.int64) * entry_size
+    kind = tl.load(entry + _KIND, mask=slot >= 0, other=0)
+    channel = first * SIDES + tl.arange(0, BLOCK_N)
+    column = channel
+    if ADAPTED == 2:
+        column = channel // (2 * UNIT) * UNIT + channel % UNIT + channel // UNIT % 2 * (width * SIDES // 2)
+    in_n = (channel < width * SIDES)[None, :]
+    scales = tl.load(entry + _SCALES, mask=slot >= 0, other=0)
+    is_scaled = (scales != 0) | (kind == _REPLACES)
+    if tl.max(is_scaled.to(tl.int32), 0) > 0:  # seldom; and registers hold one more tile at a time
+        at = scales.to(tl.pointer_type(tl.float32))[:, None] + column[None, :]
+        scale = tl.load(at, mask=(scales != 0)[:, None] & in_n, other=0.0)
+        y = tl.where(is_scaled[:, None], y * scale, y)
+    at = sums + token.to(tl.int64)[:, None] * stride_sums + column[None, :]
+    adapted = (kind > 0)[:, None]
+    return tl.where(adapted, y + tl.load(at, mask=adapted & in_n, other=0.0), y)
 
 
 @triton.jit

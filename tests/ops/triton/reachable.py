@@ -1,7 +1,7 @@
 """Which kernels a start compiles, and which ones steps of any size could ask for: JSON, from a process of its own.
 
-`python -m tests.ops.triton.reachable MODEL FORMAT CAPABILITY SIZE` outlines two layers of one of `MODELS`, whose
-matrices are in the format, as the first of so many workers, for a GPU that is not there (`compiling`). Nothing is
+`python -m tests.ops.triton.reachable MODEL FORMAT CAPABILITY SIZE [adapters]` outlines two layers of one of `MODELS`,
+whose matrices are in the format, as the first of so many workers, for a GPU that is not there (`compiling`). Nothing is
 compiled: Triton is asked which variant of a kernel each launch would be."""
 
 from __future__ import annotations
@@ -101,8 +101,12 @@ def main() -> None:
         model=SimpleNamespace(dtype="bfloat16", max_model_len=8192),
         cache=SimpleNamespace(block_size=16, dtype="bfloat16"),
         scheduler=SimpleNamespace(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
-        media=model in SEEING or None, sound=model == "whisper" or None,
+        media=model in SEEING or None, sound=model == "whisper" or None, lora=None,
     )  # fmt: skip
+    if "adapters" in sys.argv[5:]:
+        config.lora = SimpleNamespace(
+            max_loras=2, max_rank=16, max_cpu_loras=2, dtype="bfloat16", target_modules=None, memory_bytes=None
+        )
     weights: Any = _Formats(matrix_format)
     cuda_collectives._size = size
     description = with_share(describe(MODELS[model]), Share(0, size), reproducible=False)
@@ -115,7 +119,8 @@ def main() -> None:
             if num_tokens <= MAX_TOKENS:
                 for num_seqs in {1, num_tokens // 2, min(num_tokens, MAX_SEQS)} - {0}:
                     num_seqs = min(num_seqs, MAX_SEQS)
-                    runner._rehearse(num_tokens, num_seqs, min(num_tokens, MAX_SEQS))
+                    for adapted in {False, config.lora is not None}:
+                        runner._rehearse(num_tokens, num_seqs, min(num_tokens, MAX_SEQS), adapted)
     names = sorted({name for name, _ in found})
     late = sorted({name for name, _ in found - at_start})
     print(json.dumps({"kernels": names, "variants": len(at_start), "late": late}))

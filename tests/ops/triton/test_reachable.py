@@ -26,13 +26,17 @@ _ROOT = Path(__file__).parents[3]
         ("qwen3-vl", "BF16", 90, 1, {"_linear", "_rotary_and_cache_kernel"}),
         ("gemma-3", "BF16", 80, 1, {"_linear"}),
         ("whisper", "BF16", 90, 1, {"_linear", "_rotary_and_cache_kernel"}),
+        ("llama adapters", "BF16", 90, 1, {"_linear", "_shrink", "_added", "_look_up"}),
+        ("qwen3-moe adapters", "Q4_K", 80, 1, {"_linear_int", "_shrink", "_added"}),
     ],
 )
 def test_the_start_meets_every_kernel_that_a_step_can_launch(
     model: str, matrix_format: str, capability: int, size: int, kernels: set[str]
 ) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.triton.reachable", model, matrix_format, str(capability), str(size)]
+    command = [sys.executable, "-m", "tests.ops.triton.reachable"]
+    name, *more = model.split()
+    command += [name, matrix_format, str(capability), str(size), *more]
     done = subprocess.run(command, cwd=_ROOT, env=env, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["late"] == []
