@@ -49,7 +49,7 @@ EVERY = ALL_MODELS | RECURRENT_MODELS | LATENT_MODELS
 NOT_STAGED = dict.fromkeys(
     ("gemma 4", "gemma 4, shared keys", "gemma 3n", "gemma 3n, three streams, not scaled"),
     "inputs of tokens to every layer",
-)
+) | dict.fromkeys(("zamba", "zamba 2", "zamba 2, biases, no adapters of attention"), "a transformer that layers share")
 # A tied and an untied one, learned positions, a projection of embeddings, windows, experts, states, latent attention.
 QUICK = {
     "llama ratio 3, head 64, tied", "llama, all biases", "gpt 2", "opt, projections, norms after", "gemma 3", "gpt-oss",
