@@ -140,7 +140,7 @@ def test_logprobs_are_those_of_the_models_distribution(llm: LLM) -> None:
         expected = logits.log_softmax(-1)
         assert next(iter(position)) == token
         for one, entry in position.items():
-            assert entry.logprob == pytest.approx(float(expected[one]), abs=1e-5)
+            assert entry.logprob == pytest.approx(float(expected[one]), abs=3e-5)  # two float32 sums
             assert entry.rank == int((expected > expected[one]).sum()) + 1
         assert set(expected.topk(3).indices.tolist()) <= set(position)
     total = sum(next(iter(position.values())).logprob for position in completion.logprobs)
