@@ -137,10 +137,10 @@ def test_logprobs_are_those_of_the_models_distribution(llm: LLM) -> None:
     (output,) = llm.generate("Rain", params, use_tqdm=False)
     completion = output.outputs[0]
     for token, position, logits in zip(completion.token_ids, completion.logprobs, raw, strict=True):
-        expected = logits.log_softmax(-1)
+        expected = logits.double().log_softmax(-1)  # torch's sums in float32 may be off by more than the bound
         assert next(iter(position)) == token
         for one, entry in position.items():
-            assert entry.logprob == pytest.approx(float(expected[one]), abs=3e-5)  # two float32 sums
+            assert entry.logprob == pytest.approx(float(expected[one]), abs=1e-5)
             assert entry.rank == int((expected > expected[one]).sum()) + 1
         assert set(expected.topk(3).indices.tolist()) <= set(position)
     total = sum(next(iter(position.values())).logprob for position in completion.logprobs)

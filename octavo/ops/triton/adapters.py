@@ -37,6 +37,7 @@ class AdaptedRows:
     """A step's rows by their adapters."""
 
     slots: Tensor  # [T] int32: the slot of each row's adapter, or -1
+    row_class: int  # of the step's tokens, which decides what is launched: the start meets each class once
     block_t: int  # rows of a tile
     tile_slots: Tensor  # [T] int32: of as many tiles as there are
     sources: Tensor  # [T * block_t] int32: the row in each place of a tile, or -1
@@ -45,8 +46,13 @@ class AdaptedRows:
 
 def rows_by_adapter(slots: Tensor) -> AdaptedRows:
     """`AdapterOps.rows_by_adapter`."""
+    return _in_tiles(slots, row_class(len(slots)))
+
+
+def _in_tiles(slots: Tensor, of_class: int) -> AdaptedRows:
+    """Rows with the adapters `slots` [T] int32, in a step of tokens of a class."""
     count, device = len(slots), slots.device
-    block_t = 16 if row_class(count) <= 64 else 64
+    block_t = 16 if of_class <= 64 else 64
     found, order = slots.sort(stable=True)
     index = torch.arange(count, device=device)
     begins = torch.ones(count, dtype=torch.bool, device=device)
@@ -61,7 +67,7 @@ def rows_by_adapter(slots: Tensor) -> AdaptedRows:
     sources = torch.full((count * block_t + 1,), -1, dtype=torch.int32, device=device)
     sources.scatter_(0, torch.where(has_adapter, tile * block_t + within % block_t, count * block_t), order.int())
     num_tiles = is_tile.sum(0, keepdim=True, dtype=torch.int32)
-    return AdaptedRows(slots, block_t, tile_slots[:count], sources[:-1], num_tiles)
+    return AdaptedRows(slots, of_class, block_t, tile_slots[:count], sources[:-1], num_tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +251,7 @@ def shrink(x: Tensor, table: AdapterTable, slots: AdaptedRows, weight: LinearWei
     block_k = _block_k(table.dtype)
     num_blocks, chunk_blocks = triton.cdiv(num_in, block_k), _CHUNK // block_k
     chunks = triton.cdiv(num_blocks, chunk_blocks)
-    split = chunks > 1 and row_class(num_rows) <= _MAX_SPLIT_ROWS
+    split = chunks > 1 and slots.row_class <= _MAX_SPLIT_ROWS
     sums = torch.empty(
         (chunks if split else 1, num_rows, projections * table.max_rank), dtype=torch.float32, device=x.device
     )
@@ -301,7 +307,7 @@ def rows_of_experts(expand: ExpandExperts, ids: Tensor, rows: Tensor, num_rows: 
     pairs = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=ids.device)
     found = torch.where(slots >= 0, slots * num_experts + ids, -1)
     pairs.scatter_(0, torch.where(rows >= 0, rows, num_rows).reshape(-1), found.reshape(-1))
-    return ExpertRows(expand, rows_by_adapter(pairs[:num_rows]))
+    return ExpertRows(expand, _in_tiles(pairs[:num_rows], row_class(len(ids))))
 
 
 def look_up(rows: Tensor, token_ids: Tensor, adapted: Lookup, out: Tensor, scale: float) -> None:

@@ -27,6 +27,7 @@ _ROOT = Path(__file__).parents[3]
         ("gemma-3", "BF16", 80, 1, {"_linear"}),
         ("whisper", "BF16", 90, 1, {"_linear", "_rotary_and_cache_kernel"}),
         ("llama adapters", "BF16", 90, 1, {"_linear", "_shrink", "_added", "_look_up"}),
+        ("qwen3-moe adapters", "Q4_K", 80, 1, {"_linear_int", "_shrink", "_added"}),
     ],
 )
 def test_the_start_meets_every_kernel_that_a_step_can_launch(
