@@ -30,6 +30,18 @@ class Caller(NamedTuple):
     host: str  # its address
 
 
+class Member(NamedTuple):
+    """A node, or an engine on another host, that asks to join or has joined."""
+
+    kind: str  # "node" or "engine"
+    join: Join
+    connection: socket.socket
+    host: str  # its address
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.join.rank} ({self.join.host}, {self.host})"
+
+
 class Door:
     """Open until `close`. `take` is called by many threads, with a caller each."""
 

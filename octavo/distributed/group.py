@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from octavo.config import EngineConfig
 from octavo.distributed.connection import release, send_message, show_address
-from octavo.distributed.door import Caller, Door, has_gone, refuse
+from octavo.distributed.door import Caller, Door, Member, has_gone, refuse
 from octavo.distributed.heartbeat import Heartbeat
 from octavo.distributed.messages import Control, Ended, GroupReady, Join, Joined, Refused, Rows
 from octavo.distributed.settings import difference, settings_of
@@ -27,17 +26,6 @@ logger = logging.getLogger(__name__)
 
 _FIRST_NOTICE_S, _NOTICE_S = 5.0, 30.0  # of nodes that are awaited
 _LOSS_CHECK_S = 0.2
-
-
-class _Member(NamedTuple):
-    """A node that has joined."""
-
-    join: Join
-    connection: socket.socket
-    host: str
-
-    def __str__(self) -> str:
-        return f"node {self.join.rank} ({self.join.host}, {self.host})"
 
 
 class Loss(NamedTuple):
@@ -73,7 +61,7 @@ class NodeGroup:
         self._size = config.tensor_parallel_size
         self._num_seats = config.pipeline_parallel_size * self._size
         self._session = os.urandom(16)
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, Member] = {}
         self._heartbeats: list[Heartbeat] = []
         self.controls: dict[int, int] = {}  # by number of the worker, the connection to it
         self.links: list[int] = []  # from the last stage of the last node, by rank
@@ -153,7 +141,7 @@ class NodeGroup:
                     )  # fmt: skip
                 continue
             if isinstance(caller.message, Join):
-                self._take(_Member(caller.message, caller.connection, caller.host))
+                self._take(Member("node", caller.message, caller.connection, caller.host))
             else:
                 caller.connection.close()  # of a group that is no more
         for rank, member in sorted(self._members.items()):
@@ -166,7 +154,7 @@ class NodeGroup:
             lose = partial(self._lose, rank)
             self._heartbeats.append(Heartbeat(member.connection, str(member), lambda news: None, lose))
 
-    def _take(self, member: _Member) -> None:
+    def _take(self, member: Member) -> None:
         """Raises `ConfigError` if it does not fit."""
         join = member.join
         wrong = None

@@ -23,7 +23,7 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.distributed.connection import HANDSHAKE_S, send_message, show_address
-from octavo.distributed.door import Caller, Door, has_gone, refuse
+from octavo.distributed.door import Caller, Door, Member, has_gone, refuse
 from octavo.distributed.heartbeat import Heartbeat
 from octavo.distributed.messages import Ended, EngineLink, GroupReady, Join, Joined, News, Refused
 from octavo.distributed.settings import difference, settings_of
@@ -49,17 +49,6 @@ _FIRST_NOTICE_S, _NOTICE_S = 5.0, 30.0  # of hosts that are awaited
 _REASON_S = 1.0  # for why a connection has ended to come over the other one
 
 
-class _Host(NamedTuple):
-    """Of an engine."""
-
-    join: Join
-    connection: socket.socket
-    address: str
-
-    def __str__(self) -> str:
-        return f"engine {self.join.rank} ({self.join.host}, {self.address})"
-
-
 class _Link(NamedTuple):
     connection: socket.socket
     clock_ahead_s: float  # of this host, before the other's
@@ -75,9 +64,9 @@ class EngineHosts:
         check_token(hosts.address, "--data-parallel-address")
         self._config, self._settings = config, settings_of(config)
         self._lock = threading.Lock()
-        self._present: dict[int, _Host] = {}  # those that wait, too
-        self._waiting: dict[int, _Host] = {}
-        self._awaited: dict[int, Future[_Host]] = {}
+        self._present: dict[int, Member] = {}  # those that wait, too
+        self._waiting: dict[int, Member] = {}
+        self._awaited: dict[int, Future[Member]] = {}
         self._links: dict[bytes, Future[_Link]] = {}
         self._has_begun = self._is_closed = False
         self._failure: ConfigError | None = None  # a host that did not fit
@@ -96,10 +85,10 @@ class EngineHosts:
         """All engines have been ready: from now on a host that does not fit is turned away, and nothing else."""
         self._has_begun = True
 
-    def host_of(self, rank: int) -> Future[_Host]:
+    def host_of(self, rank: int) -> Future[Member]:
         """The next one that comes with an engine, which may be there already. Fails with `ConfigError` if that does not
         fit, until `begin`."""
-        found: Future[_Host] = Future()
+        found: Future[Member] = Future()
         with self._lock:
             waiting = self._waiting.pop(rank, None)
             if self._failure is not None:
@@ -131,13 +120,13 @@ class EngineHosts:
     def _take(self, caller: Caller) -> None:
         match caller.message:
             case Join() as join:
-                self._take_host(_Host(join, caller.connection, caller.host))
+                self._take_host(Member("engine", join, caller.connection, caller.host))
             case EngineLink(session, clock_s) if (link := self._links.get(session)) is not None and not link.done():
                 link.set_result(_Link(caller.connection, time.monotonic() - clock_s))
             case _:
                 caller.connection.close()
 
-    def _take_host(self, host: _Host) -> None:
+    def _take_host(self, host: Member) -> None:
         rank = host.join.rank
         wrong = self._misfit(host.join)
         if wrong is not None:
@@ -155,7 +144,7 @@ class EngineHosts:
             other = self._present.get(rank)
             if other is None or has_gone(other.connection):
                 self._present[rank] = host
-                awaited: Future[_Host] | None = self._awaited.pop(rank) if rank in self._awaited else None
+                awaited: Future[Member] | None = self._awaited.pop(rank) if rank in self._awaited else None
                 if awaited is None or not awaited.set_running_or_notify_cancel():
                     self._waiting[rank] = host
                 else:
@@ -265,7 +254,7 @@ class RemoteCore:
             handle(message)
 
     async def _connect(
-        self, host: _Host, hear: Callable[[News], None], lose: Callable[[str], None]
+        self, host: Member, hear: Callable[[News], None], lose: Callable[[str], None]
     ) -> asyncio.StreamReader | None:
         session = os.urandom(16)
         found = self._hosts.link_of(session)
@@ -283,7 +272,7 @@ class RemoteCore:
         finally:
             self._hosts.forget_link(session)
 
-    async def _arrival(self) -> _Host:
+    async def _arrival(self) -> Member:
         """Raises `ConfigError`."""
         coming = asyncio.wrap_future(self._hosts.host_of(self._rank))
         wait_s = _FIRST_NOTICE_S

@@ -101,6 +101,8 @@ class Team:
 
     def check(self) -> None:
         """Raises `ConnectionError` if another worker has gone, so that what came of the last step means nothing."""
+        if not self.connections:
+            return
         poll = select.poll()
         for connection in self.connections:
             poll.register(connection, HUNG_UP)  # whatever there is still to be read

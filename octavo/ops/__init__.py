@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 
 from numpy.typing import NDArray
 
@@ -180,6 +180,24 @@ class PackedFactors(Protocol):
     def pieces(self) -> tuple[HostArray, ...]: ...
     @property
     def constant(self) -> tuple[bool, ...]: ...
+
+
+_P = TypeVar("_P", bound=PackedFactors)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsFactors(Generic[_P]):
+    """One adapter's factors for a stack, one expert after the other, none of which share any."""
+
+    experts: tuple[tuple[int, _P], ...]
+
+    @property
+    def pieces(self) -> tuple[HostArray, ...]:
+        return tuple(piece for _, one in self.experts for piece in one.pieces)
+
+    @property
+    def constant(self) -> tuple[bool, ...]:
+        return tuple(is_constant for _, one in self.experts for is_constant in one.constant)
 
 
 class AdapterTable(Protocol):

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import Expand, Factors, FactorShape, Lookup, LowRank
+from octavo.ops import Expand, ExpertsFactors, Factors, FactorShape, Lookup, LowRank
 from octavo.ops.torch_arrays import DTYPES, to_torch
 
 
@@ -109,21 +109,6 @@ class TorchAdapterTable:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class TorchExpertsFactors:
-    """One adapter's factors for a stack, one expert after the other."""
-
-    experts: tuple[tuple[int, TorchFactors], ...]
-
-    @property
-    def pieces(self) -> tuple[NDArray[np.uint8], ...]:
-        return tuple(piece for _, one in self.experts for piece in one.pieces)
-
-    @property
-    def constant(self) -> tuple[bool, ...]:
-        return (True,) * len(self.pieces)
-
-
 class TorchExpertsTable:
     """`ExpertsAdapterTable`: a table for each expert."""
 
@@ -133,8 +118,8 @@ class TorchExpertsTable:
         self.shape = shape
         self.experts = [TorchAdapterTable(whole, num_slots, dtype) for _ in range(num_experts)]
 
-    def pack(self, factors: Mapping[int, Factors], page_bytes: int) -> TorchExpertsFactors:
-        return TorchExpertsFactors(tuple((e, self.experts[e].pack(one, page_bytes)) for e, one in factors.items()))
+    def pack(self, factors: Mapping[int, Factors], page_bytes: int) -> ExpertsFactors[TorchFactors]:
+        return ExpertsFactors(tuple((e, self.experts[e].pack(one, page_bytes)) for e, one in factors.items()))
 
     def least_page_bytes(self) -> int:
         return self.experts[0].least_page_bytes()
@@ -142,7 +127,7 @@ class TorchExpertsTable:
     def largest(self, page_bytes: int) -> list[int]:
         return self.experts[0].largest(page_bytes) * len(self.experts)
 
-    def put(self, slot: int, packed: TorchExpertsFactors, arena: Tensor, places: Sequence[int]) -> None:
+    def put(self, slot: int, packed: ExpertsFactors[TorchFactors], arena: Tensor, places: Sequence[int]) -> None:
         begin = 0
         for e, one in packed.experts:
             self.experts[e].put(slot, one, arena, places[begin : begin + len(one.pieces)])

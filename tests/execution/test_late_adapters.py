@@ -20,22 +20,14 @@ from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from tests.execution.late_device import LateDevice
 from tests.execution.test_runner import EOS, VOCAB, config_of, device_core, save_model
-from tests.lora.random_adapters import write_adapter_of
+from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
 
 NUM_ADAPTERS = 7
-SIZES = {
-    f"model.layers.{layer}.{name}": size
-    for layer in range(2)
-    for name, size in {
-        "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
-        "self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
-    }.items()
-}  # fmt: skip
 
 
 def write_adapters(folder: Path, num: int = NUM_ADAPTERS) -> list[AdapterSource]:
     """Of different ranks; one of them is a DoRA with biases."""
-    paths = [write_adapter_of(folder / f"a{i}", i, 1 + i, SIZES, 1.0, magnitudes=i == 2) for i in range(num)]
+    paths = [write_adapter_of(folder / f"a{i}", i, 1 + i, TINY_SIZES, 1.0, magnitudes=i == 2) for i in range(num)]
     return [source(path.name, str(path)) for path in paths]
 
 

@@ -25,7 +25,7 @@ from octavo.plan import StepPlan
 from octavo.request import SequenceOutput
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import VOCAB, config_of, model, requests, run, told
-from tests.lora.random_adapters import write_adapter_of
+from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
 
 __all__ = ["model"]
 
@@ -262,14 +262,7 @@ def test_bits_are_the_same_in_every_run_and_company(start: Callable[..., EngineC
     assert run(alone, asked[:1])
 
 
-SIZES = {
-    f"model.layers.{layer}.{name}": size
-    for layer in range(2)
-    for name, size in {
-        "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
-        "self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
-    }.items()
-} | {"lm_head": (VOCAB, 64)}  # fmt: skip
+SIZES = TINY_SIZES | {"lm_head": (VOCAB, 64)}
 
 
 def change_ends(folder: Path, rank: int, replaces: bool) -> None:

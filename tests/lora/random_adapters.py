@@ -14,6 +14,14 @@ SIZES = {  # outputs and inputs
     "self_attn.o_proj": (576, 576), "mlp.gate_proj": (1536, 576), "mlp.up_proj": (1536, 576),
     "mlp.down_proj": (576, 1536),
 }  # fmt: skip
+TINY_SIZES = {  # of the linear layers of the tests' small Llama
+    f"model.layers.{layer}.{name}": size
+    for layer in range(2)
+    for name, size in {
+        "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
+        "self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
+    }.items()
+}  # fmt: skip
 
 
 def write_random_adapter(

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import Factors, FactorShape, LowRank, Whole
+from octavo.ops import ExpertsFactors, Factors, FactorShape, LowRank, Whole
 from octavo.ops.torch_arrays import DTYPES, to_torch, upload
 from octavo.ops.triton import launch
 from octavo.ops.triton.tiles import KIND, REPLACES, SCALES, UNIT
@@ -156,21 +156,6 @@ def entry_of(size: int, packed: PackedFactors, arena: Tensor, places: Sequence[i
     return entry
 
 
-@dataclass(frozen=True, slots=True)
-class PackedExperts:
-    """One adapter's factors for a stack, one expert after the other."""
-
-    experts: tuple[tuple[int, PackedFactors], ...]
-
-    @property
-    def pieces(self) -> tuple[NDArray[np.uint8], ...]:
-        return tuple(piece for _, one in self.experts for piece in one.pieces)
-
-    @property
-    def constant(self) -> tuple[bool, ...]:
-        return (True,) * len(self.pieces)
-
-
 class TritonExpertsTable:
     """`ExpertsAdapterTable` of a device: a table whose slots are those of pairs, `slot * num_experts + expert`."""
 
@@ -180,8 +165,8 @@ class TritonExpertsTable:
         self.shape, self.num_experts = shape, num_experts
         self.pairs = TritonAdapterTable(whole, num_slots * num_experts, dtype)
 
-    def pack(self, factors: Mapping[int, Factors], page_bytes: int) -> PackedExperts:
-        return PackedExperts(tuple((e, self.pairs.pack(one, page_bytes)) for e, one in factors.items()))
+    def pack(self, factors: Mapping[int, Factors], page_bytes: int) -> ExpertsFactors[PackedFactors]:
+        return ExpertsFactors(tuple((e, self.pairs.pack(one, page_bytes)) for e, one in factors.items()))
 
     def least_page_bytes(self) -> int:
         return self.pairs.least_page_bytes()
@@ -189,7 +174,7 @@ class TritonExpertsTable:
     def largest(self, page_bytes: int) -> list[int]:
         return self.pairs.largest(page_bytes) * self.num_experts
 
-    def put(self, slot: int, packed: PackedExperts, arena: Tensor, places: Sequence[int]) -> None:
+    def put(self, slot: int, packed: ExpertsFactors[PackedFactors], arena: Tensor, places: Sequence[int]) -> None:
         entries, begin = np.zeros((self.num_experts, self.pairs.entry_size), np.int64), 0
         for e, one in packed.experts:
             end = begin + len(one.pieces)

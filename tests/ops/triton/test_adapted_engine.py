@@ -13,19 +13,11 @@ from octavo.engine.core import EngineCore
 from octavo.lora.files import source
 from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
-from tests.lora.random_adapters import write_adapter_of
+from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
 from tests.ops.triton.test_engine import CONFIGS, triton_core
 
 pytestmark = pytest.mark.long
 
-SIZES = {
-    f"model.layers.{layer}.{name}": size
-    for layer in range(2)
-    for name, size in {
-        "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
-        "self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
-    }.items()
-}  # fmt: skip
 Answers = dict[str, list[Any]]
 
 
@@ -40,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[AdapterSource]:
     """Of several ranks; the last has magnitudes and biases."""
     folder = tmp_path_factory.mktemp("adapters")
-    paths = [write_adapter_of(folder / f"a{i}", i, 1 + 3 * i, SIZES, 1.0, magnitudes=i == 2) for i in range(3)]
+    paths = [write_adapter_of(folder / f"a{i}", i, 1 + 3 * i, TINY_SIZES, 1.0, magnitudes=i == 2) for i in range(3)]
     return [source(path.name, str(path)) for path in paths]
 
 
