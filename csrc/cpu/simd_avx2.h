@@ -167,32 +167,12 @@ inline Ints emulated_vpdpbusd(Ints acc, Ints a, Ints b) {
 inline Ints dot_codes4(Ints acc, Ints codes, Ints x) { return OCTAVO_VPDPBUSD(acc, codes, x); }
 inline Ints dot_codes8(Ints acc, Ints codes, Ints x) { return OCTAVO_VPDPBUSD(acc, codes, x); }
 #else
-// A sum that is finished here: compilers put additions of integers off, and keep all that is to be added.
-inline Ints now(Ints sum) {
-    asm("" : "+x"(sum));
-    return sum;
-}
-// Adds the four products of unsigned codes and signed bytes in every lane. Four-bit codes cannot saturate vpmaddubsw.
-inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {
-    return now(_mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1))));
-}
-// The same for signed codes of eight bits: magnitudes times elements that have taken their signs. Elements are at least
-// -127, so that none becomes 128, and no pair exceeds 2 * 128 * 127.
-#define OCTAVO_CENTRED_CODES
-constexpr bool kCodesAreCentred = true;
-inline Ints centred(Ints codes) { return _mm256_xor_si256(codes, _mm256_set1_epi8(-128)); }
-inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
-    return dot_codes4(acc, _mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
-}
-// Products of pairs, summed in 16 bits: of 32 elements at most 16 * 15 * 127, which is below 2^15.
-#define OCTAVO_SHORT_SUMS
-inline Ints begin_sums4(int32_t) { return _mm256_setzero_si256(); }
-inline Ints add_to_sums4(Ints sums, Ints codes, Ints x) {
-    return now(_mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, x)));
-}
-inline Ints end_sums4(Ints sums, int32_t start) {
-    return _mm256_add_epi32(set1_int(start), _mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
-}
+inline Ints multiply_pairs(Ints codes, Ints x) { return _mm256_maddubs_epi16(codes, x); }
+inline Ints add_shorts(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
+inline Ints widen_shorts(Ints v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
+inline Ints magnitudes(Ints bytes) { return _mm256_abs_epi8(bytes); }
+inline Ints with_signs(Ints x, Ints signs) { return _mm256_sign_epi8(x, signs); }
+#include "simd_pairs.h"
 #endif
 // The low bytes of the lanes' bits.
 inline void store_low_bytes(int8_t* p, Vec v) {

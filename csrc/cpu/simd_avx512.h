@@ -175,29 +175,14 @@ inline Pairs round_to_pairs(Vec first, Vec second) {
 inline Ints dot_codes4(Ints acc, Ints codes, Ints x) { return _mm512_dpbusd_epi32(acc, codes, x); }
 inline Ints dot_codes8(Ints acc, Ints codes, Ints x) { return _mm512_dpbusd_epi32(acc, codes, x); }
 #else
-// This and what follows as simd_avx2.h has it.
-inline Ints now(Ints sum) {
-    asm("" : "+v"(sum));
-    return sum;
+inline Ints multiply_pairs(Ints codes, Ints x) { return _mm512_maddubs_epi16(codes, x); }
+inline Ints add_shorts(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
+inline Ints widen_shorts(Ints v) { return _mm512_madd_epi16(v, _mm512_set1_epi16(1)); }
+inline Ints magnitudes(Ints bytes) { return _mm512_abs_epi8(bytes); }
+inline Ints with_signs(Ints x, Ints signs) {
+    return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(signs), _mm512_setzero_si512(), x);
 }
-inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {
-    return now(_mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1))));
-}
-#define OCTAVO_CENTRED_CODES
-constexpr bool kCodesAreCentred = true;
-inline Ints centred(Ints codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8(-128)); }
-inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
-    const Ints signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), x);
-    return dot_codes4(acc, _mm512_abs_epi8(codes), signed_x);
-}
-#define OCTAVO_SHORT_SUMS
-inline Ints begin_sums4(int32_t) { return _mm512_setzero_si512(); }
-inline Ints add_to_sums4(Ints sums, Ints codes, Ints x) {
-    return now(_mm512_add_epi16(sums, _mm512_maddubs_epi16(codes, x)));
-}
-inline Ints end_sums4(Ints sums, int32_t start) {
-    return _mm512_add_epi32(set1_int(start), _mm512_madd_epi16(sums, _mm512_set1_epi16(1)));
-}
+#include "simd_pairs.h"
 #endif
 // The low bytes of the lanes' bits.
 inline void store_low_bytes(int8_t* p, Vec v) {
