@@ -74,7 +74,7 @@ class Block:
 
     def forward(
         self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None,
-        pair: Array | None = None,
+        *, pair: Array | None = None,
     ) -> Array:  # fmt: skip
         """residual [T, H], which is overwritten -> the residual stream after this layer"""
         if self._layer.is_parallel:
@@ -155,7 +155,7 @@ class BlockLike(Protocol):
 
     def forward(
         self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None,
-        pair: Array | None = None,
+        *, pair: Array | None = None,
     ) -> Array:  # fmt: skip
         """residual [T, H], which is overwritten -> the residual stream after this layer. `beside` is for the mixer
         beside attention, or what layers share, where there is one; the `pair` too is for what layers share."""
@@ -319,15 +319,18 @@ class Decoder:
         inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, residual)
         if self._streams is not None:
             residual = self._streams.expand(residual)
-        pair = None if self._pair is None else self._ops.linear(residual, self._pair, self._dtype)
+        # Only where layers share something do blocks get more than what any block gets.
+        further: dict[str, Any] = (
+            {} if self._pair is None else {"pair": self._ops.linear(residual, self._pair, self._dtype)}
+        )
         numbers = description.caches_of(description.stage)
         places = {i: (batch.groups[self._group_of_cache[i]], cache) for i, cache in zip(numbers, caches, strict=True)}
         late: dict[int, Array] = {}  # what is added at the end of the layer of that number
         for number, block in self._blocks.items():
             if self.watch is not None:
                 self.watch(number, residual)
-            (tables, cache), *others = [places[i] for i in self._caches_of_layer[number]] or [_NO_PLACE]
-            residual = block.forward(residual, batch, tables, cache, others[0] if others else None, pair)
+            (tables, cache), *beside = [places[i] for i in self._caches_of_layer[number]] or [_NO_PLACE]
+            residual = block.forward(residual, batch, tables, cache, *beside, **further)
             if isinstance(block, Block) and (made := block.take_late()) is not None:
                 late[number + description.layers[number].added_after] = made
             if number in late:

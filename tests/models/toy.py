@@ -69,9 +69,7 @@ class ToyBlock:
         self.norm_2 = Norm(layer.norm, parameters, f"{prefix}ln_2", hidden_size)
         self.feed_forward = FeedForward(layer.feed_forward, hidden_size, parameters, prefix)
 
-    def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, *unused: None
-    ) -> Array:
+    def forward(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         hidden = self.norm_1.forward(residual)
         self.ops.add(residual, self.attention.forward(hidden, batch, tables, cache).value())
         self.ops.add(residual, self.feed_forward.forward(self.norm_2.forward(residual)).value())
