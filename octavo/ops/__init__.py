@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 
 from numpy.typing import NDArray
@@ -180,6 +181,8 @@ class PackedFactors(Protocol):
     def pieces(self) -> tuple[HostArray, ...]: ...
     @property
     def constant(self) -> tuple[bool, ...]: ...
+    def with_pieces(self, pieces: Sequence[HostArray]) -> Self:
+        """The same, whose pieces are these copies."""
 
 
 _P = TypeVar("_P", bound=PackedFactors)
@@ -198,6 +201,10 @@ class ExpertsFactors(Generic[_P]):
     @property
     def constant(self) -> tuple[bool, ...]:
         return tuple(is_constant for _, one in self.experts for is_constant in one.constant)
+
+    def with_pieces(self, pieces: Sequence[HostArray]) -> ExpertsFactors[_P]:
+        left = iter(pieces)
+        return ExpertsFactors(tuple((e, one.with_pieces([*islice(left, len(one.pieces))])) for e, one in self.experts))
 
 
 class AdapterTable(Protocol):
