@@ -5,8 +5,9 @@
 
 Requests for the default model arrive at random (Poisson), each for an adapter that is drawn by Zipf's law: the n-th is
 asked for in proportion to 1 / n. Adapters have rank 16 on all linear layers. Their weights are one file, but each has a
-configuration of its own, and so an identity: each is read, checked, packed and copied as if it were alone. The engine
-is the asynchronous one, with its core in a process of its own.
+configuration of its own, and so an identity: each is read, checked, packed and kept as if it were alone. All are
+registered first, those that are asked for least before the others. The engine is the asynchronous one, with its core in
+a process of its own.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ async def measure(adapters: list[LoRARequest], rate: float, seconds: float, on_h
     )  # fmt: skip
     try:
         await engine.wait_ready()
-        for adapter in adapters[:ON_DEVICE]:
+        for adapter in reversed(adapters):  # as a server registers them: each is read and checked
             await engine.add_lora(adapter)
         generator = random.Random(0)
         shares = list(accumulate(1 / (n + 1) for n in range(len(adapters))))
