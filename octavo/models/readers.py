@@ -66,6 +66,9 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "moe_intermediate_size": ("expert_ffn_hidden_size",),
     "norm_topk_prob": ("moe_renormalize",),
     "n_group": ("num_expert_group",),
+    "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts"),
+    "first_k_dense_replace": ("num_dense_layers",),
+    "routed_scaling_factor": ("router_scaling_factor", "route_scale", "moe_routed_scaling_factor"),
     "layer_types": ("layers_block_type",),
 }
 _ACTIVATIONS = {

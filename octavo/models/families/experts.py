@@ -77,7 +77,7 @@ def _cohere_norm(config: Config, _: int) -> Any:
 
 def _half_if_averaged(config: Config, _: int) -> float:
     is_average = config["shared_expert_combination_strategy"] == "average"
-    return 0.5 if is_average and config["num_shared_experts"] else 1.0
+    return 0.5 if is_average and config["n_shared_experts"] else 1.0
 
 
 def _llama4_rotates(config: Config, i: int) -> bool:
@@ -237,7 +237,7 @@ FAMILIES = {
         },
         experts={
             "routing": routing(
-                scoring="sigmoid", normalize=True, scale=key("moe_routed_scaling_factor"),
+                scoring="sigmoid", normalize=True, scale=key("routed_scaling_factor"),
                 softcap=key("moe_router_logit_softcapping"),
             ),
             "correction_names": ("mlp.experts.e_score_correction_bias", *CORRECTION_NAMES),
@@ -318,7 +318,7 @@ FAMILIES = {
                 stacked("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", is_transposed=True),
                 stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),
             ),
-            "shared": shared_expert(several("moe_num_shared_experts", "intermediate_size"), bias=key("mlp_bias")),
+            "shared": shared_expert(several("n_shared_experts", "intermediate_size"), bias=key("mlp_bias")),
         },
     ),
     "Cohere2MoeForCausalLM": Family(
@@ -332,7 +332,7 @@ FAMILIES = {
                 scoring=key("expert_selection_fn"), scale=_half_if_averaged,
                 normalize=lambda c, _: c["expert_selection_fn"] == "softmax" or c["norm_topk_prob"],
             ),
-            "shared": shared_expert(several("num_shared_experts", "intermediate_size")),
+            "shared": shared_expert(several("n_shared_experts", "intermediate_size")),
             "shared_scale": _half_if_averaged,
         },
         is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
@@ -342,7 +342,7 @@ FAMILIES = {
         attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
         feed_forward={"bias": key("use_bias")},
         experts={
-            "routing": routing(), "shared": shared_expert(several("moe_num_shared_experts"), bias=key("use_bias")),
+            "routing": routing(), "shared": shared_expert(several("n_shared_experts"), bias=key("use_bias")),
             "correction_names": (
                 "mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"
             ),
@@ -396,7 +396,7 @@ FAMILIES = {
     "ExaoneMoeForCausalLM": Family(
         attention={"qk_norm": rms()},
         experts={
-            "routing": SIGMOID_GROUPS, "shared": shared_expert(several("num_shared_experts")),
+            "routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts")),
             "correction_names": CORRECTION_NAMES[::-1],
         },
         is_sparse=said_by_types(sparse_from("first_k_dense_replace")), slides=_EXAONE_SLIDES,
@@ -419,10 +419,10 @@ FAMILIES = {
     "HYV3ForCausalLM": Family(
         attention=ATTENTION_BIAS | {"qk_norm": rms()}, feed_forward=MLP_BIAS,
         experts={
-            "routing": routing(scoring="sigmoid", scale=key("router_scaling_factor")),
+            "routing": routing(scoring="sigmoid", scale=key("routed_scaling_factor")),
             "router_names": ("mlp.router.gate", "mlp.gate"),
             "correction_names": ("mlp.expert_bias", "mlp.e_score_correction_bias"),
-            "shared": shared_expert(several("num_shared_experts"), "mlp.shared_mlp", bias=key("mlp_bias")),
+            "shared": shared_expert(several("n_shared_experts"), "mlp.shared_mlp", bias=key("mlp_bias")),
         },
         is_sparse=said_by_types(lambda _, i: i > 0),
     ),
@@ -448,11 +448,11 @@ FAMILIES = {
         attention={"qk_norm": rms(), "gate": GateDescription("self_attn.gate_proj")},
         layer=AROUND | {"feed_forward_norm": "pre_mlp_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"},
         experts={
-            "routing": routing(scoring="sigmoid", normalize=True, scale=key("route_scale")),
+            "routing": routing(scoring="sigmoid", normalize=True, scale=key("routed_scaling_factor")),
             "router_names": ("mlp.router.gate",), "correction_names": ("mlp.expert_bias",),
-            "shared": shared_expert(several("num_shared_experts")),
+            "shared": shared_expert(several("n_shared_experts")),
         },
-        is_sparse=sparse_from("num_dense_layers"), slides=_AFMOE_SLIDES, rotates=slides_by(_AFMOE_SLIDES),
+        is_sparse=sparse_from("first_k_dense_replace"), slides=_AFMOE_SLIDES, rotates=slides_by(_AFMOE_SLIDES),
         model={"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5 if c["mup_enabled"] else 1.0},
         refuses=("attention_bias",),
     ),

@@ -427,7 +427,7 @@ FAMILIES = {
                 stacked("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
             ),
         },
-        is_sparse=lambda c, i: i >= c["num_dense_layers"],
+        is_sparse=lambda c, i: i >= c["first_k_dense_replace"],
     ),
     "Lfm3ForCausalLM": Family(
         mixer=_short_conv(lambda c, i: _lfm3_type(c, i) != "conv"),
@@ -472,7 +472,7 @@ FAMILIES = {
         experts={
             "routing": SIGMOID_GROUPS, "router_names": ("block_sparse_moe.gate",), "names": W123,
             "correction_names": ("block_sparse_moe.gate.e_score_correction_bias",),
-            "shared": shared_expert(several("num_shared_experts"), "block_sparse_moe.shared_experts"),
+            "shared": shared_expert(several("n_shared_experts"), "block_sparse_moe.shared_experts"),
         },
         is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
     ),
@@ -480,7 +480,7 @@ FAMILIES = {
         mixer=_bailing_mixer,
         experts={
             "routing": SIGMOID_GROUPS, "correction_names": ("mlp.gate.expert_bias", *CORRECTION_NAMES),
-            "shared": shared_expert(several("num_shared_experts")),
+            "shared": shared_expert(several("n_shared_experts")),
         },
         is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
         model={"embedding_name": "model.word_embeddings", "num_unused_layers": key("num_nextn_predict_layers")},
