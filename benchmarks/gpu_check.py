@@ -4,7 +4,8 @@
 
 Parts, each of which takes less than eight minutes on a machine that has never compiled a kernel: `kernels` (their tests
 on the device, and a request's bits alone, among others, in chunks, preempted), `parity` (answers of a GPU and of the
-CPU on the same random weights, for every family), `parallel` (several GPUs, where there are some: the answers of one,
+CPU on the same random weights, for every family), `pooling` (the same of models that pool, and texts a second),
+`parallel` (several GPUs, where there are some: the answers of one,
 the same bits in two runs, the end of a worker, steps and exchanges), `model` (an 8B-shaped model: decode, prefill,
 where a step's time goes), `adapters` (what they add to such a model's steps), `transformers` (the same work on the same
 device), `start` (with an empty cache of kernels, and again), `serve` (over HTTP, by `octavo bench serve`).
@@ -38,6 +39,7 @@ from threading import Timer
 from typing import Any
 from xml.etree import ElementTree
 
+import gpu_pooling
 import torch
 from gpu_collectives import times_us
 from gpu_limits import LLAMA_3_1_8B, Limits
@@ -54,7 +56,7 @@ Row = tuple[str, str, str]  # what, unit, measured
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-PARTS = ("kernels", "parity", "parallel", "model", "adapters", "transformers", "start", "serve")
+PARTS = ("kernels", "parity", "pooling", "parallel", "model", "adapters", "transformers", "start", "serve")
 EOS = 2
 COPY, PRODUCT = "copy, read and written", "bfloat16 product, 8192 cubed"
 
@@ -189,6 +191,11 @@ def parity(smoke: bool) -> Iterator[Row]:
                 worst = max(worst, abs(a.logprobs[0] - b.logprobs[0]))
         yield f"parity, {name}: log-probabilities of prompts differ by at most", "", f"{worst:.4f}"
         yield f"parity, {name}: greedy tokens before a difference", "", f"{same} of {total}"
+
+
+def pooling(smoke: bool) -> Iterator[Row]:
+    """Vectors, their bits and how fast they are."""
+    yield from gpu_pooling.rows(smoke, DEVICE.type)
 
 
 def parallel(smoke: bool) -> Iterator[Row]:
