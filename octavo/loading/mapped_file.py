@@ -96,8 +96,8 @@ class MemoryFile(MappedFile):
 
 
 class ReadFile(MemoryFile):
-    """A file as it was when it was read, whatever becomes of it. Raises `LoadError` if it cannot be read, is empty, or has
-    more than `max_bytes`."""
+    """A file as it was when it was read, whatever becomes of it. Raises `LoadError` if it cannot be read, is empty, or
+    has more than `max_bytes`."""
 
     def __init__(self, path: str, max_bytes: int | None = None) -> None:
         self.path, self._num_mapped_bytes = path, 0
