@@ -121,6 +121,14 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
     }),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    }),
+    "lfm2": ("Lfm2ForCausalLM", {
+        "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000,
+    }),
     "llama4_text": ("Llama4ForCausalLM", {
         "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,
         "num_attention_heads": 40,
@@ -209,6 +217,10 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "PaddleOCRVLForConditionalGeneration": MediaFamily("paddleocr_vl_text", 100295, sections=(16, 24, 24)),
     "DeepseekVLForConditionalGeneration": MediaFamily("llama", 100015),
     "VideoLlama3ForConditionalGeneration": MediaFamily("qwen2", 151655, may_tie_in_text=True),
+    "LightOnOcrForConditionalGeneration": MediaFamily("qwen3", 151655),
+    "Cohere2VisionForConditionalGeneration": MediaFamily("cohere2", 255036),
+    "Lfm2VlForConditionalGeneration": MediaFamily("lfm2", 396),
+    "Kimi_K25ForConditionalGeneration": MediaFamily("deepseek_v3", 163605),
     "Gemma3ForConditionalGeneration": MediaFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
     ),
@@ -227,6 +239,8 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio", defaults=_GLM_ASR),
     "VoxtralForConditionalGeneration": MediaFamily("llama", 24, kind="audio", defaults=_VOXTRAL),
 }  # fmt: skip
+# Checkpoints' own names of classes that transformers has by others.
+OTHER_NAMES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
 # Prefixes of what is not the decoder's.
 _TOWERS = tuple(
     at + name
@@ -240,6 +254,9 @@ _TOWERS = tuple(
         "projector.",
         "mlp_AR.",
         "aligner.",
+        "vision_encoder.",
+        "vision_projection.",
+        "mm_projector.",
         "connector.",
         "image_newline",
         "audio_tower.",
@@ -307,6 +324,8 @@ def _text_config(family: MediaFamily, config: Mapping[str, Any]) -> dict[str, An
     """That of the decoder, which earlier files have beside everything else (Qwen2-VL)."""
     text = dict(config["text_config"]) if "text_config" in config else {**config, "model_type": family.decoder}
     text.setdefault("model_type", family.decoder)
+    if text["model_type"] == "kimi_k2":
+        text["model_type"] = "deepseek_v3"
     if family.sees_ahead == "prompt":
         text.pop("use_bidirectional_attention", None)  # which is that
     for name in ("rope_scaling", "rope_parameters"):

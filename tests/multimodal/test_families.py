@@ -171,6 +171,37 @@ def video_llama(tokenizer: Any) -> Any:
     return without_videos(transformers.VideoLlama3Processor)(images, tokenizer)
 
 
+def lighton_ocr(tokenizer: Any) -> Any:
+    marks = {"image_token": "<image>", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=marks)
+    images = transformers.PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=14)
+    return transformers.LightOnOcrProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2)
+
+
+def command_vision(tokenizer: Any) -> Any:
+    marks = {
+        "boi_token": "<img>", "eoi_token": "</img>", "image_token": "<image>", "img_line_break_token": "[IMG_BREAK]"
+    }  # fmt: skip
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=marks)
+    images = transformers.Cohere2VisionImageProcessor(size=SQUARE, patch_size=1, max_patches=4)
+    return transformers.Cohere2VisionProcessor(images, tokenizer)
+
+
+def lfm2_vl(tokenizer: Any) -> Any:
+    marks = {"image_token": "<image>", "image_start_token": "<img>", "image_end_token": "</img>"}
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=marks)
+    images = transformers.Lfm2VlImageProcessor(
+        encoder_patch_size=14, tile_size=56, size={"height": 56, "width": 56}, min_image_tokens=1, max_image_tokens=4,
+        max_num_patches=64,
+    )  # fmt: skip
+    return transformers.Lfm2VlProcessor(images, tokenizer)
+
+
+def kimi(tokenizer: Any) -> Any:
+    images = transformers.Kimi_K25ImageProcessor(max_patches=32)
+    return without_videos(transformers.Kimi_K25Processor)(images, tokenizer)
+
+
 def gemma3(tokenizer: Any) -> Any:
     """Whose prompts have the mark before a picture in the place of all of it."""
     marks = {"boi_token": "<image>", "eoi_token": "</img>", "image_token": "<|IMG_PATCH|>"}
@@ -432,6 +463,43 @@ CASES: dict[str, Case] = {
         lambda: {"vision_config": SIZES | {"image_size": 56}},
         video_llama,
     ),
+    "LightOnOcrForConditionalGeneration": Case(
+        {"model_type": "qwen3", "head_dim": 16},
+        lambda: {"vision_config": transformers.PixtralVisionConfig(**SIZES | {"image_size": 84})},
+        lighton_ocr,
+        needs="torchvision",
+    ),
+    "Cohere2VisionForConditionalGeneration": Case(
+        {"model_type": "cohere2", "logit_scale": 1.0},
+        lambda: {"vision_config": SIZES | {"model_type": "siglip_vision_model"}, "alignment_intermediate_size": 48},
+        command_vision,
+        needs="torchvision",
+    ),
+    "Lfm2VlForConditionalGeneration": Case(
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        lambda: {
+            "vision_config": SIZES | {"model_type": "siglip2_vision_model", "num_patches": 16},
+            "projector_hidden_size": 48,
+        },
+        lfm2_vl,
+        needs="torchvision",
+    ),
+    "Kimi_K25ForConditionalGeneration": Case(
+        {
+            "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+        },
+        lambda: {
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "pos_emb_height": 8, "pos_emb_width": 8,
+            },
+            "projection_hidden_size": 32,
+        },
+        kimi,
+        needs="torchvision",
+    ),
     "DeepseekVLForConditionalGeneration": Case(
         {"model_type": "llama"},
         lambda: {"vision_config": SIZES | {"model_type": "siglip_vision_model"}},
@@ -581,6 +649,18 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
     settings[f"{name_of_token}_{end}"] = tokenizer.convert_tokens_to_ids(case.token)
     config = builder.config_class(text_config=text, **settings)
     save(folder, builder(config), processor)
+    if name == "Kimi_K25ForConditionalGeneration":
+        as_published(folder)
+
+
+def as_published(folder: Path) -> None:
+    """Kimi's files as they are published. transformers writes its tower's name of layers into the decoder's."""
+    path = folder / "model.safetensors"
+    tensors = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"], config["text_config"]["model_type"] = ["KimiK25ForConditionalGeneration"], "kimi_k2"
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 # Whose decoder or rule another has too.
