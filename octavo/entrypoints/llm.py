@@ -1,10 +1,11 @@
-"""`LLM`: the engine for scripts. Many prompts in, all answers out, in order, all of it in the caller's process."""
+"""`LLM`: the engine for scripts. Many prompts in, all answers out, in order, all of it in the caller's process, unless
+there are several engines."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
@@ -27,6 +28,9 @@ from octavo.outputs import (
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
+if TYPE_CHECKING:
+    from octavo.engine.data_parallel_llm import DataParallelLLMEngine
+
 
 class LLM(PoolingMethods):
     """A model that answers lists of prompts.
@@ -43,7 +47,14 @@ class LLM(PoolingMethods):
         unknown = set(engine_args) - set(EngineArgs.__dataclass_fields__)
         if unknown:
             raise TypeError(f"LLM() got unknown or not yet built arguments: {', '.join(sorted(unknown))}")
-        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
+        config = EngineArgs(model=model, **engine_args).create_engine_config()
+        self.llm_engine: LLMEngine | DataParallelLLMEngine
+        if len(config.served_ranks) == 1:
+            self.llm_engine = LLMEngine(config.one_engine())
+        else:
+            from octavo.engine.data_parallel_llm import DataParallelLLMEngine
+
+            self.llm_engine = DataParallelLLMEngine(config)
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
 
