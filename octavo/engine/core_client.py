@@ -28,7 +28,7 @@ from octavo.engine.wire import (
 )
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.hardware import with_devices
-from octavo.processes import python_command
+from octavo.processes import child_command
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class CoreProcess:
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """`environment` is what it has otherwise than this process."""
-        command = python_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
+        command = child_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | (environment or {}))
 
     def configure(self, args: CoreProcessArgs) -> None:

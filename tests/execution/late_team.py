@@ -70,10 +70,8 @@ def late_followers(monkeypatch: pytest.MonkeyPatch, num_devices: int = 8, ops: s
     for module in ("checks", "parallel"):
         monkeypatch.setattr(f"octavo.config.{module}.why_not_cuda", lambda: None, raising=False)
     monkeypatch.setattr("octavo.config.parallel.num_cuda_devices", lambda: num_devices)
-    for module in (host_workers, core_client):
-        monkeypatch.setattr(
-            module, "python_command", lambda _, *args: python_command("tests.execution.late_team", *args)
-        )
+    for caller in (host_workers, core_client):
+        monkeypatch.setattr(caller, "child_command", _own_command)
     monkeypatch.setenv(_OPS, ops)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     _install(LateDevice, ops, monkeypatch)
