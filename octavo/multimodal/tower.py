@@ -39,7 +39,7 @@ class Tower:
         self, folder: str, kind: str, multiplier: float = 1.0, device: str = "cpu", dtype: str = "float32"
     ) -> None:
         """Of media of `kind`, "image" or "audio"; its rows are multiplied by `multiplier`. It computes in `dtype` on
-        torch's `device`, "cpu" or "cuda". Raises `LoadError`."""
+        torch's `device`, as "cpu" or "cuda:0". Raises `LoadError`."""
         # torch's threads would wait by spinning, and take the cores from the native kernels': read when they start.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
