@@ -1,26 +1,23 @@
-"""What only a GPU can tell of models that pool, for `gpu_check`: vectors beside the CPU's for an encoder of each family
-and for decoders, equal bits alone and in company, and how many texts a second."""
+"""Models that pool: vectors beside the CPU's for an encoder of each family and for decoders, equal bits alone and in
+company, and how many texts a second."""
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpu_checks.engines import DEVICE, Row, config_folder
 from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
 from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 
-Row = tuple[str, str, str]  # what, unit, measured
 Pooler = tuple[EngineCore, PoolingParams]  # and what its model is asked for
 
 _BASE: dict[str, Any] = {"vocab_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
@@ -63,16 +60,14 @@ TIMED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def rows(smoke: bool, device: str) -> Iterator[Row]:
-    """Lines of the part."""
+def pooling(smoke: bool) -> Iterator[Row]:
     for name, shape in list(SHAPES.items())[: 2 if smoke else None]:
-        yield from _agreement(name, _BASE | {"architectures": [name]} | shape, smoke, device)
+        yield from _agreement(name, _BASE | {"architectures": [name]} | shape, smoke)
     for name, config in TIMED.items():
         if smoke:
             name, config = "small shape", TIMED["MiniLM-L6 shape"] | {"num_hidden_layers": 1, "vocab_size": 1024}
-        pooler = _core(
-            config, device, max_num_batched_tokens=128 if smoke else 8192, max_model_len=128 if smoke else 512
-        )
+        sizes = (128, 128) if smoke else (8192, 512)
+        pooler = _core(config, DEVICE.type, max_num_batched_tokens=sizes[0], max_model_len=sizes[1])
         for count, length in ((1, 16), (4, 32)) if smoke else ((1, 16), (1, 256), (512, 32), (512, 256)):
             seconds = min(_timed(pooler, count, length, config["vocab_size"]) for _ in range(3))
             unit, value = ("ms", seconds * 1e3) if count == 1 else ("texts/s", count / seconds)
@@ -82,11 +77,11 @@ def rows(smoke: bool, device: str) -> Iterator[Row]:
             return
 
 
-def _agreement(name: str, config: dict[str, Any], smoke: bool, device: str) -> Iterator[Row]:
+def _agreement(name: str, config: dict[str, Any], smoke: bool) -> Iterator[Row]:
     texts = {f"{i}": _text(i, length) for i, length in enumerate((3, 20, 127, 64) if smoke else (3, 20, 127, 64, 400))}
     dtype = {} if smoke else {"dtype": "bfloat16"}
     flags = dtype | {"max_model_len": 128 if smoke else 512}
-    pooler = _core(config, device, **flags)
+    pooler = _core(config, DEVICE.type, **flags)
     found = _vectors(pooler, texts)
     alone = {key: _vectors(pooler, {key: text})[key] for key, text in texts.items()}
     del pooler
@@ -98,8 +93,7 @@ def _agreement(name: str, config: dict[str, Any], smoke: bool, device: str) -> I
 
 
 def _core(config: dict[str, Any], device: str, **flags: Any) -> Pooler:
-    folder = tempfile.mkdtemp(prefix="octavo-gpu-pooling-")
-    (Path(folder) / "config.json").write_text(json.dumps(config))
+    folder = config_folder(config)
     args = {"load_format": "dummy", "seed": 1, "runner": "pooling"} | flags
     engine_config = EngineArgs(model=folder, tokenizer=folder, device=device, **args).create_engine_config()
     assert engine_config.model.pooling is not None
