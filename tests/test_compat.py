@@ -16,6 +16,9 @@ from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
+from octavo.utils import FlexibleArgumentParser, random_uuid
+from octavo.v1.engine.async_llm import AsyncLLM
+from octavo.v1.engine.llm_engine import LLMEngine
 
 # Flags that work, each with a value that a launch script would give it.
 WORKING = [
@@ -170,6 +173,20 @@ def test_the_documented_yaml_file_is_the_command_line(tmp_path: Path) -> None:
     engine_args, server_args = parse_args(["--config", str(config)], "octavo serve")
     assert engine_args.model == "meta-llama/Llama-3.1-8B-Instruct"
     assert (server_args.host, server_args.port, server_args.uvicorn_log_level) == ("127.0.0.1", 6379, "info")
+
+
+def test_an_argument_parser_of_scripts_for_vllm_makes_an_engines_arguments() -> None:
+    """As vLLM's examples begin."""
+    parser = FlexibleArgumentParser(description="Demo on using the engine.")
+    parser = AsyncEngineArgs.add_cli_args(parser)
+    parser.set_defaults(model="some/model")
+    assert AsyncEngineArgs.from_cli_args(parser.parse_args(["--max_model_len", "64"])).max_model_len == 64
+    assert len(random_uuid()) == 32
+
+
+def test_the_engines_have_vllms_newer_names() -> None:
+    assert AsyncLLM is octavo.AsyncLLMEngine
+    assert LLMEngine is octavo.LLMEngine
 
 
 def test_sampling_params_have_every_field() -> None:

@@ -26,7 +26,7 @@ from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.request_log import log_request
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, StepOutputs
-from octavo.errors import EngineStoppingError, OctavoError, RequestError
+from octavo.errors import EngineDeadError, EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.lora.request import LoRARequest
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -135,6 +135,23 @@ class AsyncLLMEngine:
         """Whether the core has ended for good without `shutdown`."""
         failure = self._supervisor.failure
         return failure is not None and not isinstance(failure, EngineStoppingError)
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has ended for good, as vLLM calls it; `dead_error` says why."""
+        return self._supervisor.failure is not None
+
+    @property
+    def dead_error(self) -> OctavoError:
+        return self._supervisor.failure or EngineDeadError("the engine is not dead.")
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
 
     @property
     def is_ready(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
-from octavo.engine.input_processor import PromptInput
+from octavo.engine.input_processor import PromptInput, as_prompts
 from octavo.engine.llm_engine import LLMEngine
 from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.llm_pooling import PoolingMethods
@@ -108,14 +108,13 @@ class LLM(PoolingMethods):
         priority: Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts: text, `{"prompt": …}`, `{"prompt_token_ids": […]}`, or a list of them.
+        """Complete prompts: text, token ids, `{"prompt": …}`, `{"prompt_token_ids": […]}`, or a list of them.
 
         `sampling_params` is one for all or one a prompt; so is `lora_request`, the adapter to compute with. Raises
         `RequestError` before anything runs if a request is refused, and while it runs if its adapter cannot be read, or
         one of its logits processors fails or leaves no token to choose.
         """
-        if isinstance(prompts, str | Mapping):
-            prompts = [prompts]
+        prompts = as_prompts(prompts)
         params = self._params_for(prompts, sampling_params)
         if priority is None:
             priority = [0] * len(prompts)
