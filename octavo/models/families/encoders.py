@@ -14,7 +14,7 @@ from octavo.layers.head import HeadDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.models.families.settings import ATTENTION_BIAS, MLP_BIAS, slides_by
+from octavo.models.families.settings import ATTENTION_BIAS, MLP_BIAS, MODERN_BERT_TYPES, slides
 from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, num_labels
 
 _BOTH_WAYS = {"bidirectional": True}
@@ -129,10 +129,6 @@ def _modern_norm(config: Config, _: int = 0) -> NormDescription:
     return NormDescription(config["norm_eps"], "layer", config["norm_bias"])
 
 
-def _modern_slides(config: Config, i: int) -> bool:
-    return bool(i % config["global_attn_every_n_layers"])
-
-
 def _modern_head(config: Config, _: int) -> HeadDescription:
     return HeadDescription(
         "head.dense", config["hidden_size"], config["classifier_bias"], activation_of(config["classifier_activation"]),
@@ -150,7 +146,7 @@ _MODERNBERT = Family(
     attention=_BOTH_WAYS | {
         "qkv_names": ("attn.Wqkv",), "output_name": "attn.Wo", "qkv_bias": key("attention_bias"),
         "output_bias": key("attention_bias"),
-        "window": lambda c, i: c["local_attention"] // 2 + 1 if slides_by(_modern_slides)(c, i) else 0,
+        "window": lambda c, i: c["local_attention"] // 2 + 1 if slides(c, i) else 0,
     },
     feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | MLP_BIAS,
     layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
@@ -159,7 +155,7 @@ _MODERNBERT = Family(
         "embedding_norm_name": "model.embeddings.norm", "layer_prefix": "model.layers.", "norm": _modern_norm,
         "norm_name": "model.final_norm",
     },
-    slides=_modern_slides,
+    layer_type=MODERN_BERT_TYPES,
 )  # fmt: skip
 
 
