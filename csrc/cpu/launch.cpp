@@ -3,7 +3,6 @@
 #include "launch.h"
 
 #include <algorithm>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 

@@ -20,18 +20,19 @@ from octavo.models.families.settings import (
     GRANITE_ROPE,
     LATE_SLIDE,
     MLP_BIAS,
-    MODERN_BERT_TYPES,
+    MODERN_BERT,
     MULTIPLIERS,
     RESIDUAL,
     SCALE,
     all_but_every,
     granite_rotates,
+    modern_bert_head,
     query_growth,
     rotates_unless_all_is_seen,
     slides,
     sliding,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, layer_norm, per_layer, rms
+from octavo.models.readers import Config, Family, Setting, head_size, key, layer_norm, per_layer, rms
 
 _STACKED = {"qkv_names": ("self_attn.qkv_proj",)}
 _STACKED_UP = {"up_names": ("mlp.gate_up_proj",)}
@@ -115,14 +116,6 @@ def _learned(name: str, offset: int = 0) -> Setting:
 
 def _where(setting: str, yes: Any, no: Any) -> Setting:
     return lambda c, _: yes if c[setting] else no
-
-
-def _modern_bert_head(config: Config, _: int) -> HeadDescription:
-    norm = NormDescription(config["norm_eps"], "layer", config["norm_bias"])
-    return HeadDescription(
-        "lm_head.dense", config["hidden_size"], config["classifier_bias"],
-        activation_of(config["classifier_activation"]), norm, "lm_head.norm",
-    )  # fmt: skip
 
 
 def _opt_size(config: Config, _: int) -> int | None:
@@ -479,20 +472,15 @@ FAMILIES = {
         norm=layer_norm(eps=1e-5, bias=False, has_weight=False),
         attention=ATTENTION_BIAS | {"qkv_clip": lambda c, _: c["clip_qkv"] or 0.0},
     ),
-    "ModernBertDecoderForCausalLM": Family(
-        norm=lambda c, _: NormDescription(c["norm_eps"], "layer", c["norm_bias"]),
+    "ModernBertDecoderForCausalLM": replace(
+        MODERN_BERT,
         attention=ATTENTION_BIAS | {
             "qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.Wo",
             "window": lambda c, i: c["local_attention"] // 2 if slides(c, i) else 0,
         },
-        feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | MLP_BIAS,
-        layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
         model={
-            "embedding_name": "model.embeddings.tok_embeddings", "norm_name": "model.final_norm",
-            "embedding_norm": lambda c, _: NormDescription(c["norm_eps"], "layer", c["norm_bias"]),
-            "embedding_norm_name": "model.embeddings.norm", "head": _modern_bert_head, "output_name": "decoder",
-            "output_bias": key("decoder_bias"),
+            **MODERN_BERT.model,
+            "head": modern_bert_head("lm_head"), "output_name": "decoder", "output_bias": key("decoder_bias"),
         },
-        layer_type=MODERN_BERT_TYPES,
     ),
 }  # fmt: skip

@@ -6,8 +6,10 @@ from typing import Any
 
 from octavo.layers.experts import EXPERT_NAMES, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.head import HeadDescription
+from octavo.layers.norm import NormDescription
 from octavo.layers.rotary import QueryGrowth
-from octavo.models.readers import Config, Setting, activation_of, key
+from octavo.models.readers import Config, Family, Setting, activation_of, key
 from octavo.ops import Routing
 
 ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
@@ -45,7 +47,6 @@ def sliding(rule: Setting) -> Setting:
 
 FULL = sliding(lambda *_: False)
 ALL_SLIDE = sliding(lambda *_: True)
-MODERN_BERT_TYPES = sliding(lambda c, i: i % c["global_attn_every_n_layers"])
 LATE_SLIDE = sliding(lambda c, i: i >= c["max_window_layers"])
 
 
@@ -151,3 +152,25 @@ def several(count: str, size: str = "moe_intermediate_size") -> Setting:
 def sparse_from(setting: str) -> Setting:
     """All layers but the first ones are sparse."""
     return lambda c, i: i >= c[setting]
+
+
+def _modern_bert_norm(config: Config, _: int) -> NormDescription:
+    return NormDescription(config["norm_eps"], "layer", config["norm_bias"])
+
+
+def modern_bert_head(name: str) -> Setting:
+    return lambda c, i: HeadDescription(
+        f"{name}.dense", c["hidden_size"], c["classifier_bias"], activation_of(c["classifier_activation"]),
+        _modern_bert_norm(c, i), f"{name}.norm",
+    )  # fmt: skip
+
+
+MODERN_BERT = Family(
+    norm=_modern_bert_norm, layer_type=sliding(lambda c, i: i % c["global_attn_every_n_layers"]),
+    feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | MLP_BIAS,
+    layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
+    model={
+        "embedding_name": "model.embeddings.tok_embeddings", "embedding_norm": _modern_bert_norm,
+        "embedding_norm_name": "model.embeddings.norm", "norm_name": "model.final_norm",
+    },
+)  # fmt: skip
