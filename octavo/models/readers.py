@@ -71,6 +71,14 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "first_k_dense_replace": ("num_dense_layers",),
     "routed_scaling_factor": ("router_scaling_factor", "route_scale", "moe_routed_scaling_factor"),
     "layer_types": ("layers_block_type",),
+    "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
+    "mamba_d_head": ("mamba_head_dim",),
+    "mamba_d_state": ("state_size", "ssm_state_size"),
+    "mamba_d_conv": ("conv_kernel",),
+    "mamba_n_groups": ("n_groups", "mamba_ngroups"),
+    "mamba_expand": ("expand",),
+    "mamba_dt_rank": ("time_step_rank",),
+    "mamba_conv_bias": ("use_conv_bias",),
 }
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 _TYPES = {"attention": "full_attention", "mamba": "linear_attention", "recurrent": "linear_attention"}

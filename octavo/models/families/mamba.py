@@ -24,22 +24,25 @@ from octavo.models.families.settings import (
 )
 from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rope_of
 
-_OLDER_NAMES = {"state": "state_size", "kernel": "conv_kernel", "bias": "use_bias", "conv_bias": "use_conv_bias"}
-
 
 def _mamba(
-    config: Config, num_heads: int, size: int, state: str = "mamba_d_state", kernel: str = "mamba_d_conv",
-    bias: str = "mamba_proj_bias", conv_bias: str = "mamba_conv_bias", **changes: Any,
+    config: Config, num_heads: int, size: int, bias: str = "mamba_proj_bias", **changes: Any
 ) -> MambaDescription:  # fmt: skip
-    """By the usual settings, or others of these names."""
-    usual = {"bias": config[bias], "output_bias": config[bias], "conv_bias": config[conv_bias]}
-    return MambaDescription(num_heads, size, config[state], config[kernel], **usual | changes)
+    """`bias` is the setting of those of the first and the last matrix."""
+    usual = {"bias": config[bias], "output_bias": config[bias], "conv_bias": config["mamba_conv_bias"]}
+    return MambaDescription(num_heads, size, config["mamba_d_state"], config["mamba_d_conv"], **usual | changes)
 
 
-def _rank(config: Config, setting: str) -> int:
-    """Of the product that Mamba 1 makes its time steps by."""
-    rank = config[setting]
-    return math.ceil(config["hidden_size"] / 16) if rank == "auto" else int(rank)
+def _mamba_1(config: Config, **changes: Any) -> MambaDescription:
+    """A channel is a head, and time steps are made by a product of this rank."""
+    channels, rank = int(config["mamba_expand"] * config["hidden_size"]), config["mamba_dt_rank"]
+    rank = math.ceil(config["hidden_size"] / 16) if rank == "auto" else int(rank)
+    return _mamba(config, channels, 1, time_rank=rank, **changes)
+
+
+def _mamba_2(config: Config, num_heads: int, size: int, **changes: Any) -> MambaDescription:
+    usual = {"num_groups": config["mamba_n_groups"], "norm": NormDescription(config["norm_eps"])}
+    return _mamba(config, num_heads, size, **usual | changes)
 
 
 def _limits(config: Config) -> tuple[float, float]:
@@ -48,37 +51,26 @@ def _limits(config: Config) -> tuple[float, float]:
     return float(low), float(high["__float__"] if isinstance(high, dict) else high)
 
 
-def _mamba_1(config: Config, _: int) -> MambaDescription:
+def _pure_1(config: Config, _: int) -> MambaDescription:
     inner = config.get("mixer_rms_eps")
-    return _mamba(
-        config, int(config["expand"] * config["hidden_size"]), 1, **_OLDER_NAMES, name="mixer",
-        time_rank=_rank(config, "time_step_rank"),
-        inner_norm=None if inner is None else NormDescription(inner, has_weight=False),
-    )  # fmt: skip
+    norm = None if inner is None else NormDescription(inner, has_weight=False)
+    return _mamba_1(config, bias="use_bias", name="mixer", inner_norm=norm)
 
 
-def _mamba_2(config: Config, _: int) -> MambaDescription:
-    return _mamba(
-        config, config["num_heads"], config["head_dim"], **_OLDER_NAMES, name="mixer", num_groups=config["n_groups"],
-        time_limit=_limits(config), norm=NormDescription(config["norm_eps"]),
-    )  # fmt: skip
+def _pure_2(config: Config, _: int) -> MambaDescription:
+    heads, size, limit = config["num_heads"], config["head_dim"], _limits(config)
+    return _mamba_2(config, heads, size, bias="use_bias", name="mixer", time_limit=limit)
 
 
 def _jamba(config: Config, _: int) -> MambaDescription:
-    return _mamba(
-        config, config["mamba_expand"] * config["hidden_size"], 1, time_rank=_rank(config, "mamba_dt_rank"),
-        inner_norm=NormDescription(config["norm_eps"]),
-    )  # fmt: skip
+    return _mamba_1(config, inner_norm=NormDescription(config["norm_eps"]))
 
 
 def _hybrid(config: Config, _: int, **changes: Any) -> MambaDescription:
     heads, size = config["mamba_n_heads"], config["mamba_d_head"]
     channels = config.get("mamba_d_ssm") or int(config["mamba_expand"] * config["hidden_size"])
-    usual: dict[str, Any] = {
-        "num_groups": config["mamba_n_groups"], "norm": NormDescription(config["norm_eps"]),
-        "time_limit": _limits(config),
-    }  # fmt: skip
-    return _mamba(config, heads, channels // heads if size == "auto" else size, **usual | changes)
+    size = channels // heads if size == "auto" else size
+    return _mamba_2(config, heads, size, **{"time_limit": _limits(config)} | changes)
 
 
 def _falcon(config: Config, i: int) -> MambaDescription:
@@ -114,12 +106,8 @@ def _nemotron(config: Config, i: int) -> MambaDescription | None:
     """A layer is this, attention, a feed-forward or experts."""
     if config["layer_types"][i] != "linear_attention":
         return None
-    names = _OLDER_NAMES | {"state": "ssm_state_size"}
-    return _mamba(
-        config, config["mamba_num_heads"], config["mamba_head_dim"], **names, name="mixer",
-        num_groups=config["n_groups"], time_limit=(config["time_step_min"], math.inf),
-        norm=NormDescription(config["norm_eps"]),
-    )  # fmt: skip
+    heads, size, limit = config["mamba_n_heads"], config["mamba_d_head"], (config["time_step_min"], math.inf)
+    return _mamba_2(config, heads, size, bias="use_bias", name="mixer", time_limit=limit)
 
 
 def _nemotron_shared(config: Config, _: int) -> FeedForwardDescription:
@@ -149,18 +137,16 @@ def _zamba_name(config: Config, i: int, name: str) -> str:
 
 
 def _zamba_1(config: Config, i: int) -> MambaDescription:
-    return _mamba(
-        config, config["mamba_expand"] * config["hidden_size"], 1, num_groups=config["n_mamba_heads"],
-        time_rank=_rank(config, "mamba_dt_rank"), tensors_by_group=True, name=_zamba_name(config, i, "mamba"),
-    )  # fmt: skip
+    name = _zamba_name(config, i, "mamba")
+    return _mamba_1(config, num_groups=config["mamba_n_heads"], tensors_by_group=True, name=name)
 
 
 def _zamba_2(config: Config, i: int) -> MambaDescription:
-    heads, channels = config["n_mamba_heads"], int(config["mamba_expand"] * config["hidden_size"])
-    return _mamba(
-        config, heads, channels // heads, bias="add_bias_linear", conv_bias="use_conv_bias",
-        num_groups=config["mamba_ngroups"], time_limit=(config["time_step_min"], math.inf),
-        norm=NormDescription(1e-5), name=_zamba_name(config, i, "mamba"),
+    heads, channels = config["mamba_n_heads"], int(config["mamba_expand"] * config["hidden_size"])
+    limit, norm = (config["time_step_min"], math.inf), NormDescription(1e-5)
+    name = _zamba_name(config, i, "mamba")
+    return _mamba_2(
+        config, heads, channels // heads, bias="add_bias_linear", time_limit=limit, norm=norm, name=name
     )  # fmt: skip
 
 
@@ -208,12 +194,12 @@ _FINAL_NORM = {"norm_name": "model.final_layernorm"}
 _ONE_NORM = {"attention_norm": "norm"}
 _MLP = {"up_names": ("feed_forward.gate_proj", "feed_forward.up_proj"), "down_name": "feed_forward.down_proj"}
 _MLP_NORM = {"feed_forward_norm": "pre_ff_layernorm"}
-_MAMBA_1 = Family(mixer=_mamba_1, has_feed_forward=_never, layer=_ONE_NORM, model=_BACKBONE)
+_MAMBA_1 = Family(mixer=_pure_1, has_feed_forward=_never, layer=_ONE_NORM, model=_BACKBONE)
 
 FAMILIES = {
     "MambaForCausalLM": _MAMBA_1,
     "FalconMambaForCausalLM": _MAMBA_1,
-    "Mamba2ForCausalLM": Family(mixer=_mamba_2, has_feed_forward=_never, layer=_ONE_NORM, model=_BACKBONE),
+    "Mamba2ForCausalLM": Family(mixer=_pure_2, has_feed_forward=_never, layer=_ONE_NORM, model=_BACKBONE),
     "JambaForCausalLM": Family(
         layer_type=_jamba_type, mixer=where_no_attention(_jamba), rope=None, feed_forward=_MLP, layer=_MLP_NORM,
         model=_FINAL_NORM,
