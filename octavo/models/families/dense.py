@@ -19,10 +19,13 @@ from octavo.models.families.settings import (
     ATTENTION_BIAS,
     GRANITE_ROPE,
     LATE_SLIDE,
+    LOGIT_SCALE,
+    LOGITS_SOFTCAP,
     MLP_BIAS,
     MODERN_BERT,
     MULTIPLIERS,
     RESIDUAL,
+    ROOT,
     SCALE,
     all_but_every,
     granite_rotates,
@@ -39,12 +42,10 @@ _STACKED_UP = {"up_names": ("mlp.gate_up_proj",)}
 _PER_HEAD = {"qkv_blocks": key("num_attention_heads")}
 _PARALLEL = {"is_parallel": True, "feed_forward_norm": None}
 _GEMMA_RMS = rms(offset=1.0)
-_ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
 _GEMMA_SCORES = {
     "scale": lambda c, _: c["query_pre_attn_scalar"] ** -0.5,
     "softcap": lambda c, _: c["attn_logit_softcapping"] or 0.0,
 }
-_GEMMA_LOGITS = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}
 
 
 def _ungated(up: str, down: str, **more: Any) -> dict[str, Any]:
@@ -155,7 +156,7 @@ _GLM = Family(
 )  # fmt: skip
 _GEMMA2 = Family(
     norm=_GEMMA_RMS, attention=ATTENTION_BIAS | _GEMMA_SCORES, layer=AROUND,
-    model=_ROOT | _GEMMA_LOGITS, layer_type=all_but_every(2), refuses=("use_bidirectional_attention",),
+    model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(2), refuses=("use_bidirectional_attention",),
 )  # fmt: skip
 _GPTJ = Family(
     norm=layer_norm(),
@@ -231,7 +232,7 @@ FAMILIES = {
     "NanoChatForCausalLM": Family(
         norm=rms(has_weight=False),
         attention=ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)}, rope={"reversed": True},
-        feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=_GEMMA_LOGITS | {"embedding_norm": rms(has_weight=False)},
+        feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=LOGITS_SOFTCAP | {"embedding_norm": rms(has_weight=False)},
     ),
     "BitNetForCausalLM": Family(
         attention=ATTENTION_BIAS | {"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
@@ -245,7 +246,7 @@ FAMILIES = {
         attention={"qk_norm": rms()}, layer=AFTER, layer_type=_EVERY_4TH_FULL, rotates=rotates_unless_all_is_seen,
     ),
     "GemmaForCausalLM": Family(
-        norm=_GEMMA_RMS, attention=ATTENTION_BIAS, model=_ROOT, refuses=("use_bidirectional_attention",),
+        norm=_GEMMA_RMS, attention=ATTENTION_BIAS, model=ROOT, refuses=("use_bidirectional_attention",),
     ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": Family(
@@ -254,7 +255,7 @@ FAMILIES = {
             "qk_norm": _GEMMA_RMS, "bidirectional": lambda c, _: bool(c.get("use_bidirectional_attention")),
             "window": _gemma_3_window,
         },
-        layer=AROUND, model=_ROOT | _GEMMA_LOGITS, layer_type=all_but_every(6, "sliding_window_pattern"),
+        layer=AROUND, model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(6, "sliding_window_pattern"),
     ),
     "VaultGemmaForCausalLM": replace(_GEMMA2, layer={"feed_forward_norm": "pre_feedforward_layernorm"}, refuses=()),
     "ArceeForCausalLM": Family(
@@ -322,11 +323,11 @@ FAMILIES = {
     "CohereForCausalLM": Family(
         norm=layer_norm(bias=False),
         attention=ATTENTION_BIAS | {"qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"},
-        rope={"interleaved": True}, layer=_PARALLEL, model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]},
+        rope={"interleaved": True}, layer=_PARALLEL, model=LOGIT_SCALE,
     ),
     "Cohere2ForCausalLM": Family(
         norm=layer_norm(bias=False), attention=ATTENTION_BIAS, rope={"interleaved": True}, layer=_PARALLEL,
-        model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]}, layer_type=_EVERY_4TH_FULL, rotates=slides,
+        model=LOGIT_SCALE, layer_type=_EVERY_4TH_FULL, rotates=slides,
     ),
     "StableLmForCausalLM": Family(
         norm=layer_norm(),
@@ -463,7 +464,7 @@ FAMILIES = {
         },
         feed_forward=_ungated("ffn.0", "ffn.2", bias=True),
         layer={"attention_norm": "layernorm1", "feed_forward_norm": "layernorm2"},
-        model=_ROOT | {
+        model=ROOT | {
             "embedding_name": "transformer.w", "layer_prefix": "transformer.h.", "norm_name": "transformer.layernorm",
             "output_bias": True, "positions": lambda c, _: PositionsDescription(steps=c["hidden_size"] // 2),
         },

@@ -24,10 +24,14 @@ from octavo.models.families.settings import (
     FULL,
     GRANITE_EXPERTS,
     GRANITE_ROPE,
+    GUESSES,
     LATE_SLIDE,
+    LOGIT_SCALE,
+    LOGITS_SOFTCAP,
     MLP_BIAS,
     MULTIPLIERS,
     RESIDUAL,
+    ROUTED,
     SCALE,
     SIGMOID_GROUPS,
     W123,
@@ -228,7 +232,7 @@ FAMILIES = {
         layer=AROUND | {"stream_multipliers": _beam_depth(True), "multipliers": _beam_depth(False)},
         experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 2,
         layer_type=sliding(lambda c, i: (i + 1) % 6 != 0 and i + 1 != c["num_hidden_layers"]), rotates=_beam_rotates,
-        model={"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}, refuses=("attention_bias",),
+        model=LOGITS_SOFTCAP, refuses=("attention_bias",),
     ),
     "DbrxForCausalLM": Family(
         norm=layer_norm(bias=False),
@@ -310,7 +314,7 @@ FAMILIES = {
             "shared": shared_expert(several("n_shared_experts", "intermediate_size")),
             "shared_scale": _half_if_averaged,
         },
-        is_sparse=sparse_from("first_k_dense_replace"), model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]},
+        is_sparse=sparse_from("first_k_dense_replace"), model=LOGIT_SCALE,
         layer_type=sliding(_cohere_slides), rotates=_cohere_rotates,
     ),
     "Ernie4_5_MoeForCausalLM": Family(
@@ -353,21 +357,16 @@ FAMILIES = {
         is_sparse=_llama4_sparse, rotates=_llama4_rotates, longest=("attention_chunk_size",),
     ),
     "Dots1ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()},
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
-        is_sparse=sparse_from("first_k_dense_replace"), layer_type=LATE_SLIDE,
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"),
+        layer_type=LATE_SLIDE,
     ),
     "Glm4MoeForCausalLM": Family(
         attention={
             "qkv_bias": key("attention_bias"), "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None,
         },
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
-        is_sparse=sparse_from("first_k_dense_replace"), model={"num_unused_layers": key("num_nextn_predict_layers")},
+        experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES,
     ),
-    "SolarOpenForCausalLM": Family(
-        attention={"qkv_bias": key("attention_bias")},
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
-    ),
+    "SolarOpenForCausalLM": Family(attention={"qkv_bias": key("attention_bias")}, experts=ROUTED),
     "ExaoneMoeForCausalLM": Family(
         attention={"qk_norm": rms()},
         experts={

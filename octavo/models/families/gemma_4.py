@@ -12,7 +12,16 @@ from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.rotary import RopeConfig
 from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
-from octavo.models.families.settings import AROUND, ATTENTION_BIAS, all_but_every, routing, shared_expert, sliding
+from octavo.models.families.settings import (
+    AROUND,
+    ATTENTION_BIAS,
+    LOGITS_SOFTCAP,
+    ROOT,
+    all_but_every,
+    routing,
+    shared_expert,
+    sliding,
+)
 from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -147,11 +156,7 @@ _GEMMA_4 = Family(
         "stream_scale": "layer_scalar",
         "feed_forward_norm": lambda c, _: None if c["enable_moe_block"] else AROUND["feed_forward_norm"],
     },
-    model={
-        "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5, "token_inputs": _token_inputs,
-        "logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0,
-    },
-    layer_type=all_but_every(6),
+    model=ROOT | LOGITS_SOFTCAP | {"token_inputs": _token_inputs}, layer_type=all_but_every(6),
 )  # fmt: skip
 FAMILIES = {
     "Gemma3nForCausalLM": Family(
@@ -160,9 +165,8 @@ FAMILIES = {
             "qkv_names": lambda c, i: _QKV if _reads_layer_3n(c, i) is None else _QKV[:1],
         },
         feed_forward={"intermediate_size": _by_layer("intermediate_size"), "sparsity": _sparsity}, layer=AROUND,
-        model={
-            "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5, "token_inputs": _token_inputs_3n,
-            "logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0,
+        model=ROOT | LOGITS_SOFTCAP | {
+            "token_inputs": _token_inputs_3n,
             "streams": lambda c, _: StreamsDescription(c["altup_num_inputs"], c["laurel_rank"]), "unused": _unused_3n,
         },
         layer_type=sliding(lambda _, i: (i + 1) % 5), refuses=("altup_active_idx",),

@@ -8,15 +8,7 @@ from typing import Any
 
 from octavo.layers.experts import EXPERT_NAMES
 from octavo.layers.latent import LatentDescription
-from octavo.models.families.settings import (
-    CORRECTION,
-    SIGMOID_GROUPS,
-    query_growth,
-    routing,
-    several,
-    shared_expert,
-    sparse_from,
-)
+from octavo.models.families.settings import GUESSES, ROUTED, query_growth, routing, several, shared_expert, sparse_from
 from octavo.models.readers import Config, Family, Setting, key, rms, rope_of
 
 
@@ -69,13 +61,11 @@ def _longcat_mixer(config: Config, i: int) -> LatentDescription | None:
     return latent(**scales, name=f"self_attn.{i % 3 // 2}")(config, i)
 
 
-_UNUSED = {"num_unused_layers": lambda c, _: c["num_nextn_predict_layers"] or 0}
 _SHARED = {"shared": shared_expert(several("n_shared_experts"))}
 # An index chooses the keys that a query sees: up to so many all of them.
 _INDEXED = Family(
-    mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
-    is_sparse=sparse_from("first_k_dense_replace"), longest=("index_topk",),
-    model=_UNUSED | {
+    mixer=latent(), experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), longest=("index_topk",),
+    model=GUESSES | {
         "unused": lambda c, _: tuple(f"model.layers.{i}.self_attn.indexer." for i in range(c["num_hidden_layers"])),
     },
 )  # fmt: skip
@@ -93,20 +83,16 @@ FAMILIES = {
         is_sparse=sparse_from("first_k_dense_replace"), refuses=("mlp_bias",),
     ),
     "DeepseekV3ForCausalLM": Family(
-        mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
-        is_sparse=sparse_from("first_k_dense_replace"), model=_UNUSED,
+        mixer=latent(), experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES,
     ),
-    "Glm4MoeLiteForCausalLM": Family(
-        mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
-        is_sparse=lambda _, i: i > 0, model=_UNUSED,
-    ),
+    "Glm4MoeLiteForCausalLM": Family(mixer=latent(), experts=ROUTED, is_sparse=lambda _, i: i > 0, model=GUESSES),
     "AXK1ForCausalLM": Family(
         mixer=latent(),
         layer={
             "feed_forward_post_norm": lambda c, i: "post_mlp_layernorm|mlp.post_mlp_layernorm"
             if _is_sparse(c, i) else None
         },
-        experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS, "needs_correction": False},
+        experts=ROUTED | {"needs_correction": False},
         is_sparse=lambda c, i: i >= c["first_k_dense_replace"] and i % c["moe_layer_freq"] == 0,
         model={  # released checkpoints have the norm in dense layers too, which do not use it
             "unused": lambda c, _: tuple(

@@ -26,6 +26,10 @@ RESIDUAL = {"residual_multiplier": key("residual_multiplier")}
 MULTIPLIERS = {"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")}
 # And by layer the base of the rotation, where 0 is none.
 GRANITE_ROPE = {"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])}
+# Others', of embedding and logits.
+ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
+LOGITS_SOFTCAP = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}
+LOGIT_SCALE = {"logits_divisor": lambda c, _: 1 / c["logit_scale"]}
 
 
 _OTHER_TYPES = ("linear_attention", "conv", "mlp", "moe")
@@ -147,6 +151,10 @@ CORRECTION = {"correction_names": CORRECTION_NAMES}
 def several(count: str, size: str = "moe_intermediate_size") -> Setting:
     """So many shared experts are one that is so much wider."""
     return lambda c, _: (c[count] or 0) * c[size]
+
+
+ROUTED = CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))}
+GUESSES = {"num_unused_layers": lambda c, _: c["num_nextn_predict_layers"] or 0}
 
 
 def sparse_from(setting: str) -> Setting:
