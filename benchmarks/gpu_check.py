@@ -4,10 +4,11 @@
 
 Parts, each of which takes less than eight minutes on a machine that has never compiled a kernel: `kernels` (their tests
 on the device, and a request's bits alone, among others, in chunks, preempted), `parity` (answers of a GPU and of the
-CPU on the same random weights, for every family), `parallel` (several GPUs, where there are some: the answers of one,
-the same bits in two runs, the end of a worker, steps and exchanges), `model` (an 8B-shaped model: decode, prefill,
-where a step's time goes), `adapters` (what they add to such a model's steps), `transformers` (the same work on the same
-device), `start` (with an empty cache of kernels, and again), `serve` (over HTTP, by `octavo bench serve`).
+CPU on the same random weights, for every family), `pooling` (the same of models that pool, and texts a second),
+`parallel` (several GPUs, where there are some: the answers of one, the same bits in two runs, the end of a worker,
+steps and exchanges), `model` (an 8B-shaped model: decode, prefill, where a step's time goes), `adapters` (what they add
+to such a model's steps), `transformers` (the same work on the same device), `start` (with an empty cache of kernels,
+and again), `serve` (over HTTP, by `octavo bench serve`).
 
 Each part is a process of its own. What it finds is in FOLDER/PART.json as soon as it is found, what it prints in
 FOLDER/PART.log, and FOLDER/page.md has predictions, measurements and their ratios of all parts so far: parts may be run
@@ -34,6 +35,7 @@ import torch
 from gpu_checks.correctness import kernels, parity
 from gpu_checks.engines import HAS_GPU, Row
 from gpu_checks.parallel import parallel
+from gpu_checks.pooling import pooling
 from gpu_checks.serving import ready, serve, start
 from gpu_checks.speed import COPY, PRODUCT, adapters, model, transformers
 from gpu_limits import LLAMA_3_1_8B, Limits
@@ -43,8 +45,8 @@ from octavo.models.registry import describe
 from octavo.ops.triton.schedule import MACHINES
 
 PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {
-    "kernels": kernels, "parity": parity, "parallel": parallel, "model": model, "adapters": adapters,
-    "transformers": transformers, "start": start, "serve": serve,
+    "kernels": kernels, "parity": parity, "pooling": pooling, "parallel": parallel, "model": model,
+    "adapters": adapters, "transformers": transformers, "start": start, "serve": serve,
 }  # fmt: skip
 
 

@@ -111,6 +111,16 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
         "attention_bias": True, "norm_topk_prob": True,
     }),
+    "glm_ocr_text": ("Glm4ForCausalLM", {
+        "vocab_size": 59392, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+    }),
+    "paddleocr_vl_text": ("LlamaForCausalLM", {
+        "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+    }),
     "llama4_text": ("Llama4ForCausalLM", {
         "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,
         "num_attention_heads": 40,
@@ -120,6 +130,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # Where experts lie otherwise than in the decoder's own checkpoints.
 _EXPERTS = {"qwen3_vl_moe_text": (stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),)}
+_REFUSES = {"paddleocr_vl_text": ("use_bias",)}
+_WHATEVER_IS_SAID: dict[str, dict[str, Any]] = {"glm_ocr_text": {"attention_bias": False}}  # its class never reads it
 # Those that go with any family that does not have one of its own.
 _ANY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere2", "aria_text")
 
@@ -193,6 +205,10 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "Glm4vMoeForConditionalGeneration": MediaFamily(
         "glm4v_moe_text", 151363, shares_token=True, sections=(8, 12, 12)
     ),
+    "GlmOcrForConditionalGeneration": MediaFamily("glm_ocr_text", 59280, sections=(8, 12, 12)),
+    "PaddleOCRVLForConditionalGeneration": MediaFamily("paddleocr_vl_text", 100295, sections=(16, 24, 24)),
+    "DeepseekVLForConditionalGeneration": MediaFamily("llama", 100015),
+    "VideoLlama3ForConditionalGeneration": MediaFamily("qwen2", 151655, may_tie_in_text=True),
     "Gemma3ForConditionalGeneration": MediaFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
     ),
@@ -221,6 +237,9 @@ _TOWERS = tuple(
         "merger.",
         "visual.",
         "multi_modal_projector.",
+        "projector.",
+        "mlp_AR.",
+        "aligner.",
         "connector.",
         "image_newline",
         "audio_tower.",
@@ -243,7 +262,8 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
     if kind in _EXPERTS:
         assert reader.experts is not None
         reader = replace(reader, experts={**reader.experts, "names": _EXPERTS[kind]})
-    description = read(decoder, reader, {**defaults, **family.defaults, **text})
+    reader = replace(reader, refuses=(*reader.refuses, *_REFUSES.get(kind, ())))
+    description = read(decoder, reader, {**defaults, **family.defaults, **text, **_WHATEVER_IS_SAID.get(kind, {})})
     if media_token(config, name) >= description.vocab_size:
         raise LoadError(
             f"the token of media is {media_token(config, name)}, and the decoder's are 0 to "
@@ -274,6 +294,7 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         architecture=name,
         tie_word_embeddings=is_tied,
         layers=layers,
+        num_unused_layers=description.num_unused_layers or int(text.get("num_nextn_predict_layers") or 0),
         takes_media=True,
         num_media_layers=num_media_layers,
         sees_ahead=sees_ahead,

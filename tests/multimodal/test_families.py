@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -153,6 +154,21 @@ def minicpm(tokenizer: Any) -> Any:
 def glm46v(tokenizer: Any) -> Any:
     images = transformers.Glm46VImageProcessorPil(size={"shortest_edge": 84 * 84 * 2, "longest_edge": 112 * 112 * 2})
     return without_videos(transformers.Glm46VProcessor)(images, tokenizer)
+
+
+def paddle_ocr(tokenizer: Any) -> Any:
+    images = transformers.PaddleOCRVLImageProcessorPil(min_pixels=84 * 84, max_pixels=112 * 112)
+    return transformers.PaddleOCRVLProcessor(images, tokenizer)
+
+
+def deepseek_vl(tokenizer: Any) -> Any:
+    images = transformers.DeepseekVLImageProcessorPil(size=SQUARE, min_size=14)
+    return transformers.DeepseekVLProcessor(images, tokenizer, num_image_tokens=4)
+
+
+def video_llama(tokenizer: Any) -> Any:
+    images = transformers.VideoLlama3ImageProcessorPil(min_tokens=4, max_tokens=16)
+    return without_videos(transformers.VideoLlama3Processor)(images, tokenizer)
 
 
 def gemma3(tokenizer: Any) -> Any:
@@ -400,6 +416,26 @@ CASES: dict[str, Case] = {
         },
         lambda: {"vision_config": TOWER | {"image_size": 56}},
         glm4v,
+    ),
+    "GlmOcrForConditionalGeneration": Case(
+        {"model_type": "glm_ocr_text", "head_dim": 16, **mrope(2, 1, 1, partial_rotary_factor=0.5)},
+        lambda: {"vision_config": TOWER | {"image_size": 56}},
+        glm46v,
+    ),
+    "PaddleOCRVLForConditionalGeneration": Case(
+        {"model_type": "paddleocr_vl_text", "head_dim": 16, **mrope(2, 3, 3)},
+        lambda: {"vision_config": SIZES | {"image_size": 56}},
+        paddle_ocr,
+    ),
+    "VideoLlama3ForConditionalGeneration": Case(
+        {"model_type": "qwen2"},
+        lambda: {"vision_config": SIZES | {"image_size": 56}},
+        video_llama,
+    ),
+    "DeepseekVLForConditionalGeneration": Case(
+        {"model_type": "llama"},
+        lambda: {"vision_config": SIZES | {"model_type": "siglip_vision_model"}},
+        deepseek_vl,
     ),
     "Llama4ForConditionalGeneration": Case(
         {
@@ -718,10 +754,27 @@ def test_prompts_that_see_themselves_are_not_without_pictures_nor_cut(tmp_path: 
             LLM(str(tmp_path), max_model_len=64, num_gpu_blocks_override=8, **more)
 
 
-def test_tensors_of_a_head_that_guesses_are_passed_over(tmp_path: Path, tokenizer: Any) -> None:
-    save_case(tmp_path, "Qwen3_5ForConditionalGeneration", tokenizer)
+@pytest.mark.parametrize(
+    ("name", "guessing", "text"),
+    [
+        ("Qwen3_5ForConditionalGeneration", "mtp.fc.weight", {}),
+        # A layer after those of the model.
+        (
+            "GlmOcrForConditionalGeneration",
+            "model.language_model.layers.2.eh_proj.weight",
+            {"num_nextn_predict_layers": 1},
+        ),
+    ],
+)
+def test_tensors_of_a_head_that_guesses_are_passed_over(
+    tmp_path: Path, tokenizer: Any, name: str, guessing: str, text: dict[str, Any]
+) -> None:
+    save_case(tmp_path, name, tokenizer)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"] |= text
+    (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    save_file(tensors | {guessing: torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 8}
     with LLM(str(tmp_path), language_model_only=True, **sizes) as llm:
         assert generate(llm, {"prompt": "x"})[0].outputs[0].token_ids
