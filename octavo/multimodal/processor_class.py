@@ -16,6 +16,10 @@ def load_processor(folder: str, token_id: int, sees_videos: bool = False) -> Any
         from octavo.multimodal.voxtral import VoxtralProcessor
 
         return VoxtralProcessor(folder, token_id)
+    if config.model_type in ("granite_speech", "granite_speech_plus"):
+        from octavo.multimodal.granite_speech import GraniteSpeechProcessor
+
+        return GraniteSpeechProcessor(folder, token_id)
     known = PROCESSOR_MAPPING.get(type(config), None)
     if known is not None and "video_processor" in known.get_attributes():
         return (with_videos if sees_videos else without_videos)(known).from_pretrained(folder, **options)
