@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 import octavo
+from octavo import unknown_flags
 from octavo.config import AsyncEngineArgs
 from octavo.config.checks import check as check_engine_args
 from octavo.entrypoints.cli.serve import make_parser, parse_args
@@ -116,6 +118,45 @@ def test_an_unknown_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) ->
         parse_args(["--no-such-flag"], "octavo serve")
     assert ended.value.code == 2
     assert "--no-such-flag" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cpu-offload-gb=4"], "cpu-offload-gb: weights stay where the model runs; --quantization int8"),
+        (["--guided_decoding_backend", "xgrammar"], "guided-decoding-backend: leave it out: structured outputs are"),
+        (["--no-enable-dbo"], "no-enable-dbo: it is not built yet; leave it out."),
+        (["--gpu-memory-utilisation", "0.5"], "perhaps gpu-memory-utilization is meant."),
+        # Values with spaces, as manifests write them, are not taken for a model.
+        (["--kv-transfer-config={'kv_connector': 'x'}"], "kv-transfer-config: it is not built yet"),
+        (["--structured-outputs-config.backend=guidance"], "structured-outputs-config: leave it out"),
+    ],
+)
+def test_an_unknown_flag_of_vllms_says_what_to_do(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(words, "octavo serve")
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --" in error
+    assert said in error
+
+
+def test_what_is_advised_exists_and_what_exists_needs_no_advice() -> None:
+    known = {name.removeprefix("--") for name in make_parser("octavo serve")._option_string_actions}
+    for field, advice in unknown_flags._ADVICE.items():
+        assert field.replace("_", "-") not in known
+        assert {flag.partition(".")[0] for flag in re.findall(r"--([a-z0-9.-]+)", advice)} <= known, field
+
+
+def test_keywords_and_keys_of_a_file_get_the_same_advice(tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"LLM.. has no arguments enable_sleep_mode. enable_sleep_mode: leave it out: LLM"
+    ):
+        octavo.LLM(enable_sleep_mode=True)
+    (tmp_path / "config.yaml").write_text("max-modal-len: 5")
+    with pytest.raises(ConfigError, match=r"unknown key 'max-modal-len'.*perhaps max_model_len is meant"):
+        parse_args(["--config", str(tmp_path / "config.yaml")], "octavo serve")
 
 
 def test_the_documented_yaml_file_is_the_command_line(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from octavo.engine.wire import (
     is_readable,
 )
 from octavo.errors import EngineDeadError, OctavoError
-from octavo.processes import python_command
+from octavo.processes import child_command
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class CoreProcess:
     """A core that has been started and imports what it needs, while its parent makes the configuration."""
 
     def __init__(self) -> None:
-        command = python_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
+        command = child_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
     def configure(self, args: CoreProcessArgs) -> None:

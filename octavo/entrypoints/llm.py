@@ -26,6 +26,7 @@ from octavo.outputs import (
 )
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from octavo.unknown_flags import advice_on
 
 
 class LLM(PoolingMethods):
@@ -40,9 +41,10 @@ class LLM(PoolingMethods):
         # cores from the native kernels'. It reads this when it starts its pool.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         configure_logging("engine")
-        unknown = set(engine_args) - set(EngineArgs.__dataclass_fields__)
+        unknown = sorted(set(engine_args) - set(EngineArgs.__dataclass_fields__))
         if unknown:
-            raise TypeError(f"LLM() got unknown or not yet built arguments: {', '.join(sorted(unknown))}")
+            advice = advice_on(unknown, EngineArgs.__dataclass_fields__)
+            raise TypeError(" ".join([f"LLM() has no arguments {', '.join(unknown)}.", *advice]))
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs

@@ -132,7 +132,7 @@ class Worker:
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
-            model_config.pooling is not None, team, self._media_table, cross,
+            model_config.pooling, team, self._media_table, cross,
         )  # fmt: skip
         self._draft = self._load_draft(config.draft, phases) if config.draft is not None else None
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit

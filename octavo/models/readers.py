@@ -6,9 +6,12 @@ A setting that config.json leaves out has the default of the architecture's conf
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from octavo.errors import LoadError
@@ -40,6 +43,10 @@ _DEFAULTS: dict[str, Any] = {
     "moe_intermediate_size": None,
     "norm_topk_prob": True,
 }
+# What a class has instead, or beside these, by the architecture's name before that of its head. None is what follows
+# from other settings, by a rule of the family's table.
+_OWN_DEFAULTS: dict[str, Config] = json.loads(Path(__file__).with_name("defaults.json").read_text())
+_HEADS = re.compile("(ForCausalLM|LMHeadModel|Model|ForMaskedLM|For(Sequence|Token)Classification)$")
 # Names that configurations have for the same thing.
 _ALIASES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model", "n_embed", "dim"),
@@ -59,6 +66,9 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "moe_intermediate_size": ("expert_ffn_hidden_size",),
     "norm_topk_prob": ("moe_renormalize",),
     "n_group": ("num_expert_group",),
+    "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts"),
+    "first_k_dense_replace": ("num_dense_layers",),
+    "routed_scaling_factor": ("router_scaling_factor", "route_scale", "moe_routed_scaling_factor"),
     "layer_types": ("layers_block_type",),
 }
 _ACTIVATIONS = {
@@ -79,7 +89,6 @@ def layer_norm(**changes: Any) -> Setting:
 class Family:
     """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`."""
 
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of the configuration class, where not `_DEFAULTS`
     norm: Setting = field(default_factory=rms)  # every norm that is not said to be another
     attention: Mapping[str, Any] = field(default_factory=dict)
     # Another description in the place of attention's; "attention"; or None, where the layer has neither.
@@ -105,7 +114,7 @@ class Family:
 
 def read(name: str, family: Family, given: Config) -> ModelDescription:
     """Raises `LoadError` for a setting that is not built, `KeyError` for one that is absent and has no default."""
-    config = _merged(family, given)
+    config = _merged(name, given)
     for setting in family.refuses:
         if config.get(setting):
             raise LoadError(f"{setting} = {config[setting]!r} is not built yet.")
@@ -123,14 +132,14 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
     return ModelDescription(architecture=name, layers=layers, **described | _values(family.model, config, 0))
 
 
-def _merged(family: Family, given: Config) -> Config:
+def _merged(name: str, given: Config) -> Config:
     renamed = {
-        standard: given[name]
+        standard: given[own]
         for standard, names in _ALIASES.items()
-        for name in reversed(names)
-        if name in given and standard not in given
+        for own in reversed(names)
+        if own in given and standard not in given
     }
-    config = {**_DEFAULTS, **family.defaults, **given, **renamed}
+    config = {**_DEFAULTS, **_OWN_DEFAULTS.get(_HEADS.sub("", name), {}), **given, **renamed}
     if config["layer_types"] is not None:
         config.setdefault("num_hidden_layers", len(config["layer_types"]))
     return config

@@ -12,7 +12,7 @@ from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.rotary import RopeConfig
 from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
-from octavo.models.families.settings import AROUND, ATTENTION_BIAS, all_but_every, defaults, routing, shared_expert
+from octavo.models.families.settings import AROUND, ATTENTION_BIAS, all_but_every, routing, shared_expert
 from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of
 
 _SLIDES = all_but_every(6)
@@ -138,17 +138,6 @@ def _unused_3n(config: Config, _: int) -> tuple[str, ...]:
 
 
 _GEMMA_4 = Family(
-    defaults=defaults(
-        131072, kv_heads=4, head_size=256, act="gelu_pytorch_tanh", tied=True, window=512, theta=1e6,
-        final_logit_softcapping=None, use_bidirectional_attention=None, global_head_dim=512,
-        num_global_key_value_heads=None, attention_k_eq_v=False, num_kv_shared_layers=0, enable_moe_block=False,
-        use_double_wide_mlp=False, experts=None, hidden_size_per_layer_input=256,
-        vocab_size_per_layer_input=262144,
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        },
-    ),
     attention=ATTENTION_BIAS | {
         "head_size": _head_size, "num_kv_heads": _kv_heads, "scale": 1.0, "rope": _rope, "window": _window,
         "qk_norm": rms(), "value_norm": rms(has_weight=False), "keys_are_values": _keys_are_values,
@@ -174,12 +163,6 @@ _GEMMA_4 = Family(
 )  # fmt: skip
 FAMILIES = {
     "Gemma3nForCausalLM": Family(
-        defaults=defaults(
-            32768, kv_heads=2, head_size=256, act="gelu_pytorch_tanh", tied=True, window=512, laurel_rank=64,
-            final_logit_softcapping=30.0, num_kv_shared_layers=15, hidden_size_per_layer_input=256,
-            vocab_size_per_layer_input=262144, altup_num_inputs=4, altup_correct_scale=True,
-            activation_sparsity_pattern=None, theta=1e6, rope_local_base_freq=10000.0,
-        ),
         attention=ATTENTION_BIAS | {
             "scale": 1.0, "qk_norm": rms(), "value_norm": rms(has_weight=False), "reads_layer": _reads_layer_3n,
             "qkv_names": lambda c, i: _QKV if _reads_layer_3n(c, i) is None else _QKV[:1],
@@ -193,7 +176,5 @@ FAMILIES = {
         slides=lambda c, i: _type_3n(c, i) == "sliding_attention", refuses=("altup_active_idx",),
     ),
     "Gemma4ForCausalLM": _GEMMA_4,
-    "Gemma4UnifiedForCausalLM": replace(
-        _GEMMA_4, defaults={**_GEMMA_4.defaults, **defaults(262144, window=1024, hidden_size_per_layer_input=0)}
-    ),
+    "Gemma4UnifiedForCausalLM": _GEMMA_4,
 }  # fmt: skip

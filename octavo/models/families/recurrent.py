@@ -19,18 +19,16 @@ from octavo.layers.recurrent import (
     MambaDescription,
     ShortConvDescription,
 )
-from octavo.models.families.latent import SIZES, latent
+from octavo.models.families.latent import latent
 from octavo.models.families.settings import (
     ATTENTION_BIAS,
     CORRECTION_NAMES,
     MLP_BIAS,
     MULTIPLIERS,
-    NO_MULTIPLIERS,
     RESIDUAL,
     SCALE,
     SIGMOID_GROUPS,
     W123,
-    defaults,
     granite_shared,
     mamba_rank,
     routing,
@@ -42,19 +40,10 @@ from octavo.models.families.settings import (
 )
 from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rms
 
-_LIMITLESS = 262144  # positions: a state has no limit of its own
 _RECURRENT = ("linear_attention", "mamba")
 _BACKBONE = {
     "embedding_name": "backbone.embeddings", "layer_prefix": "backbone.layers.", "norm_name": "backbone.norm_f",
 }  # fmt: skip
-_MAMBA_DEFAULTS: dict[str, Any] = defaults(
-    _LIMITLESS, eps=1e-5, conv_kernel=4, expand=2, use_bias=False, use_conv_bias=True, time_step_limit=None,
-)  # fmt: skip
-_MAMBA_1_DEFAULTS = _MAMBA_DEFAULTS | defaults(state_size=16, time_step_rank="auto", tied=True)
-_HYBRID_DEFAULTS: dict[str, Any] = defaults(
-    mamba_n_heads=128, mamba_d_head="auto", mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4, mamba_expand=2,
-    mamba_conv_bias=True, mamba_proj_bias=False, time_step_limit=None,
-)  # fmt: skip
 
 
 def _mamba_1(config: Config, _: int) -> MambaDescription:
@@ -300,10 +289,6 @@ def _olmo_norm(recurrent: str | None, attention: str | None) -> Setting:
     return lambda c, i: attention if _olmo_mixer(c, i) == "attention" else recurrent
 
 
-_DELTA_DEFAULTS: dict[str, Any] = defaults(
-    32768, head_size=256, partial=0.25, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128,
-    linear_num_key_heads=16, linear_num_value_heads=32,
-)  # fmt: skip
 _GATED_ATTENTION = {
     **ATTENTION_BIAS, "gate": GateDescription(None), "qk_norm": rms(offset=1.0),
 }  # fmt: skip
@@ -323,9 +308,6 @@ _LFM_ATTENTION = {
 _LFM_NORMS = {"attention_norm": "operator_norm", "feed_forward_norm": "ffn_norm"}
 _LFM_MODEL = {"norm_name": "model.embedding_norm", "tie_word_embeddings": lambda c, _: c.get(
     "tie_embedding", c["tie_word_embeddings"])}  # fmt: skip
-_LFM_DEFAULTS: dict[str, Any] = defaults(
-    128000, kv_heads=8, eps=1e-5, tied=True, theta=1000000.0, conv_bias=False, conv_L_cache=3,
-)  # fmt: skip
 _MAMBA_LAYER = {"attention_norm": "norm"}
 
 
@@ -351,23 +333,12 @@ def _root_in_bfloat16(config: Config, _: int) -> float:
 
 
 FAMILIES = {
-    "MambaForCausalLM": Family(
-        defaults=_MAMBA_1_DEFAULTS, mixer=_mamba_1, has_feed_forward=_never, layer=_MAMBA_LAYER, model=_BACKBONE
-    ),
-    "FalconMambaForCausalLM": Family(
-        defaults=_MAMBA_1_DEFAULTS | defaults(mixer_rms_eps=1e-6), mixer=_mamba_1, has_feed_forward=_never,
-        layer=_MAMBA_LAYER, model=_BACKBONE,
-    ),
+    "MambaForCausalLM": Family(mixer=_mamba_1, has_feed_forward=_never, layer=_MAMBA_LAYER, model=_BACKBONE),
+    "FalconMambaForCausalLM": Family(mixer=_mamba_1, has_feed_forward=_never, layer=_MAMBA_LAYER, model=_BACKBONE),
     "Mamba2ForCausalLM": Family(
-        defaults=_MAMBA_DEFAULTS | defaults(num_heads=128, head_size=64, state_size=128, n_groups=8),
         mixer=_mamba_2("num_heads", "head_dim", _limits), has_feed_forward=_never, layer=_MAMBA_LAYER, model=_BACKBONE,
     ),
     "JambaForCausalLM": Family(
-        defaults=defaults(
-            262144, kv_heads=8, experts=16, top_k=2, expert_layer_period=2, expert_layer_offset=1, attn_layer_period=8,
-            attn_layer_offset=4, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank="auto",
-            mamba_conv_bias=True, mamba_proj_bias=False,
-        ),
         mixer=_jamba_mixer, rope=None, feed_forward=_JAMBA_MLP, layer={"feed_forward_norm": "pre_ff_layernorm"},
         model={"norm_name": "model.final_layernorm"},
         experts={
@@ -380,16 +351,10 @@ FAMILIES = {
         is_sparse=lambda c, i: c["num_experts"] > 1 and i % c["expert_layer_period"] == c["expert_layer_offset"],
     ),
     "BambaForCausalLM": Family(
-        defaults=_HYBRID_DEFAULTS | defaults(262144, kv_heads=8, eps=1e-5, attn_layer_indices=None, partial=0.5),
-        mixer=_bamba_mixer, attention=ATTENTION_BIAS,
-        feed_forward=_JAMBA_MLP | MLP_BIAS, layer={"feed_forward_norm": "pre_ff_layernorm"},
-        model={"norm_name": "model.final_layernorm"},
+        mixer=_bamba_mixer, attention=ATTENTION_BIAS, feed_forward=_JAMBA_MLP | MLP_BIAS,
+        layer={"feed_forward_norm": "pre_ff_layernorm"}, model={"norm_name": "model.final_layernorm"},
     ),
     "GraniteMoeHybridForCausalLM": Family(
-        defaults=_HYBRID_DEFAULTS | {
-            **NO_MULTIPLIERS, "max_position_embeddings": 2048, "num_experts": 8, "num_experts_per_tok": 2,
-            "shared_intermediate_size": 1024, "position_embedding_type": None,
-        },
         mixer=_granite_mixer, rotates=lambda c, _: c["position_embedding_type"] == "rope",
         attention=ATTENTION_BIAS | SCALE,
         feed_forward={
@@ -408,12 +373,6 @@ FAMILIES = {
         is_sparse=lambda c, _: c["num_experts"] > 0,
     ),
     "FalconH1ForCausalLM": Family(
-        defaults=_HYBRID_DEFAULTS | defaults(
-            8192, kv_heads=8, eps=1e-5, mamba_d_ssm=1024, mamba_norm_before_gate=True, mamba_rms_norm=False,
-            projectors_bias=False, lm_head_multiplier=1.0, embedding_multiplier=1.0, mlp_multipliers=None,
-            key_multiplier=1.0, attention_out_multiplier=1.0, attention_in_multiplier=1.0, ssm_multipliers=None,
-            ssm_in_multiplier=1.0, ssm_out_multiplier=1.0,
-        ),
         refuses=("attention_bias",), attention={"scale": _falcon_scale},
         feed_forward=_JAMBA_MLP | {
             "bias": key("mlp_bias"), "gate_multiplier": lambda c, _: (c["mlp_multipliers"] or (1.0, 1.0))[0],
@@ -431,12 +390,6 @@ FAMILIES = {
         },
     ),
     "NemotronHForCausalLM": Family(
-        defaults=defaults(
-            4096, kv_heads=8, head_size=128, eps=1e-5, mlp_hidden_act="relu2", ssm_state_size=128, mamba_num_heads=128,
-            mamba_head_dim=64, n_groups=8, conv_kernel=4, time_step_min=0.001, use_conv_bias=True, use_bias=False,
-            hybrid_override_pattern="M-*-", experts=8, top_k=2, n_group=1, topk_group=1, routed_scaling_factor=1.0,
-            expert_size=7688, moe_shared_expert_intermediate_size=7688,
-        ),
         mixer=_nemotron_mixer, rope=None, has_feed_forward=lambda c, i: _nemotron_kind(c, i) in ("mlp", "moe"),
         attention={
             "qkv_names": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), "output_name": "mixer.o_proj",
@@ -458,17 +411,11 @@ FAMILIES = {
         is_sparse=lambda c, i: _nemotron_kind(c, i) == "moe", refuses=("moe_latent_size",),
     ),
     "Lfm2ForCausalLM": Family(
-        defaults=_LFM_DEFAULTS | defaults(
-            block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256,
-        ),
         mixer=_short_conv(_lfm_is_attention), attention=_LFM_ATTENTION,
         feed_forward=_LFM_MLP | {"intermediate_size": _lfm_intermediate, "activation": "silu"}, layer=_LFM_NORMS,
         model=_LFM_MODEL,
     ),
     "Lfm2MoeForCausalLM": Family(
-        defaults=_LFM_DEFAULTS | defaults(
-            experts=32, top_k=4, expert_size=1792, num_dense_layers=2, use_expert_bias=True, routed_scaling_factor=1.0,
-        ),
         mixer=_short_conv(_lfm_is_attention), attention=_LFM_ATTENTION,
         feed_forward=_LFM_MLP | {"activation": "silu"}, layer=_LFM_NORMS, model=_LFM_MODEL,
         experts={
@@ -480,17 +427,9 @@ FAMILIES = {
                 stacked("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
             ),
         },
-        is_sparse=lambda c, i: i >= c["num_dense_layers"],
+        is_sparse=lambda c, i: i >= c["first_k_dense_replace"],
     ),
     "Lfm3ForCausalLM": Family(
-        defaults=defaults(
-            128000, kv_heads=4, head_size=128, eps=1e-5, tied=True, conv_bias=False, conv_L_cache=7, window=256,
-            use_sandwich_norm=True, use_attention_gate=True, rope_parameters={
-                "sliding_attention": {"rope_theta": 10000.0}, "full_attention": {
-                    "rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5,
-                },
-            },
-        ),
         mixer=_short_conv(lambda c, i: _lfm3_type(c, i) != "conv"),
         slides=lambda c, i: _lfm3_type(c, i) == "sliding_attention",
         attention=ATTENTION_BIAS | {
@@ -504,29 +443,18 @@ FAMILIES = {
         },
     ),
     "Qwen3NextForCausalLM": Family(
-        defaults=_DELTA_DEFAULTS | defaults(
-            kv_heads=2, decoder_sparse_step=1, mlp_only_layers=None, expert_size=512,
-            shared_expert_intermediate_size=512, experts=512, top_k=10,
-        ),
         norm=rms(offset=1.0), mixer=_delta, attention=_GATED_ATTENTION, experts=_QWEN_EXPERTS,
         is_sparse=sparse_by_step, model=_GUESSING,
     ),
     "Qwen3_5ForCausalLM": Family(
-        defaults=_DELTA_DEFAULTS | defaults(kv_heads=4), norm=rms(offset=1.0),
+        norm=rms(offset=1.0),
         mixer=lambda c, i: _delta(c, i, in_names=_SEPARATE), attention=_GATED_ATTENTION, model=_GUESSING,
     ),
     "Qwen3_5MoeForCausalLM": Family(
-        defaults=_DELTA_DEFAULTS | defaults(
-            kv_heads=2, expert_size=512, shared_expert_intermediate_size=512, experts=256, top_k=8,
-        ),
         norm=rms(offset=1.0), mixer=lambda c, i: _delta(c, i, in_names=_SEPARATE), attention=_GATED_ATTENTION,
         experts=_QWEN_EXPERTS, model=_GUESSING,
     ),
     "OlmoHybridForCausalLM": Family(
-        defaults=defaults(
-            65536, linear_num_key_heads=None, linear_num_value_heads=None, linear_key_head_dim=None,
-            linear_value_head_dim=None, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True,
-        ),
         mixer=_olmo_mixer, rotates=lambda c, _: bool((c.get("rope_parameters") or {}).get("rope_theta")),
         attention={
             **ATTENTION_BIAS, "qk_norm": rms(), "qk_norm_scope": "all",
@@ -540,41 +468,25 @@ FAMILIES = {
         },
     ),
     "KimiLinearForCausalLM": Family(
-        defaults=SIZES | defaults(
-            1048576, eps=1e-5, experts=256, top_k=8, num_shared_experts=1, expert_size=1024, n_group=1, topk_group=1,
-            routed_scaling_factor=2.446, q_lora_rank=None, first_k_dense_replace=1, linear_head_dim=128,
-            linear_num_heads=32, linear_conv_kernel_dim=4,
-        ),
         mixer=_kimi_mixer,
         experts={
             "routing": SIGMOID_GROUPS, "router_names": ("block_sparse_moe.gate",), "names": W123,
             "correction_names": ("block_sparse_moe.gate.e_score_correction_bias",),
-            "shared": shared_expert(several("num_shared_experts"), "block_sparse_moe.shared_experts"),
+            "shared": shared_expert(several("n_shared_experts"), "block_sparse_moe.shared_experts"),
         },
         is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
     ),
     "BailingHybridForCausalLM": Family(
-        defaults=SIZES | defaults(
-            262144, theta=6000000.0, experts=512, top_k=8, num_shared_experts=1, expert_size=768, n_group=8,
-            topk_group=4, routed_scaling_factor=2.5, q_lora_rank=None, first_k_dense_replace=2, head_size=128,
-            short_conv_kernel_size=4, layer_group_size=6, kda_safe_gate=True, kda_lower_bound=-5.0,
-            num_nextn_predict_layers=1,
-        ),
         mixer=_bailing_mixer,
         experts={
             "routing": SIGMOID_GROUPS, "correction_names": ("mlp.gate.expert_bias", *CORRECTION_NAMES),
-            "shared": shared_expert(several("num_shared_experts")),
+            "shared": shared_expert(several("n_shared_experts")),
         },
         is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
         model={"embedding_name": "model.word_embeddings", "num_unused_layers": key("num_nextn_predict_layers")},
         refuses=("attention_bias",),
     ),
     "MiniMaxForCausalLM": Family(
-        defaults=defaults(
-            131072, kv_heads=8, eps=1e-5, theta=1000000.0, experts=8, top_k=2, full_attn_alpha_factor=1,
-            full_attn_beta_factor=1, linear_attn_alpha_factor=1, linear_attn_beta_factor=1, mlp_alpha_factor=1,
-            mlp_beta_factor=1,
-        ),
         mixer=_minimax_mixer,
         layer={
             "keeps_normed": True, "stream_multipliers": _minimax_factors("alpha"),
@@ -584,10 +496,6 @@ FAMILIES = {
         model={"unused": _minimax_constants},
     ),
     "RecurrentGemmaForCausalLM": Family(
-        defaults=defaults(
-            8192, act="gelu_pytorch_tanh", tied=True, partial=0.5, lru_width=None, conv1d_width=4, logits_soft_cap=30.0,
-            window=2048, block_types=["recurrent", "recurrent", "attention"],
-        ),
         norm=rms(offset=1.0), mixer=_griffin_mixer, slides=lambda *_: True,
         attention={
             "qkv_bias": key("attention_bias"), "output_bias": True, "output_name": "temporal_block.o_proj",

@@ -11,21 +11,6 @@ from octavo.layers.rotary import QueryGrowth
 from octavo.models.readers import Config, Setting, activation_of, key, per_layer
 from octavo.ops import Routing
 
-# Names of settings in the tables.
-_SHORT = {
-    "eps": "norm_eps", "kv_heads": "num_key_value_heads", "head_size": "head_dim", "act": "hidden_act",
-    "tied": "tie_word_embeddings", "theta": "rope_theta", "partial": "partial_rotary_factor",
-    "window": "sliding_window", "experts": "num_experts", "top_k": "num_experts_per_tok",
-    "expert_size": "moe_intermediate_size",
-}  # fmt: skip
-
-
-def defaults(max_positions: int | None = None, /, **settings: Any) -> dict[str, Any]:
-    """Of a configuration class, some by short names."""
-    found = {_SHORT.get(name, name): value for name, value in settings.items()}
-    return found if max_positions is None else found | {"max_position_embeddings": max_positions}
-
-
 ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
 MLP_BIAS = {"bias": key("mlp_bias")}
 # Norms around a layer, and only after it.
@@ -34,10 +19,7 @@ AROUND = {
     "feed_forward_post_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 AFTER = AROUND | {"attention_norm": None, "feed_forward_norm": None}
-# Granite's: their defaults, of scores, of what is added to the residual stream, of embedding and logits.
-NO_MULTIPLIERS = {
-    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0
-}  # fmt: skip
+# Granite's, of scores, of what is added to the residual stream, of embedding and logits.
 SCALE = {"scale": key("attention_multiplier")}
 RESIDUAL = {"residual_multiplier": key("residual_multiplier")}
 MULTIPLIERS = {"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")}
@@ -139,7 +121,6 @@ SIGMOID_GROUPS = routing(
     scoring="sigmoid", scale=key("routed_scaling_factor"), num_groups=key("n_group"), kept_groups=key("topk_group"),
     group_by_two=lambda c, _: c["topk_group"] < c["n_group"],
 )  # fmt: skip
-GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
 # Of checkpoints, of what transformers 5 makes of some, of GGUF files.
 CORRECTION_NAMES = (
     "mlp.gate.e_score_correction_bias", "mlp.gate.e_score_correction.bias", "mlp.e_score_correction_bias"

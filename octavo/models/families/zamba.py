@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.recurrent import MambaDescription
 from octavo.layers.shared import SharedDescription
-from octavo.models.families.settings import defaults, mamba_rank
+from octavo.models.families.settings import mamba_rank
 from octavo.models.readers import Config, Family, Setting, activation_of, rope_of
-
-_DEFAULTS: dict[str, Any] = defaults(
-    4096, eps=1e-5, act="gelu", tied=True, mamba_d_conv=4, mamba_expand=2, add_bias_linear=False, num_mem_blocks=1,
-    adapter_rank=0, use_shared_attention_adapter=False, use_mem_rope=False,
-)  # fmt: skip
 
 
 def _zamba_shares(config: Config, i: int) -> bool:
@@ -80,9 +74,9 @@ def _shared(shares: Setting, module: str, up_names: tuple[str, ...]) -> Setting:
     return find
 
 
-def _family(shares: Setting, mixer: Setting, shared: Setting, further: dict[str, Any]) -> Family:
+def _family(shares: Setting, mixer: Setting, shared: Setting) -> Family:
     return Family(
-        defaults=_DEFAULTS | further, mixer=mixer, has_feed_forward=lambda *_: False,
+        mixer=mixer, has_feed_forward=lambda *_: False,
         layer={
             "shared": shared,
             "attention_norm": lambda c, i: "mamba_decoder.input_layernorm" if shares(c, i) else "input_layernorm",
@@ -95,13 +89,8 @@ FAMILIES = {
     "ZambaForCausalLM": _family(
         _zamba_shares, _mamba_1,
         _shared(_zamba_shares, "shared_transf", ("feed_forward.gate_proj", "feed_forward.up_proj")),
-        defaults(
-            attn_layer_period=6, attn_layer_offset=4, n_mamba_heads=2, mamba_d_state=16, mamba_dt_rank="auto",
-            mamba_conv_bias=True, mamba_proj_bias=False,
-        ),
     ),
     "Zamba2ForCausalLM": _family(
         _zamba_2_shares, _mamba_2, _shared(_zamba_2_shares, "shared_transformer", ("feed_forward.gate_up_proj",)),
-        defaults(n_mamba_heads=8, mamba_d_state=64, mamba_ngroups=1, time_step_min=0.001, adapter_rank=128),
     ),
 }  # fmt: skip
