@@ -123,7 +123,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         cpus=_cpus(args),
         allow_additional_properties=args.allow_additional_properties,
         log_stats=not args.disable_log_stats,
-        lora=lora_config(args, description.impl, device, dtype),
+        lora=lora_config(args, description.impl, device, dtype, media),
         media=media,
         sound=sound_config(args, checkpoint, description, device, pools=pooling is not None),
         speculative=speculative,

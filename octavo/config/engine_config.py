@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -90,6 +91,7 @@ class LoRAConfig:
     may_update: bool  # clients may load and unload adapters
     download_dir: str | None = None
     memory_bytes: int | None = None  # of the device; None: of `max_loras` of the largest rank on all products
+    takes_requests: bool = True  # callers name adapters; else a prompt's media choose among the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ class MediaConfig:
     frames_prompts: bool = False  # marks behind the last picture and at the end of a prompt of text
     counts_pictures: bool = False  # a picture alone in its prompt is processed in another way than one of several
     longest_s: float | None = None  # what the model hears of a sound; None: all
+    adapters: Mapping[str, str] = field(default_factory=dict)  # folders: of a kind's prompts, the first that has media
     allowed_folder: str | None = None  # of file: URLs, without links in it; None: none are
     allowed_domains: list[str] = field(default_factory=list)  # in lower case; none: all are
     allows_private: bool = False  # addresses that are not of the public internet

@@ -164,6 +164,9 @@ class MediaFamily:
     frames_prompts: bool = False  # the processor puts marks behind the last picture and at the end of the text
     other_decoders: tuple[str, ...] = ()  # that models of the class may have
     multiplies_rows: bool = True  # where the decoder multiplies embeddings, rows of pictures too
+    # By kind, the folder below the checkpoint's with the adapter that a prompt with such a medium takes; of several
+    # kinds in one prompt the first that is here.
+    adapters: Mapping[str, str] = field(default_factory=dict)
     longest_s: float | None = None  # what its tower hears of a sound; None: all that its processor takes
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text_config, before those of the decoder's class
 
@@ -238,6 +241,8 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "AudioFlamingo3ForConditionalGeneration": MediaFamily("qwen2", 151669, kind="audio"),
     "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio", defaults=_GLM_ASR),
     "VoxtralForConditionalGeneration": MediaFamily("llama", 24, kind="audio", defaults=_VOXTRAL),
+    "GraniteSpeechForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
+    "GraniteSpeechPlusForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
 }  # fmt: skip
 # Checkpoints' own names of classes that transformers has by others.
 OTHER_NAMES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
@@ -263,6 +268,8 @@ _TOWERS = tuple(
         "embed_vision.",
         "vision_embedder.",
         "embed_audio.",
+        "encoder.",
+        "projector.",
     )
 )
 
@@ -377,6 +384,11 @@ def video_token(config: Mapping[str, Any], name: str) -> int | None:
         return media_token(config, name)
     default = MEDIA_FAMILIES[name].video_token
     return None if default is None else _token(config, "video", default)
+
+
+def media_adapters(config: Mapping[str, Any], name: str) -> Mapping[str, str]:
+    """By kind, where the adapters lie that prompts take by their media: of files that have some."""
+    return MEDIA_FAMILIES[name].adapters if config.get("has_lora_adapter", True) else {}
 
 
 def _token(config: Mapping[str, Any], kind: str, default: int) -> int:

@@ -65,8 +65,9 @@ class Tower:
             builder = getattr(transformers, OTHER_NAMES.get(name, name))
             with quiet(transformers.logging):  # it would report the decoder's weights as left over
                 model, report = builder.from_pretrained(
-                    folder, config=config, dtype=self._dtype, ignore_mismatched_sizes=True, output_loading_info=True
-                )
+                    folder, config=config, dtype=self._dtype, ignore_mismatched_sizes=True, output_loading_info=True,
+                    adapter_kwargs={"subfolder": "none"},  # of the decoder, for which transformers would look here
+                )  # fmt: skip
         except (OSError, ValueError, AttributeError) as e:
             raise LoadError(f"the tower of {folder} cannot be loaded: {str(e).splitlines()[0]}") from None
         if missing := sorted(name for name in report["missing_keys"] if not _OF_DECODER.search(name)):

@@ -20,6 +20,7 @@ from octavo.models.media import MEDIA_FAMILIES
 from octavo.models.registry import describe
 from octavo.multimodal.processor_class import without_videos
 from tests.multimodal.conftest import picture, save
+from tests.multimodal.granite_speech import SavedGraniteSpeech, encoder, granite_speech, with_adapter
 from tests.multimodal.test_llava import assert_as_transformers, generate, tower
 from tests.speech.conftest import sound
 
@@ -59,6 +60,7 @@ class Case(NamedTuple):
     token: str = "<image>"  # which a row stands in the place of
     needs: str = "transformers"  # what its processor asks for
     theirs: Callable[[Path], Any] | None = None  # the processor to compare with, where Octavo has one of its own
+    finish: Callable[[Path], None] | None = None  # what is added to the files
     num_tokens: int = 256  # that the prompts of the table need
     mark: str = "<image>"  # which a picture stands in the place of
 
@@ -200,6 +202,16 @@ def lfm2_vl(tokenizer: Any) -> Any:
 def kimi(tokenizer: Any) -> Any:
     images = transformers.Kimi_K25ImageProcessor(max_patches=32)
     return without_videos(transformers.Kimi_K25Processor)(images, tokenizer)
+
+
+def kimi_as_published(folder: Path) -> None:
+    """transformers writes its tower's name of layers into the decoder's."""
+    path = folder / "model.safetensors"
+    tensors = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"], config["text_config"]["model_type"] = ["KimiK25ForConditionalGeneration"], "kimi_k2"
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def gemma3(tokenizer: Any) -> Any:
@@ -499,6 +511,7 @@ CASES: dict[str, Case] = {
         },
         kimi,
         needs="torchvision",
+        finish=kimi_as_published,
     ),
     "DeepseekVLForConditionalGeneration": Case(
         {"model_type": "llama"},
@@ -612,6 +625,18 @@ CASES: dict[str, Case] = {
         "<sound>",
         theirs=OneByOne,
     ),
+    **{
+        f"GraniteSpeech{plus}ForConditionalGeneration": Case(
+            # transformers does not apply `logits_scaling` here.
+            {"model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+            partial(encoder, is_plus=bool(plus)),
+            lambda tokenizer: granite_speech(with_sounds(tokenizer)),
+            "<sound>",
+            theirs=SavedGraniteSpeech,
+            finish=with_adapter,
+        )
+        for plus in ("", "Plus")
+    },
     "VoxtralForConditionalGeneration": Case(
         {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 1024},
         lambda: {"audio_config": HEARS | {"model_type": "voxtral_encoder", "intermediate_size": 128}},
@@ -649,18 +674,8 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
     settings[f"{name_of_token}_{end}"] = tokenizer.convert_tokens_to_ids(case.token)
     config = builder.config_class(text_config=text, **settings)
     save(folder, builder(config), processor)
-    if name == "Kimi_K25ForConditionalGeneration":
-        as_published(folder)
-
-
-def as_published(folder: Path) -> None:
-    """Kimi's files as they are published. transformers writes its tower's name of layers into the decoder's."""
-    path = folder / "model.safetensors"
-    tensors = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in load_file(path).items()}
-    save_file(tensors, path, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["architectures"], config["text_config"]["model_type"] = ["KimiK25ForConditionalGeneration"], "kimi_k2"
-    (folder / "config.json").write_text(json.dumps(config))
+    if case.finish is not None:
+        case.finish(folder)
 
 
 # Whose decoder or rule another has too.
@@ -669,6 +684,7 @@ LONG = {
     "Qwen2_5_VLForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Glm4vForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "AudioFlamingo3ForConditionalGeneration", "GlmAsrForConditionalGeneration",
+    "GraniteSpeechPlusForConditionalGeneration",
     "Gemma4ForConditionalGeneration (both ways)",
 }  # fmt: skip
 

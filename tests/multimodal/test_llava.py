@@ -63,6 +63,8 @@ def assert_as_transformers(
     builder = getattr(transformers, OTHER_NAMES.get(name, name))
     model = builder.from_pretrained(folder)
     processor = processor or load_processor(str(folder), 0)
+    if prepare := getattr(processor, "prepare", None):
+        prepare(model)
     inputs = processor(text=text, **{KINDS[kind].argument: media or None}, return_tensors="pt")
     if media and kind == "image":
         inputs["pixel_values"] = inputs["pixel_values"].float()  # Llama 4's are bfloat16
