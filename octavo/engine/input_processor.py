@@ -135,7 +135,7 @@ class InputProcessor:
         self._check_scheduling(params, priority)
         self._check_logprobs(params)
         made, media = self._make_prompt(prompt, params, add_special_tokens)
-        if made.media and self._own_adapters and not isinstance(prompt, str):
+        if made.media and self._own_adapters and not isinstance(prompt, str | list):
             adapter = self._adapter_of(prompt["multi_modal_data"])
         if adapter is not None:
             made = msgspec.structs.replace(made, adapter=adapter.identity)
