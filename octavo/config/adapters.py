@@ -17,10 +17,12 @@ MAX_LORA_RANK = 512
 def lora_config(args: EngineArgs, impl: str, device: str, dtype: str) -> LoRAConfig | None:
     """None where no adapters are served. Raises `ConfigError` for what cannot be honoured."""
     if not args.enable_lora:
+        idle = EngineArgs()
         for name in (
             "lora_modules", "lora_root", "lora_target_modules", "lora_memory_gb", "enable_runtime_lora_updating",
+            "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype",
         ):  # fmt: skip
-            if getattr(args, name):
+            if getattr(args, name) != getattr(idle, name):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora.")
         return None
     if impl != "octavo":
