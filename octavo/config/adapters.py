@@ -22,10 +22,12 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: Med
     if own:
         _check_beside_own(args, device)
     if not args.enable_lora:
+        idle = EngineArgs()
         for name in (
             "lora_modules", "lora_root", "lora_target_modules", "lora_memory_gb", "enable_runtime_lora_updating",
+            "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype",
         ):  # fmt: skip
-            if getattr(args, name):
+            if getattr(args, name) != getattr(idle, name):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora.")
         return _of_own(own, dtype) if own else None
     if impl != "octavo":
