@@ -11,12 +11,12 @@ from octavo.layers.attention import GateDescription
 from octavo.layers.experts import ExpertNames, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.latent import LatentDescription
+from octavo.layers.mamba import MambaDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.recurrent import (
     GatedDeltaDescription,
     GatedRecurrenceDescription,
     LightningDescription,
-    MambaDescription,
     ShortConvDescription,
 )
 from octavo.models.families.latent import SIZES, latent

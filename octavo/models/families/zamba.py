@@ -7,8 +7,8 @@ from typing import Any
 
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.mamba import MambaDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.recurrent import MambaDescription
 from octavo.layers.shared import SharedDescription
 from octavo.models.families.settings import defaults, mamba_rank
 from octavo.models.readers import Config, Family, Setting, activation_of, rope_of
