@@ -83,7 +83,7 @@ class ParallelOpsOver(OpsOver[A], Protocol[A]):
         bits for each of them and in every run. After that the bias [H] float32 is added."""
 
     def all_gather(self, x: A, begin: int, width: int) -> A:
-        """x [N, W] float32, which are columns `begin` .. of all -> [N, width], those of all workers."""
+        """x [N, W], which are columns `begin` .. of all -> [N, width], those of all workers, as they are."""
 
 
 class DeviceOpsOver(OpsOver[A], Protocol[A]):

@@ -21,6 +21,7 @@ from octavo.execution.executor import TeamExecutor
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from tests.execution.late_team import late_followers
+from tests.execution.small_overrides import BAMBA, CUT, DEEPSEEK, OLMO_2
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import EOS, config_of, model, requests, run
 from tests.execution.test_team import EXPERTS, assert_near, told_exactly
@@ -72,6 +73,9 @@ def of_one_on_cpu(model: Path, **flags: Any) -> EngineCore:
                 ((2, 1), {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}),
                 ((2, 1), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
                 ((4, 1), {"enforce_eager": True}),
+                ((2, 1), {"hf_overrides": CUT | DEEPSEEK, "enable_expert_parallel": True}),
+                ((4, 1), {"hf_overrides": CUT | BAMBA, "num_gpu_blocks_override": 60, "enforce_eager": True}),
+                ((4, 1), {"hf_overrides": CUT | OLMO_2}),
                 ((1, 2), {"enforce_eager": True}),
                 ((2, 2), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
             ]

@@ -32,18 +32,21 @@ class ArrayWeights:
     def __contains__(self, name: str) -> bool:
         return name in self.arrays
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: str | None = None, own: range | None = None
+    ) -> NDArray[Any]:
         assert self.arrays[name].shape == shape, name
         self.left.discard(name)
-        return self.arrays[name]
+        return self.arrays[name] if own is None else self.arrays[name][own.start : own.stop]
 
     def take_matrix(
         self, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None = None,
-        columns: tuple[int, int] | None = None, is_transposed: bool = False,
+        columns: tuple[int, int] | None = None, is_transposed: bool = False, order: NDArray[np.intp] | None = None,
     ) -> StoredWeight:  # fmt: skip
         data = self.take(name, shape).reshape(-1, shape[-1])
         stored = floats(data.T if is_transposed else data)
-        return stored if rows is None and columns is None else stored.share(rows, columns)
+        stored = stored if rows is None and columns is None else stored.share(rows, columns)
+        return stored if order is None else stored.take_rows(order)
 
     def take_integers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
         return self.take(name, shape).astype(np.int64)

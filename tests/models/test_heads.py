@@ -218,8 +218,8 @@ class ShortNames(ArrayWeights):
     def __contains__(self, name: str) -> bool:
         return super().__contains__(self._name(name))
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> Any:
-        return super().take(self._name(name), shape, dtype)
+    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None, own: range | None = None) -> Any:
+        return super().take(self._name(name), shape, dtype, own)
 
     def pass_over(self, prefix: str) -> None:
         self.left = {name for name in self.left if not name.startswith(prefix)}

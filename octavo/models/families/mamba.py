@@ -8,8 +8,8 @@ from typing import Any
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertNames, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.mamba import MambaDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.recurrent import MambaDescription
 from octavo.layers.shared import SharedDescription
 from octavo.models.families.settings import (
     ATTENTION_BIAS,

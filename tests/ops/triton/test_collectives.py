@@ -38,6 +38,7 @@ for rows in (x, x[:1], x[:3]):
         found.append(summed)
 first, end = min(rank * 3, {COLUMNS}), min(rank * 3 + 3, {COLUMNS})
 found.append(cuda.all_gather(x[:, first:end], first, {COLUMNS}))
+found.append(cuda.all_gather(x[:, first:end].bfloat16(), first, {COLUMNS}).float())
 tokens = torch.arange(4) + 10 * rank
 cuda.from_first(tokens)
 np.savez(sys.argv[3], *found, tokens)
@@ -84,11 +85,13 @@ def test_all_have_the_same_bits_whichever_way_rows_take(tmp_path: Path) -> None:
     given = np.stack([of_rank[0] for of_rank in found])
     expected = in_tree(given) + np.arange(WIDTH, dtype=np.float32)
     columns = np.concatenate([given[rank][:, 3 * rank : min(3 * rank + 3, COLUMNS)] for rank in range(SIZE)], 1)
-    for _, *summed, gathered, tokens in found:
+    rounded = torch.from_numpy(columns).bfloat16().float().numpy()
+    for _, *summed, gathered, halves, tokens in found:
         for rows in summed:
             np.testing.assert_array_equal(rows, expected[: len(rows)])
         assert [len(rows) for rows in summed] == [5, 5, 1, 1, 3, 3]
         np.testing.assert_array_equal(gathered, columns)
+        np.testing.assert_array_equal(halves, rounded)
         assert tokens.tolist() == [0, 1, 2, 3]
 
 
