@@ -34,7 +34,7 @@ from octavo.execution.team_messages import (
     WorkerReady,
 )
 from octavo.logs import configure_logging
-from octavo.processes import follow_parent, ignore_stop_signals
+from octavo.processes import follow_parent
 
 logger = logging.getLogger("octavo.execution.follower")  # which runs as __main__
 
@@ -42,7 +42,6 @@ _GRACE_S = 10.0
 
 
 def main() -> None:
-    ignore_stop_signals()
     lines = queue.SimpleQueue[bytes]()
     threading.Thread(target=follow_parent, args=(lines,), daemon=True).start()
     orders = msgspec.json.decode(lines.get(), type=Orders)

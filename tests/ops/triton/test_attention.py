@@ -201,6 +201,31 @@ def test_spans_that_see_ahead_match_the_reference_whatever_their_company(
     assert torch.equal((whole != causal).any(1), seen)
 
 
+@pytest.mark.parametrize(
+    ("window", "scores", "masks_all", "nested"),
+    [
+        (0, (), False, True), (33, (), False, True), (20, (), True, False), (0, ("distance_biases",), False, True),
+        (40, ("distance_biases", "softcap"), True, False),
+    ],
+)  # fmt: skip
+def test_attention_both_ways_matches_the_reference_whatever_its_company(
+    monkeypatch: pytest.MonkeyPatch, window: int, scores: tuple[str, ...], masks_all: bool, nested: bool
+) -> None:
+    """Texts of some tiles of queries and keys, and of some splits."""
+    use_tiles(monkeypatch, Tiles(32, 16, 4, 1, 2, masks_all, nested))
+    settings = score_settings(scores, 2) | {"bidirectional": True}
+    settings = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in settings.items()}
+    paged = Paged([7, 110, 20], (2, 1, 64), dtype=torch.float16, seed=1)
+    together = [(0, 0, 7), (1, 0, 110), (2, 0, 20)]
+    paged.check(together, window, **settings)
+    whole = paged.attend(together, window, **settings)
+    for row, (begin, end) in zip(together, [(0, 7), (7, 117), (117, 137)], strict=True):
+        assert torch.equal(paged.attend([row], window, **settings), whole[begin:end])
+    # With few rows beside many keys each split is summed by itself.
+    rows = [(1, 108, 110), (2, 19, 20)]
+    assert torch.equal(paged.attend(rows, window, **settings), whole[[115, 116, 136]])
+
+
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_the_tiles_of_prefill_and_decode_give_the_same_bits(head_size: int) -> None:
     paged = Paged([600, 290], (4, 1, head_size), dtype=torch.float16)
