@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from octavo.errors import ConfigError
 from octavo.unknown_flags import advice_on
@@ -51,7 +51,7 @@ Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 class FlagParser(argparse.ArgumentParser):
     """Takes flags with underscores as well as with hyphens, as vLLM does, but no abbreviations. Of flags that it does
-    not know it says what to do instead."""
+    not know it says what to do instead. `--help=WORD` shows the flags that have the word in their names."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -59,6 +59,9 @@ class FlagParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """What argparse's does, and `parse_args` through it."""
         words = _with_objects([*map(with_hyphens, sys.argv[1:] if args is None else args)])
+        for word in words:
+            if word.startswith("--help="):
+                self._show(word.removeprefix("--help="))
         # argparse would take an unknown flag with a space in its value, as JSON has, for a word of its own: a model.
         unknown = [word for word in words if re.match(r"--\S+=.* ", word) and not self._knows(word)]
         namespace, others = super().parse_known_args([word for word in words if word not in unknown], namespace)
@@ -72,6 +75,21 @@ class FlagParser(argparse.ArgumentParser):
             known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
             self.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice_on(names, known)]))
         return found
+
+    def _show(self, wanted: str) -> NoReturn:
+        """Print the help of some flags, or of `all`, and end the process."""
+        formatter = self._get_formatter()
+        num_found = 0
+        for group in self._action_groups:
+            actions = [a for a in group._group_actions if wanted == "all" or any(wanted in n for n in a.option_strings)]
+            num_found += len(actions)
+            formatter.start_section(group.title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        if not num_found:
+            self.error(f"no flag has {wanted} in its name; --help shows all")
+        print(formatter.format_help(), end="")
+        self.exit()
 
     def _knows(self, word: str) -> bool:
         return word.partition("=")[0] in self._option_string_actions

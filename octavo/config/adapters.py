@@ -22,10 +22,12 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: Med
     if own:
         _check_beside_own(args, device)
     if not args.enable_lora:
+        idle = EngineArgs()
         for name in (
             "lora_modules", "lora_root", "lora_target_modules", "lora_memory_gb", "enable_runtime_lora_updating",
+            "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype",
         ):  # fmt: skip
-            if getattr(args, name):
+            if getattr(args, name) != getattr(idle, name):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora.")
         return _of_own(own, dtype) if own else None
     if impl != "octavo":
@@ -39,16 +41,15 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: Med
         raise ConfigError(f"--max-lora-rank must be at most {MAX_LORA_RANK}, got {args.max_lora_rank}.")
     if args.lora_dtype == "float16" and device == "cpu":
         raise ConfigError("--lora-dtype float16 is not built for CPUs; use auto, bfloat16 or float32.")
-    max_cpu_loras = args.max_cpu_loras or args.max_loras
-    if max_cpu_loras < args.max_loras:
-        raise ConfigError(f"--max-cpu-loras {max_cpu_loras} is less than --max-loras {args.max_loras}.")
+    if args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
+        raise ConfigError(f"--max-cpu-loras {args.max_cpu_loras} is less than --max-loras {args.max_loras}.")
     for root in args.lora_root:
         if not Path(root).expanduser().is_dir():
             raise ConfigError(f"--lora-root {root} is no folder.")
     return LoRAConfig(
         max_loras=args.max_loras,
         max_rank=args.max_lora_rank,
-        max_cpu_loras=max_cpu_loras,
+        max_cpu_loras=args.max_cpu_loras,
         dtype=dtype if args.lora_dtype == "auto" else args.lora_dtype,
         target_modules=list(args.lora_target_modules) or None,
         modules=[_lora_module(text) for text in args.lora_modules],

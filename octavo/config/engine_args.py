@@ -240,12 +240,13 @@ class EngineArgs(Flags):
     )  # fmt: skip
     lora_memory_gb: float | None = flag(
         None, "GiB of the device's memory for adapters, where --max-loras says too little: whole embeddings and output "
-        "matrices are not counted there.", positive=True,
+        "matrices are not counted there. On CPUs, which have one memory, of all adapters that are kept.", positive=True,
     )  # fmt: skip
     max_lora_rank: int = flag(16, "Largest rank of an adapter: 1 to 512.", positive=True)
     max_cpu_loras: int | None = flag(
-        None, "Adapters that are kept in the host's memory; default: --max-loras.", positive=True
-    )
+        None, "Adapters that are kept in the host's memory; default: as many as a tenth of what is free of it holds, "
+        "or --lora-memory-gb on CPUs.", positive=True,
+    )  # fmt: skip
     lora_dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
         "auto", "Type that adapters are held in; auto is the model's."
     )

@@ -83,7 +83,7 @@ class LoRAConfig:
 
     max_loras: int
     max_rank: int
-    max_cpu_loras: int
+    max_cpu_loras: int | None  # None: as many as the memory holds
     dtype: str
     target_modules: list[str] | None  # ends of modules' names; None: all
     modules: list[LoRAModule]

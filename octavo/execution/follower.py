@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 from collections import deque
+from functools import partial
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -83,7 +84,7 @@ def _run(leader: Connection, orders: Orders) -> None:
             case PictureRows() as pictures:
                 executor.worker.take_rows(pictures.rows)
             case PrepareAdapter(source):
-                executor.prepare_adapter(source).add_done_callback(team.tell_read)
+                executor.prepare_adapter(source).add_done_callback(partial(team.tell_read, source.identity))
             case ForgetAdapter(identity):
                 executor.forget_adapter(identity)
             case ReleaseCache():

@@ -126,7 +126,12 @@ def _identity(digests: Iterable[bytes]) -> str:
 def source(name: str, path: str, download_dir: str | None = None, may_fetch: bool = False) -> AdapterSource:
     """What the core is told of an adapter. Raises `LoadError`."""
     files = find(path, download_dir, may_fetch)
-    return AdapterSource(identify(files), name, files.config, files.weights)
+    identity = identify(files)
+    try:
+        num_bytes = os.path.getsize(files.weights)
+    except OSError as e:
+        raise LoadError(f"cannot read {files.weights}: {e.strerror}.") from None
+    return AdapterSource(identity, name, files.config, files.weights, num_bytes)
 
 
 def parse_config(file: ReadFile) -> dict[str, Any]:

@@ -76,8 +76,10 @@ def read_peft(
         found.tensors[part] = name
         if tensor.dtype.kind in "iub":
             raise LoadError(f"{path}: tensor {name} has {tensor.dtype} numbers, which no factors are.")
-        with np.errstate(over="ignore"):
-            values = tensor if part == "whole" else np.asarray(tensor, np.float32)
+        values = tensor
+        if part != "whole" and tensor.dtype != np.float32:
+            with np.errstate(over="ignore"):
+                values = np.asarray(tensor, np.float32)
         if not all(np.isfinite(values[i : i + _ROWS_AT_ONCE]).all() for i in range(0, len(values), _ROWS_AT_ONCE)):
             raise LoadError(f"{path}: tensor {name} has numbers that are not finite.")
         is_of_embedding = name.endswith(tuple(_EMBEDDING_SUFFIXES))
@@ -228,7 +230,8 @@ def _finish(
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e9:
         raise LoadError(f"{path}: the alpha of {module} must be a positive number, got {str(alpha)[:40]!r}.")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    adapter.b = b * np.float32(scale)
+    if scale != 1:
+        adapter.b = b * np.float32(scale)
     if adapter.added is not None:
         adapter.added = adapter.added * np.float32(scale)
     if adapter.num_experts is not None:

@@ -81,7 +81,6 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "mamba_conv_bias": ("use_conv_bias",),
 }
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
-_TYPES = {"attention": "full_attention", "mamba": "linear_attention", "recurrent": "linear_attention"}
 _ACTIVATIONS = {
     "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python": "gelu", "relu_squared": "relu2",
@@ -158,7 +157,7 @@ def _merged(name: str, given: Config) -> dict[str, Any]:
     }
     config = {**_DEFAULTS, **_OWN_DEFAULTS.get(_HEADS.sub("", name), {}), **given, **renamed}
     if config["layer_types"] is not None:
-        config["layer_types"] = [_TYPES.get(kind, kind) for kind in config["layer_types"]]
+        config["layer_types"] = ["full_attention" if kind == "attention" else kind for kind in config["layer_types"]]
         config.setdefault("num_hidden_layers", len(config["layer_types"]))
     return config
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from itertools import islice
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from octavo.ops.arrays import HostArray
 
@@ -59,6 +60,8 @@ class PackedFactors(Protocol):
     def pieces(self) -> tuple[HostArray, ...]: ...
     @property
     def constant(self) -> tuple[bool, ...]: ...
+    def with_pieces(self, pieces: Sequence[HostArray]) -> Self:
+        """The same, whose pieces are these copies."""
 
 
 _P = TypeVar("_P", bound=PackedFactors)
@@ -77,6 +80,10 @@ class ExpertsFactors(Generic[_P]):
     @property
     def constant(self) -> tuple[bool, ...]:
         return tuple(is_constant for _, one in self.experts for is_constant in one.constant)
+
+    def with_pieces(self, pieces: Sequence[HostArray]) -> ExpertsFactors[_P]:
+        left = iter(pieces)
+        return ExpertsFactors(tuple((e, one.with_pieces([*islice(left, len(one.pieces))])) for e, one in self.experts))
 
 
 class AdapterTable(Protocol):

@@ -167,6 +167,24 @@ def test_a_reader_that_has_gone_is_no_error(command: str) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_help_may_be_asked_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("num-seqs", "all"):
+        with pytest.raises(SystemExit) as end:
+            parse_args([f"--help={word}"], "octavo serve")
+        assert end.value.code == 0
+        shown = capsys.readouterr().out
+        assert "--max-num-seqs INT" in shown
+        assert ("--port INT" in shown) == (word == "all")
+    with pytest.raises(SystemExit):
+        parse_args(["--help=colour"], "octavo serve")
+    assert "no flag has colour in its name" in capsys.readouterr().err
+
+
+def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 2
+    assert "serve a model over the OpenAI API" in capsys.readouterr().err
+
+
 def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(name: str) -> ModuleType:
         raise KeyboardInterrupt

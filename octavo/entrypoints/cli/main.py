@@ -93,7 +93,10 @@ def _run_named(commands: Commands, argv: Sequence[str], parser: argparse.Argumen
     names = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in commands.items():
         names.add_parser(name, help=command.help)
-    parser.parse_args(argv)
+    if not argv:
+        parser.print_help(sys.stderr)
+    else:
+        parser.parse_args(argv)
     return 2
 
 

@@ -104,7 +104,7 @@ def _nemotron_type(config: Config, i: int) -> str:
 
 def _nemotron(config: Config, i: int) -> MambaDescription | None:
     """A layer is this, attention, a feed-forward or experts."""
-    if config["layer_types"][i] != "linear_attention":
+    if config["layer_types"][i] in ("mlp", "moe"):
         return None
     heads, size, limit = config["mamba_n_heads"], config["mamba_d_head"], (config["time_step_min"], math.inf)
     return _mamba_2(config, heads, size, bias="use_bias", name="mixer", time_limit=limit)

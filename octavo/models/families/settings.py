@@ -32,7 +32,7 @@ LOGITS_SOFTCAP = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or
 LOGIT_SCALE = {"logits_divisor": lambda c, _: 1 / c["logit_scale"]}
 
 
-_OTHER_TYPES = ("linear_attention", "conv", "mlp", "moe")
+_OTHER_TYPES = ("linear_attention", "mamba", "recurrent", "conv", "mlp", "moe")
 # Mixtral's names of experts, and those of files and of transformers 5.
 W123 = (
     one_by_one("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
