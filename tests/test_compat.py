@@ -36,6 +36,9 @@ WORKING = [
     "--scheduling-policy priority", "--enforce-eager", "--seed 0", "--chat-template template.jinja",
     "--disable-log-stats", "--max-log-len 100", "--device auto", "--device cpu", "--tensor-parallel-size 1",
     "--pipeline-parallel-size 2", "--enable-expert-parallel --tensor-parallel-size 2", "--data-parallel-size 1",
+    "--data-parallel-size 2 --data-parallel-rank 1", "--data-parallel-size 2 --data-parallel-rank 1 "
+    "--data-parallel-external-lb", "--data-parallel-size 4 --data-parallel-hybrid-lb --data-parallel-size-local 2 "
+    "--data-parallel-start-rank 2",
     "--num-scheduler-steps 1",
     "--host 0.0.0.0", "--port 8000", "--api-key token-abc123", "--api-key one --api-key two", "--root-path /llm",
     '--allowed-origins ["*"]', "--allowed-origins http://a http://b", "--enable-prometheus",
@@ -63,9 +66,8 @@ REFUSED = {
     "--dtype float16": "--dtype float16 is not built for CPUs",
     "--quantization squeezellm": "--quantization squeezellm is not built yet",
     "--device cuda": "--device cuda: no CUDA device was found",
-    "--data-parallel-size 2 --data-parallel-hybrid-lb": "--data-parallel-hybrid-lb True is not built yet",
-    "--data-parallel-size 2 --data-parallel-rank 1": "--data-parallel-rank 1 is not built yet",
-    "--data-parallel-backend ray": "--data-parallel-backend ray is not built yet",
+    "--data-parallel-size 2 --data-parallel-hybrid-lb": "--data-parallel-hybrid-lb needs --data-parallel-size-local",
+    "--data-parallel-size 2 --data-parallel-backend ray": "--data-parallel-size-local must say how many of the 2",
     "--distributed-executor-backend ray": "ray shares the stages of --pipeline-parallel-size out among hosts",
     "--distributed-executor-backend uni": "--distributed-executor-backend uni is not built; mp and ray are",
     '--speculative-config {"method":"mlp_speculator"}': "the speculative method mlp_speculator is not built yet",

@@ -26,7 +26,7 @@ from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.request_log import log_request
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, StepOutputs
-from octavo.errors import ConfigError, EngineDeadError, EngineStoppingError, OctavoError, RequestError
+from octavo.errors import EngineDeadError, EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.lora.request import LoRARequest
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -119,11 +119,7 @@ class AsyncLLMEngine:
         else:
             log = {}
         config = args.create_engine_config()
-        if config.data_parallel_size > 1:
-            raise ConfigError(
-                f"--data-parallel-size {config.data_parallel_size}: this is one engine; octavo serve runs several."
-            )
-        return cls(config, metrics=metrics, **log)
+        return cls(config.one_engine(), metrics=metrics, **log)
 
     @property
     def config(self) -> EngineConfig:
@@ -260,7 +256,8 @@ class AsyncLLMEngine:
         shown_id = shown_id or request.request_id
         if request.params.logits_processors:
             raise RequestError(
-                "logits_processors are Python callables and run only with LLM, in its process; use logit_bias here.",
+                "logits_processors are Python callables and run only with an LLM of one engine, in its process; use "
+                "logit_bias here.",
                 param="logits_processors",
             )
         if shown_id in self._streams:

@@ -53,6 +53,7 @@ class InputProcessor:
         self.model = model = config.model
         self.scheduler = config.scheduler
         self._lora = config.lora
+        self._own_adapters = config.media.adapters if config.media is not None else {}
         self._allows_additional_properties = config.allow_additional_properties
         self.tokenizer = tokenizer
         self._ids = itertools.count()
@@ -134,6 +135,8 @@ class InputProcessor:
         self._check_scheduling(params, priority)
         self._check_logprobs(params)
         made, media = self._make_prompt(prompt, params, add_special_tokens)
+        if made.media and self._own_adapters and not isinstance(prompt, str | list):
+            adapter = self._adapter_of(prompt["multi_modal_data"])
         if adapter is not None:
             made = msgspec.structs.replace(made, adapter=adapter.identity)
         params = msgspec.structs.replace(params)
@@ -159,12 +162,22 @@ class InputProcessor:
 
     def find_adapter(self, asked: LoRARequest) -> AdapterSource:
         """Where an adapter lies and what it holds now. It may read files, and fetch them from the hub."""
-        if self._lora is None:
+        if self._lora is None or not self._lora.takes_requests:
             raise RequestError(f"adapter {asked.lora_name!r} needs --enable-lora.", param="lora_request")
         try:
             return source(asked.lora_name, asked.lora_path, self._lora.download_dir, may_fetch=True)
         except LoadError as e:
             raise RequestError(f"adapter {asked.lora_name!r}: {e}", param="lora_request") from None
+
+    def _adapter_of(self, media: Mapping[str, Any]) -> AdapterSource | None:
+        """That of the model's own which a prompt with such media takes. Raises `RequestError`."""
+        for kind, folder in self._own_adapters.items():
+            if kind in media:
+                try:
+                    return source(kind, folder)
+                except LoadError as e:
+                    raise RequestError(f"the adapter of the model's {KINDS[kind].noun}s: {e}", status=500) from None
+        return None
 
     def refuse_if_it_pools(self) -> None:
         """Raise `RequestError` for a model that does not generate."""

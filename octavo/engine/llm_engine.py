@@ -11,7 +11,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, PromptInput
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.sleeping import SLEEPERS, check_level, woken_by
-from octavo.errors import ConfigError, OctavoError, RequestError
+from octavo.errors import OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.lora.request import LoRARequest
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -38,11 +38,7 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
         """Raises `ConfigError` or `LoadError` if the model cannot be served that way."""
-        config = args.create_engine_config()
-        if config.data_parallel_size > 1:
-            size = config.data_parallel_size
-            raise ConfigError(f"data_parallel_size {size}: this is one engine; octavo serve runs several.")
-        return cls(config)
+        return cls(args.create_engine_config().one_engine())
 
     @property
     def core(self) -> EngineCore:

@@ -1,10 +1,11 @@
-"""`LLM`: the engine for scripts. Many prompts in, all answers out, in order, all of it in the caller's process."""
+"""`LLM`: the engine for scripts. Many prompts in, all answers out, in order, all of it in the caller's process, unless
+there are several engines."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
@@ -28,6 +29,9 @@ from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from octavo.unknown_flags import advice_on
 
+if TYPE_CHECKING:
+    from octavo.engine.data_parallel_llm import DataParallelLLMEngine
+
 
 class LLM(PoolingMethods):
     """A model that answers lists of prompts.
@@ -45,7 +49,14 @@ class LLM(PoolingMethods):
         if unknown:
             advice = advice_on(unknown, EngineArgs.__dataclass_fields__)
             raise TypeError(" ".join([f"LLM() has no arguments {', '.join(unknown)}.", *advice]))
-        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
+        config = EngineArgs(model=model, **engine_args).create_engine_config()
+        self.llm_engine: LLMEngine | DataParallelLLMEngine
+        if len(config.served_ranks) == 1:
+            self.llm_engine = LLMEngine(config.one_engine())
+        else:
+            from octavo.engine.data_parallel_llm import DataParallelLLMEngine
+
+            self.llm_engine = DataParallelLLMEngine(config)
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
 

@@ -26,7 +26,7 @@ from octavo.execution.device import Device, Event
 from octavo.execution.team import ALONE, Team
 from octavo.layers.parameters import Module, NamedMatrix
 from octavo.loading.file_weights import open_weights
-from octavo.lora.files import AdapterFiles, digest
+from octavo.lora import files
 from octavo.lora.gguf import read_gguf_adapter
 from octavo.lora.matching import ModuleMap
 from octavo.lora.ops import AdaptedOps
@@ -194,32 +194,28 @@ class AdapterStore:
         return len(adapter.pages)
 
     def _pack(self, source: AdapterSource) -> HostAdapter:
-        files = AdapterFiles(source.config, source.weights)
-        _check_unchanged(files, source)
-        try:
-            if files.config is None:
-                modules = read_gguf_adapter(files.weights, self._config.model.checkpoint.config, self._lora.max_rank)
+        contents = files.read(source)
+        if contents.config is None:
+            checkpoint = self._config.model.checkpoint
+            modules = read_gguf_adapter(contents.weights, checkpoint.config, self._lora.max_rank)
+        else:
+            modules = read_peft(contents, self._lora.max_rank, self._map.parameters_of)
+        by_table: dict[int, Any] = {}
+        for number, factors in self._map.factors(source.weights, modules, self._base_weights).items():
+            table, expert = self._table_of[number], self._experts[number]
+            if expert is None:
+                by_table[table] = factors
             else:
-                modules = read_peft(files, self._lora.max_rank, self._map.parameters_of)
-            by_table: dict[int, Any] = {}
-            for number, factors in self._map.factors(files.weights, modules, self._base_weights).items():
-                table, expert = self._table_of[number], self._experts[number]
-                if expert is None:
-                    by_table[table] = factors
-                else:
-                    by_table.setdefault(table, {})[expert] = factors
-            packed = []
-            for number, found in by_table.items():
-                packed.append((number, self._tables[number].pack(found, self.page_bytes)))
-        finally:
-            _check_unchanged(files, source)  # or what was read, or found wrong, may be in others that took their place
+                by_table.setdefault(table, {})[expert] = factors
+        packed = [(number, self._tables[number].pack(found, self.page_bytes)) for number, found in by_table.items()]
         # Where a tied matrix is replaced the embedding and the output have the same pieces.
         pieces: dict[Any, NDArray[np.uint8]] = {}
         keys = []
         for number, one in packed:
+            may_share = self._tables[number].shape.replaceable
             for i, (piece, is_constant) in enumerate(zip(one.pieces, one.constant, strict=True)):
-                is_large = is_constant and piece.nbytes >= _LEAST_SHARED_BYTES
-                keys.append(hashlib.blake2b(piece, digest_size=16).digest() if is_large else (number, i))
+                is_large = may_share and is_constant and piece.nbytes >= _LEAST_SHARED_BYTES
+                keys.append(hashlib.sha256(piece).digest() if is_large else (number, i))
                 pieces.setdefault(keys[-1], piece)
         num_pages, placed = place([piece.nbytes for piece in pieces.values()], self.page_bytes)
         places = dict(zip(pieces, placed, strict=True))
@@ -255,15 +251,6 @@ class AdapterStore:
             return np.array(dequantize(stored, "float32"))
         finally:
             weights.close()
-
-
-def _check_unchanged(files: AdapterFiles, source: AdapterSource) -> None:
-    """Raises `LoadError` if the files do not hold what was asked for."""
-    try:
-        if digest(files) != source.identity:
-            raise LoadError("its files have changed since it was asked for; ask again.")
-    except OSError as e:
-        raise LoadError(f"cannot read {e.filename}: {e.strerror}.") from None
 
 
 def _table_key(matrix: NamedMatrix) -> tuple[Any, ...]:
