@@ -20,6 +20,7 @@ VARIABLES = {
     "OCTAVO_NODES_TOKEN": "Secret that the hosts of `--nnodes` and of `-dp` show each other, the same on all of them.",
     "RAY_ADDRESS": "Cluster of Ray, for stages and engines, host:port, if not the one that was started here.",
     "HF_HUB_OFFLINE": "`1` keeps `octavo doctor`, and the hub's library, from asking the hub.",
+    "TRANSFORMERS_CACHE": "Folder of the hub's models, unless `--download-dir` says so; the former `HF_HUB_CACHE`.",
     "HF_ENDPOINT": "Address of the hub, which `octavo doctor` asks.",
     "PIP_INDEX_URL": "Address of the package index, which `octavo doctor` asks and the default model comes from.",
     "UV_DEFAULT_INDEX": "The same for uv; in environments without pip it is where the default model comes from.",

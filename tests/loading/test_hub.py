@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo.errors import LoadError
+from octavo.loading.checkpoint import resolve
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -183,6 +186,14 @@ def test_dummy_weights_and_another_download_folder(hub: _Hub, tmp_path: Path) ->
     assert found["format"] == "dummy"
     assert found["folder"] == ["config.json", "tokenizer.json"]
     assert found["path"].startswith(str(tmp_path / "models"))
+    (found,) = _resolve([{"model": "org/both"}], **env, TRANSFORMERS_CACHE=str(tmp_path / "former"))
+    assert found["path"].startswith(str(tmp_path / "former"))
+
+
+def test_a_revision_is_of_the_hub(tmp_path: Path) -> None:
+    for model, name in ((str(tmp_path), str(tmp_path)), ("", "the default model, SmolLM2-135M-Instruct,")):
+        with pytest.raises(LoadError, match=f"revision v2 is one of a model on the hub, and {name} is none"):
+            resolve(model, revision="v2")
 
 
 def test_what_the_hub_does_not_have_is_said_in_a_line(hub: _Hub, tmp_path: Path) -> None:
